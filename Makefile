@@ -1,0 +1,70 @@
+# The verbs of dlp. A fresh clone needs nothing but python3: the first verb makes .venv and installs into it, once.
+# With PYTHON=python3 (any interpreter) nothing is installed and no network is used; a torch that exists is never replaced.
+
+CONFIG ?= tiny
+WORLD  ?= 8
+ARGS   ?=
+ARCHS  ?= sm_90a sm_100a
+
+VENV := .venv
+ifdef PYTHON
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY  := $(VENV)/.installed
+endif
+
+RANKS  ?=
+DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')" 2>/dev/null)
+NEEDS   = @$(PYTHON) tools/check_env.py
+
+.DEFAULT_GOAL := help
+.PHONY: help pretrain plan test multigpu lint kernels-compile gpu-test bench
+
+help: ## this list
+	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+pretrain: $(READY) ## train CONFIG=tiny on every GPU, or on 2 CPU ranks: ARGS="--train.steps 10", RANKS=4
+	$(NEEDS)
+	@OMP_NUM_THREADS=1 $(PYTHON) -m launch.local $(if $(RANKS),--ranks $(RANKS)) $(CONFIG) $(ARGS)
+
+plan: $(READY) ## print mesh and layer plan of CONFIG=tiny for WORLD=8 ranks, without starting them
+	$(NEEDS)
+	@$(PYTHON) -m launch.train $(CONFIG) --plan --world $(WORLD) $(ARGS)
+
+test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"
+	$(NEEDS) pytest hypothesis
+	@$(PYTHON) -m pytest $(ARGS)
+
+multigpu: $(READY) ## run the multi-rank tests over NCCL, a GPU per rank (without GPUs: gloo)
+	$(NEEDS) pytest
+	@$(PYTHON) -m pytest tests/multigpu --device $(DEVICE) $(ARGS)
+
+lint: $(READY) ## ruff, mypy, and the length of functions in dlp/
+	$(NEEDS) ruff mypy
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy dlp launch
+	@$(PYTHON) tools/function_length.py dlp
+
+kernels-compile: $(READY) ## compile the CUDA kernels for ARCHS="sm_90a sm_100a", GPU or not (exit 2: no nvcc)
+	$(NEEDS) ninja pybind11
+	@$(PYTHON) -m dlp.kernels.build --compile-only $(ARCHS)
+
+gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, on this machine's GPU
+	$(NEEDS) pytest ninja pybind11
+	@$(PYTHON) -m pytest tests/gpu $(ARGS)
+
+bench: $(READY) ## bandwidth of the quantizers beside a copy: ARGS="--only cast --sizes 256 --json FILE --plot FILE.png"
+	$(NEEDS) ninja pybind11
+	@$(PYTHON) -m launch.bench_quantize $(ARGS)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing dlp and its dependencies into $(VENV) (once)"
+	@test -x $(VENV)/bin/python || python3 -m venv $(VENV)
+	@$(VENV)/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' \
+		>$(VENV)/constraints.txt 2>/dev/null || cp constraints.txt $(VENV)/constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]" $(PIP_ARGS) || \
+		{ echo "install failed; to use an interpreter as it is, without network: make VERB PYTHON=python3" >&2; exit 1; }
+	@touch $@
