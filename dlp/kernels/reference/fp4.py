@@ -1,0 +1,122 @@
+"""E2M1, the FP4 element: +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, two a byte, the even element in the low nibble.
+
+Between 2^k and 2^(k+1) the grid has step 2^(k-1), below 1 it goes on with step 0.5: on that grid a code is an index
+plus 0, 2 or 4. Casts saturate at 6, keep the sign of zero, and hide NaN as +6.
+
+Stochastic rounding takes 8 random bits an element from Philox4x32-10, counted by the element's block in the unsharded
+matrix: shards round as the whole does, and recomputation rounds as the first time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dlp.kernels.reference.scales import EXPONENT
+
+LARGEST = 6.0
+ONE = 0x3F800000  # 1.0 as a binary32
+WORD = 0xFFFFFFFF
+PHILOX_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+PHILOX_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+BLOCK = 16
+
+
+def _nearest_code(y: Tensor) -> Tensor:
+    """The definition of the cast: fp32 -> codes 0..15 (int32), nearest with ties to the even code."""
+    y = y.nan_to_num(nan=LARGEST)
+    magnitude = y.abs().clamp(max=LARGEST)
+    binade = (magnitude.view(torch.int32) & EXPONENT).clamp(min=ONE)
+    pusher = binade + (22 << 23)  # 22 binades above, the last bit of a sum is one grid step: the sum rounds to the grid
+    index = (magnitude + pusher.view(torch.float32)).view(torch.int32) - pusher
+    return ((y.view(torch.int32) >> 28) & 8) | (index + ((binade - ONE) >> 22))
+
+
+@lru_cache(maxsize=8)
+def _encode_table(device: torch.device) -> Tensor:
+    """The codes of all 65,536 upper halves of a binary32."""
+    halves = torch.arange(65536, dtype=torch.int32, device=device) << 16
+    return _nearest_code(halves.view(torch.float32)).to(torch.uint8)
+
+
+def encode_e2m1(y: Tensor) -> Tensor:
+    """fp32 -> E2M1 codes 0..15, one a byte (uint8): nearest, ties to the even code, saturating, NaN -> +6.
+
+    y is first rounded to odd in its upper 16 bits (the lowest bit says whether anything was cut off), which loses
+    nothing a 2-bit rounding depends on, and then looked up.
+    """
+    bits = y.contiguous().view(torch.int32)
+    odd = (bits & 0xFFFF).add_(0xFFFF).bitwise_or_(bits).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    return _encode_table(y.device).index_select(0, odd.view(-1)).view(y.shape)
+
+
+def encode_e2m1_stochastic(y: Tensor, random: Tensor) -> Tensor:
+    """fp32 y and random bytes (uint8) of one shape -> E2M1 codes 0..15, one a byte.
+
+    With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo), y is rounded away from zero iff
+    floor(256 f) + random >= 256, i.e. with probability floor(256 f) / 256. |y| >= 6 gives 6, NaN gives +6.
+    """
+    y = y.nan_to_num(nan=LARGEST)
+    magnitude = y.abs().clamp_(max=LARGEST)
+    binade = (magnitude.view(torch.int32) & EXPONENT).clamp_(min=ONE)
+    steps_256 = (0x44000000 + ONE - binade).view(torch.float32)  # 256 / step = 512 / binade, a power of two
+    index = magnitude.mul_(steps_256).int().add_(random).bitwise_right_shift_(8)
+    index.add_(binade.sub_(ONE).bitwise_right_shift_(22))
+    return index.bitwise_or_((y.view(torch.int32) >> 28).bitwise_and_(8)).to(torch.uint8)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Codes 0..15 [..., C], one a byte, C even -> [..., C/2] bytes, even elements in the low nibbles."""
+    pairs = codes.contiguous().view(torch.int16)  # low byte: even element
+    return (pairs | (pairs >> 4)).to(torch.uint8)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """The inverse of `pack_e2m1`."""
+    return torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
+
+
+@lru_cache(maxsize=8)
+def _pair_table(device: torch.device) -> Tensor:
+    """All 256 packed bytes -> their two values, 64 bits: one look-up decodes two elements."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
+    values = torch.cat([values, -values])
+    return torch.stack([values.repeat(16), values.repeat_interleave(16)], -1).view(torch.int64).view(-1)
+
+
+def decode_e2m1(packed: Tensor) -> Tensor:
+    """Packed bytes [rows, C/2] -> fp32 [rows, C], exactly."""
+    pairs = _pair_table(packed.device).index_select(0, packed.reshape(-1).int())
+    return pairs.view(torch.float32).view(packed.shape[0], 2 * packed.shape[1])
+
+
+def philox_4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four int64 tensors of 32-bit counter words and two key words -> four int64 tensors of 32 bits."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]  # wraps into the sign: the 64 bits are right
+        c0, c1, c2, c3 = ((p1 >> 32) & WORD) ^ c1 ^ k0, p1 & WORD, ((p0 >> 32) & WORD) ^ c3 ^ k1, p0 & WORD
+        k0, k1 = (k0 + PHILOX_KEY_STEPS[0]) & WORD, (k1 + PHILOX_KEY_STEPS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def random_bytes(
+    rows: int, columns: int, *, row: int, column: int, total_columns: int, direction: int, counter: Tensor,
+    key: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """The random bytes [rows, columns] (uint8) of the shard at (row, column) of a matrix with `total_columns` columns.
+
+    One Philox call a block of 16 elements along a row. Counter words: the block's index in the unsharded matrix
+    (row-major; low and high word), `direction`, and `counter` (int64 []); key words: seed and tensor id. Byte b of
+    output word w belongs to element 4w+b of the block. `columns` and `column` are multiples of 16.
+    """
+    device = counter.device
+    first = column // BLOCK
+    across = torch.arange(first, first + columns // BLOCK, device=device)
+    index = torch.arange(row, row + rows, device=device)[:, None] * -(-total_columns // BLOCK) + across
+    counters = index & WORD, index >> 32, torch.full_like(index, direction), (counter & WORD).expand_as(index)
+    words = torch.stack(philox_4x32(counters, (key[0] & WORD, key[1] & WORD)), -1)
+    return words.to(torch.int32).view(torch.uint8).view(rows, columns)

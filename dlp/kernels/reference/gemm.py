@@ -1,0 +1,97 @@
+"""The GEMM of every pair of formats: D = A @ B.T, contraction last in both, products exact, sums in fp32.
+
+Wherever both decoded operands are exact in bf16, the products are exact whatever unit multiplies them, and only the
+order of the fp32 sums is left open; scales that are not powers of two are applied to fp32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dlp.kernels.reference.fp8 import decode_fp8, decode_fp8_block
+from dlp.kernels.reference.mx import decode_mxfp8
+from dlp.kernels.reference.nvfp4 import decode_nvfp4, nvfp4_alpha
+from dlp.kernels.reference.scales import Block
+
+PROMOTION = 128  # contraction elements summed before their scales are applied
+
+
+@contextmanager
+def _bf16_products() -> Iterator[None]:
+    """CPU fp32 matmuls inside may multiply in bf16 and sum in fp32: exact products for bf16-representable operands."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
+    """a [rows, C] @ b [cols, C].T -> fp32 [rows, cols] for fp32 operands whose values are exact in bf16.
+
+    Products are exact and sums are fp32, whatever unit runs it, so CPUs with bf16 units may use them; those may take
+    bf16 denormals (below 2^-126) for 0.
+    """
+    if a.is_cuda:
+        return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+    with _bf16_products():
+        return a @ b.t()
+
+
+def gemm_hp(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a [rows, C] @ b [cols, C].T in fp32 accumulation, rounded once to `out_dtype`."""
+    if a.dtype == b.dtype == out_dtype:
+        return a @ b.t()
+    if a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32:
+        return matmul_bf16_exact(a.float(), b.float())
+    return (a.float() @ b.float().t()).to(out_dtype)
+
+
+def gemm_fp8_tensor(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
+    """FP8 codes a [rows, C], b [cols, C], one fp32 scale_inv each -> fp32 [rows, cols] = acc * fl(sa * sb)."""
+    return matmul_bf16_exact(decode_fp8(a), decode_fp8(b)) * (a_scale_inv * b_scale_inv)
+
+
+def gemm_fp8_rowwise(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
+    """FP8 codes a [rows, C], b [cols, C], scale_inv [rows] and [cols] -> fp32 [rows, cols] = fl(fl(acc * sa) * sb)."""
+    return matmul_bf16_exact(decode_fp8(a), decode_fp8(b)) * a_scale_inv[:, None] * b_scale_inv
+
+
+def gemm_fp8_block(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_block: Block, b_block: Block, *,
+    power_of_two: bool,
+) -> Tensor:  # fmt: skip
+    """FP8 codes a [rows, C], b [cols, C] in blocks of 128 along C -> fp32 [rows, cols].
+
+    With power-of-two scales the decoded operands are exact in bf16 and one GEMM does. Otherwise each 128 of the
+    contraction are summed first, multiplied by fl(sa * sb) and added up in fp32.
+    """
+    if power_of_two:
+        return matmul_bf16_exact(decode_fp8_block(a, a_scale_inv, a_block), decode_fp8_block(b, b_scale_inv, b_block))
+    a_rows = a_scale_inv.repeat_interleave(a_block[0], 0)[: a.shape[0]]
+    b_rows = b_scale_inv.repeat_interleave(b_block[0], 0)[: b.shape[0]]
+    total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    steps = zip(decode_fp8(a).split(PROMOTION, 1), decode_fp8(b).split(PROMOTION, 1), strict=True)
+    for k, (a_k, b_k) in enumerate(steps):
+        total += matmul_bf16_exact(a_k, b_k) * (a_rows[:, k, None] * b_rows[:, k])
+    return total
+
+
+def gemm_mxfp8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_block: Block, b_block: Block) -> Tensor:
+    """MXFP8 codes a [rows, C], b [cols, C] with E8M0 bytes -> fp32 [rows, cols]; operands decoded exactly to bf16."""
+    return matmul_bf16_exact(decode_mxfp8(a, a_scale, a_block), decode_mxfp8(b, b_scale, b_block))
+
+
+def gemm_nvfp4(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_amax: Tensor, b_amax: Tensor, a_block: Block,
+    b_block: Block,
+) -> Tensor:  # fmt: skip
+    """NVFP4 packed codes a [rows, C/2], b [cols, C/2], E4M3 scales, amaxes [] -> fp32 [rows, cols] = alpha * acc."""
+    acc = matmul_bf16_exact(decode_nvfp4(a, a_scale, a_block), decode_nvfp4(b, b_scale, b_block))
+    return acc * nvfp4_alpha(a_amax, b_amax)

@@ -1,0 +1,120 @@
+"""From values to scales: amaxes, the blocks that share one, the FP8 scale rule and the delayed-scaling update.
+
+An amax starts at 0, ignores NaN and keeps Inf. Blocks at an edge may be partial: missing elements count as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLT_MAX = torch.finfo(torch.float32).max
+EXPONENT = 0x7F800000  # of a binary32
+
+Block = tuple[int, int]
+AmaxAlgorithm = Callable[[Tensor], Tensor]
+
+
+def widen(x: Tensor) -> Tensor:
+    """x as contiguous fp32, cut off from autograd. A transposed view is copied in its own dtype, which is faster."""
+    return x.detach().contiguous().float()
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """|x| with NaN counted as 0, in the dtype of x."""
+    return x.detach().abs().nan_to_num_(nan=0.0, posinf=float("inf"))
+
+
+def amax(x: Tensor, dim: int | None = None) -> Tensor:
+    """max |x| as fp32, over the whole tensor (shape []) or along `dim`; NaN is ignored, an empty tensor gives 0."""
+    size = list(x.shape)
+    if x.numel() == 0:
+        shape = [] if dim is None else size[: dim % x.dim()] + size[dim % x.dim() + 1 :]
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    return (magnitude(x).amax() if dim is None else magnitude(x).amax(dim)).float()
+
+
+def to_blocks(x: Tensor, block: Block) -> Tensor:
+    """x [rows, C] -> [row blocks, block rows, C blocks, block columns]; edge blocks are filled up with zeros."""
+    (rows, cols), (height, width) = x.shape, block
+    if rows % height or cols % width:
+        x = F.pad(x, (0, -cols % width, 0, -rows % height))
+    return x.reshape(-(-rows // height), height, -(-cols // width), width)
+
+
+def from_blocks(blocks: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The inverse of `to_blocks`: contiguous [rows, C]."""
+    down, height, across, width = blocks.shape
+    return blocks.reshape(down * height, across * width)[: shape[0], : shape[1]].contiguous()
+
+
+def amax_of_blocks(blocks: Tensor) -> Tensor:
+    """The result of `to_blocks` -> fp32 [row blocks, C blocks], the amax of each block."""
+    return magnitude(blocks).amax((1, 3)).float()
+
+
+def spread(scale: Tensor) -> Tensor:
+    """A scale a block [row blocks, C blocks], shaped to broadcast over the result of `to_blocks`."""
+    return scale[:, None, :, None]
+
+
+def scale_from_amax(
+    amax: Tensor, fp8_max: float, *, power_of_two: bool = False, epsilon: float = 0.0, inf_scale: float = FLT_MAX
+) -> Tensor:
+    """The multiplier into an 8-bit format whose largest value is `fp8_max`; fp32, elementwise over `amax`.
+
+    An amax of 0, Inf or NaN gives 1. A quotient that overflows becomes `inf_scale`. `power_of_two` clears the mantissa,
+    i.e. rounds the scale down to a power of two.
+    """
+    clamped = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
+    usable = torch.isfinite(clamped) & (clamped > 0)
+    scale = torch.full_like(amax, fp8_max) / torch.where(usable, clamped, torch.ones_like(clamped))
+    scale = torch.where(torch.isinf(scale), torch.full_like(scale, inf_scale), scale)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def _largest(window: Tensor) -> Tensor:
+    return amax(window, 0)
+
+
+def _newest(window: Tensor) -> Tensor:
+    return window[-1]
+
+
+AMAX_ALGORITHMS: dict[str, AmaxAlgorithm] = {"max": _largest, "most_recent": _newest}
+
+
+def delayed_scale(window: Tensor, scale: Tensor, target: Tensor, algorithm: str | AmaxAlgorithm) -> Tensor:
+    """Amaxes fp32 [L, n], oldest first -> the new scale [n]: target / amax, and `scale` where that amax is 0, Inf, NaN.
+
+    `algorithm`: "max", "most_recent", or a function of the window that returns an amax [n].
+    """
+    if len(window) == 0:
+        return scale
+    chosen = (AMAX_ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm)(window)
+    usable = torch.isfinite(chosen) & (chosen > 0)
+    new = (target / torch.where(usable, chosen, torch.ones_like(chosen))).clamp(max=FLT_MAX)
+    return torch.where(usable, new, scale)
+
+
+def delayed_update(
+    history: Tensor, scale: Tensor, reduced: Tensor, target: Tensor, algorithm: str | AmaxAlgorithm
+) -> tuple[Tensor, Tensor]:
+    """One step of delayed scaling for n slots at once: fp32 history [L, n] and scale [n] -> the new (history, scale).
+
+    history[0] is the staging row, history[1:] run from oldest to newest; `reduced` [n] is the staging row after its
+    all-reduce; `target` [n] is fl(fp8_max * 2^-margin), what the amax shall be scaled to. The window of `algorithm`
+    (see `delayed_scale`) has L rows, this step's amax last. A slot whose amax is 0 was not used in this step: neither
+    its history nor its scale changes.
+    """
+    last = torch.where(reduced != 0, reduced, history[0])
+    used = last != 0
+    window = torch.cat([history[1:], last[None]])
+    rolled = torch.cat([torch.zeros_like(last)[None], window[1:]])
+    new = delayed_scale(window, scale, target, algorithm)
+    return torch.where(used, rolled, history), torch.where(used, new, scale)

@@ -1,0 +1,1 @@
+"""Numbers: formats, scales, recipes. Never a process group, never a module."""

@@ -1,0 +1,72 @@
+"""CustomRecipe: a user's function chooses the quantizer of every tensor of a linear.
+
+    CustomRecipe(lambda role: CurrentScaling("e5m2" if role == "linear_grad_output" else "e4m3"))
+
+`qfactory(role)` is asked once per layer and role, or `qfactory(role, layer)` if it takes the layer's name: a second
+parameter without default, or called `layer` or `layer_name`. It returns a quantizer (used in both orientations), an
+`Operand` of two (rowwise, columnwise), or None for high precision.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dlp.quant.gemm import GemmOptions
+from dlp.quant.quantizer import KeepHighPrecision
+from dlp.quant.recipe import Operand, Recipe, both
+from dlp.quant.tensor import Format
+
+# x, w, dy; y, dx
+ROLES = ("linear_input", "linear_weight", "linear_grad_output", "linear_output", "linear_grad_input")
+
+
+@dataclass(frozen=True)
+class CustomRecipe:
+    """A recipe a layer, from what `qfactory` answers for linear_input, linear_weight, linear_grad_output, and for
+    linear_output and linear_grad_input, whose rounding is applied to y and dx. Options as in `Recipe`."""
+
+    qfactory: Callable[..., Any]
+    name: str = "custom"
+    fprop: GemmOptions = GemmOptions()
+    dgrad: GemmOptions = GemmOptions()
+    wgrad: GemmOptions = GemmOptions()
+    amax_scope: str = "table"
+    reduce_amax: bool = True
+
+    def for_layer(self, layer: str) -> Recipe:
+        """The recipe of one layer. Raises ValueError for an answer that is no quantizer, and for two that must not meet
+        in a GEMM."""
+        x, w, dy, y, dx = (self._ask(role, layer) for role in ROLES)
+        return Recipe(
+            self.name, _operand(x), _operand(w), _operand(dy), self.fprop, self.dgrad, self.wgrad, self.amax_scope,
+            self.reduce_amax, y, dx,
+        )  # fmt: skip
+
+    def _ask(self, role: str, layer: str) -> Any:
+        answer = self.qfactory(role, layer) if _takes_layer(self.qfactory) else self.qfactory(role)
+        for quantizer in (getattr(answer, "rowwise", answer), getattr(answer, "columnwise", answer)):
+            if quantizer is not None and not isinstance(getattr(quantizer, "format", None), Format):
+                raise ValueError(
+                    f"{self}: asked for the quantizer of {role} in {layer!r}, it returned {answer!r}; "
+                    f"return a quantizer, an Operand(rowwise, columnwise) of two, or None for high precision"
+                )
+        return answer
+
+    def __str__(self) -> str:
+        return f"{self.name}({getattr(self.qfactory, '__name__', type(self.qfactory).__name__)})"
+
+
+def _operand(answer: Any) -> Operand:
+    if answer is None:
+        return both(KeepHighPrecision())
+    return Operand(getattr(answer, "rowwise", answer), getattr(answer, "columnwise", answer))
+
+
+def _takes_layer(qfactory: Callable[..., Any]) -> bool:
+    """There is a second positional parameter that must be given, or is called layer or layer_name."""
+    _, *others = inspect.signature(qfactory).parameters.values()
+    positional = [p for p in others if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return any(p.default is p.empty or p.name in ("layer", "layer_name") for p in positional[:1])

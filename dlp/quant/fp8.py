@@ -1,0 +1,143 @@
+"""Per-tensor FP8: one fp32 scale a tensor, so the payload may be transposed and gathered in either orientation.
+
+Current scaling takes the scale from the tensor at hand, which costs a pass over it before the cast. Delayed scaling
+takes it from the amaxes of earlier steps and records this one in the cast's own read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant.quantizer import ScaleSlot, SlotOptions
+from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
+
+ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+Fp8Format = Literal["HYBRID", "E4M3"]
+FP8_FORMATS = {"HYBRID": ("e4m3", "e5m2"), "E4M3": ("e4m3", "e4m3")}  # elements of x and w, of dy
+PARTS = {
+    element: (Part("codes", dtype, rows=0, contraction=1), Part("scale_inv", torch.float32, SHARED, SHARED))
+    for element, dtype in ELEMENTS.items()
+}
+LANDMARKS = {"e4m3": (0x38, 0x7E), "e5m2": (0x3C, 0x7B)}  # the codes of 1 and of the largest value
+
+
+@dataclass(frozen=True)
+class Fp8Tensor(Format):
+    """FP8 codes [rows, contraction] with one fp32 `scale_inv` []."""
+
+    element: str = "e4m3"
+
+    transposable = True
+    gemm_kind = "fp8_tensor"
+    block = (0, 0)
+
+    @property
+    def name(self) -> str:
+        return f"fp8_tensor[{self.element}]"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return PARTS[self.element]
+
+    @property
+    def landmarks(self) -> tuple[int, int]:
+        return LANDMARKS[self.element]
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        return shape, ()
+
+    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        codes, scale_inv = q.parts
+        return (ops.decode_fp8(codes) * scale_inv).to(dtype)
+
+    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
+        codes, scale_inv = q.parts
+        return QuantizedTensor(self, (codes.t().contiguous(), scale_inv))
+
+
+def _pair(fmt: Format, codes: Tensor, codes_t: Tensor, scale_inv: Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """The operands of x and x.t(), which share their scale."""
+    return fmt.wrap((codes, scale_inv)), fmt.wrap((codes_t, scale_inv))
+
+
+@dataclass(frozen=True)
+class CurrentScaling:
+    """Per-tensor scale from the tensor's own amax (observed, agreed, then used): q = enc(fl(x * scale))."""
+
+    element: str = "e4m3"
+    power_of_two: bool = False
+    epsilon: float = 0.0
+    reduces: ClassVar[tuple[int, ...]] = (0, 1)
+    op: ClassVar[str] = "cast_fp8_tensor"
+
+    @property
+    def format(self) -> Format:
+        return Fp8Tensor(self.element)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return ops.amax(x)
+
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+        return self.format.fill(out, *ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax)))
+
+    def both(self, x: Tensor, amax: Tensor | None, **_: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
+        return _pair(self.format, *ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], self._scale(amax)))
+
+    def _scale(self, amax: Tensor | None) -> ops.Fp8Scale:
+        assert amax is not None, "current scaling casts with an observed amax"
+        return ops.Fp8Scale(amax=amax, power_of_two=self.power_of_two, epsilon=self.epsilon)
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Per-tensor scale left in a slot by the last step: q = enc(fl(x * slot.scale)); slot.staging collects max |x|.
+
+    Nothing is agreed before the cast: all ranks of the amax group hold the same slots. `amax_compute_algo`: "max",
+    "most_recent", or a function (see `SlotOptions`).
+    """
+
+    element: str = "e4m3"
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    reduces: ClassVar[tuple[int, ...]] = (0, 1)
+    op: ClassVar[str] = "cast_fp8_tensor"
+
+    def __post_init__(self) -> None:
+        _ = self.delayed  # refuses wrong options at construction
+
+    @property
+    def format(self) -> Format:
+        return Fp8Tensor(self.element)
+
+    @property
+    def delayed(self) -> SlotOptions:
+        """What the slot of this quantizer is updated by."""
+        fp8_max = ops.FP8_MAX[ELEMENTS[self.element]]
+        return SlotOptions(fp8_max, self.margin, self.amax_history_len, self.amax_compute_algo)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        **_: Any,
+    ) -> QuantizedTensor:  # fmt: skip
+        return self.format.fill(out, *ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot)))
+
+    def both(
+        self, x: Tensor, amax: Tensor | None, *, slot: ScaleSlot | None = None, **_: Any
+    ) -> tuple[QuantizedTensor, QuantizedTensor]:
+        return _pair(self.format, *ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], _slot_scale(slot)))
+
+
+def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:
+    """The scale of a slot; max |x| enters its staging in the cast's own read."""
+    assert slot is not None, "delayed scaling casts with the scale of a slot"
+    return ops.Fp8Scale(scale=slot.scale, staging=slot.staging)

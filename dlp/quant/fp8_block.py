@@ -1,0 +1,105 @@
+"""Block FP8: an fp32 scale every 128 elements of the contraction, or every 128x128 tile (arXiv 2412.19437).
+
+Scales are rounded down to powers of two unless asked otherwise; decoded values are then exact in bf16. Tiles may be
+transposed, rows of 128 may not: their columnwise operand is a second quantization. Edge blocks may be partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS
+from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
+
+BLOCK = 128
+PARTS = {
+    element: (Part("codes", dtype, rows=0, contraction=1), Part("scale_inv", torch.float32, rows=0, contraction=1))
+    for element, dtype in ELEMENTS.items()
+}
+
+
+@dataclass(frozen=True)
+class Fp8Block(Format):
+    """FP8 codes [rows, contraction], compact fp32 `scale_inv` [rows or ceil(rows/128), ceil(contraction/128)].
+
+    tile: one scale a 128x128 tile instead of 1x128. power_of_two: every scale is one.
+    """
+
+    element: str = "e4m3"
+    tile: bool = False
+    power_of_two: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"fp8_block[{self.element}, {self.block[0]}x{self.block[1]}]"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return PARTS[self.element]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (BLOCK if self.tile else 1), BLOCK
+
+    @property
+    def transposable(self) -> bool:
+        return self.tile
+
+    @property
+    def gemm_kind(self) -> str:
+        return "fp8_block_2d" if self.tile else "fp8_block_1d"
+
+    @property
+    def bf16_exact(self) -> bool:
+        return self.power_of_two
+
+    @property
+    def landmarks(self) -> tuple[int, int]:
+        return LANDMARKS[self.element]
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        return shape, (blocks(shape[0], self.block[0]), blocks(shape[1], self.block[1]))
+
+    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        codes, scale_inv = q.parts
+        return ops.decode_fp8_block(codes, scale_inv, self.block).to(dtype)
+
+    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
+        if not self.tile:
+            return super().transpose(q)
+        return QuantizedTensor(self, tuple(part.t().contiguous() for part in q.parts))
+
+
+@dataclass(frozen=True)
+class BlockScaling:
+    """A scale a block from the block's amax: q = enc(fl(x * scale)); nothing to agree."""
+
+    element: str = "e4m3"
+    tile: bool = False
+    power_of_two: bool = True
+    epsilon: float = 0.0
+    reduces: ClassVar[tuple[int, ...]] = ()
+    op: ClassVar[str] = "cast_fp8_block"
+
+    @property
+    def format(self) -> Format:
+        return Fp8Block(self.element, self.tile, self.power_of_two)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+        return self.format.fill(out, *self._made(ops.cast_fp8_block, x))
+
+    def both(self, x: Tensor, amax: Tensor | None, **_: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
+        row, col = self._made(ops.cast_fp8_block_both, x)
+        return self.format.wrap(row), self.format.wrap(col)
+
+    def _made(self, op: Callable[..., Any], x: Tensor) -> Any:
+        return op(x, self.format.block, ELEMENTS[self.element], power_of_two=self.power_of_two, epsilon=self.epsilon)

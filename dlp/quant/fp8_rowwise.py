@@ -1,0 +1,74 @@
+"""Rowwise FP8: one fp32 scale a row of the operand, i.e. over the whole contraction.
+
+A columnwise operand is a second quantization of the high-precision tensor. Where the contraction is cut over ranks
+whose shards are gathered, the row amaxes are agreed like a tensor's, as one vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS
+from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
+
+PARTS = {
+    element: (Part("codes", dtype, rows=0, contraction=1), Part("scale_inv", torch.float32, rows=0, contraction=SHARED))
+    for element, dtype in ELEMENTS.items()
+}
+
+
+@dataclass(frozen=True)
+class Fp8Rowwise(Format):
+    """FP8 codes [rows, contraction] with fp32 `scale_inv` [rows]."""
+
+    element: str = "e4m3"
+
+    gemm_kind = "fp8_rowwise"
+    block = (1, 0)
+
+    @property
+    def name(self) -> str:
+        return f"fp8_rowwise[{self.element}]"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return PARTS[self.element]
+
+    @property
+    def landmarks(self) -> tuple[int, int]:
+        return LANDMARKS[self.element]
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        return shape, shape[:1]
+
+    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        codes, scale_inv = q.parts
+        return (ops.decode_fp8(codes) * scale_inv[:, None]).to(dtype)
+
+
+@dataclass(frozen=True)
+class RowwiseScaling:
+    """A scale a row from its amax (observed, agreed, then used): q = enc(fl(x * scale)). A zero row has scale 1."""
+
+    element: str = "e4m3"
+    power_of_two: bool = True
+    epsilon: float = 0.0
+    reduces: ClassVar[tuple[int, ...]] = (1,)
+
+    @property
+    def format(self) -> Format:
+        return Fp8Rowwise(self.element)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return ops.amax(x, dim=1)
+
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+        assert amax is not None, "rowwise scaling casts with observed row amaxes"
+        dtype = ELEMENTS[self.element]
+        scale = ops.scale_from_amax(amax, ops.FP8_MAX[dtype], power_of_two=self.power_of_two, epsilon=self.epsilon)
+        return self.format.fill(out, ops.cast_fp8(x, scale[:, None], dtype), scale.reciprocal())

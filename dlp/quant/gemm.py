@@ -1,0 +1,163 @@
+"""A GEMM as a value, and the table that says which kernel multiplies which formats on which device.
+
+`Gemm` holds everything but the token operand, so that a scheduler may run it once, or chunk by chunk over the rows of
+A. D = A @ B.T with the contraction last in both operands.
+
+The kernel is looked up by the kinds of the two formats. A format that brings its own `gemm` runs that; a pair that is
+not in the table decodes both operands. Support says what a device does: "native" uses its unit for the format,
+"emulated" multiplies decoded values or runs the plain-torch reference, "own" runs the format's GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant.tensor import Format, QuantizedTensor
+
+DEVICES = ("cpu", "sm_90", "sm_100")
+
+
+@dataclass(frozen=True)
+class GemmOptions:
+    """Options of one GEMM. `fast_accumulation`: FP8 products are summed inside the tensor core only (faster, ~14 bits).
+    `out_dtype`: of its result, None for the dtype its caller works in."""
+
+    fast_accumulation: bool = False
+    out_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """D = A @ B.T, waiting for A [rows, C]. `accumulate`: add into this fp32 or bf16 tensor and return it."""
+
+    which: str
+    b: QuantizedTensor
+    out_dtype: torch.dtype
+    bias: Tensor | None = None
+    accumulate: Tensor | None = None
+    options: GemmOptions = GemmOptions()
+
+    def __call__(self, a: QuantizedTensor) -> Tensor:
+        own = own_gemm(a.format, self.b.format)
+        if own is not None:
+            finish = {"out_dtype": self.out_dtype, "bias": self.bias, "accumulate": self.accumulate}
+            return own(self.which, a, self.b, **finish)
+        return _kernel(a.format, self.b.format).run(self, a)
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a device does with a pair of formats: `status` native, emulated or own, and the kernel's name."""
+
+    status: str
+    kernel: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How a pair of formats is multiplied, and what that is on each of DEVICES."""
+
+    run: Callable[[Gemm, QuantizedTensor], Tensor]
+    on: dict[str, Support]
+
+
+def _hp(gemm: Gemm, a: QuantizedTensor) -> Tensor:
+    return ops.gemm_hp(a.payload, gemm.b.payload, out_dtype=gemm.out_dtype, bias=gemm.bias, accumulate=gemm.accumulate)
+
+
+def _decode(gemm: Gemm, a: QuantizedTensor) -> Tensor:
+    exact = a.format.bf16_exact and gemm.b.format.bf16_exact
+    values = (q.dequantize(torch.bfloat16 if exact else torch.float32) for q in (a, gemm.b))
+    return ops.gemm_hp(*values, out_dtype=gemm.out_dtype, bias=gemm.bias, accumulate=gemm.accumulate)
+
+
+def _fp8(op: Callable[..., Tensor], gemm: Gemm, a: QuantizedTensor) -> Tensor:
+    return op(
+        a.parts[0], gemm.b.parts[0], a.parts[1], gemm.b.parts[1], out_dtype=gemm.out_dtype, bias=gemm.bias,
+        accumulate=gemm.accumulate, fast_accumulation=gemm.options.fast_accumulation,
+    )  # fmt: skip
+
+
+def _blocks(op: Callable[..., Tensor], gemm: Gemm, a: QuantizedTensor, **more: Any) -> Tensor:
+    """A's and B's parts in turn (a_codes, b_codes, a_scale, b_scale, ...), then both blocks."""
+    parts = [part for pair in zip(a.parts, gemm.b.parts, strict=True) for part in pair]
+    return op(
+        *parts, a.format.block, gemm.b.format.block, out_dtype=gemm.out_dtype, bias=gemm.bias,
+        accumulate=gemm.accumulate, **more,
+    )  # fmt: skip
+
+
+def _fp8_block(gemm: Gemm, a: QuantizedTensor) -> Tensor:
+    return _blocks(ops.gemm_fp8_block, gemm, a, power_of_two=a.format.bf16_exact and gemm.b.format.bf16_exact)
+
+
+_NATIVE_HP = {"cpu": Support("native", "torch mm"), "sm_90": Support("native", "cublas mm"),
+              "sm_100": Support("native", "cublas mm")}  # fmt: skip
+_SCALED_MM = {"cpu": Support("emulated", "reference"), "sm_90": Support("native", "torch._scaled_mm"),
+              "sm_100": Support("native", "torch._scaled_mm")}  # fmt: skip
+_DECODE_BF16 = {"cpu": Support("emulated", "reference"), "sm_90": Support("emulated", "decode + bf16 mm"),
+                "sm_100": Support("emulated", "decode + bf16 mm")}  # fmt: skip
+
+_FALLBACK = Kernel(_decode, {device: Support("emulated", "decode + mm") for device in DEVICES})
+_BLOCK = Kernel(_fp8_block, _DECODE_BF16)
+_TABLE: dict[tuple[str, str], Kernel] = {
+    ("hp", "hp"): Kernel(_hp, _NATIVE_HP),
+    ("fp8_tensor", "fp8_tensor"): Kernel(partial(_fp8, ops.gemm_fp8_tensor), _SCALED_MM),
+    ("fp8_rowwise", "fp8_rowwise"): Kernel(partial(_fp8, ops.gemm_fp8_rowwise), _SCALED_MM),
+    ("fp8_block_1d", "fp8_block_1d"): _BLOCK,
+    ("fp8_block_1d", "fp8_block_2d"): _BLOCK,
+    ("fp8_block_2d", "fp8_block_1d"): _BLOCK,
+    ("mxfp8", "mxfp8"): Kernel(partial(_blocks, ops.gemm_mxfp8), _DECODE_BF16),
+    ("nvfp4", "nvfp4"): Kernel(partial(_blocks, ops.gemm_nvfp4), _DECODE_BF16),
+}
+
+
+def own_gemm(a: Format, b: Format) -> Callable[..., Tensor] | None:
+    """The `gemm` that one of the formats brings, A's before B's; None where neither does, or where one operand is in high
+    precision: the other one is decoded then."""
+    if a.keeps_source or b.keeps_source:
+        return None
+    return getattr(a, "gemm", None) or getattr(b, "gemm", None)
+
+
+def _kernel(a: Format, b: Format) -> Kernel:
+    return _TABLE.get((a.gemm_kind, b.gemm_kind), _FALLBACK)
+
+
+def support(a: Format, b: Format, device: str) -> Support:
+    """What `device`, one of DEVICES, does with operands of these formats."""
+    if own_gemm(a, b) is not None:
+        return Support("own", f"{type(a if hasattr(a, 'gemm') else b).__name__}.gemm")
+    return _kernel(a, b).on[device]
+
+
+def device_kind(device_type: str) -> str:
+    """The one of DEVICES that stands for "cpu", or for the current GPU where it is "cuda"."""
+    if device_type != "cuda":
+        return device_type
+    return "sm_100" if torch.cuda.get_device_capability() >= (10, 0) else "sm_90"
+
+
+def kernel_name(a: Format, b: Format, device_type: str) -> str:
+    """The kernel that multiplies operands of these formats on this device ("cpu", "cuda"), as plans print it."""
+    return support(a, b, device_kind(device_type)).kernel
+
+
+def check_pair(which: str, a: Format, b: Format) -> None:
+    """ValueError, naming GEMM `which`, for two formats that must not meet in one."""
+    if a.basis != b.basis:
+        raise ValueError(
+            f"{which}: one operand is transformed along the contraction ({a.name} x {b.name}) and the other is not; "
+            f"the transform cancels only if both are"
+        )
+    if a.element == b.element == "e5m2":
+        raise ValueError(f"{which}: no unit multiplies E5M2 by E5M2 ({a.name} x {b.name}); make one operand E4M3")
+    if a.gemm_kind == b.gemm_kind == "fp8_block_2d":
+        raise ValueError(f"{which}: no unit multiplies 128x128 tiles by 128x128 tiles; give one operand block dim 1")

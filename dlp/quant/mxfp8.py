@@ -1,0 +1,99 @@
+"""MXFP8: FP8 elements with an E8M0 scale every 32 elements of the contraction, or every 32x32 tile.
+
+Decoded values are exact in bf16. As everywhere here a columnwise operand is stored transposed; what a block-scaled
+GEMM unit wants instead is made right before the GEMM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS
+from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
+
+BLOCK = 32
+PARTS = {
+    element: (Part("codes", dtype, rows=0, contraction=1), Part("scale_e8m0", torch.uint8, rows=0, contraction=1))
+    for element, dtype in ELEMENTS.items()
+}
+
+
+@dataclass(frozen=True)
+class Mxfp8(Format):
+    """FP8 codes [rows, contraction], compact E8M0 bytes [rows or rows/32, contraction/32]. tile: 32x32 blocks.
+
+    The contraction, and the rows of tiles, are multiples of 32.
+    """
+
+    element: str = "e4m3"
+    tile: bool = False
+
+    gemm_kind = "mxfp8"
+    bf16_exact = True
+
+    @property
+    def name(self) -> str:
+        return f"mxfp8[{self.element}, {self.block[0]}x{self.block[1]}]"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return PARTS[self.element]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (BLOCK if self.tile else 1), BLOCK
+
+    @property
+    def multiple(self) -> tuple[int, int]:
+        return self.block
+
+    @property
+    def transposable(self) -> bool:
+        return self.tile
+
+    @property
+    def landmarks(self) -> tuple[int, int]:
+        return LANDMARKS[self.element]
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        return shape, (shape[0] // self.block[0], shape[1] // self.block[1])
+
+    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        codes, scale = q.parts
+        return ops.decode_mxfp8(codes, scale, self.block).to(dtype)
+
+    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
+        if not self.tile:
+            return super().transpose(q)
+        return QuantizedTensor(self, tuple(part.t().contiguous() for part in q.parts))
+
+
+@dataclass(frozen=True)
+class MxScaling:
+    """A power of two a block from the block's amax; nothing to agree.
+
+    scale_rounding: "ceil", the least power of two that saturates nothing, or "floor", the rule of OCP MX v1.0.
+    Raises ValueError at the cast of a matrix whose blocks would be partial.
+    """
+
+    element: str = "e4m3"
+    scale_rounding: str = "ceil"
+    tile: bool = False
+    reduces: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def format(self) -> Format:
+        return Mxfp8(self.element, self.tile)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+        self.format.check((x.shape[0], x.shape[1]))
+        made = ops.cast_mxfp8(x, self.format.block, ELEMENTS[self.element], rule=self.scale_rounding)
+        return self.format.fill(out, *made)

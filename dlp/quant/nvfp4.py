@@ -1,0 +1,129 @@
+"""NVFP4: packed E2M1 elements, an E4M3 scale every 16 elements (or 16x16 tile), one fp32 amax a tensor.
+
+Two things belong to how an operand is made rather than to the bits. A Hadamard transform along the contraction, for
+both operands of wgrad, spreads outliers over 16 tokens; it is part of the format, because such values must only meet
+values transformed alike. Stochastic rounding, for dy, keeps the gradient unbiased; its random bits belong to the
+position in the unsharded matrix, not to the rank. (arXiv 2509.25149.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant.quantizer import Origin
+from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
+
+BLOCK = 16
+PARTS = (
+    Part("codes", torch.uint8, rows=0, contraction=1),
+    Part("scale_e4m3", torch.float8_e4m3fn, rows=0, contraction=1),
+    Part("amax", torch.float32, SHARED, SHARED),
+)
+
+
+@dataclass(frozen=True)
+class Nvfp4(Format):
+    """Packed E2M1 [rows, contraction/2], compact E4M3 scales [rows or rows/16, contraction/16], fp32 `amax` [].
+
+    tile: 16x16 blocks. rht: the values are Hadamard-transformed in groups of 16 along the contraction. The
+    contraction, and the rows of tiles, are multiples of 16.
+    """
+
+    tile: bool = False
+    rht: bool = False
+
+    gemm_kind = "nvfp4"
+    elements_per_code = 2
+    landmarks = (0x22, 0x77)
+    parts = PARTS
+
+    @property
+    def name(self) -> str:
+        return f"nvfp4[{self.block[0]}x{self.block[1]}{', rht' if self.rht else ''}]"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (BLOCK if self.tile else 1), BLOCK
+
+    @property
+    def multiple(self) -> tuple[int, int]:
+        return self.block
+
+    @property
+    def transposable(self) -> bool:
+        return self.tile and not self.rht
+
+    @property
+    def basis(self) -> str:
+        return "rht16" if self.rht else ""
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        return (shape[0], shape[1] // 2), (shape[0] // self.block[0], shape[1] // self.block[1]), ()
+
+    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        codes, scale, amax = q.parts
+        return ops.decode_nvfp4(codes, scale, self.block, amax).to(dtype)
+
+    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
+        if not self.transposable:
+            return super().transpose(q)
+        codes, scale, amax = q.parts
+        flipped = ops.pack_e2m1(ops.unpack_e2m1(codes).t())
+        return QuantizedTensor(self, (flipped, scale.t().contiguous(), amax))
+
+
+@dataclass(frozen=True)
+class Nvfp4Scaling:
+    """Block scales under a tensor amax (observed, agreed, then used).
+
+    tile: 16x16 blocks, for weights. rht: transform first; the amax observed is that of the transformed values, and
+    what is wider than bf16 is rounded to bf16 before. stochastic: round up or down by chance, needs `at`.
+    Raises ValueError at the cast of a matrix whose blocks would be partial, or without an origin to draw bits for.
+    """
+
+    tile: bool = False
+    rht: bool = False
+    stochastic: bool = False
+    reduces: ClassVar[tuple[int, ...]] = (0, 1)
+
+    @property
+    def format(self) -> Format:
+        return Nvfp4(self.tile, self.rht)
+
+    def values(self, x: Tensor) -> Tensor:
+        """What is quantized: x itself, or x transformed."""
+        self.format.check((x.shape[0], x.shape[1]))
+        return ops.rht16(x) if self.rht else x
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return ops.amax(self.values(x))
+
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, at: Origin | None = None, **_: Any
+    ) -> QuantizedTensor:  # fmt: skip
+        assert amax is not None, "nvfp4 casts with an observed tensor amax"
+        random = self._random(x, at) if self.stochastic else None
+        codes, scale = ops.cast_nvfp4(self.values(x), amax, self.format.block, random=random)
+        return self.format.fill(out, codes, scale, amax)
+
+    @staticmethod
+    def _random(x: Tensor, at: Origin | None) -> Tensor:
+        if at is None:
+            raise ValueError(
+                "nvfp4 with stochastic rounding draws bits for a place in the unsharded matrix: "
+                "pass at=Origin(...), or set disable_stochastic_rounding"
+            )
+        if at.column % BLOCK:
+            raise ValueError(
+                f"nvfp4: a shard starts at column {at.column} of the contraction, inside a block of {BLOCK}; "
+                f"cut the contraction at multiples of {BLOCK}, or keep this operand in high precision"
+            )
+        return ops.random_bytes(
+            x.shape[0], x.shape[1], row=at.row, column=at.column, total_columns=at.columns, direction=at.direction,
+            counter=at.counter, key=(at.seed, at.tensor_id),
+        )  # fmt: skip

@@ -1,0 +1,140 @@
+"""Quantizers: how to make the bits of a format from a high-precision matrix.
+
+A quantizer always works along the last dimension of the matrix [rows, contraction] it is given. There is no
+orientation inside: the rowwise operand of x [M, K] is `cast(x)`, the columnwise one is `cast(x.t())`, a strided view.
+A quantizer never sees a process group: `observe` returns what ranks must agree on before the cast, `cast` takes the
+agreed value, and the reduction happens between the two, elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from dlp.kernels.ops import AMAX_ALGORITHMS, amax
+from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
+
+
+@dataclass(frozen=True)
+class ScaleSlot:
+    """Delayed scaling's state for one tensor: views into the model's slot table. `scale` fp32 [], the multiplier left
+    by the last update; `staging` fp32 [], the running max of |x| since then, maxed in the cast's own read."""
+
+    scale: Tensor
+    staging: Tensor
+
+    def record(self, x: Tensor) -> None:
+        """max |x| enters staging."""
+        self.staging.copy_(torch.maximum(self.staging, amax(x)))
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """How delayed scaling turns the amaxes of one tensor into its scale. `amax_compute_algo`: "max", "most_recent", or
+    a function of the window of amaxes fp32 [L, n], oldest first, that returns one amax a slot [n].
+
+    Raises ValueError for an empty history or an unknown algorithm.
+    """
+
+    fp8_max: float
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+
+    def __post_init__(self) -> None:
+        if self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len must be at least 1, the step itself; got {self.amax_history_len}")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in AMAX_ALGORITHMS:
+            raise ValueError(
+                f"amax_compute_algo must be one of {', '.join(AMAX_ALGORITHMS)} or a function of the window of amaxes; "
+                f"got {self.amax_compute_algo!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a shard lies in the unsharded matrix [rows, columns], for stochastic rounding: its first row and column,
+    and what keys the random bits: seed, tensor id, direction (0 rowwise, 1 columnwise) and an int64 device counter []
+    that advances once per microbatch. `rows` counts the tokens of all data-parallel ranks, where rows are tokens."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+    seed: int
+    tensor_id: int
+    counter: Tensor
+    direction: int = 0
+
+    def t(self) -> Origin:
+        """The origin of the transposed shard, whose random bits are others."""
+        return replace(
+            self, row=self.column, column=self.row, rows=self.columns, columns=self.rows, direction=1 - self.direction
+        )
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """Makes QuantizedTensors of one format; a frozen dataclass, so equal settings compare equal.
+
+    `reduces` holds the dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale
+    a row, (0, 1) for one scale a tensor. Ranks that cut such a dimension must agree.
+
+    Some attributes are there where they are needed, see `slot_options`, `needs_origin`, `one_read` and `cast_op`.
+    """
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def reduces(self) -> tuple[int, ...]: ...
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        """What ranks must agree on (by MAX) before the cast of x [rows, contraction], fp32; None: nothing."""
+        ...
+
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
+        """x [rows, contraction] -> quantized, with the agreed amax, into `out` when given."""
+        ...
+
+
+def slot_options(quantizer: Quantizer) -> SlotOptions | None:
+    """What a quantizer with an attribute `delayed` keeps between steps: it casts with a `slot` of these options."""
+    return getattr(quantizer, "delayed", None)
+
+
+def needs_origin(quantizer: Quantizer) -> bool:
+    """Whether a quantizer says, by an attribute `stochastic`, that its rounding depends on where a shard lies."""
+    return getattr(quantizer, "stochastic", False)
+
+
+def one_read(quantizer: Quantizer) -> Callable[..., tuple[QuantizedTensor, QuantizedTensor]] | None:
+    """The method `both(x, amax, *, slot=None)` of a quantizer that has it: the operands of x and of x.t() in one read,
+    the bits of two casts. Such a quantizer observes nothing, or one value that serves both."""
+    return getattr(quantizer, "both", None)
+
+
+def cast_op(quantizer: Quantizer) -> str:
+    """The attribute `op`: the cast of `dlp.kernels.ops` that a quantizer runs, where that may have a kernel; else ''."""
+    return getattr(quantizer, "op", "")
+
+
+@dataclass(frozen=True)
+class KeepHighPrecision:
+    """The identity: hands the values on in the dtype they have."""
+
+    format: Format = HighPrecision()
+    reduces: tuple[int, ...] = ()
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+        return self.format.fill(out, x)

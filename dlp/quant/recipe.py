@@ -1,0 +1,204 @@
+"""Recipes: quantizers for the three operands x, w, dy in both orientations, and the options of the three GEMMs.
+
+    fprop   y  = x.rowwise     @ w.rowwise.T        contraction K
+    dgrad   dx = dy.rowwise    @ w.columnwise.T     contraction N
+    wgrad   dw = dy.columnwise @ x.columnwise.T     contraction M (tokens)
+
+A recipe is a value: frozen, comparable, and it knows nothing of parallelism. `load("fp8_current", power_of_two=True)`
+imports `dlp/quant/recipes/fp8_current.py` and calls its `recipe` function with the options, so adding a recipe is
+adding one file; the function's signature is the list of its options. Options that mean the same for every recipe
+(`SHARED_OPTIONS`) are applied here, to what the function returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_type_hints
+
+import torch
+
+from dlp.quant import recipes
+from dlp.quant.gemm import GemmOptions, check_pair
+from dlp.quant.options import check_option, freeze
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer
+
+OPERANDS = ("x", "w", "dy")
+RESULTS = ("y", "dx")
+GEMMS = ("fprop", "dgrad", "wgrad")
+GEMM_OPERANDS = {"fprop": ("x", "rowwise", "w", "rowwise"), "dgrad": ("dy", "rowwise", "w", "columnwise"),
+                 "wgrad": ("dy", "columnwise", "x", "columnwise")}  # fmt: skip
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+GemmName = Literal["fprop", "dgrad", "wgrad"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The two quantizers of one operand: along its last dimension, and along its first (applied to the transpose)."""
+
+    rowwise: Quantizer
+    columnwise: Quantizer
+
+    @property
+    def derived(self) -> bool:
+        """The columnwise operand is the transposed rowwise one: same quantizer, and its payload may be transposed."""
+        return self.rowwise == self.columnwise and self.rowwise.format.transposable
+
+
+def both(quantizer: Quantizer) -> Operand:
+    """An operand whose two orientations use the same quantizer."""
+    return Operand(quantizer, quantizer)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Quantizers for x, w and dy, and the options of fprop, dgrad and wgrad.
+
+    amax_scope   "table": amaxes are agreed where an operand is gathered; "all": wherever tp cuts what a scale spans
+    reduce_amax  delayed scaling agrees on its amaxes at the step boundary
+    y, dx        quantizers whose rounding is applied to the results of fprop and dgrad; None: no rounding
+    options      what was asked for by name, for printing
+    Raises ValueError, naming the GEMM, where two operands must not meet in it.
+    """
+
+    name: str
+    x: Operand
+    w: Operand
+    dy: Operand
+    fprop: GemmOptions = GemmOptions()
+    dgrad: GemmOptions = GemmOptions()
+    wgrad: GemmOptions = GemmOptions()
+    amax_scope: str = "table"
+    reduce_amax: bool = True
+    y: Quantizer | None = None
+    dx: Quantizer | None = None
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for which in GEMMS:
+            a, b = self.operands(which)
+            check_pair(which, a.format, b.format)
+
+    def operands(self, which: str) -> tuple[Quantizer, Quantizer]:
+        """The quantizers of A and B of one of GEMMS."""
+        a, a_orientation, b, b_orientation = GEMM_OPERANDS[which]
+        return getattr(getattr(self, a), a_orientation), getattr(getattr(self, b), b_orientation)
+
+    def for_layer(self, layer: str) -> Recipe:
+        """The recipe of one layer, by its name: itself (a `CustomRecipe` may answer differently for each)."""
+        return self
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key}={value}" for key, value in self.options)
+        return f"{self.name}({options})" if options else self.name
+
+
+def _accumulation(recipe: Recipe, value: Mapping[GemmName, Literal["fast", "split"]]) -> Recipe:
+    """Per GEMM: "fast" sums FP8 products inside the tensor core only, "split" promotes them to fp32 on the way."""
+    return _with_gemm_options(recipe, {which: {"fast_accumulation": how == "fast"} for which, how in value.items()})
+
+
+def _out_dtype(recipe: Recipe, value: Mapping[GemmName, Literal["bf16", "fp32"]]) -> Recipe:
+    """Per GEMM: the dtype of its result."""
+    return _with_gemm_options(recipe, {which: {"out_dtype": OUT_DTYPES[name]} for which, name in value.items()})
+
+
+def _with_gemm_options(recipe: Recipe, changes: dict[GemmName, dict[str, Any]]) -> Recipe:
+    return replace(recipe, **{which: replace(getattr(recipe, which), **change) for which, change in changes.items()})
+
+
+def _high_precision(recipe: Recipe, value: Sequence[GemmName]) -> Recipe:
+    """These GEMMs multiply unquantized operands."""
+    operands = {name: getattr(recipe, name) for name in OPERANDS}
+    for which in value:
+        a, a_orientation, b, b_orientation = GEMM_OPERANDS[which]
+        operands[a] = replace(operands[a], **{a_orientation: KeepHighPrecision()})
+        operands[b] = replace(operands[b], **{b_orientation: KeepHighPrecision()})
+    return replace(recipe, **operands)
+
+
+def _amax_scope(recipe: Recipe, value: Literal["table", "all"]) -> Recipe:
+    """Where amaxes are agreed over tp: where an operand is gathered, or wherever tp cuts what a scale spans."""
+    return replace(recipe, amax_scope=value)
+
+
+SHARED_OPTIONS: dict[str, Callable[[Recipe, Any], Recipe]] = {
+    "accumulation": _accumulation,
+    "out_dtype": _out_dtype,
+    "high_precision": _high_precision,
+    "amax_scope": _amax_scope,
+}
+
+
+def names(recipes_path: str | Path | None = None) -> list[str]:
+    """The recipes that exist: the modules of the recipes folder, and of `recipes_path` if given, sorted.
+
+    Raises ValueError for a `recipes_path` that is no folder or takes a name that exists.
+    """
+    own = {module.name for module in pkgutil.iter_modules(recipes.__path__)}
+    if recipes_path is None:
+        return sorted(own)
+    if not Path(recipes_path).is_dir():
+        raise ValueError(f"recipes path {str(recipes_path)!r} is not a folder")
+    more = {module.name for module in pkgutil.iter_modules([str(recipes_path)])}
+    if taken := sorted(own & more):
+        raise ValueError(f"{recipes_path}: recipe {taken[0]!r} exists already; rename the file")
+    return sorted(own | more)
+
+
+def factory(name: str, recipes_path: str | Path | None = None) -> Callable[..., Recipe]:
+    """The function that builds recipe `name`; its signature lists the options. ValueError for an unknown name."""
+    known = names(recipes_path)
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown recipe {name!r}: the recipes are {', '.join(known)}{hint}")
+    if name in names():
+        return importlib.import_module(f"{recipes.__name__}.{name}").recipe
+    return _import_file(Path(str(recipes_path), f"{name}.py").resolve()).recipe
+
+
+@cache
+def _import_file(path: Path) -> ModuleType:
+    """The module of one file, made once: quantizers it defines must be of one class to compare equal."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def made(value: Any) -> Any:
+    """A recipe from a name, a table {"name": ..., option: value}, or one made in Python, which is itself."""
+    if isinstance(value, str):
+        return load(value)
+    return load(**value) if isinstance(value, Mapping) else value
+
+
+def load(name: str, *, recipes_path: str | Path | None = None, **options: Any) -> Recipe:
+    """The recipe of that name with these options, its own and SHARED_OPTIONS; `recipes_path`: a folder with more.
+
+    Raises ValueError for an unknown name or option, or a value that the option does not allow.
+    """
+    build = factory(name, recipes_path)
+    own = inspect.signature(build).parameters
+    hints = {**{key: get_type_hints(use)["value"] for key, use in SHARED_OPTIONS.items()}, **get_type_hints(build)}
+    for key, value in options.items():
+        if key not in (*own, *SHARED_OPTIONS):
+            known = ", ".join((*own, *SHARED_OPTIONS))
+            raise ValueError(f"recipe {name} has no option {key!r}; its options are {known}")
+        check_option(f"recipe {name}: {key}", value, hints[key])
+    recipe = build(**{key: value for key, value in options.items() if key in own})
+    for key, apply in SHARED_OPTIONS.items():
+        recipe = apply(recipe, options[key]) if key in options else recipe
+    chosen = {key: value for key, value in options.items() if key not in own or value != own[key].default}
+    return replace(recipe, options=tuple((key, freeze(value)) for key, value in chosen.items()))

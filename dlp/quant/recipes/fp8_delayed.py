@@ -1,0 +1,30 @@
+"""fp8_delayed: per-tensor FP8 scaled by the amaxes of earlier steps, so that a cast is one pass over the tensor.
+
+Scales change at the step boundary only, all together, after one all-reduce of the amaxes. The first step casts with
+scale 1. HYBRID: E4M3 for x and w, E5M2 for dy. fprop sums inside the tensor core, dgrad and wgrad with split
+accumulation. (Micikevicius et al., arXiv 2209.05433.)
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from dlp.quant.fp8 import FP8_FORMATS, DelayedScaling, Fp8Format
+from dlp.quant.gemm import GemmOptions
+from dlp.quant.recipe import Recipe, both
+
+
+def recipe(
+    *, fp8_format: Fp8Format = "HYBRID", margin: int = 0, amax_history_len: int = 1024,
+    amax_compute_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max", reduce_amax: bool = True,
+) -> Recipe:  # fmt: skip
+    """fp8_format: HYBRID (x, w E4M3, dy E5M2) or E4M3; margin: scales are 2^margin below the largest that fits;
+    amax_history_len: steps remembered; amax_compute_algo: max or most_recent of them, or a function of the window
+    [steps, slots], oldest first; reduce_amax: ranks agree on amaxes at the step boundary."""
+    forward, backward = (
+        both(DelayedScaling(element, margin, amax_history_len, amax_compute_algo))
+        for element in FP8_FORMATS[fp8_format]
+    )
+    fast = GemmOptions(fast_accumulation=True)
+    return Recipe("fp8_delayed", x=forward, w=forward, dy=backward, fprop=fast, reduce_amax=reduce_amax)

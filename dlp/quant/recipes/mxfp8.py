@@ -1,0 +1,25 @@
+"""mxfp8: FP8 with a power-of-two scale every 32 elements of the contraction, in both orientations of all operands.
+
+E4M3 everywhere and scales rounded up unless asked otherwise: no element saturates. (Mishra et al., arXiv 2506.08027.)
+"""
+
+from typing import Literal
+
+from dlp.quant.fp8 import FP8_FORMATS, Fp8Format
+from dlp.quant.mxfp8 import MxScaling
+from dlp.quant.recipe import Recipe, both
+
+
+def recipe(
+    *, fp8_format: Fp8Format = "E4M3", scale_rounding: Literal["ceil", "floor"] = "ceil",
+    enable_2d_quantization: bool = False,
+) -> Recipe:  # fmt: skip
+    """fp8_format: E4M3 or HYBRID (dy E5M2); scale_rounding: ceil, or floor, the rule of OCP MX v1.0, which saturates;
+    enable_2d_quantization: one scale every 32x32 tile of w, so that both its orientations hold equal values."""
+    forward, backward = FP8_FORMATS[fp8_format]
+    return Recipe(
+        "mxfp8",
+        x=both(MxScaling(forward, scale_rounding)),
+        w=both(MxScaling(forward, scale_rounding, tile=enable_2d_quantization)),
+        dy=both(MxScaling(backward, scale_rounding)),
+    )

@@ -1,0 +1,148 @@
+"""Measured: a quantizer that tells how well each cast went.
+
+    amax         largest |x|
+    scale_inv    largest multiplier back
+    underflow    share of the elements other than 0 that became 0
+    saturation   share of them beyond the largest value that their scale can hold
+    sqnr_db      10 log10(sum x^2 / sum (x - decoded)^2)
+
+`measured(recipe, ...)` wraps all quantizers of a recipe; the bits they make stay the same. Numbers are summed on the
+device, over all casts of a tensor in a step, into two tensors that are read once a step. scale_inv and saturation are
+read off two codes of a format, its `landmarks`; a format without them lacks these numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.quant.quantizer import Quantizer, needs_origin, slot_options
+from dlp.quant.recipe import OPERANDS, Operand, Recipe
+from dlp.quant.tensor import Format, QuantizedTensor
+
+SUMS = ("nonzero", "underflow", "saturated", "signal", "noise")
+MAXIMA = ("amax", "scale_inv")
+
+
+class StatsTable:
+    """Numbers by name: `sums` fp64 [names, SUMS] and `maxima` fp32 [names, MAXIMA]. Casts count while `recording` is set;
+    `close` ends a step and keeps its numbers as `last`."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = {name: row for row, name in enumerate(names)}
+        self.sums = torch.zeros(len(names), len(SUMS), dtype=torch.float64, device=device)
+        self.maxima = torch.zeros(len(names), len(MAXIMA), device=device)
+        self.last = self.sums, self.maxima
+        self.recording = True
+
+    def record(self, name: str, x: Tensor, made: QuantizedTensor) -> None:
+        """One cast of x [rows, contraction]."""
+        if self.recording:
+            sums, maxima = _measure(x.detach().float(), made)
+            row = self.names[name]
+            self.sums[row] += sums
+            self.maxima[row] = torch.maximum(self.maxima[row], maxima)
+
+    def close(self) -> None:
+        self.last = self.sums.clone(), self.maxima.clone()
+        self.sums.zero_()
+        self.maxima.zero_()
+        self.recording = True
+
+
+def _measure(x: Tensor, made: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """The SUMS and MAXIMA of one cast."""
+    decoded, nonzero, unknown = made.dequantize(), x != 0, x.new_tensor(math.nan)
+    saturated, scale = unknown, unknown
+    if made.format.landmarks is not None:
+        one, largest = (_all_codes(made, code) for code in made.format.landmarks)
+        saturated, scale = (x.abs() > largest).sum(), one.amax()
+    noise = (x.double() - decoded.double()).square().sum()
+    sums = (nonzero.sum(), (nonzero & (decoded == 0)).sum(), saturated, x.double().square().sum(), noise)
+    return torch.stack([number.double() for number in sums]), torch.stack([x.abs().amax(), scale])
+
+
+def _all_codes(made: QuantizedTensor, code: int) -> Tensor:
+    """The values if every code were this one: what the scales are, or what they can hold."""
+    payload = torch.full_like(made.payload.view(torch.uint8), code).view(made.payload.dtype)
+    return QuantizedTensor(made.format, (payload, *made.parts[1:])).dequantize()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`inner`, whose casts are recorded in `table` under `name`; equal to another one of an equal `inner`."""
+
+    inner: Quantizer
+    name: str = field(compare=False)
+    table: StatsTable = field(compare=False)
+
+    @property
+    def format(self) -> Format:
+        return self.inner.format
+
+    @property
+    def reduces(self) -> tuple[int, ...]:
+        return self.inner.reduces
+
+    @property
+    def delayed(self) -> Any:
+        return slot_options(self.inner)
+
+    @property
+    def stochastic(self) -> bool:
+        return needs_origin(self.inner)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return self.inner.observe(x)
+
+    def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
+        made = self.inner.cast(x, amax, **more)
+        values: Callable[[Tensor], Tensor] = getattr(self.inner, "values", lambda x: x)
+        self.table.record(self.name, values(x), made)
+        return made
+
+
+def names_of(layer: str) -> list[str]:
+    """All names that the tensors of a layer can have, under any recipe."""
+    return [f"{layer}.{operand}{suffix}" for operand in OPERANDS for suffix in ("", ".rowwise", ".columnwise")]
+
+
+def measured(recipe: Recipe, layer: str, table: StatsTable) -> Recipe:
+    """The recipe with all its quantizers measured, as LAYER.x, or LAYER.x.rowwise and LAYER.x.columnwise where these are
+    two casts."""
+
+    def wrap(operand: str, way: str) -> Quantizer:
+        quantizers: Operand = getattr(recipe, operand)
+        quantizer: Quantizer = getattr(quantizers, way)
+        name = f"{layer}.{operand}" + ("" if quantizers.derived else f".{way}")
+        return quantizer if quantizer.format.keeps_source else Measured(quantizer, name, table)
+
+    x, w, dy = (Operand(wrap(operand, "rowwise"), wrap(operand, "columnwise")) for operand in OPERANDS)
+    return replace(recipe, x=x, w=w, dy=dy)
+
+
+def plain(recipe: Recipe) -> Recipe:
+    """The inverse of `measured`."""
+
+    def unwrap(operand: Operand) -> Operand:
+        rowwise, columnwise = operand.rowwise, operand.columnwise
+        return Operand(getattr(rowwise, "inner", rowwise), getattr(columnwise, "inner", columnwise))
+
+    return replace(recipe, x=unwrap(recipe.x), w=unwrap(recipe.w), dy=unwrap(recipe.dy))
+
+
+def summary(sums: Tensor, maxima: Tensor) -> dict[str, float | None]:
+    """The numbers of one tensor in one step, from its rows of the table; None where they cannot be known."""
+    total = dict(zip(SUMS, sums.tolist(), strict=True))
+    nonzero = max(total["nonzero"], 1.0)
+    found = dict(zip(MAXIMA, maxima.tolist(), strict=True)) | {
+        "underflow": total["underflow"] / nonzero,
+        "saturation": total["saturated"] / nonzero,
+        "sqnr_db": 10 * math.log10(total["signal"] / total["noise"]) if total["noise"] else math.inf,
+    }
+    return {key: number if math.isfinite(number) else None for key, number in found.items()}

@@ -1,0 +1,213 @@
+"""Formats and quantized tensors: how to read the bits, and how each part moves.
+
+A GEMM operand is a matrix [rows, contraction]. A `QuantizedTensor` is that matrix as a plain record of parts: the
+payload first (codes, or the high-precision values), then the scales. The `Format` knows what the parts mean: their
+shapes, how to decode them, whether the payload may be transposed, and how each part moves when the operand is cut
+along one of its two dimensions: the part's own dimension that concatenates, or SHARED when it is equal on all ranks.
+
+Scales are kept compact; the layout a GEMM kernel wants is made right before the GEMM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SHARED = None
+UNSAID = -1
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a QuantizedTensor. `rows` / `contraction`: the part's dimension that concatenates when the operand
+    is cut along its rows / its contraction, SHARED, or UNSAID: such an operand is never gathered quantized. `dtype`
+    None: the dtype of the source tensor."""
+
+    name: str
+    dtype: torch.dtype | None
+    rows: int | None = UNSAID
+    contraction: int | None = UNSAID
+
+    def moves_along(self, dim: int) -> int | None:
+        """The dimension of this part that concatenates when the operand's dimension `dim` (0 or 1) is gathered."""
+        return (self.rows, self.contraction)[dim]
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A GEMM operand [rows, contraction]: the parts of `format`, in its order. A plain record, unknown to autograd."""
+
+    format: Format
+    parts: tuple[Tensor, ...]
+
+    @property
+    def payload(self) -> Tensor:
+        return self.parts[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.payload.shape
+        return rows, columns * self.format.elements_per_code
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values [rows, contraction], rounded once to `dtype`; in the basis of the format (see `Format.basis`)."""
+        return self.format.dequantize(self, dtype)
+
+    def transpose(self) -> QuantizedTensor:
+        """The operand [contraction, rows] with the same values; only where the format is `transposable`."""
+        return self.format.transpose(self)
+
+
+class Format:
+    """Base of all formats. A subclass is a frozen dataclass that gives `name`, `parts` and `block`, as attributes or
+    properties, and the methods `part_shapes` and `dequantize`; the rest has defaults.
+
+    It may also bring its own GEMM, which is then the one that runs wherever it is an operand:
+    `gemm(which, a, b, *, out_dtype, bias=None, accumulate=None)`, `which` in fprop, dgrad, wgrad, D = A @ B.T.
+    """
+
+    @property
+    def name(self) -> str:
+        """Printed in plans and logs."""
+        raise NotImplementedError(f"{type(self).__name__} must define name")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What a QuantizedTensor of this format holds."""
+        raise NotImplementedError(f"{type(self).__name__} must define parts")
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Elements that share a scale, along (rows, contraction); 0 means the whole dimension."""
+        raise NotImplementedError(f"{type(self).__name__} must define block")
+
+    @property
+    def multiple(self) -> tuple[int, int]:
+        """What rows and contraction must be multiples of for the format to hold the matrix."""
+        return 1, 1
+
+    @property
+    def transposable(self) -> bool:
+        """The payload may be transposed without requantizing."""
+        return False
+
+    @property
+    def gemm_kind(self) -> str:
+        """Which row and column of the GEMM table the format takes."""
+        return "decode"
+
+    @property
+    def element(self) -> str:
+        """The element type where GEMM units distinguish it: e4m3, e5m2; else empty."""
+        return ""
+
+    @property
+    def basis(self) -> str:
+        """What the values were rotated by along the contraction, empty for nothing; a GEMM wants equal bases."""
+        return ""
+
+    @property
+    def bf16_exact(self) -> bool:
+        """Decoded values are exact in bf16, so a GEMM may multiply them there."""
+        return False
+
+    @property
+    def landmarks(self) -> tuple[int, int] | None:
+        """The payload bytes that stand for 1 and for the largest value, before scaling, or None where there are none;
+        statistics read scales and saturation off them."""
+        return None
+
+    @property
+    def elements_per_code(self) -> int:
+        """Elements along the contraction in one entry of the payload."""
+        return 1
+
+    @property
+    def keeps_source(self) -> bool:
+        """The payload is the source tensor itself, in its own dtype."""
+        return self.parts[0].dtype is None
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        """The shapes of the parts for an operand [rows, contraction]."""
+        raise NotImplementedError(f"{type(self).__name__} must define part_shapes")
+
+    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define dequantize")
+
+    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
+        raise ValueError(f"format {self.name} cannot be transposed: quantize the transposed tensor instead")
+
+    def check(self, shape: tuple[int, int]) -> None:
+        """ValueError where the format cannot hold a matrix [rows, contraction] of this shape."""
+        for what, size, multiple in zip(("rows", "contraction"), shape, self.multiple, strict=True):
+            if size % multiple:
+                raise ValueError(
+                    f"{self.name} needs a {what} size that is a multiple of {multiple}; got {size} in {tuple(shape)}. "
+                    f"Append zeros (Format.padded), or keep this operand in high precision"
+                )
+
+    def padded(self, x: Tensor) -> Tensor:
+        """x [rows, contraction] with zeros appended until `check` is content; x itself where it is already."""
+        rows, cols = (-size % multiple for size, multiple in zip(x.shape, self.multiple, strict=True))
+        return F.pad(x, (0, cols, 0, rows)) if rows or cols else x
+
+    def concatenates(self, dim: int, size: int) -> bool:
+        """Shards with `size` rows (dim 0) or columns (dim 1) concatenate to the quantized whole, given agreed amaxes:
+        every part says how it moves, and no block lies in two shards."""
+        says = all(part.moves_along(dim) != UNSAID for part in self.parts)
+        return says and (self.block[dim] == 0 or size % self.block[dim] == 0) and size % self.multiple[dim] == 0
+
+    def empty(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
+        """Uninitialised storage for an operand of `shape`; `dtype` is the source's, used by high-precision parts."""
+        shapes = zip(self.parts, self.part_shapes(shape), strict=True)
+        return QuantizedTensor(
+            self, tuple(torch.empty(s, dtype=part.dtype or dtype, device=device) for part, s in shapes)
+        )
+
+    def wrap(self, parts: Any) -> QuantizedTensor:
+        """A QuantizedTensor from a sequence that begins with this format's parts."""
+        return QuantizedTensor(self, tuple(parts[: len(self.parts)]))
+
+    def fill(self, out: QuantizedTensor | None, *parts: Tensor) -> QuantizedTensor:
+        """The parts as a QuantizedTensor of this format, copied into `out` when given."""
+        if out is None:
+            return QuantizedTensor(self, parts)
+        for destination, part in zip(out.parts, parts, strict=True):
+            destination.copy_(part)
+        return out
+
+    def nbytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        """Bytes of all parts of an operand of `shape`."""
+        sizes = (torch.Size(s).numel() * (part.dtype or dtype).itemsize
+                 for part, s in zip(self.parts, self.part_shapes(shape), strict=True))  # fmt: skip
+        return sum(sizes)
+
+
+@dataclass(frozen=True)
+class HighPrecision(Format):
+    """The source values themselves (bf16 or fp32), one part; transposing is a strided view."""
+
+    name = "hp"
+    parts = (Part("values", None, rows=0, contraction=1),)
+    block = (1, 1)
+    transposable = True
+    gemm_kind = "hp"
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        return (shape,)
+
+    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        return q.payload.to(dtype)
+
+    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
+        return QuantizedTensor(self, (q.payload.t(),))
+
+
+def blocks(size: int, block: int) -> int:
+    """How many blocks cover `size` elements, the last perhaps partially."""
+    return -(-size // block)

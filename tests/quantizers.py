@@ -1,0 +1,63 @@
+"""What the tests of quantizers and GEMMs loop over, and the matrices they quantize.
+
+Recipes come from their folder, each with the options that change its numbers. Matrices are drawn by seed, so that a
+failure is one number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dlp.quant.quantizer import KeepHighPrecision, Origin, Quantizer, ScaleSlot
+from dlp.quant.recipe import load, names
+from dlp.quant.tensor import QuantizedTensor
+from tests.metrics import assert_bit_equal
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "fp8_current": [{"power_of_two": True}, {"fp8_format": "E4M3", "epsilon": 1e-3}],
+    "fp8_delayed": [{"margin": 1, "fp8_format": "E4M3"}],
+    "fp8_rowwise": [{"power_of_two": False, "fp8_format": "HYBRID"}],
+    "fp8_block": [{"power_of_two": False}, {"x_block_dim": 2, "w_block_dim": 1}, {"fp8_format": "HYBRID"}],
+    "mxfp8": [{"scale_rounding": "floor"}, {"enable_2d_quantization": True, "fp8_format": "HYBRID"}],
+    "nvfp4": [{"disable_rht": True}, {"disable_stochastic_rounding": True, "disable_2d_quantization": True}],
+}
+RECIPES = [load(name, **options) for name in names() for options in ({}, *OPTIONS.get(name, []))]
+SIDES = [(operand, side) for operand in ("x", "w", "dy") for side in ("rowwise", "columnwise")]
+QUANTIZERS = list({getattr(getattr(r, o), side): None for r in RECIPES for o, side in SIDES})  # each once
+PLAIN = [q for q in QUANTIZERS if q.reduces == () and q != KeepHighPrecision()]
+SEEDS = st.integers(0, 10**6)
+EXPONENTS = st.integers(-30, 30)
+every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+
+
+def matrix(seed: int, rows: int, columns: int, exponent: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Gaussian values around 2^exponent with an outlier, a zero row and rows of growing size."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * 2.0**exponent * torch.linspace(-3, 3, rows).exp2()[:, None]
+    x[int(torch.randint(rows, (), generator=generator)), int(torch.randint(columns, (), generator=generator))] *= 50
+    x[int(torch.randint(rows, (), generator=generator))] = 0
+    return x.to(dtype)
+
+
+def origin(x: Tensor, row: int = 0, column: int = 0, counter: int = 0) -> Origin:
+    return Origin(row, column, *x.shape, seed=1, tensor_id=2, counter=torch.tensor(counter))
+
+
+def a_slot(scale: float = 3.0) -> ScaleSlot:
+    return ScaleSlot(torch.tensor(scale), torch.zeros(()))
+
+
+def quantize(quantizer: Quantizer, x: Tensor, at: Origin | None = None) -> QuantizedTensor:
+    return quantizer.cast(x, quantizer.observe(x), slot=a_slot(), at=at or origin(x))
+
+
+def assert_same(a: QuantizedTensor, b: QuantizedTensor) -> None:
+    assert a.format == b.format
+    for part, left, right in zip(a.format.parts, a.parts, b.parts, strict=True):
+        assert_bit_equal(left, right, part.name)

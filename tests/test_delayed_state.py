@@ -1,0 +1,111 @@
+"""The slot table of delayed scaling: casts write to it, an update changes it, a checkpoint carries it. No ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlp.quant.fp8 import DelayedScaling
+from dlp.quant.quantizer import SlotOptions
+from dlp.quant.state import SlotTable
+from tests.metrics import assert_bit_equal
+
+E4M3, E5M2 = SlotOptions(448.0, amax_history_len=4), SlotOptions(57344.0, amax_history_len=4)
+
+
+def amaxes(**values: float) -> dict[str, float]:
+    return values
+
+
+def step(table: SlotTable, values: dict[str, float]) -> None:
+    """One step in which these slots were cast with these amaxes."""
+    for name, value in values.items():
+        slot = table.slot(name)
+        slot.staging.copy_(torch.maximum(slot.staging, torch.tensor(value)))
+    table.update(table.staging.clone())
+
+
+def test_the_scale_of_a_step_follows_from_the_amaxes_before():
+    table = SlotTable({"x": E4M3, "dy": E5M2})
+    assert table.scale.tolist() == [1.0, 1.0]
+    step(table, amaxes(x=2.0, dy=4.0))
+    assert table.scale.tolist() == [224.0, 14336.0] and table.staging.tolist() == [0.0, 0.0]
+    step(table, amaxes(x=1.0))
+    assert table.slot("x").scale == 224.0, "the largest of the window counts"
+    assert table.slot("dy").scale == 14336.0, "a slot that was not cast keeps its scale"
+    for _ in range(4):
+        step(table, amaxes(x=1.0))
+    assert table.slot("x").scale == 448.0, "the 2.0 has left the window of 4"
+
+
+def test_slots_are_views_that_stay():
+    table = SlotTable({"x": E4M3})
+    slot = table.slot("x")
+    q = DelayedScaling(amax_history_len=4).cast(torch.tensor([[1.0, -7.0]]), None, slot=slot)
+    assert table.staging.item() == 7.0
+    table.update(table.staging.clone())
+    assert slot.scale == 64.0 and slot.staging == 0.0
+    assert q.parts[1] == 1.0, "a tensor cast before keeps the scale_inv of its cast"
+
+
+def test_each_slot_has_its_own_options():
+    def mean(window: Tensor) -> Tensor:
+        assert window.shape == (2, 1)
+        return window.mean(0)
+
+    table = SlotTable(
+        {
+            "a": SlotOptions(448.0, margin=1, amax_history_len=2), "b": SlotOptions(448.0, amax_history_len=1),
+            "c": SlotOptions(448.0, amax_history_len=2, amax_compute_algo="most_recent"),
+            "d": SlotOptions(448.0, amax_history_len=2, amax_compute_algo=mean), "e": E5M2,
+        }
+    )  # fmt: skip
+    step(table, amaxes(a=4.0, b=4.0, c=4.0, d=4.0, e=4.0))
+    step(table, amaxes(a=1.0, b=1.0, c=1.0, d=2.0, e=1.0))
+    scales = {name: table.slot(name).scale.item() for name in table.names}
+    assert scales == {"a": 56.0, "b": 448.0, "c": 448.0, "d": pytest.approx(448 / 3), "e": 14336.0}
+
+
+def test_state_goes_by_name_into_another_order():
+    table = SlotTable({"x": E4M3, "w": E4M3, "dy": E5M2})
+    step(table, amaxes(x=2.0, w=3.0, dy=4.0))
+    step(table, amaxes(x=1.0, w=5.0, dy=8.0))
+    state = table.state_dict()
+    other = SlotTable({"dy": E5M2, "w": E4M3, "x": E4M3})
+    other.load_state_dict(state)
+    for name in table.names:
+        assert_bit_equal(other.slot(name).scale, table.slot(name).scale)
+    for both in (table, other):
+        step(both, amaxes(x=0.5, w=0.5, dy=0.5))
+    assert all(torch.equal(other.state_dict()[n]["history"], table.state_dict()[n]["history"]) for n in table.names)
+    assert state["x"]["history"].tolist() == [0.0, 0.0, 2.0, 1.0], "a copy: steps after it do not change it"
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    state = SlotTable({"x": E4M3}).state_dict()
+    with pytest.raises(ValueError, match="has no slot 'w'"):
+        SlotTable({"x": E4M3, "w": E4M3}).load_state_dict(state)
+    with pytest.raises(ValueError, match="has a slot 'x' that the model lacks"):
+        SlotTable({}).load_state_dict(state)
+    with pytest.raises(ValueError, match="amax_history_len 4, the recipe has 8; set amax_history_len = 4"):
+        SlotTable({"x": SlotOptions(448.0, amax_history_len=8)}).load_state_dict(state)
+
+
+def test_merging_takes_the_largest_histories_and_recomputes_scales():
+    tables = [SlotTable({"x": E4M3, "y": SlotOptions(448.0, amax_history_len=1)}) for _ in range(2)]
+    step(tables[0], amaxes(x=2.0, y=2.0))
+    step(tables[1], amaxes(x=4.0, y=4.0))
+    merged = SlotTable({"x": E4M3, "y": SlotOptions(448.0, amax_history_len=1)})
+    merged.load_merged([table.state_dict() for table in tables])
+    assert merged.state_dict()["x"]["history"].tolist() == [0.0, 0.0, 0.0, 4.0]
+    assert merged.scale.tolist() == [112.0, 112.0]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"amax_history_len": 0}, "at least 1"), ({"amax_compute_algo": "mean"}, "one of max, most_recent or a function")],
+)
+def test_wrong_options_are_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        DelayedScaling(**options)

@@ -1,0 +1,111 @@
+"""Every GEMM of every recipe against the float64 product of its decoded operands. No ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant.fp8 import CurrentScaling
+from dlp.quant.fp8_block import BlockScaling
+from dlp.quant.fp8_rowwise import RowwiseScaling
+from dlp.quant.gemm import Gemm
+from dlp.quant.mxfp8 import MxScaling
+from dlp.quant.nvfp4 import Nvfp4Scaling
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer
+from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe
+from dlp.quant.tensor import QuantizedTensor
+from tests.metrics import relative_error
+from tests.quantizers import SEEDS, every_recipe, matrix, quantize
+
+
+def operands(recipe: Recipe, which: str, a: Tensor, b: Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """A and B of one GEMM of the recipe; columnwise operands from a transposed view, as a linear makes them."""
+    quantizers, sides = recipe.operands(which), GEMM_OPERANDS[which][1::2]
+    views = (x if side == "rowwise" else x.t().contiguous().t() for x, side in zip((a, b), sides, strict=True))
+    made = [quantize(quantizer, view) for quantizer, view in zip(quantizers, views, strict=True)]
+    return made[0], made[1]
+
+
+def exact(a: QuantizedTensor, b: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """The float64 product of the decoded operands, and the same of their magnitudes."""
+    left, right = a.dequantize().double(), b.dequantize().double()
+    return left @ right.t(), left.abs() @ right.abs().t()
+
+
+@every_recipe
+@pytest.mark.parametrize("which", GEMMS)
+@given(seed=SEEDS, exponent=st.integers(-8, 8), contraction=st.sampled_from([64, 160, 256]))
+def test_a_gemm_is_the_float64_product_within_its_sums(
+    recipe: Recipe, which: str, seed: int, exponent: int, contraction: int
+):
+    """|error| <= K * 2^-24 * sum |a||b| plus a few roundings of scales; bias and accumulate are added once, in fp32."""
+    a, b = operands(recipe, which, matrix(seed, 32, contraction, exponent), matrix(seed + 1, 64, contraction))
+    product, magnitude = exact(a, b)
+    bound = (contraction + 8) * 2**-24 * magnitude
+    y = Gemm(which, b, torch.float32, options=getattr(recipe, which))(a)
+    assert y.dtype == torch.float32 and ((y.double() - product).abs() <= bound).all()
+    half = Gemm(which, b, torch.bfloat16)(a)
+    assert half.dtype == torch.bfloat16 and ((half.double() - product).abs() <= bound + product.abs() * 2**-8).all()
+    bias, into = torch.randn(64), torch.randn(32, 64)
+    biased = Gemm(which, b, torch.float32, bias=bias)(a)
+    assert torch.equal(biased, y + bias)
+    before = into.clone()
+    assert Gemm(which, b, torch.float32, accumulate=into)(a) is into
+    assert torch.equal(into, before + y)
+
+
+@every_recipe
+@pytest.mark.parametrize("which", GEMMS)
+def test_a_gemm_of_small_integers_is_exact(recipe: Recipe, which: str):
+    """Values that every format holds exactly: the float64 product, every bit of it where scales are powers of two."""
+    generator = torch.Generator().manual_seed(0)
+    signs = (torch.randint(0, 2, (32, 128), generator=generator) * 2 - 1 for _ in range(2))
+    a, b = (sign.bfloat16() * 2.0 ** (torch.arange(32) % 2)[:, None] for sign in signs)
+    if recipe.operands(which)[0].format.basis:
+        return  # transformed values are no small integers
+    qa, qb = operands(recipe, which, a, b)
+    y, product = Gemm(which, qb, torch.float32)(qa), a.double() @ b.double().t()
+    assert relative_error(y, product) < 1e-6
+    if all(q.format.keeps_source or getattr(q, "power_of_two", q.format.bf16_exact) for q in recipe.operands(which)):
+        assert torch.equal(y.double(), product)
+
+
+@pytest.mark.parametrize("scale_bytes", [(0x30, 0x34, 0x38, 0x3C), (0x7E, 0x7D)])
+def test_nvfp4_is_exact_in_any_order_of_summation(scale_bytes: tuple[int, ...]):
+    """Block scales of a few binades and K <= 1024: every partial sum is exact, so fp32 gives the float64 product."""
+    generator = torch.Generator().manual_seed(1)
+    fmt, parts = Nvfp4Scaling().format, []
+    for _ in range(2):
+        codes = torch.randint(0, 256, (16, 128), generator=generator, dtype=torch.uint8)
+        chosen = torch.randint(0, len(scale_bytes), (16, 16), generator=generator)
+        parts.append((codes, torch.tensor(scale_bytes, dtype=torch.uint8)[chosen].view(torch.float8_e4m3fn)))
+    unit = torch.tensor(2688.0)
+    a, b = (fmt.wrap([*part, unit]) for part in parts)
+    values = [ops.decode_nvfp4(*part, (1, 16)).double() for part in parts]
+    alpha = ops.nvfp4_alpha(unit, unit)
+    assert torch.equal(Gemm("fprop", b, torch.float32)(a), (values[0] @ values[1].t()).float() * alpha)
+
+
+MIXED: list[tuple[Quantizer, Quantizer]] = [
+    (KeepHighPrecision(), CurrentScaling()), (MxScaling(), KeepHighPrecision()), (BlockScaling(), MxScaling("e5m2")),
+    (Nvfp4Scaling(), CurrentScaling()), (RowwiseScaling(), Nvfp4Scaling(tile=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("left, right", MIXED, ids=str)
+def test_a_mixed_pair_decodes_both(left: Quantizer, right: Quantizer):
+    a, b = quantize(left, matrix(1, 32, 96)), quantize(right, matrix(2, 48, 96))
+    product, magnitude = exact(a, b)
+    y = Gemm("dgrad", b, torch.float32)(a)
+    assert ((y.double() - product).abs() <= 104 * 2**-24 * magnitude).all()
+
+
+def test_operands_of_different_contraction_are_refused():
+    for quantizer in (KeepHighPrecision(), CurrentScaling(), MxScaling(), Nvfp4Scaling()):
+        a, b = quantize(quantizer, matrix(1, 32, 96)), quantize(quantizer, matrix(2, 48, 64))
+        with pytest.raises(ValueError, match="share their last dimension"):
+            Gemm("fprop", b, torch.float32)(a)
