@@ -1,0 +1,1 @@
+"""Movement: groups, collectives, amax agreement. Never a format name, never a GEMM."""

@@ -1,0 +1,1 @@
+"""The only place where recipe, style and overlap meet: parallel linears, conversion, FSDP, the step boundary."""

@@ -1,0 +1,149 @@
+"""convert: replaces the nn.Linears of a model by parallel ones, by layer group, and returns the plan.
+
+    names and lengths of the model  ──►  groups.resolve  ──►  a Plan of rows  ──►  modules swapped in place
+
+The plan is made and checked before anything changes, so `plan(...)` without ranks prints what `convert(...)` would do.
+Layers no group mentions become local bf16 linears, and the plan says so. Embeddings with style "column" are cut along
+the vocabulary; every other module that owns parameters is replicated on tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.parallel.embedding import VocabParallelEmbedding
+from dlp.parallel.grads import PartialGradients
+from dlp.parallel.linear import Linear, LinearCore, Member, ParallelLinear, SiblingLinear, make_spec, partial_names
+from dlp.parallel.plan import LayerPlan, OtherPlan, Plan, make_plan
+from dlp.parallel.replicated import replicate
+from dlp.parallel.runtime import Runtime, data_parallel, give_runtime
+from dlp.parallel.weight import place
+from dlp.quant.groups import LayerGroup
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where converted modules go and what they share."""
+
+    model: nn.Module
+    tp: DeviceMesh
+    amax_group: ProcessGroup | None
+    tokens: int | None
+    runtime: Runtime
+    shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old one: ties stay tied
+
+    def parameter(self, old: nn.Parameter | None, shard_dim: int | None) -> nn.Parameter | None:
+        if old is None:
+            return None
+        if id(old) not in self.shared:
+            self.shared[id(old)] = place(old, self.tp, shard_dim)
+        return self.shared[id(old)]
+
+    def put(self, name: str, module: nn.Module) -> None:
+        parent, _, child = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), child, module)
+
+
+def amax_process_group(mesh: DeviceMesh, amax_group: str | ProcessGroup) -> ProcessGroup | None:
+    """ "auto": None, the style table decides; "tp", "tp+dp", "world": that group; a ProcessGroup: itself."""
+    if not isinstance(amax_group, str):
+        ranks, tp_ranks = (dist.get_process_group_ranks(group) for group in (amax_group, mesh["tp"].get_group()))
+        if not set(tp_ranks) <= set(ranks):
+            raise ValueError(
+                f"amax_group has ranks {ranks}, but tp ranks {tp_ranks} gather each other's codes and must share their "
+                f"scales; pass a group that contains them"
+            )
+        return amax_group
+    if amax_group == "auto":
+        return None
+    if amax_group == "tp":
+        return mesh["tp"].get_group()
+    if amax_group in ("tp+dp", "world"):  # a mesh spans the world, so both are the same ranks
+        return dist.group.WORLD
+    raise ValueError(f"amax_group must be auto, tp, tp+dp, world or a process group; got {amax_group!r}")
+
+
+def convert(
+    model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], mesh: DeviceMesh, *,
+    batch: tuple[int, int] | None = None, amax_group: str | ProcessGroup = "auto", seed: int = 0,
+) -> Plan:  # fmt: skip
+    """Make the model parallel over the mesh's tp axis, in place, and return the printable plan.
+
+    model       plain modules, materialised alike on all ranks or on the meta device
+    groups      layer groups, ordered; for each layer and field the last that matches wins
+    mesh        from `build_mesh`
+    batch       (B, S) of a microbatch; needed with sequence parallelism
+    amax_group  which ranks share scales: "auto" (what correctness needs; for delayed scaling all ranks), "tp", "tp+dp",
+                "world", or a process group
+    seed        of stochastic rounding
+
+    Raises ValueError, before anything is changed, for a group that matches nothing or is left with nothing, a size
+    that tp does not divide, siblings that cannot be one, or sequence parallelism without `batch`, naming the module.
+    """
+    if hasattr(model, "partial_gradients"):
+        raise ValueError("this model is converted already; convert a plain one, or set_recipe on this one")
+    tp = mesh["tp"]
+    plan = make_plan(model, groups, tp.size(), device_type=mesh.device_type, batch=batch)
+    tokens = batch[0] * batch[1] if batch is not None else None
+    group = amax_process_group(mesh, amax_group)
+    runtime = Runtime(seed=seed, amax_group=group or dist.group.WORLD, dp=data_parallel(mesh))
+    target = _Target(model, tp, group, tokens, runtime)
+    done: set[str] = set()
+    for row in plan.layers:
+        if row.name not in done:
+            members = [other for other in plan.layers if other.name in row.siblings] or [row]
+            _convert_linears(target, members)
+            done.update(member.name for member in members)
+    for other in plan.others:
+        _convert_other(target, other)
+    model.partial_gradients = PartialGradients(model, tp.get_group())  # type: ignore[assignment]
+    give_runtime(model, runtime)
+    return plan
+
+
+def _convert_linears(target: _Target, rows: Sequence[LayerPlan]) -> None:
+    """One linear, or several siblings, as one core."""
+    first = rows[0]
+    name = first.name if len(rows) == 1 else f"{first.name} and siblings"
+    spec = make_spec(
+        name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp, target.runtime,
+        tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens,
+    )  # fmt: skip
+    modules: list[ParallelLinear] = []
+    for index, row in enumerate(rows):
+        old = target.model.get_submodule(row.name)
+        assert isinstance(old, nn.Linear)
+        weight = target.parameter(old._parameters["weight"], spec.style.shard_dim)
+        bias = target.parameter(old._parameters["bias"], 0 if spec.style.shard_dim == 0 else None)
+        assert weight is not None
+        modules.append(SiblingLinear(row.name, weight, bias, index))
+    members = [Member(module, "weight", "bias") for module in modules]
+    core = LinearCore(spec, members)
+    target.runtime.cores.append(core)
+    for module, row in zip(modules, rows, strict=True):
+        module.core = core
+        module.tp_partial = partial_names(spec, members[:1])
+        module.train(target.model.get_submodule(row.name).training)
+        target.put(row.name, module)
+
+
+def _convert_other(target: _Target, row: OtherPlan) -> None:
+    """An embedding cut along the vocabulary, or a module replicated on tp."""
+    module = target.model.get_submodule(row.name)
+    if row.style == "vocab":
+        weight = target.parameter(module._parameters["weight"], 0)
+        assert weight is not None
+        target.put(row.name, VocabParallelEmbedding(weight, target.tp, row.sequence_parallel))
+        return
+    rows = None if target.tokens is None or target.tp.size() == 1 else target.tokens // target.tp.size()
+    replicate(module, row.name, target.tp, target.shared, partial=row.sequence_parallel, token_rows=rows)
+
+
+__all__ = ["Linear", "Plan", "amax_process_group", "convert"]

@@ -1,0 +1,126 @@
+"""Vocab-parallel embedding and cross entropy: the vocabulary V is cut over tp, rank r holds rows [r*V/tp, (r+1)*V/tp)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.comm import collectives
+from dlp.parallel.tokens import tp_group
+from dlp.parallel.weight import local
+
+CHUNK = 1024  # tokens whose logits are in fp32 at a time
+IGNORED = -100
+
+
+class _ReduceTokens(torch.autograd.Function):
+    """Rows that only one rank fills -> the whole rows on every rank ("all") or each rank's token shard ("scatter")."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str) -> Tensor:
+        ctx.group, ctx.reduce = group, reduce
+        op = collectives.all_reduce if reduce == "all" else collectives.reduce_scatter
+        return op(rows, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.reduce == "all":
+            return grad, None, None
+        return collectives.all_gather((grad,), (0,), ctx.group).wait()[0], None, None
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of `weight` [V/tp, H] at `index` [M], zero where `mine` is False. The gradients of equal tokens are summed in
+    fp32 and rounded once: text repeats its tokens so often that a bf16 sum would lose several percent."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor, mine: Tensor) -> Tensor:
+        ctx.save_for_backward(index, mine)
+        ctx.vocabulary, ctx.dtype = len(weight), weight.dtype
+        return F.embedding(index, weight) * mine.unsqueeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        index, mine = ctx.saved_tensors
+        rows = grad.float() * mine.unsqueeze(-1)
+        return torch.ops.aten.embedding_dense_backward(rows, index, ctx.vocabulary, -1, False).to(ctx.dtype), None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """tokens [B, S] int64 -> [B, S, H], or this rank's token shard [B*S/tp, H] with sequence parallelism; dtype of `weight`.
+
+    `weight` [V, H], cut over tp along V.
+    """
+
+    tp_partial: tuple[str, ...] = ()
+
+    def __init__(self, weight: nn.Parameter, tp: DeviceMesh, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.group = tp.get_group()
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local(self.weight)
+        index = tokens.reshape(-1) - self.group.rank() * weight.shape[0]
+        mine = (index >= 0) & (index < weight.shape[0])
+        rows: Tensor = _Lookup.apply(weight, torch.where(mine, index, 0), mine)
+        if self.sequence_parallel:
+            sharded: Tensor = _ReduceTokens.apply(rows, self.group, "scatter")
+            return sharded
+        whole: Tensor = _ReduceTokens.apply(rows, self.group, "all")
+        return whole.view(*tokens.shape, -1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum over tokens of logsumexp(logits) - logits[target]. Saves the logits and one fp32 logsumexp per token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> Tensor:
+        size, rank = logits.shape[1], 0 if group is None else group.rank()
+        index = targets - rank * size
+        mine = (index >= 0) & (index < size)
+        index = torch.where(mine, index, 0)
+        lse, picked = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
+        for rows in range(0, len(logits), CHUNK):
+            chunk = logits[rows : rows + CHUNK].float()
+            lse[rows : rows + CHUNK] = chunk.logsumexp(1)
+            picked[rows : rows + CHUNK] = chunk.gather(1, index[rows : rows + CHUNK, None])[:, 0]
+        picked *= mine
+        if group is not None and group.size() > 1:
+            (both,) = collectives.all_gather((torch.stack([lse, picked])[None],), (0,), group).wait()
+            lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
+        valid = targets != IGNORED
+        ctx.save_for_backward(logits, index, mine & valid, valid, lse)
+        return ((lse - picked) * valid).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, index, mine, valid, lse = ctx.saved_tensors
+        dlogits = torch.empty_like(logits)
+        for rows in range(0, len(logits), CHUNK):
+            chunk = slice(rows, rows + CHUNK)
+            probability = (logits[chunk].float() - lse[chunk, None]).exp_() * valid[chunk, None]
+            probability.scatter_add_(1, index[chunk, None], -mine[chunk, None].float())
+            dlogits[chunk] = probability * grad
+        return dlogits, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None) -> Tensor:
+    """The summed cross entropy, in nats, fp32 scalar, equal on all tp ranks.
+
+    logits [M, V/tp] (column-parallel head, any float dtype), targets [M] int64 in [0, V), -100 is ignored. Divide by the
+    global number of valid tokens once. fp32 logits exist for a chunk of tokens at a time only.
+    """
+    if len(logits) != targets.numel():
+        raise ValueError(f"cross_entropy: {len(logits)} rows of logits, but {targets.numel()} targets")
+    loss: Tensor = _CrossEntropy.apply(logits, targets.reshape(-1), None if tp is None else tp_group(tp))
+    return loss

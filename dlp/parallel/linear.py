@@ -1,0 +1,248 @@
+"""Linear, ColumnParallelLinear, RowParallelLinear, and the siblings that conversion makes.
+
+A module owns parameters under their names; the computing is done by a `LinearCore`, which holds the frozen spec, knows
+where the weights are, and is shared by siblings: layers that read the same x and run as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.parallel import overlap as overlaps
+from dlp.parallel.autocast import active_spec
+from dlp.parallel.linear_fn import QuantizedLinearFn
+from dlp.parallel.runtime import Runtime
+from dlp.parallel.spec import LinearSpec, Overlaps
+from dlp.parallel.style import shard_sizes, style
+from dlp.parallel.weight import CastWeights, local, place
+from dlp.quant import recipe as recipes
+from dlp.quant.recipe import Recipe
+from dlp.quant.stats import StatsTable, measured
+
+
+class Member(NamedTuple):
+    """One weight of a core: the module that owns it, and the names of its weight and bias there."""
+
+    module: nn.Module
+    weight: str
+    bias: str
+
+
+class LinearCore:
+    """Computes y_i = x @ w_i.T + b_i for its members. `caches`: weights are cast at the step boundary, not at use."""
+
+    def __init__(self, spec: LinearSpec, members: Sequence[Member]) -> None:
+        self.spec = self.last_spec = spec
+        self.variants: dict[Any, LinearSpec] = {}  # by what an autocast region asks for
+        self.stats: StatsTable | None = None
+        self.members = list(members)
+        self.caches = False
+        self.dtype: torch.dtype | None = None
+        self.cast_weights = CastWeights()
+        self._x: Tensor | None = None
+        self._ys: dict[int, Tensor] = {}
+
+    def weights(self) -> list[Tensor]:
+        return [local(getattr(m.module, m.weight)) for m in self.members]
+
+    def biases(self) -> list[Tensor | None]:
+        biases = [getattr(m.module, m.bias) for m in self.members]
+        return [None if bias is None else local(bias) for bias in biases]
+
+    def refresh(self) -> None:
+        """Cast the weights anew; called at the step boundary, for layers that have run."""
+        if self.caches and self.dtype is not None:
+            self.cast_weights.refresh(self.spec, self.weights(), self.dtype)
+
+    def specs(self) -> list[LinearSpec]:
+        """The layer's own, and those it has run under in autocast regions."""
+        return [self.spec, *self.variants.values()]
+
+    def with_recipe(self, recipe: Recipe) -> LinearSpec:
+        """The spec that this layer has under another recipe."""
+        stats = self.stats
+        chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
+        return replace(self.spec, recipe=chosen)
+
+    def set_spec(self, spec: LinearSpec) -> None:
+        """Change the layer's own spec, at a step boundary."""
+        self.spec = self.last_spec = spec
+        self.variants.clear()
+        self.cast_weights.drop()
+
+    def _cached(self, spec: LinearSpec, dtype: torch.dtype) -> list[Tensor]:
+        """The operands that the last step boundary made for activations of `dtype`; none: cast at use."""
+        if spec is not self.spec:
+            return []
+        if self.dtype != dtype:  # the next step boundary casts for it
+            self.dtype = dtype
+            self.cast_weights.drop()
+        return self.cast_weights.parts
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [..., K] -> y_i [..., N_i] (token shards in or out as the style says)."""
+        spec = self.spec if torch.compiler.is_compiling() else active_spec(self)
+        weights, biases, cached = self.weights(), self.biases(), self._cached(spec, x.dtype)
+        record = torch.is_grad_enabled()
+        if not (record and any(t is not None and t.requires_grad for t in (x, *weights, *biases))):
+            # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
+            ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec.ticket, spec.kind, False, record)
+            return tuple(ys)
+        save = any(w.requires_grad for w in weights)
+        results: tuple[Tensor, ...] = QuantizedLinearFn.apply(
+            spec.ticket, spec.kind, len(weights), save, record, x, *weights, *biases, *cached
+        )
+        return results
+
+    def sibling(self, index: int, x: Tensor) -> Tensor:
+        """y of one member. The first call with an x computes all; the others, which must bring the same x, collect."""
+        if index not in self._ys:
+            self._x, self._ys = x, dict(enumerate(self(x)))
+        elif x is not self._x:
+            names = ", ".join(repr(m.module.name) for m in self.members)
+            raise ValueError(
+                f"{self.members[index].module.name}: siblings must read the same tensor, but this one got another than "
+                f"its siblings ({names}); set siblings = false for this layer group"
+            )
+        y = self._ys.pop(index)
+        if not self._ys:
+            self._x = None
+        return y
+
+
+class ParallelLinear(nn.Module):
+    """Base of the linear layers: parameters `weight` [N, K] and `bias` [N] (or one pair per sibling), and a core."""
+
+    core: LinearCore
+    tp_partial: tuple[str, ...] = ()
+
+    def extra_repr(self) -> str:
+        spec = self.core.spec
+        return f"{spec.style.name}, tp={spec.tp}, recipe={spec.recipe}"
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        super()._load_from_state_dict(*args, **kwargs)
+        self.core.cast_weights.drop()
+
+
+def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:
+    """The parameters whose gradient on each rank covers its own tokens only."""
+    weights = [m.weight for m in members] if spec.style.partial_weight_grad else []
+    biases = [m.bias for m in members] if spec.style.partial_bias_grad else []
+    return tuple(weights + biases)
+
+
+class SiblingLinear(ParallelLinear):
+    """One of several linears that read the same x: it owns its parameters, the core is shared."""
+
+    def __init__(self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, index: int) -> None:
+        super().__init__()
+        self.name, self.index = name, index
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.core.sibling(self.index, x)
+
+
+class Linear(ParallelLinear):
+    """y = x @ weight.T + bias, whole on every rank. x [..., in_features] -> [..., out_features]."""
+
+    _style = "local"
+
+    def __init__(
+        self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,
+        tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
+        overlap: str = "serial", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        mesh = _as_mesh(tp, device)
+        runtime = Runtime(lone=True, amax_group=None if mesh is None else mesh.get_group())
+        members = (
+            ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
+        )
+        spec = make_spec(type(self).__name__, self._style, sequence_parallel, recipe, overlap, mesh, runtime, members)
+        self.in_features, self.out_features = in_features, out_features
+        sizes = (out_features,) if isinstance(out_features, int) else out_features
+        suffixes = [""] if isinstance(out_features, int) else [f"_{i}" for i in range(len(sizes))]
+        owners = [Member(self, f"weight{suffix}", f"bias{suffix}") for suffix in suffixes]
+        for member, size in zip(owners, sizes, strict=True):
+            shard_sizes(spec.style, size, in_features, spec.tp, spec.name)
+            full = nn.Linear(in_features, size, bias, device=device, dtype=dtype)
+            bias_dim = 0 if spec.style.shard_dim == 0 else None
+            self.register_parameter(member.weight, place(full.weight, mesh, spec.style.shard_dim))
+            self.register_parameter(member.bias, place(full.bias, mesh, bias_dim) if bias else None)
+        self.core = LinearCore(spec, owners)
+        runtime.cores.append(self.core)
+        self.tp_partial = partial_names(spec, owners)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        ys = self.core(x)
+        return ys[0] if isinstance(self.out_features, int) else ys
+
+
+class ColumnParallelLinear(Linear):
+    """out_features are cut over tp: x [..., K] whole (or token shards [M/tp, K]) -> y [..., N/tp].
+
+    `out_features` may be a tuple: several weights (`weight_0`, `weight_1`, ...) that read the same x; forward then
+    returns a tuple. Raises ValueError when tp does not divide an out_features.
+    """
+
+    _style = "column"
+
+
+class RowParallelLinear(Linear):
+    """in_features are cut over tp: x [..., K/tp] -> y [..., N] whole (or token shards [M/tp, N]).
+
+    Raises ValueError when tp does not divide in_features.
+    """
+
+    _style = "row"
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, **options) -> None:  # type: ignore[no-untyped-def]
+        if not isinstance(out_features, int):
+            raise ValueError(
+                f"RowParallelLinear takes one out_features; got {out_features!r}: siblings are column-parallel"
+            )
+        super().__init__(in_features, out_features, bias, **options)
+
+
+def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | None) -> DeviceMesh | None:
+    if tp is None or isinstance(tp, DeviceMesh):
+        return tp
+    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    return DeviceMesh.from_group(tp, kind, mesh_dim_names=("tp",))
+
+
+def make_spec(
+    name: str, style_name: str, sequence_parallel: bool, recipe: Any, overlap: str | dict[str, str],
+    tp: DeviceMesh | None, runtime: Runtime, members: tuple[str, ...], *, amax_group: ProcessGroup | None = None,
+    tokens: int | None = None,
+) -> LinearSpec:  # fmt: skip
+    """A spec from the words users write. `recipe`: a name, a Recipe or a CustomRecipe. `overlap`: one strategy's name,
+    or one per GEMM."""
+    chosen = overlap if isinstance(overlap, dict) else dict.fromkeys(recipes.GEMMS, overlap)
+    strategies = Overlaps(**{gemm: overlaps.load(chosen.get(gemm, "serial")) for gemm in recipes.GEMMS})
+    group = None if tp is None else tp.get_group()
+    resolved = recipes.made(recipe).for_layer(members[0])
+    return LinearSpec(
+        name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, runtime, members
+    )
+
+
+def cores(model: nn.Module) -> Iterator[LinearCore]:
+    """Every core of a model, each once."""
+    seen = set()
+    for module in model.modules():
+        core = getattr(module, "core", None)
+        if isinstance(core, LinearCore) and id(core) not in seen:
+            seen.add(id(core))
+            yield core

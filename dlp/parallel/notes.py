@@ -1,0 +1,79 @@
+"""What a layer's plan must say beside its row: where it does something else than its recipe's name promises.
+
+an operand that travels in high precision      a GEMM that decodes an operand because the other one is not quantized
+results that are rounded                       how the device runs the recipe
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dlp.kernels.ops import quantizer_kernels
+from dlp.parallel import fit
+from dlp.parallel.style import ParallelStyle
+from dlp.quant.gemm import device_kind, support
+from dlp.quant.quantizer import cast_op
+from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
+
+WAYS = ("rowwise", "columnwise")
+
+
+def layer_notes(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> tuple[str, ...]:
+    """The sentences for one layer. `tokens`: of a microbatch on one rank of a sequence-parallel layer, if known."""
+    return (*_travel(recipe, style, tokens), *_mixed(recipe), *_rounded(recipe))
+
+
+def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterator[str]:
+    if style.gathers is None:
+        return
+    operand: Operand = getattr(recipe, style.gathers)
+    derived = tokens is not None and fit.derived(recipe, style.gathers, tokens)
+    for columnwise in (False,) if derived or (tokens is None and operand.derived) else (False, True):
+        why = fit.obstacle(recipe, style.gathers, columnwise, tokens)
+        if why is not None:
+            yield f"{style.gathers} {WAYS[columnwise]} travels in high precision: {why}"
+
+
+def _mixed(recipe: Recipe) -> Iterator[str]:
+    """GEMMs of which exactly one operand is in high precision."""
+    for which in GEMMS:
+        formats = [quantizer.format for quantizer in recipe.operands(which)]
+        a, _, b, _ = GEMM_OPERANDS[which]
+        kept = [fmt.keeps_source for fmt in formats]
+        if kept[0] != kept[1]:
+            name, fmt = ((b, formats[1]), (a, formats[0]))[kept[1]]
+            yield f"{which} decodes {name} ({fmt.name}): the other operand is in high precision"
+
+
+def _rounded(recipe: Recipe) -> Iterator[str]:
+    for result in RESULTS:
+        quantizer = getattr(recipe, result)
+        if quantizer is not None:
+            yield f"{result} is rounded to {quantizer.format.name} and handed on decoded"
+
+
+def support_note(recipe: Recipe, device_type: str) -> str:
+    """How this device runs the recipe: "fp8_current: native (torch._scaled_mm)", or GEMM by GEMM; on a GPU, too, whether
+    casts have kernels: "casts by kernel", "casts by reference (native kernels need nvcc, ...)"."""
+    by_gemm = {}
+    for which in GEMMS:
+        a, b = recipe.operands(which)
+        found = support(a.format, b.format, device_kind(device_type))
+        by_gemm[which] = f"{found.status} ({found.kernel})"
+    same = len(set(by_gemm.values())) == 1
+    text = by_gemm["fprop"] if same else ", ".join(f"{which} {found}" for which, found in by_gemm.items())
+    casts = _casts(recipe, device_type) if device_type == "cuda" else ()
+    return "; casts by ".join([f"{recipe} on {device_type}: {text}", *casts])
+
+
+def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:
+    """What quantizes, the same for all operands or operand by operand; nothing where the recipe quantizes nothing."""
+    by_operand: dict[str, str] = {}
+    for name in OPERANDS:
+        operand: Operand = getattr(recipe, name)
+        ops = [cast_op(q) for q in (operand.rowwise, operand.columnwise) if not q.format.keeps_source]
+        found = dict.fromkeys(quantizer_kernels(op, device_type) for op in ops)
+        by_operand |= {name: " and ".join(found)} if found else {}
+    same = len(set(by_operand.values())) == 1 and len(by_operand) == len(OPERANDS)
+    parts = list(by_operand.values())[:1] if same else [f"{name} {found}" for name, found in by_operand.items()]
+    return (", ".join(parts),) if parts else ()

@@ -1,0 +1,244 @@
+"""Runtime: what changes between steps, one object per model; specs are frozen and refer to it.
+
+    slots     the scales of delayed scaling, one table over all layers; casts read scales and max amaxes into `staging`
+    counter   microbatches so far, an int64 tensor on the device: the random bits of stochastic rounding depend on it
+    steps     optimizer steps so far, and the recipe swaps made and to come (see `dlp.parallel.swap`)
+
+The table is made when it is first needed, for every layer of the model, whether or not it runs on this rank: tables
+are equal on all ranks, so one all-reduce of the staging row agrees on everything and waits for nobody.
+
+Scales change at the step boundary. A model without one, used under `autocast`, updates those of x and w when the region
+ends and those of dy when backward does (`before` keeps the scales that forward used for the casts that backward makes
+of x and w), so that both ways give the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.comm.amax import agree
+from dlp.quant.quantizer import ScaleSlot
+from dlp.quant.state import SlotTable
+from dlp.quant.stats import StatsTable
+
+if TYPE_CHECKING:
+    from dlp.parallel.linear import LinearCore
+    from dlp.parallel.spec import LinearSpec
+    from dlp.parallel.swap import Swap
+
+FORWARD = ("x", "w", "y")  # tensors that forward casts
+LOG = logging.getLogger("dlp")
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread: a forward inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass
+class Slots:
+    """The table, and by slot: whether forward casts it, and whether ranks agree on it (bool [slots])."""
+
+    table: SlotTable
+    forward: Tensor
+    agreed: Tensor
+    before: Tensor  # fp32 [slots], the scales of the last forward
+    held: Tensor  # fp32 [slots], amaxes of the weights that the last step boundary cast
+
+
+class Runtime:
+    """`seed`: of stochastic rounding. `dp` = (rank, size): which tokens of a global microbatch this rank has.
+    `amax_group`: who shares delayed scales, None for this rank alone. `lone`: of a single layer, which has no model
+    around it that would count microbatches. `attached`: an optimizer step is the step boundary."""
+
+    def __init__(
+        self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False
+    ) -> None:
+        self.seed, self.dp = seed, dp
+        self.amax_group, self.lone = amax_group, lone
+        self.attached = self.in_regions = False
+        self.region_group: ProcessGroup | None = None
+        self.cores: list[LinearCore] = []
+        self.steps = 0
+        self.swaps: list[Swap] = []
+        self.scheduled: list[tuple[Swap, Any]] = []  # swaps to come, with their recipes
+        self.noted: set[str] = set()
+        self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last step boundary
+        self.stats: StatsTable | None = None
+        self._slots: Slots | None = None
+        self._task: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        new = Runtime(seed=self.seed, dp=self.dp, amax_group=self.amax_group, lone=self.lone)
+        memo[id(self)] = new
+        new.cores = copy.deepcopy(self.cores, memo)
+        return new
+
+    @cached_property
+    def counter(self) -> Tensor:
+        return torch.zeros((), dtype=torch.int64, device=self.cores[0].weights()[0].device)
+
+    def advance(self) -> None:
+        """The next microbatch begins; not where backward runs a forward again."""
+        if not in_backward():
+            self.counter.add_(1)
+
+    def begin_forward(self, spec: LinearSpec, record: bool) -> None:
+        """A layer runs; `record`: with gradients."""
+        if record:
+            self.ran.add(spec.members)
+            if self.lone:
+                self.advance()
+
+    def before_forward(self, model: nn.Module, args: Any) -> None:
+        """The hook of the model that this is the runtime of."""
+        if self.stats is not None:
+            self.stats.recording = torch.is_grad_enabled()
+        if torch.is_grad_enabled() and self.cores:
+            self.advance()
+
+    def specs(self) -> list[LinearSpec]:
+        return [spec for core in self.cores for spec in core.specs()]
+
+    @property
+    def slots(self) -> Slots:
+        if self._slots is None:
+            self._slots = self._make_slots()
+        return self._slots
+
+    def _make_slots(self) -> Slots:
+        named = [(name, spec, *found) for spec in self.specs() for name, found in spec.slots.items()]
+        table = SlotTable({name: options for name, _, _, options in named}, self.cores[0].weights()[0].device)
+        forward = {name: tensor in FORWARD for name, _, tensor, _ in named}
+        agreed = {name: spec.recipe.reduce_amax for name, spec, _, _ in named}
+        masks = [torch.tensor([mask[name] for name in table.names], dtype=torch.bool) for mask in (forward, agreed)]
+        device = table.scale.device
+        return Slots(
+            table, masks[0].to(device), masks[1].to(device), table.scale.clone(), torch.zeros_like(table.scale)
+        )
+
+    def rebuild(self) -> None:
+        """Layers got another recipe: a table for them, in which slots that stay keep their state."""
+        if self._slots is None:
+            return
+        old, new = self._slots, self._make_slots()
+        new.table.adopt(old.table)
+        new.before.copy_(new.table.scale)
+        for name in new.table.names:
+            if new.table.options[name] == old.table.options.get(name):
+                new.held[new.table.index(name)] = old.held[old.table.index(name)]
+        self._slots = new
+
+    def slot(self, spec: LinearSpec, tensor: str, member: str, columnwise: bool, record: bool) -> ScaleSlot:
+        """What a cast of one tensor reads and writes. `record`: its amax counts."""
+        name, slots = spec.slot_name(tensor, member, columnwise), self.slots
+        slot = slots.table.slot(name)
+        again = self.by_regions and in_backward() and tensor in FORWARD
+        if again:  # by now the region's end has taken the amax and updated the scale
+            slot = ScaleSlot(slots.before[slots.table.index(name)], slot.staging)
+        return slot if record and not again else ScaleSlot(slot.scale, torch.zeros_like(slot.staging))
+
+    def end_step(self) -> None:
+        """The step boundary of delayed scales. The amax of a weight that was cast at the last one counts if its layer
+        has run since."""
+        if self.stats is not None:
+            self.stats.close()
+        if self.has_slots():
+            slots = self.slots
+            torch.maximum(slots.table.staging, slots.held * self._ran_weights(), out=slots.table.staging)
+            self.update()
+
+    def hold_weights(self) -> None:
+        """All that is staged now are the weights that the step boundary has cast."""
+        if self.has_slots():
+            self.slots.held.copy_(self.slots.table.staging)
+            self.slots.table.staging.zero_()
+        self.ran.clear()
+
+    def _ran_weights(self) -> Tensor:
+        """fp32 [slots]: 1 for the weights of layers that ran since the last step boundary."""
+        ran = {name for spec in self.specs() if spec.members in self.ran for name in spec.slots}
+        flags = [float(name in ran) for name in self.slots.table.names]
+        return torch.tensor(flags).to(self.slots.held.device, non_blocking=True)
+
+    def has_slots(self) -> bool:
+        return any(spec.slots for spec in self.specs())
+
+    @torch.no_grad()
+    def update(self, forward: bool | None = None, group: ProcessGroup | None = None) -> None:
+        """Agree on what was staged and let the scales follow: of all slots, or of those that forward (or backward)
+        casts. Every rank of the amax group calls it, whatever it ran."""
+        slots, group = self.slots, group or self.amax_group
+        staging = slots.table.staging
+        chosen = torch.ones_like(slots.forward) if forward is None else slots.forward == forward
+        kept, mine = torch.where(chosen, 0.0, staging), torch.where(chosen, staging, 0.0)
+        reduced = mine
+        if group is not None and any(spec.slots and spec.recipe.reduce_amax for spec in self.specs()):
+            reduced = torch.where(slots.agreed, agree([mine], group)[0], mine)
+        before = slots.table.scale.clone()
+        slots.table.update(reduced)
+        staging.copy_(kept)
+        slots.before.copy_(before if forward else slots.table.scale)
+
+    @property
+    def by_regions(self) -> bool:
+        """Scales change when `autocast` regions and backwards end: no optimizer is attached."""
+        return self.in_regions and not self.attached
+
+    def enter_region(self, group: ProcessGroup | None) -> None:
+        """A layer runs under `autocast`, with this amax group or None for the model's own."""
+        self.in_regions, self.region_group = True, group
+
+    def leave_region(self) -> None:
+        """The outermost region ends: forward is over."""
+        if self.by_regions and self.has_slots():
+            self.update(True, self.region_group)
+
+    def in_layer_backward(self) -> None:
+        """Under the rule of regions, the end of the backward that is running now updates what it staged; every layer
+        asks for it, it is done once."""
+        task = torch._C._current_graph_task_id()
+        if not self.by_regions or task == self._task or not self.has_slots():
+            return
+        self._task, group = task, self.region_group
+        _ENGINE.queue_callback(lambda: self.update(False, group))
+
+    def note(self, text: str) -> None:
+        """Amend the plan: said once, on the first rank, however many layers it holds for."""
+        if text not in self.noted:
+            self.noted.add(text)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                LOG.warning("plan: %s", text)
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime that `convert` or `attach` gave this model. ValueError where neither has run."""
+    runtime = getattr(model, "dlp_runtime", None)
+    if runtime is None:
+        raise ValueError("this model has no step boundary yet: call dlp.convert or dlp.attach on it first")
+    found: Runtime = runtime
+    return found
+
+
+def give_runtime(model: nn.Module, runtime: Runtime) -> None:
+    """Make this the runtime of `model`, whose forward begins a microbatch."""
+    model.dlp_runtime = runtime  # type: ignore[assignment]
+    model.register_forward_pre_hook(runtime.before_forward)
+
+
+def data_parallel(mesh: DeviceMesh) -> tuple[int, int]:
+    """(rank, size): this rank's place among the data-parallel ranks of a mesh of `build_mesh`."""
+    replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
+    rank = replicate.get_local_rank() * shard.size() + shard.get_local_rank()
+    return rank, replicate.size() * shard.size()

@@ -1,0 +1,95 @@
+"""end_step: the one place where anything changes between steps; forward and backward only read.
+
+    delayed scales are updated, all together, after one all-reduce of the amaxes of all microbatches
+    recipe swaps that are due are made
+    weights that are whole on this rank are cast, in both orientations, into their persistent operands
+
+Swaps come before the casts, so that no weight is cast for a recipe it is about to leave.
+
+`attach` installs it behind the optimizer's step. Without it nothing is kept between calls: weights are cast where they
+are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from dlp.parallel.grads import PartialGradients
+from dlp.parallel.linear import ParallelLinear, cores
+from dlp.parallel.runtime import Runtime, data_parallel, give_runtime
+from dlp.parallel.swap import make_due_swaps
+
+
+def end_step(model: nn.Module) -> None:
+    """Run the step boundary now. Call it yourself after anything but an optimizer step has changed the weights."""
+    layers = list(cores(model))
+    runtimes = list(dict.fromkeys(core.spec.runtime for core in layers))
+    for runtime in runtimes:
+        runtime.end_step()
+        make_due_swaps(model, runtime)
+    for core in layers:
+        core.refresh()
+    for runtime in runtimes:
+        runtime.hold_weights()
+
+
+def attach(model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0) -> None:
+    """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
+
+    Call it after `convert` and `fully_shard`. Layers whose weights FSDP gathers keep casting at use. A step whose
+    tp-partial gradients were not summed (the model was not called as `model(...)`) raises RuntimeError.
+
+    For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
+    this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks.
+    """
+    runtime: Runtime | None = getattr(model, "dlp_runtime", None)
+    if runtime is None:
+        runtime = _adopt_layers(model, mesh, seed)
+    sharded = {id(core) for m in model.modules() if isinstance(m, FSDPModule) for core in cores(m)}
+    for core in cores(model):
+        core.caches = id(core) not in sharded
+    partial: PartialGradients | None = getattr(model, "partial_gradients", None)
+    if partial is not None:
+        _check_before_step(optimizer, partial)
+    first, runtime.attached = not runtime.attached, True  # of several optimizers, one counts the steps
+    optimizer.register_step_post_hook(lambda *_: _after_step(model, runtime, first))
+
+
+def _after_step(model: nn.Module, runtime: Runtime, counts: bool) -> None:
+    runtime.steps += counts
+    end_step(model)
+
+
+def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runtime:
+    """One runtime for layers made by hand, which go by their names in the model from now on."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    runtime = Runtime(seed=seed, amax_group=world, dp=(0, 1) if mesh is None else data_parallel(mesh))
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear) and module.core not in runtime.cores:
+            core, weights = module.core, [member.weight for member in module.core.members]
+            members = (name,) if len(weights) == 1 else tuple(f"{name}.{weight}" for weight in weights)
+            core.set_spec(replace(core.spec, name=name or core.spec.name, runtime=runtime, members=members))
+            runtime.cores.append(core)
+    give_runtime(model, runtime)
+    tp_groups = [core.spec.tp_group for core in runtime.cores if core.spec.tp > 1]
+    if tp_groups:
+        model.partial_gradients = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
+    return runtime
+
+
+def _check_before_step(optimizer: Optimizer, partial: PartialGradients) -> None:
+    """Each optimizer remembers what it has seen, since several may share a model."""
+    seen = partial.num_sums
+
+    def check(*_: Any) -> None:
+        nonlocal seen
+        seen = partial.check_summed(seen)
+
+    optimizer.register_step_pre_hook(check)

@@ -1,0 +1,100 @@
+"""Tensor and sequence parallelism as six rows of data.
+
+                 shard_dim of w[N,K]   fprop                dgrad                wgrad
+    LOCAL        -                     -                    -                    -
+    LOCAL_SP     -                     -                    -                    reduce="all"
+    COLUMN       0                     -                    reduce="all"         -
+    ROW          1                     reduce="all"         -                    -
+    COLUMN_SP    0                     gather="x"           reduce="scatter"     gather="x"
+    ROW_SP       1                     reduce="scatter"     gather="dy"          gather="dy"
+
+x [M, K], w [N, K], dy [M, N]. Everything else is read off the row: what travels, which dimension of an operand is cut
+by tp, and so where a scale must be agreed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GemmComm:
+    """Communication of one GEMM over tp: the operand gathered before it, and how its result is reduced after it."""
+
+    gather: str | None = None
+    reduce: str | None = None
+
+
+@dataclass(frozen=True)
+class ParallelStyle:
+    """One row of the table. `cut_x`, `cut_dy`: the dimension of x, dy that tp cuts on this rank, None if it is whole."""
+
+    name: str
+    shard_dim: int | None = None
+    fprop: GemmComm = GemmComm()
+    dgrad: GemmComm = GemmComm()
+    wgrad: GemmComm = GemmComm()
+    cut_x: int | None = None
+    cut_dy: int | None = None
+
+    @property
+    def gathers(self) -> str | None:
+        """The operand that travels: "x", "dy" or None."""
+        return self.wgrad.gather
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Tokens are cut by tp on at least one side of the layer."""
+        return 0 in (self.cut_x, self.cut_dy)
+
+    @property
+    def partial_weight_grad(self) -> bool:
+        """dw and db of each rank cover its own tokens only and must be summed over tp."""
+        return self.wgrad.reduce == "all"
+
+    @property
+    def partial_bias_grad(self) -> bool:
+        """db is the sum over the rows of a dy whose tokens are cut."""
+        return self.cut_dy == 0
+
+    def cut(self, tensor: str) -> int | None:
+        """The dimension of x, w, dy, y or dx (as stored) that tp cuts."""
+        cuts = {"x": self.cut_x, "w": self.shard_dim, "dy": self.cut_dy, "y": self.cut_dy, "dx": self.cut_x}
+        return cuts[tensor]
+
+
+_ALL, _SCATTER = GemmComm(reduce="all"), GemmComm(reduce="scatter")
+_GATHER_X, _GATHER_DY = GemmComm(gather="x"), GemmComm(gather="dy")
+
+LOCAL = ParallelStyle("LOCAL")
+LOCAL_SP = ParallelStyle("LOCAL_SP", None, wgrad=_ALL, cut_x=0, cut_dy=0)
+COLUMN = ParallelStyle("COLUMN", 0, dgrad=_ALL, cut_dy=1)
+ROW = ParallelStyle("ROW", 1, fprop=_ALL, cut_x=1)
+COLUMN_SP = ParallelStyle("COLUMN_SP", 0, _GATHER_X, _SCATTER, _GATHER_X, cut_x=0, cut_dy=1)
+ROW_SP = ParallelStyle("ROW_SP", 1, _SCATTER, _GATHER_DY, _GATHER_DY, cut_x=1, cut_dy=0)
+
+STYLES = {
+    ("local", False): LOCAL, ("local", True): LOCAL_SP, ("column", False): COLUMN, ("column", True): COLUMN_SP,
+    ("row", False): ROW, ("row", True): ROW_SP,
+}  # fmt: skip
+
+
+def style(name: str, sequence_parallel: bool) -> ParallelStyle:
+    """The row for "local", "column" or "row". ValueError for another name."""
+    if (name, sequence_parallel) not in STYLES:
+        raise ValueError(f"unknown parallel style {name!r}: it is one of local, column, row")
+    return STYLES[name, sequence_parallel]
+
+
+def shard_sizes(style: ParallelStyle, out_features: int, in_features: int, tp: int, layer: str) -> tuple[int, int]:
+    """The local shape of w [N, K]. ValueError naming the layer when the cut dimension does not divide by tp."""
+    sizes = [out_features, in_features]
+    if style.shard_dim is not None:
+        feature = ("out_features", "in_features")[style.shard_dim]
+        if sizes[style.shard_dim] % tp:
+            raise ValueError(
+                f"{layer}: {style.name} cuts {feature} {sizes[style.shard_dim]} over tp {tp}, which does not divide it; "
+                f"choose a tp that does, or style = 'local' for this layer"
+            )
+        sizes[style.shard_dim] //= tp
+    return sizes[0], sizes[1]

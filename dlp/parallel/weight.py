@@ -1,0 +1,80 @@
+"""Where parameters live and what a layer reads of them.
+
+Every parameter of a converted model is a DTensor on the mesh's tp axis (FSDP adds its own axes), so clipping and
+checkpoints work by themselves. Layers compute on this rank's plain tensor, which `local` hands out.
+
+Weights that are whole on this rank are cast once per optimizer step, at the step boundary, into persistent operands
+that microbatches and recomputation only read (`CastWeights`). Weights gathered by FSDP are cast where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from dlp.parallel.operands import flatten, quantize
+from dlp.parallel.spec import LinearSpec
+
+
+class _Local(torch.autograd.Function):
+    """DTensor -> this rank's tensor; the gradient is wrapped with the same placement. `DTensor.to_local` does this and
+    more, at three times the host cost of a small linear."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        tensor = parameter._local_tensor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
+        return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, as a plain tensor that autograd follows back to it."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():
+        return parameter.to_local()
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter._local_tensor
+    result: Tensor = _Local.apply(parameter)
+    return result
+
+
+def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
+    """A full tensor, equal on all tp ranks (rank 0's counts) -> the parameter that keeps this rank's part of it."""
+    requires_grad = getattr(tensor, "requires_grad", True)
+    tensor = tensor.detach()
+    if tp is None:
+        return nn.Parameter(tensor, requires_grad=requires_grad)
+    placement: Placement = Replicate() if shard_dim is None else Shard(shard_dim)
+    return nn.Parameter(distribute_tensor(tensor, tp, [placement]), requires_grad=requires_grad)
+
+
+class CastWeights:
+    """The persistent operands of one layer's weights, as flat parts; written only by `refresh`."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+
+    def drop(self) -> None:
+        """Forget the operands: the recipe or the weights changed other than by a step."""
+        self.parts = []
+
+    @torch.no_grad()
+    def refresh(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Cast the weights, rounded to `dtype` first, in both orientations, in place where operands exist."""
+        parts = flatten(quantize(spec, "w", [w.detach().to(dtype) for w in weights], row=True, col=True))
+        if not self.parts:  # both orientations may share a scale, but torch.compile takes no tensor twice
+            self.parts = [part.view(part.shape) for part in parts]
+            return
+        for kept, new in zip(self.parts, parts, strict=True):
+            kept.copy_(new)

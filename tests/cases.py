@@ -1,0 +1,108 @@
+"""What the tests loop over. Recipes are found by listing their folder, so a new one is tested without a line here.
+
+Two kinds of data. `gauss` is what training looks like: results of a sharded and an unsharded layer differ by the rounding
+of sums that cross ranks, and by scales that belong to other shards; the bound is the recipe's own error, measured on
+the spot, so it needs no table. `lattice` holds only +-1 and +-2, one of each in every 2 x 2 square: every scale is the
+same wherever a shard is cut, and every product and sum is exact, so where no sum crosses ranks the bits must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlp.parallel.style import STYLES, ParallelStyle, style
+from dlp.quant import recipe as recipes
+from dlp.quant.quantizer import needs_origin
+from dlp.quant.recipe import GEMMS, Recipe
+
+RECIPES = recipes.names()
+STYLE_KEYS = list(STYLES)  # (name, sequence_parallel)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EPSILON = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative Frobenius error of a few roundings
+
+
+def style_id(key: tuple[str, bool]) -> str:
+    """COLUMN_SP and so on."""
+    return style(*key).name
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """A linear K -> N (one N per sibling) on [batch, sequence] tokens."""
+
+    style_key: tuple[str, bool]
+    recipe: str
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+    siblings: int = 1
+    batch: int = 2
+    sequence: int = 64
+    data: str = "gauss"
+    amax_scope: str = "table"
+
+    in_features = 64
+
+    def load(self) -> Recipe:
+        """The recipe with its amax scope; stochastic rounding, where there is some, stays on."""
+        return recipes.load(self.recipe, amax_scope=self.amax_scope)
+
+    @property
+    def style(self) -> ParallelStyle:
+        return style(*self.style_key)
+
+    @property
+    def out_features(self) -> tuple[int, ...]:
+        return (96, 64, 128)[: self.siblings]
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.style.name}-{self.recipe}-{dtype}{'-bias' * self.bias}-{self.siblings}w"
+            f"-{self.batch}x{self.sequence}-{self.data}-{self.amax_scope}"
+        )
+
+
+def linear_cases(style_key: tuple[str, bool], recipe: str) -> Iterator[LinearCase]:
+    """The variants of one style and recipe: siblings, bias, dtype, token counts off every block size, both data."""
+    siblings = (1,) if style_key[0] == "row" else (1, 3)
+    lattice_scope = "all" if transforms(recipe) else "table"
+    for count in siblings:
+        yield LinearCase(style_key, recipe, torch.float32, bias=True, siblings=count)
+        yield LinearCase(style_key, recipe, torch.bfloat16, bias=count == 1, siblings=count)
+        yield LinearCase(style_key, recipe, torch.bfloat16, bias=count > 1, siblings=count, batch=3, sequence=20)
+        yield LinearCase(
+            style_key, recipe, torch.float32, bias=True, siblings=count, data="lattice", amax_scope=lattice_scope
+        )
+        yield LinearCase(
+            style_key, recipe, torch.float32, siblings=count, batch=3, sequence=12, data="lattice", amax_scope="all"
+        )
+
+
+def transforms(recipe: str) -> bool:
+    """Whether some operand is transformed before it is quantized: a lattice does not stay one then."""
+    loaded = recipes.load(recipe)
+    return any(quantizer.format.basis for which in GEMMS for quantizer in loaded.operands(which))
+
+
+def rounds_by_chance(recipe: str) -> bool:
+    """Whether some operand is rounded stochastically: its codes depend on where a shard lies."""
+    loaded = recipes.load(recipe)
+    return any(needs_origin(quantizer) for which in GEMMS for quantizer in loaded.operands(which))
+
+
+def matrix(data: str, rows: int, columns: int, seed: int) -> Tensor:
+    """fp32 [rows, columns] on the CPU, the same wherever it is made. Rows of gauss grow towards the end, so that shards
+    have very different amaxes."""
+    generator = torch.Generator().manual_seed(seed)
+    if data == "lattice":
+        signs = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+        return (signs * (1 + (torch.arange(rows)[:, None] + torch.arange(columns)) % 2)).float()
+    return torch.randn(rows, columns, generator=generator) * torch.linspace(0, 4, rows).exp2()[:, None]

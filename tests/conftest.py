@@ -1,0 +1,85 @@
+"""Fixtures and order of the suite: tests without ranks first, then those on 1, 2 and 4 ranks (see tests/pool.py).
+
+    @pytest.mark.ranks(2)
+    def test_sum(ranks):
+        assert ranks(2).run(job, 3) == [..., ...]          # job(3) on each rank; job is at module level
+
+    @pytest.mark.parametrize("world", [2, 4])              # a parameter of this name counts as the mark
+    def test_sums(ranks, world): ...
+
+Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+pytest.register_assert_rewrite("tests.metrics")
+torch.set_num_threads(1)  # as in the workers, so that both sum in the same order
+
+if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do without it
+    from hypothesis import settings
+
+    settings.register_profile("dlp", deadline=None, max_examples=50, derandomize=True)
+    settings.load_profile("dlp")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where multi-rank tests run")
+    parser.addoption("--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones")
+
+
+def world_of(item: pytest.Item) -> int:
+    """The most ranks a test that uses `ranks` asks for: its parameter `world`, else its mark `ranks(n)`, else 0."""
+    if "ranks" not in getattr(item, "fixturenames", ()):
+        return 0
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and "world" in callspec.params:
+        return int(callspec.params["world"])
+    mark = item.get_closest_marker("ranks")
+    return int(mark.args[0]) if mark else 0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if world_of(item) and item.get_closest_marker("ranks") is None:
+            item.add_marker(pytest.mark.ranks(world_of(item)))
+    items.sort(key=world_of)
+
+
+@pytest.fixture(scope="session")
+def device_type(request: pytest.FixtureRequest) -> str:
+    """Where the workers' tensors live: "cpu" or "cuda"."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def pools(device_type: str) -> Iterator[dict[int, Pool]]:
+    pools: dict[int, Pool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, pools: dict[int, Pool], device_type: str) -> Callable[[int], Pool]:
+    """`ranks(n)`: the pool of n ranks, alive since an earlier test."""
+    announced = world_of(request.node)
+
+    def pool(world: int) -> Pool:
+        if world > announced:
+            pytest.fail(
+                f"{request.node.name} asks for {world} ranks: mark it @pytest.mark.ranks({world})", pytrace=False
+            )
+        if device_type == "cuda" and world > torch.cuda.device_count():
+            pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
+        return pools.setdefault(world, Pool(world, device_type))
+
+    return pool

@@ -1,0 +1,274 @@
+"""Checkpoints on 2 and 4 ranks: resumed runs repeat the bits, other meshes get the same whole tensors, what does not fit
+is refused, and what was saved before outlives any failure."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import dlp
+from launch import checkpoint
+from launch.checkpoint import CheckpointError, complete, read_manifest
+from launch.config import Config
+from tests import training
+from tests.pool import RankError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.shards(tmp_path_factory.mktemp("data"))
+
+
+def folder(config: Config) -> Path:
+    return Path(config.run.dir) / "checkpoints"
+
+
+MESHES = [
+    pytest.param(2, [], id="tp2-sp"),
+    pytest.param(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
+    pytest.param(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
+    pytest.param(4, ["--train.checkpointing=full"], id="dp2-tp2-recomputed"),
+    pytest.param(4, ["--mesh.dp_replicate=2", "--mesh.dp_shard=1", "--recipe=bf16"], id="replicated2-tp2-bf16"),
+]
+
+
+@pytest.mark.parametrize(("world", "overrides"), MESHES)
+def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, world, overrides):
+    whole = training.config(tmp_path, data, *overrides, f"--run.dir={tmp_path}/whole")
+    ranks(world).run(training.run, whole)
+    parts = [training.config(tmp_path, data, *overrides, f"--run.dir={tmp_path}/parts") for _ in range(2)]
+    ranks(world).run(interrupted, parts[0], 3)
+    assert [path.name for path in complete(folder(parts[0]))] == ["step-2"]
+    ranks(world).run(training.run, parts[1])
+    assert f"resuming from step 2 ({folder(parts[1])}/step-2)" in training.said(parts[1])
+    for key in ("loss", "gradient_norm", "lr", "validation_loss"):
+        assert training.metrics(parts[1], key) == training.metrics(whole, key)
+    assert sorted(training.metrics(whole)) == [1, 2, 3, 4, 5, 6]
+    assert ranks(world).run(equal_tensors, whole, parts[1]) == [True] * world
+
+
+def interrupted(config: Config, steps: int) -> None:
+    """Train `steps` steps of a longer run, and leave without a word."""
+    trainer, done = training.trainer(config)
+    trainer.recorder.begin(done)
+    for step in range(done, steps):
+        trainer.read(trainer.train_step(step))
+        if (step + 1) % config.checkpoint.every == 0:
+            trainer.save(step + 1)
+
+
+def restored(config: Config) -> dict[str, torch.Tensor]:
+    """Every tensor that the newest checkpoint restores, whole, by name."""
+    trainer, done = training.trainer(config)
+    assert done > 0
+    flat = {}
+    for kind, tensors in checkpoint._tensors(trainer.state).items():
+        for name, value in tensors.items():
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            flat |= {f"{kind}.{name}.{part}": full(tensor) for part, tensor in parts}
+    return flat
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def equal_tensors(one: Config, other: Config) -> bool:
+    a, b = restored(one), restored(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+RESHAPED = [
+    pytest.param(2, [], 1, ["--mesh.tp=1"], id="tp2-to-1"),
+    pytest.param(2, ["--mesh.tp=1"], 4, ["--mesh.tp=1"], id="dp2-to-4"),
+    pytest.param(4, [], 2, [], id="dp2-tp2-to-tp2"),
+    pytest.param(4, ["--model.tie_embeddings=true"], 2, ["--model.tie_embeddings=true", "--mesh.tp=1"], id="tied"),
+    pytest.param(1, ["--mesh.tp=1"], 4, [], id="1-to-dp2-tp2"),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("before", "settings", "after", "new_settings"), RESHAPED)
+def test_another_mesh_restores_the_same_whole_tensors(ranks, tmp_path, data, before, settings, after, new_settings):
+    saved = training.config(tmp_path, data, *settings, "--train.steps=2")
+    ranks(before).run(training.run, saved)
+    written = ranks(before).run(restored, saved)[0]
+    loaded = training.config(tmp_path, data, *new_settings, "--train.steps=3")
+    for read in ranks(after).run(restored, loaded):
+        assert read.keys() == written.keys() and len(read) == 4 * len(list(model_names(read)))
+        for name, tensor in written.items():
+            assert torch.equal(read[name], tensor), name
+    ranks(after).run(training.run, loaded)
+    assert "changed since then: train.steps was 2, now 3" in training.said(loaded)
+    assert sorted(training.metrics(loaded)) == [1, 2, 3]
+
+
+def model_names(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
+    return (name for name in tensors if name.startswith("model."))
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_holds_plain_tensors_and_says_what_it_is(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.steps=2")
+    ranks(2).run(training.run, config)
+    (path,) = complete(folder(config))
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert {type(entry) for entry in entries.values()} == {TensorStorageMetadata}
+    assert {"model.lm_head.weight", "optimizer.lm_head.weight.exp_avg", "rng.rank1.cpu"} <= entries.keys()
+    manifest = read_manifest(path)
+    assert manifest["recipes"]["model.layers.0.mlp.up_proj"] == "fp8_current"
+    assert manifest["recipes"]["lm_head"] == "bf16" and manifest["step"] == 2 and manifest["world_size"] == 2
+    assert sorted(manifest["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.ffn=256"], r"/step-2 is of another model: its \[model\] ffn is 128, this run's is 256; use --chec"),
+        (["--train.seed=1"], r"/step-2 is of another run: the checkpoint was made with seed 0 and this run has 1, so"),
+        (["--train.global_batch=16"], r"another run: the checkpoint was made with global_batch 8 and this run has 16"),
+    ],
+)
+def test_another_model_or_other_data_is_refused(ranks, tmp_path, data, overrides, message):
+    ranks(2).run(training.run, training.config(tmp_path, data, "--train.steps=2"))
+    for refused in ranks(2).run(refusal, training.config(tmp_path, data, *overrides)):
+        assert re.search(message, refused)
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        training.trainer(config)
+    return str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_a_torn_checkpoint_is_refused_and_the_one_before_is_used_when_asked(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    ranks(2).run(training.run, config)
+    before = training.metrics(config)
+    (folder(config) / "step-6" / "__1_0.distcp").write_bytes(b"torn")
+    for refused in ranks(2).run(refusal, config):
+        assert re.search(r"step-6 is torn: __1_0.distcp has 4 bytes, .* --checkpoint.resume \S+/step-4 ", refused)
+    asked = training.config(tmp_path, data, f"--checkpoint.resume={folder(config)}/step-4")
+    ranks(2).run(training.run, asked)
+    assert training.metrics(asked) == before
+    assert any(f"it is now {folder(config)}/step-6.1" in line for line in training.said(asked))
+    assert [path.name for path in complete(folder(config))] == ["step-2", "step-4", "step-6"]
+
+
+@pytest.mark.ranks(2)
+def test_files_damaged_inside_are_refused(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.steps=2")
+    ranks(2).run(training.run, config)
+    path = folder(config) / "step-2" / "__1_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    for refused in ranks(2).run(refusal, config):
+        assert re.search(r"/step-2 cannot be read: rank [01]: \w+: .*; use --checkpoint.resume none to start", refused)
+
+
+def swapped_in_python(config: Config) -> None:
+    """One step under a recipe that has no name, and a checkpoint."""
+    trainer, _ = training.trainer(config)
+    dlp.set_recipe(trainer.built.model, "layers.0.mlp.down_proj", dlp.recipe("mxfp8"))
+    trainer.train_step(0)
+    trainer.save(1)
+
+
+@pytest.mark.ranks(2)
+def test_a_recipe_made_in_python_cannot_be_resumed_by_settings(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    ranks(2).run(swapped_in_python, config)
+    assert read_manifest(folder(config) / "step-1")["recipes"]["model.layers.0.mlp.down_proj"] == "mxfp8"
+    for refused in ranks(2).run(refusal, config):
+        assert (
+            "/step-1 does not fit this run's recipes: model.layers.0.mlp.down_proj was set to mxfp8 at ste" in refused
+        )
+
+
+def killed_while_saving(config: Config) -> None:
+    """Rank 1 dies in its second save, when its file is written and rank 0 does not know it yet."""
+    write, calls = dcp.FileSystemWriter.write_data, iter((1, 2))
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        written = write(*args, **kwargs)
+        if next(calls) == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    dcp.FileSystemWriter.write_data = dying
+    training.run(config)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(ranks, tmp_path, data):
+    whole = training.config(tmp_path, data, f"--run.dir={tmp_path}/whole")
+    ranks(2).run(training.run, whole)
+    config = training.config(tmp_path, data)
+    with pytest.raises(RankError, match="rank 1 of 2 died"):
+        ranks(2).run(killed_while_saving, config)
+    assert sorted(path.name for path in folder(config).iterdir()) == [".step-4.tmp", "step-2"]
+    ranks(2).run(training.run, config)
+    assert training.metrics(config) == training.metrics(whole)
+    assert [path.name for path in sorted(folder(config).iterdir())] == ["step-2", "step-4", "step-6"]
+
+
+def save_without_room(config: Config) -> str:
+    """Save with a limit on the size of files on rank 1; the message of what is raised."""
+    trainer, _ = training.trainer(config)
+    trainer.train_step(0)
+    trainer.save(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        trainer.save(2)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return "saved"
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_that_cannot_be_written_is_said_and_does_not_count(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    for message in ranks(2).run(save_without_room, config):
+        assert re.search(r"/step-2 could not be written: rank 1: \w+Error: .*; what was saved before stands$", message)
+    assert [path.name for path in complete(folder(config))] == ["step-1"]
+
+
+def rng_after(config: Config) -> list[float]:
+    """Two draws: one right after the checkpoint was written or read, one after that."""
+    trainer, done = training.trainer(config)
+    if not done:
+        trainer.train_step(0)
+        torch.manual_seed(100 + dist.get_rank())
+        torch.rand(7)
+        trainer.save(1)
+    return torch.rand(2).tolist()
+
+
+@pytest.mark.ranks(2)
+def test_random_states_are_restored_rank_by_rank(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    drawn, restored = (ranks(2).run(rng_after, config) for _ in range(2))
+    assert drawn == restored and drawn[0] != drawn[1]
+
+
+@pytest.mark.ranks(2)
+def test_only_the_newest_are_kept(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--checkpoint.every=1", "--checkpoint.keep=2")
+    ranks(2).run(training.run, config)
+    assert [path.name for path in sorted(folder(config).iterdir())] == ["step-5", "step-6"]

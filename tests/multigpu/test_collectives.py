@@ -1,0 +1,178 @@
+"""Collectives over parts: every gather is one launch with exact bytes, every sum is the fp32 sum in rank order.
+
+1, 2 and 4 ranks. The oracle rebuilds the tensors of all ranks from their seeds, so it uses no collective.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlp.comm import collectives
+from dlp.comm.amax import agree
+from tests import pool as worker
+from tests.metrics import assert_bit_equal, bit_difference
+from tests.observe import Collectives
+
+GATHERED = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+
+
+def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What `rank` holds: random bits, so that a byte in the wrong place shows."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    if dtype.itemsize == 1:
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def mine(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return of_rank(dist.get_rank(), shape, dtype).to(worker.device())
+
+
+def concatenated(world: int, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> Tensor:
+    parts = [of_rank(rank, shape, dtype).view(torch.uint8 if dtype.itemsize == 1 else dtype) for rank in range(world)]
+    return torch.cat(parts, dim).view(dtype)
+
+
+def summed(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    total = of_rank(0, shape, dtype).float()
+    for rank in range(1, world):
+        total = total + of_rank(rank, shape, dtype).float()
+    return total.to(dtype)
+
+
+def gather(
+    shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], dims: list[int | None]
+) -> tuple[tuple[Tensor, ...], list[str]]:
+    parts = [mine(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    with Collectives() as seen:
+        whole = collectives.all_gather(parts, dims, dist.group.WORLD).wait()
+    return tuple(part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in whole), seen.names
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", GATHERED, ids=str)
+def test_one_part_is_gathered_along_a_dimension(ranks, world, dim, dtype):
+    shape = (3, 5)
+    for (whole,), names in ranks(world).run(gather, [shape], [dtype], [dim]):
+        expected = concatenated(world, shape, dtype, dim)
+        assert bit_difference(whole.view(dtype), expected) is None
+        assert len(names) == (world > 1)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_parts_are_one_launch_and_shared_parts_stay(ranks, world):
+    shapes, dims = [(4, 6), (), (4, 3), (6, 4), (7,), (2, 3, 2)], [0, None, 1, 1, 0, 1]
+    dtypes = [torch.float8_e4m3fn, torch.float32, torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2]
+    for rank, (whole, names) in enumerate(ranks(world).run(gather, shapes, dtypes, dims)):
+        for part, shape, dtype, dim in zip(whole, shapes, dtypes, dims, strict=True):
+            expected = of_rank(rank, shape, dtype) if dim is None else concatenated(world, shape, dtype, dim)
+            assert_bit_equal(part.view(dtype), expected, f"{dtype} along {dim}")
+        assert len(names) == 1, names
+
+
+def gather_odd_strides() -> tuple[Tensor, ...]:
+    strided, column = mine((3, 4), torch.float32).t(), mine((1, 4), torch.float32).t()
+    assert column.is_contiguous() and column.stride() == (1, 4)
+    return collectives.all_gather((strided, strided[:0], column), (0, 1, 0), dist.group.WORLD).wait()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_strided_and_empty_parts_are_gathered(ranks, world):
+    for strided, empty, column in ranks(world).run(gather_odd_strides):
+        assert_bit_equal(strided, torch.cat([of_rank(rank, (3, 4), torch.float32).t() for rank in range(world)]))
+        assert empty.shape == (0, 3 * world)
+        assert_bit_equal(column, torch.cat([of_rank(rank, (1, 4), torch.float32).t() for rank in range(world)]))
+
+
+def wait_twice() -> list[bool]:
+    x = mine((4, 2), torch.float32)
+    started = [
+        collectives.all_gather((x, x), (0, 1), dist.group.WORLD),
+        collectives.reduce_scatter(x, dist.group.WORLD),
+        collectives.all_reduce(x, dist.group.WORLD),
+    ]
+    in_reverse = [pending.wait() for pending in reversed(started)]
+    return [again.wait() is first for again, first in zip(reversed(started), in_reverse, strict=True)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_pending_results_are_awaited_in_any_order_and_more_than_once(ranks, world):
+    assert ranks(world).run(wait_twice) == [[True, True, True]] * world
+
+
+def sums(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, bool]:
+    x = mine(shape, dtype)
+    before = x.clone()
+    scattered = collectives.reduce_scatter(x, dist.group.WORLD).wait()
+    reduced = [collectives.all_reduce(x, dist.group.WORLD).wait() for _ in range(3)]
+    same = all(torch.equal(again, reduced[0]) for again in reduced[1:]) and torch.equal(x, before)
+    return scattered.clone(), reduced[0], same
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_are_fp32_in_rank_order_rounded_once(ranks, world, dtype):
+    shape = (8 * world, 33)
+    expected = summed(world, shape, dtype)
+    for rank, (scattered, reduced, same) in enumerate(ranks(world).run(sums, shape, dtype)):
+        assert_bit_equal(scattered, expected.chunk(world)[rank], "reduce_scatter")
+        assert_bit_equal(reduced, expected, "all_reduce")
+        assert same
+
+
+@pytest.mark.ranks(4)
+def test_the_order_of_a_sum_can_be_seen_in_its_bits():
+    """Were the oracle as good in another order, equality with it would show nothing."""
+    parts = [of_rank(rank, (32, 33), torch.float32) for rank in range(4)]
+    assert bit_difference(parts[3] + parts[2] + parts[1] + parts[0], summed(4, (32, 33), torch.float32))
+    rounded = parts[0].bfloat16() + parts[1].bfloat16() + parts[2].bfloat16() + parts[3].bfloat16()
+    assert bit_difference(rounded, summed(4, (32, 33), torch.bfloat16))
+
+
+def reduce_odd_shapes() -> list[tuple[Tensor, ...]]:
+    shapes: list[tuple[int, ...]] = [(), (1,), (3, 5), (0, 4)]
+    return [(collectives.all_reduce(mine(shape, torch.float32), dist.group.WORLD).wait(),) for shape in shapes]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_reduce_takes_any_shape(ranks, world):
+    for results in ranks(world).run(reduce_odd_shapes):
+        for (result,), shape in zip(results, [(), (1,), (3, 5), (0, 4)], strict=True):
+            assert_bit_equal(result, summed(world, shape, torch.float32))
+
+
+def reduce_uneven_rows() -> str:
+    try:
+        collectives.reduce_scatter(mine((5, 2), torch.float32), dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_reduce_scatter_refuses_uneven_rows_on_every_rank(ranks, world):
+    for message in ranks(world).run(reduce_uneven_rows):
+        assert f"divisible by the group's {world} ranks; got 5" in message
+
+
+def agree_on(shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], bool, int]:
+    observed = [mine(shape, torch.float32) for shape in shapes]
+    before = [value.clone() for value in observed]
+    with Collectives() as seen:
+        agreed = agree(observed, dist.group.WORLD)
+    return agreed, all(torch.equal(a, b) for a, b in zip(observed, before, strict=True)), len(seen.names)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_agree_is_one_reduction_to_the_elementwise_maximum(ranks, world):
+    shapes: list[tuple[int, ...]] = [(), (5,), (1, 3), ()]
+    for agreed, untouched, launches in ranks(world).run(agree_on, shapes):
+        for value, shape in zip(agreed, shapes, strict=True):
+            expected = torch.stack([of_rank(rank, shape, torch.float32) for rank in range(world)]).amax(0)
+            assert_bit_equal(value, expected)
+        assert untouched
+        assert launches == (world > 1)

@@ -1,0 +1,171 @@
+"""torch.compile sees a parallel linear as two opaque ops and computes what eager does; their fake versions are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dlp
+from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from tests import pool as worker
+from tests.metrics import relative_error
+
+HIDDEN = 32
+
+
+class Mlp(nn.Module):
+    """Two siblings in, one row-parallel linear out, on token shards where sequence parallel."""
+
+    def __init__(self, recipe: str, sequence_parallel: bool, features: int = 64) -> None:
+        super().__init__()
+        options: dict[str, Any] = {
+            "tp": worker.mesh(tp=dist.get_world_size())["tp"], "recipe": recipe, "device": worker.device(),
+            "sequence_parallel": sequence_parallel, "dtype": torch.bfloat16,
+        }  # fmt: skip
+        self.up = ColumnParallelLinear(HIDDEN, (features, features), True, **options)
+        self.down = RowParallelLinear(features, HIDDEN, True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x)
+        return x + self.down(torch.sigmoid(a) * b)
+
+
+def results(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    y = module(x)
+    y.square().sum().backward()
+    gradients = [getattr(p.grad, "_local_tensor", p.grad).clone() for p in model.parameters()]
+    assert x.grad is not None
+    return [y.detach(), x.grad, *gradients]
+
+
+def graph_of(module: nn.Module, x: Tensor) -> tuple[Any, list[str]]:
+    """The compiled module and, once it has run, the names of our ops in its forward and backward graphs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    names: list[str] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("dlp."))
+        return make_boxed_func(graph.forward)
+
+    return torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note)), names
+
+
+def compiled_equals_eager(recipe: str, sequence_parallel: bool, features: int) -> tuple[list[bool], list[str]]:
+    torch.manual_seed(dist.get_rank() if sequence_parallel else 0)
+    x = torch.randn(48, HIDDEN, device=worker.device(), dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    model = Mlp(recipe, sequence_parallel, features)
+    eager = results(model, model, x)
+    compiled, names = graph_of(model, x)
+    traced = results(compiled, model, x)
+    torch._dynamo.reset()
+    return [torch.equal(a, b) for a, b in zip(eager, traced, strict=True)], names
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("recipe", "features"), [("bf16", 64), ("fp8_current", 64), ("mxfp8", 40)])
+def test_a_linear_is_two_ops_to_the_compiler(ranks, recipe, features, sequence_parallel):
+    for equal, names in ranks(2).run(compiled_equals_eager, recipe, sequence_parallel, features):
+        assert all(equal), equal
+        assert sorted(names) == ["dlp.linear_bwd.default"] * 2 + ["dlp.linear_fwd.default"] * 2
+
+
+class Net(nn.Module):
+    """Plain modules, for conversion: siblings, a norm, a bias under sequence parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.gate = nn.Linear(HIDDEN, 64, bias=False)
+        self.up = nn.Linear(HIDDEN, 64, bias=False)
+        self.down = nn.Linear(64, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Net(), Net()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+GROUPS = [
+    {"name": "in", "match": ["blocks.*.{gate,up}"], "style": "column", "siblings": True},
+    {"name": "out", "match": ["blocks.*.down"], "style": "row"},
+    {"name": "sp", "match": ["**"], "sequence_parallel": True},
+    {"name": "fp8", "match": ["blocks.*.{gate,up,down}"], "recipe": "fp8_current"},
+]
+
+
+def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
+    """Errors of a compiled model (block by block without graph breaks, or `whole` with them), and how many graphs."""
+    world = dist.get_world_size()
+    mesh = worker.mesh(tp=world)
+    torch.manual_seed(0)
+    model = Model().to(worker.device())
+    dlp.convert(model, GROUPS, mesh, batch=(world, 16))
+    x = torch.randn(16, HIDDEN, device=worker.device())
+    eager = results(model, model, x)
+    for module in [model] if whole else model.blocks:
+        module.compile(fullgraph=not whole, backend=backend)
+    torch._dynamo.utils.counters.clear()
+    traced = results(model, model, x)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    return [relative_error(a, b) for a, b in zip(traced, eager, strict=True)], graphs
+
+
+@pytest.mark.parametrize(
+    ("backend", "whole", "world"), [("aot_eager", False, 2), ("aot_eager", True, 2), ("inductor", False, 1)]
+)
+def test_a_converted_model_compiles(ranks, backend, whole, world):
+    """Inductor sums norms in another order, and a bit in x may change a code."""
+    for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
+        assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
+        assert whole or graphs == 1, "equal blocks share a graph"
+
+
+def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int) -> None:
+    """torch.library.opcheck on both ops: schema, aliasing, and the shapes of the fake versions."""
+    tp = worker.mesh(tp=dist.get_world_size())["tp"]
+    layer = style(
+        HIDDEN, features, True, tp=tp, sequence_parallel=sequence_parallel, recipe=recipe, device=worker.device(),
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    spec = layer.core.spec
+    weights = [w.detach() for w in layer.core.weights()]
+    biases = [b.detach() for b in layer.core.biases() if b is not None]
+    x = torch.randn(24, weights[0].shape[1], device=worker.device(), dtype=torch.bfloat16)
+    forward = (x, weights, biases, [], spec.ticket, spec.kind, True, True)
+    (y,), saved = torch.ops.dlp.linear_fwd(*forward)
+    backward = (
+        [torch.randn_like(y)], saved or [x], weights, [], spec.ticket, spec.kind, x.dtype, [0], True, [True], [True]
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.dlp.linear_fwd.default, forward)
+    readable = all(part.itemsize > 1 for part in backward[1])  # the check of aliases cannot compare fp8 inputs
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.dlp.linear_bwd.default, backward, test_utils=("test_schema",) * readable + checks)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("style", [Linear, ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize(("recipe", "features"), [("bf16", 64), ("fp8_current", 64), ("mxfp8", 40)])
+def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel):
+    ranks(2).run(check_ops, recipe, style, sequence_parallel, features)

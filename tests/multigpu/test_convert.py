@@ -1,0 +1,432 @@
+"""Conversion of a user's own model: plain modules in, the same model on several ranks out.
+
+The GPT below knows nothing of dlp but, for sequence parallelism, where tokens are scattered and gathered. It has what
+users' models have: norms with biases, a position table, a raw parameter, a tied or untied head, frozen parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dlp
+from dlp.parallel.embedding import VocabParallelEmbedding
+from dlp.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from tests import pool as worker
+from tests.metrics import assert_close, relative_error
+
+HIDDEN, HEAD, VOCABULARY, BATCH, SEQUENCE = 32, 8, 48, 3, 8
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.k = nn.Linear(HIDDEN, HIDDEN, bias=False)  # the gradient of its bias would be zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).view(BATCH, SEQUENCE, -1, HEAD).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.attn = Attention()
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.gain = nn.Parameter(torch.ones(HIDDEN))  # used by plain code, on a token shard under sequence parallelism
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain
+        x = x + self.attn(self.ln1(x))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tp: DeviceMesh | None = None
+        self.embed, self.position = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(SEQUENCE, HIDDEN)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(torch.arange(SEQUENCE, device=tokens.device))
+        if self.tp is not None:
+            x = dlp.scatter_tokens(x, self.tp)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if self.tp is not None:
+            x = dlp.gather_tokens(x, self.tp).view(BATCH, SEQUENCE, -1)
+        return self.head(x)
+
+
+def groups(sequence_parallel: bool = False, vocabulary: bool = False, siblings: bool = True) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = [
+        {"name": "qkv", "match": ["blocks.*.attn.{q,k,v}"], "style": "column", "siblings": siblings},
+        {"name": "up", "match": ["blocks.*.up"], "style": "column"},
+        {"name": "out", "match": ["blocks.*.attn.o", "blocks.*.down"], "style": "row"},
+    ]
+    if sequence_parallel:
+        made.append({"name": "sp", "match": ["blocks.**", "norm"], "sequence_parallel": True})
+    if vocabulary:
+        made.append({"name": "vocabulary", "match": ["embed", "head"], "style": "column"})
+    return made
+
+
+class Setup(NamedTuple):
+    """How the model is converted."""
+
+    sequence_parallel: bool = False
+    vocabulary: bool = False
+    tied: bool = False
+    siblings: bool = True
+    meta: bool = False
+    dp_shard: int = 1
+
+
+def make(tied: bool = False, device: torch.device | None = None) -> GPT:
+    torch.manual_seed(11)
+    model = GPT(tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    return model.to(device or worker.device())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    text = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).to(worker.device())
+    return text[:, :-1], text[:, 1:].reshape(-1)
+
+
+def plain_run(tied: bool) -> tuple[float, dict[str, Tensor]]:
+    model = make(tied)
+    tokens, targets = batch()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets)
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def converted(setup: Setup, world: int) -> tuple[GPT, DeviceMesh, dlp.Plan]:
+    mesh = worker.mesh(tp=world // setup.dp_shard, dp_shard=setup.dp_shard)
+    model = make(setup.tied)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if setup.meta:
+        model = model.to("meta")
+    batch_shape = (BATCH, SEQUENCE) if setup.sequence_parallel else None
+    chosen = groups(setup.sequence_parallel, setup.vocabulary, setup.siblings)
+    plan = dlp.convert(model, chosen, mesh, batch=batch_shape)
+    if setup.dp_shard > 1:
+        for block in model.blocks:
+            dlp.fully_shard(block, mesh=mesh)
+        dlp.fully_shard(model, mesh=mesh)
+    if setup.meta:
+        model.to_empty(device=worker.device())
+        load(model, weights)
+    model.tp = mesh["tp"] if setup.sequence_parallel else None
+    return model, mesh, plan
+
+
+@torch.no_grad()
+def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        full = DTensor.from_local(
+            weights[name], parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
+        )
+        parameter.copy_(full.redistribute(placements=parameter.placements))
+
+
+def converted_run(setup: Setup, world: int) -> tuple[float, dict[str, Tensor]]:
+    model, mesh, _ = converted(setup, world)
+    tokens, targets = batch()
+    logits = model(tokens).flatten(0, 1)
+    if setup.vocabulary:
+        loss = dlp.cross_entropy(logits, targets, mesh) / targets.numel()
+    else:
+        loss = F.cross_entropy(logits, targets)
+    loss.backward()
+    return loss.item(), {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+SETUPS = [
+    (Setup(), 2),
+    (Setup(siblings=False), 2),
+    (Setup(vocabulary=True, tied=True), 2),
+    (Setup(sequence_parallel=True), 2),
+    (Setup(sequence_parallel=True, vocabulary=True, tied=True), 2),
+    (Setup(tied=True), 2),
+    (Setup(sequence_parallel=True, meta=True), 2),
+    (Setup(), 4),
+    (Setup(sequence_parallel=True, vocabulary=True), 4),
+    (Setup(sequence_parallel=True, vocabulary=True, tied=True, dp_shard=2), 4),
+    (Setup(sequence_parallel=True, dp_shard=2, meta=True), 4),
+]
+
+
+@pytest.mark.parametrize(("setup", "world"), SETUPS, ids=str)
+def test_a_converted_model_is_the_model(ranks, setup, world):
+    loss, gradients = ranks(1).run(plain_run, setup.tied)[0]
+    for found_loss, found in ranks(world).run(converted_run, setup, world):
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert_close(found[name], gradient, 1e-5, name)
+
+
+class Facts(NamedTuple):
+    """What conversion did to the modules."""
+
+    names: list[str]
+    classes: dict[str, str]
+    placements: dict[str, str]
+    full_equal: bool
+    same_object: bool
+    ties: bool
+    frozen: list[str]
+    modes: dict[str, bool]
+    features: tuple[int, int]
+
+
+def facts() -> tuple[Facts, Facts]:
+    def look(model: GPT, before: dict[str, Tensor], same: bool) -> Facts:
+        dtensors = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        fulls = {name: (p.full_tensor() if isinstance(p, DTensor) else p) for name, p in model.named_parameters()}
+        return Facts(
+            [name for name, _ in model.named_parameters()],
+            {name: type(model.get_submodule(name)).__name__ for name in ("blocks.0.up", "norm", "embed", "blocks.0")},
+            {name: str(p.placements[0]) for name, p in dtensors.items()},
+            all(torch.equal(fulls[name], value) for name, value in before.items()),
+            same,
+            model.head.weight is model.embed.weight,
+            [name for name, p in model.named_parameters() if not p.requires_grad],
+            {name: model.get_submodule(name).training for name in ("blocks.0.up", "norm")},
+            (model.blocks[0].up.out_features, model.blocks[0].up.in_features),
+        )
+
+    model = make(tied=True)
+    model.blocks[0].up.weight.requires_grad_(False)
+    model.norm.bias.requires_grad_(False)
+    model.blocks[0].eval()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = look(model, values, True)
+    kept = model.blocks[1], model.norm
+    dlp.convert(model, groups(vocabulary=True), worker.mesh(tp=2))
+    return before, look(model, values, kept[0] is model.blocks[1] and kept[1] is model.norm)
+
+
+@pytest.mark.ranks(2)
+def test_conversion_is_in_place_and_keeps_names_values_ties_and_flags(ranks):
+    for before, after in ranks(2).run(facts):
+        assert after.names == before.names
+        assert after.full_equal and after.same_object and after.ties
+        assert after.frozen == before.frozen == ["blocks.0.up.weight", "norm.bias"]
+        assert after.modes == before.modes == {"blocks.0.up": False, "norm": True}
+        assert after.features == before.features
+        assert after.placements.keys() == set(after.names), "every parameter is a DTensor"
+        cut = {name: placement for name, placement in after.placements.items() if placement != str(Replicate())}
+        assert cut["embed.weight"] == cut["blocks.0.up.bias"] == cut["blocks.1.attn.q.weight"] == str(Shard(0))
+        assert cut["blocks.0.down.weight"] == cut["blocks.1.attn.o.weight"] == str(Shard(1))
+        assert "blocks.0.down.bias" not in cut and "norm.weight" not in cut and "position.weight" not in cut
+
+
+def other_weights_than_rank_0() -> float:
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.distributed.get_rank())
+    dlp.convert(model, groups(), worker.mesh(tp=2))
+    return max(relative_error(p.full_tensor(), q) for p, q in zip(model.parameters(), make().parameters(), strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_the_weights_of_rank_0_count(ranks):
+    assert ranks(2).run(other_weights_than_rank_0) == [0.0, 0.0]
+
+
+def attempts() -> dict[str, str]:
+    """What goes wrong, in conversion or in the first forward, by name."""
+    mesh = worker.mesh(tp=2)
+    tokens, _ = batch()
+    sp, plain = groups(sequence_parallel=True), groups()
+    found: dict[str, str] = {}
+
+    def attempt(
+        name: str, chosen: list[dict[str, Any]], *, scatter: bool = False, run: bool = True, **options: Any
+    ) -> GPT:
+        model = make()
+        try:
+            dlp.convert(model, chosen, mesh, **options)
+            model.tp = mesh["tp"] if scatter else None
+            if run:
+                model(tokens)
+            found[name] = "no error"
+        except ValueError as error:
+            found[name] = str(error)
+        return model
+
+    attempt("no batch", sp)
+    attempt("no scatter", sp, batch=(BATCH, SEQUENCE))
+    attempt("other batch", sp, scatter=True, batch=(BATCH + 1, SEQUENCE))
+    no_norms = [*plain, {"name": "sp", "match": ["blocks.*.{up,down}", "blocks.*.attn.*"], "sequence_parallel": True}]
+    attempt("norms left out", no_norms, scatter=True, batch=(BATCH, SEQUENCE))
+    everything = [*plain, {"name": "sp", "match": ["**"], "sequence_parallel": True}]
+    attempt("embedding before scatter", everything, scatter=True, batch=(BATCH, SEQUENCE))
+    attempt("amax group", plain, amax_group="everyone")
+    attempt(
+        "foreign amax group",
+        sp,
+        scatter=True,
+        batch=(BATCH, SEQUENCE),
+        amax_group=worker.mesh(tp=2)["dp_shard"].get_group(),
+    )
+    twice = attempt("once", plain)
+    try:
+        dlp.convert(twice, plain, mesh)
+        found["twice"] = "no error"
+    except ValueError as error:
+        found["twice"] = str(error)
+    try:
+        copy.deepcopy(twice)
+        found["copied"] = "no error"
+    except ValueError as error:
+        found["copied"] = str(error)
+    odd = make()
+    odd.blocks[1].up = nn.Linear(HIDDEN, 31, device=worker.device())
+    try:
+        dlp.convert(odd, plain, mesh)
+    except ValueError as error:
+        found["indivisible"] = str(error)
+    found["untouched"] = ", ".join(sorted({type(m).__name__ for m in odd.modules()}))
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_mistakes_are_named(ranks):
+    for rank, found in enumerate(ranks(2).run(attempts)):
+        assert found["no batch"].startswith("blocks.0.attn.q: sequence parallelism needs the shape of a microbatch")
+        assert found["no scatter"].startswith(
+            "blocks.0: sequence parallelism expects token shards [12, H]; got x of shape (3, 8, 32)"
+        )
+        assert "dlp.scatter_tokens" in found["no scatter"]
+        assert found["other batch"].startswith(
+            "blocks.0: sequence parallelism expects token shards [16, H]; got x of shape (12, 32)"
+        )
+        assert found["norms left out"].startswith(
+            "blocks.0: it gets token shards (12, 32), so its gradients must be summed over tp"
+        )
+        assert "sequence_parallel = true" in found["norms left out"]
+        assert found["embedding before scatter"].startswith(
+            "embed: sequence parallelism expects token shards [12]; got x of shape (3, 8)"
+        )
+        assert found["amax group"] == "amax_group must be auto, tp, tp+dp, world or a process group; got 'everyone'"
+        assert found["foreign amax group"].startswith(f"amax_group has ranks [{rank}], but tp ranks [0, 1] gather")
+        assert found["once"] == "no error"
+        assert found["twice"].startswith("this model is converted already")
+        assert found["copied"] == "a converted model cannot be deep-copied: copy it before dlp.convert"
+        assert found["indivisible"].startswith("blocks.1.up: COLUMN cuts out_features 31 over tp 2")
+        assert found["untouched"] == "Attention, Block, Embedding, GPT, LayerNorm, Linear, ModuleList"
+
+
+def different_inputs_for_siblings() -> str:
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) + self.k(x + 1)
+
+    model = Cross().to(worker.device())
+    dlp.convert(model, [{"name": "qk", "match": ["q", "k"], "style": "column", "siblings": True}], worker.mesh(tp=2))
+    try:
+        model(torch.zeros(4, 8, device=worker.device()))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks(2)
+def test_siblings_that_read_different_tensors_are_refused(ranks):
+    for message in ranks(2).run(different_inputs_for_siblings):
+        assert message.startswith(
+            "k: siblings must read the same tensor, but this one got another than its siblings ('q', 'k')"
+        )
+
+
+class HandMade(nn.Module):
+    """Built from parallel layers and a plain norm; conversion takes care of the norm only."""
+
+    def __init__(self, tp: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        options: dict[str, Any] = {"tp": tp, "sequence_parallel": True, "device": worker.device()}
+        self.norm = nn.LayerNorm(8, device=worker.device())
+        self.up = ColumnParallelLinear(8, 16, bias=True, **options)
+        self.down = RowParallelLinear(16, 8, bias=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def hand_made(way: str) -> dict[str, float]:
+    """Errors of the gradients of a model made by hand against one made of plain modules."""
+    mesh = worker.mesh(tp=2)
+    model = HandMade(mesh["tp"])
+    plain = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(worker.device())
+    with torch.no_grad():
+        for ours, theirs in zip((model.up, model.down), (plain[1], plain[3]), strict=True):
+            theirs.weight.copy_(ours.weight.full_tensor())
+            theirs.bias.copy_(ours.bias.full_tensor())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if way == "convert":
+        dlp.convert(model, [{"name": "sp", "match": ["norm"], "sequence_parallel": True}], mesh, batch=(1, 8))
+    dlp.attach(model, optimizer)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(worker.device())
+    plain(x).square().sum().backward()
+    model(dlp.scatter_tokens(x, mesh)).square().sum().backward()
+    optimizer.step()
+    names = ["up.weight", "up.bias", "down.weight", "down.bias"] + ["norm.weight", "norm.bias"] * (way == "convert")
+    theirs = dict(
+        zip(
+            ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"],
+            plain.parameters(),
+            strict=True,
+        )
+    )
+    return {name: relative_error(model.get_parameter(name).grad.full_tensor(), theirs[name].grad) for name in names}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["convert", "attach"])
+def test_models_made_by_hand_sum_their_partial_gradients(ranks, way):
+    for errors in ranks(2).run(hand_made, way):
+        for name, error in errors.items():
+            assert error <= 1e-5, f"{name}: {error}"
+
+
+def classes() -> tuple[str, str, str]:
+    model, _, plan = converted(Setup(vocabulary=True), 2)
+    assert isinstance(model.blocks[0].up, ParallelLinear) and isinstance(model.embed, VocabParallelEmbedding)
+    return str(plan), repr(model.blocks[0].up), type(model.norm).__name__
+
+
+@pytest.mark.ranks(2)
+def test_the_plan_and_the_modules_print_themselves(ranks):
+    for plan, layer, norm in ranks(2).run(classes):
+        assert "blocks.0.up" in plan and "COLUMN" in plan
+        assert layer == "SiblingLinear(COLUMN, tp=2, recipe=bf16)"
+        assert norm == "ReplicatedLayerNorm"

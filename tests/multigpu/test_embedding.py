@@ -1,0 +1,192 @@
+"""Vocab-parallel embedding and cross entropy against torch's own on the full vocabulary.
+
+1, 2 and 4 ranks; every worker builds the full tensors from seeds and compares its own part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dlp
+from dlp.parallel.embedding import CHUNK, IGNORED, VocabParallelEmbedding
+from dlp.parallel.weight import place
+from tests import pool as worker
+from tests.metrics import assert_bit_equal, assert_close, relative_error
+from tests.observe import LargestTensor
+
+VOCABULARY, HIDDEN = 32, 8
+ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 4e-3}
+
+
+class Loss(NamedTuple):
+    """The loss, its own gradient [M, V] as far as this rank has it, and torch's of the same."""
+
+    value: float
+    expected: float
+    gradient_error: float
+    gradient_dtype: torch.dtype
+
+
+def logits_and_targets(tokens: int, dtype: torch.dtype, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
+    """Logits far from zero, so that a missing maximum overflows; every fourth target is ignored."""
+    generator = torch.Generator().manual_seed(tokens)
+    logits = (torch.randn(tokens, vocabulary, generator=generator) * 4 + 100).to(worker.device(), dtype)
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(worker.device())
+    targets[::4] = IGNORED
+    return logits, targets
+
+
+def columns_of_rank(full: Tensor) -> Tensor:
+    return full.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+
+
+def cross_entropy(tokens: int, dtype: torch.dtype) -> Loss:
+    logits, targets = logits_and_targets(tokens, dtype)
+    whole, mine = logits.float().clone().requires_grad_(), columns_of_rank(logits).clone().requires_grad_()
+    expected = F.cross_entropy(whole, targets, ignore_index=IGNORED, reduction="sum")
+    loss = dlp.cross_entropy(mine, targets, dist.group.WORLD)
+    (expected / 7).backward()
+    (loss / 7).backward()
+    assert mine.grad is not None and whole.grad is not None and loss.dtype == torch.float32
+    return Loss(loss.item(), expected.item(), relative_error(mine.grad, columns_of_rank(whole.grad)), mine.grad.dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 37, 2 * CHUNK + 5])
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+def test_cross_entropy_equals_torch(ranks, world, tokens, dtype):
+    results = ranks(world).run(cross_entropy, tokens, dtype)
+    for result in results:
+        assert result.value == pytest.approx(result.expected, rel=2e-6, abs=1e-6)
+        assert result.gradient_error <= ROUNDING[dtype]
+        assert result.gradient_dtype == dtype
+    assert len({result.value for result in results}) == 1, "tp ranks disagree about the loss"
+
+
+def without_group() -> tuple[Tensor, Tensor]:
+    logits, targets = logits_and_targets(37, torch.float32)
+    return dlp.cross_entropy(logits, targets), F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+@pytest.mark.ranks(1)
+def test_cross_entropy_works_without_a_group(ranks):
+    for loss, expected in ranks(1).run(without_group):
+        assert_close(loss, expected, 1e-6)
+
+
+def all_ignored() -> tuple[Tensor, Tensor]:
+    logits, targets = logits_and_targets(5, torch.float32)
+    mine = columns_of_rank(logits).clone().requires_grad_()
+    loss = dlp.cross_entropy(mine, torch.full_like(targets, IGNORED), dist.group.WORLD)
+    loss.backward()
+    assert mine.grad is not None
+    return loss, mine.grad
+
+
+@pytest.mark.ranks(2)
+def test_ignored_targets_count_for_nothing(ranks):
+    for loss, gradient in ranks(2).run(all_ignored):
+        assert loss.item() == 0 and not gradient.any()
+
+
+def wrong_length() -> str:
+    logits, targets = logits_and_targets(8, torch.float32)
+    try:
+        dlp.cross_entropy(logits[:4], targets)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks(1)
+def test_cross_entropy_wants_a_target_for_each_row(ranks):
+    assert ranks(1).run(wrong_length) == ["cross_entropy: 4 rows of logits, but 8 targets"]
+
+
+def largest_fp32(tokens: int, vocabulary: int) -> int:
+    logits, targets = logits_and_targets(tokens, torch.bfloat16, vocabulary)
+    mine = columns_of_rank(logits).clone().requires_grad_()
+    with LargestTensor(torch.float32) as seen:
+        dlp.cross_entropy(mine, targets, dist.group.WORLD).backward()
+    return seen.numel
+
+
+@pytest.mark.ranks(2)
+def test_fp32_logits_exist_for_a_chunk_only(ranks):
+    tokens, vocabulary = 3 * CHUNK, 64
+    assert ranks(2).run(largest_fp32, tokens, vocabulary) == [CHUNK * vocabulary // 2] * 2
+
+
+class Embedded(NamedTuple):
+    """Output and weight gradient of the vocab-parallel embedding, and torch's of the same rows and vocabulary."""
+
+    y: Tensor
+    expected_y: Tensor
+    dw: Tensor
+    expected_dw: Tensor
+
+
+def embed(sequence_parallel: bool, dtype: torch.dtype) -> Embedded:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(worker.device(), dtype)
+    tokens = torch.randint(0, VOCABULARY, (4, 50), generator=generator).to(worker.device())
+    dy = torch.randn(4, 50, HIDDEN, generator=generator).to(worker.device(), dtype)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = nn.Parameter(weight.float())
+    expected = F.embedding(tokens, whole)
+    expected.backward(dy.float())
+    tp = worker.mesh(tp=world)["tp"]
+    module = VocabParallelEmbedding(place(nn.Parameter(weight), tp, 0), tp, sequence_parallel)
+    y = module(tokens)
+    rows = (lambda t: t.reshape(-1, HIDDEN).chunk(world)[rank]) if sequence_parallel else (lambda t: t)
+    y.backward(rows(dy))
+    assert whole.grad is not None and module.weight.grad is not None
+    return Embedded(y, rows(expected).to(dtype), module.weight.grad._local_tensor, whole.grad.chunk(world)[rank])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+def test_embedding_equals_torch(ranks, world, sequence_parallel, dtype):
+    for result in ranks(world).run(embed, sequence_parallel, dtype):
+        assert_bit_equal(result.y, result.expected_y, "y")
+        assert result.dw.dtype == dtype
+        assert_close(result.dw, result.expected_dw, ROUNDING[dtype], "dw")
+
+
+def repeated_token() -> Tensor:
+    tp = worker.mesh(tp=dist.get_world_size())["tp"]
+    weight = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=worker.device())
+    module = VocabParallelEmbedding(place(nn.Parameter(weight), tp, 0), tp, False)
+    module(torch.zeros(1, 1000, dtype=torch.int64, device=worker.device())).sum().backward()
+    assert module.weight.grad is not None
+    return module.weight.grad.full_tensor()[0]
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_a_repeated_token_are_summed_in_fp32(ranks):
+    """A bf16 sum of ones stops at 256."""
+    for gradient in ranks(2).run(repeated_token):
+        assert gradient.tolist() == [1000.0] * HIDDEN
+
+
+def uneven_tokens() -> str:
+    tp = worker.mesh(tp=2)["tp"]
+    module = VocabParallelEmbedding(place(torch.zeros(VOCABULARY, HIDDEN), tp, 0), tp, True)
+    try:
+        module(torch.zeros(3, 5, dtype=torch.int64, device=worker.device()))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks(2)
+def test_uneven_tokens_are_refused(ranks):
+    for message in ranks(2).run(uneven_tokens):
+        assert "2" in message and "15" in message

@@ -1,0 +1,243 @@
+"""A Llama on several ranks against one rank, from bit-equal weights: every gradient by name, the global norm, the losses.
+
+The model has biases, so that each kind of gradient sum is needed. The last tests take one of those sums away, and the
+comparison must notice: a bound that a missing sum stays under would be worth nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import dlp
+from dlp import LayerGroup
+from dlp.comm.collectives import Pending, done
+from dlp.parallel import linear_fn, operands
+from dlp.parallel.grads import PartialGradients
+from dlp.parallel.linear import ParallelLinear
+from launch.model import Llama, parallel_groups, this_ranks_part
+from launch.sections import Model
+from tests import pool as worker
+from tests.metrics import relative_error
+
+CONFIG = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=4, head_dim=16, vocab=64)
+BATCH, SEQUENCE, STEPS = 4, 32, 10
+
+
+class Kind(NamedTuple):
+    """How layers compute, and how far many ranks may be from one: gradients (relative Frobenius error), losses (nats)."""
+
+    dtype: torch.dtype
+    recipe: str
+    amax_group: str
+    gradient: float
+    loss: float
+
+
+# Scales that are agreed over the world are those of one rank, so with fp32 activations the codes are as well. Scales of
+# shards round otherwise, and bf16 roundings flip codes: that run is as far from one rank as one rank is from fp32.
+KINDS = {
+    "fp32": Kind(torch.float32, "bf16", "auto", 1e-5, 1e-5),
+    "bf16": Kind(torch.bfloat16, "bf16", "auto", 2e-2, 5e-3),
+    "fp8_world": Kind(torch.float32, "fp8_current", "world", 6e-2, 1e-2),
+    "fp8": Kind(torch.bfloat16, "fp8_current", "auto", 0.16, 1e-2),
+}
+
+
+class Run(NamedTuple):
+    """What a run shows: full gradients of the first step by name, their global norm, the loss of each step."""
+
+    gradients: dict[str, Tensor]
+    norm: float
+    losses: list[float]
+
+
+class Layout(NamedTuple):
+    """How many ranks, and what they do."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    def __str__(self) -> str:
+        axes = zip(("replicate", "shard", "tp"), self[:3], strict=True)
+        return "-".join([f"{axis}{size}" for axis, size in axes if size > 1] + ["sp"] * self.sequence_parallel)
+
+
+ONE = Layout()
+LAYOUTS = [
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(dp_shard=2),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(tp=2, dp_shard=2, sequence_parallel=True),
+    Layout(dp_shard=4),
+    Layout(dp_replicate=2, dp_shard=2),
+    Layout(dp_replicate=2, tp=2, sequence_parallel=True),
+]
+
+
+def initial(name: str, shape: torch.Size) -> Tensor:
+    """A parameter's full initial value, from its name alone."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("norm.weight"):
+        return 1 + 0.2 * noise
+    return noise * (0.1 if len(shape) == 1 else 1.0 if "embed" in name else 0.5 * shape[-1] ** -0.5)
+
+
+def build(layout: Layout, kind: str) -> tuple[nn.Module, Any]:
+    """The converted, sharded, initialised model and its mesh."""
+    mesh = worker.mesh(dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
+    with torch.device("meta"):
+        model = Llama(CONFIG, KINDS[kind].dtype)
+        for module in model.model.layers.modules():
+            if isinstance(module, nn.Linear):
+                module.bias = nn.Parameter(torch.empty(module.out_features))
+    recipe = LayerGroup("recipe", ["layers.**.*_proj"], recipe=KINDS[kind].recipe)
+    groups = [*parallel_groups(layout.sequence_parallel), recipe]
+    batch = (BATCH // (layout.dp_replicate * layout.dp_shard), SEQUENCE)
+    dlp.convert(model, groups, mesh, batch=batch, amax_group=KINDS[kind].amax_group)
+    if layout.dp_replicate * layout.dp_shard > 1:
+        policy = MixedPrecisionPolicy(param_dtype=KINDS[kind].dtype, reduce_dtype=torch.float32)
+        for block in model.model.layers:
+            dlp.fully_shard(block, mesh=mesh, mp_policy=policy)
+        dlp.fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=worker.device())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            part = this_ranks_part(initial(name, parameter.shape), parameter)
+            (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).copy_(part)
+    return model, mesh
+
+
+def batches(layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's tokens and targets [B, S], one microbatch a step."""
+    generator = torch.Generator().manual_seed(5)
+    dp = layout.dp_replicate * layout.dp_shard
+    for _ in range(STEPS):
+        text = torch.randint(0, CONFIG.vocab, (BATCH, SEQUENCE + 1), generator=generator)
+        mine = text.chunk(dp)[dist.get_rank() // layout.tp].to(worker.device())
+        yield mine[:, :-1], mine[:, 1:]
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(layout: Layout, kind: str, mutation: str = "none", steps: int = STEPS) -> Run:
+    model, mesh = build(layout, kind)
+    dp, tokens = layout.dp_replicate * layout.dp_shard, BATCH * SEQUENCE
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    dlp.attach(model, optimizer)
+    gradients: dict[str, Tensor] = {}
+    norms, losses = [], []
+    with MUTATIONS[mutation](model):
+        for _, (x, targets) in zip(range(steps), batches(layout), strict=False):
+            loss = dlp.cross_entropy(model(x), targets.reshape(-1), mesh) / tokens
+            (loss * dp).backward()
+            gradients = gradients or {name: full(p.grad).clone() for name, p in model.named_parameters()}
+            norms.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach() / layout.tp  # tp ranks hold the same loss
+            dist.all_reduce(total)
+            losses.append(total.item())
+    return Run(gradients, norms[0], losses)
+
+
+@contextmanager
+def without_sums(kind: type[nn.Module] | None, model: nn.Module) -> Iterator[None]:
+    """Leaves the partial gradients of linears, or (None) of all other modules, as they are."""
+    partial: PartialGradients = model.partial_gradients
+    before = partial.slots
+    partial.slots = [slot for slot in before if isinstance(slot.module, ParallelLinear) != (kind is ParallelLinear)]
+    assert 0 < len(partial.slots) < len(before)
+    yield
+    partial.slots = before
+
+
+def without_reduction(model: nn.Module) -> Any:
+    """layers.0.self_attn.o_proj keeps its own rows of its own partial result."""
+    name, original, skipped = "model.layers.0.self_attn.o_proj", linear_fn.token_gemm, []
+
+    def token_gemm(spec: Any, comm: Any, overlap: Any, operands: Any, gemms: Any, wire: Any) -> Pending[Tensor]:
+        if spec.name != name or comm.reduce is None:
+            return original(spec, comm, overlap, operands, gemms, wire)
+        skipped.append(name)
+        return done(gemms[0](operands[0]).to(wire).chunk(spec.tp)[spec.tp_group.rank()].contiguous())
+
+    return patch.object(linear_fn, "token_gemm", token_gemm)
+
+
+def without_agreement(model: nn.Module) -> Any:
+    return patch.object(operands, "_must_agree", lambda *_: False)
+
+
+MUTATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "none": lambda model: nullcontext(),
+    "norm gradients": functools.partial(without_sums, None),
+    "bias gradients": functools.partial(without_sums, ParallelLinear),
+    "one reduction": without_reduction,
+    "amax group": without_agreement,
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(pools: Any) -> Callable[[Any, str], Run]:
+    """The run of each kind on one rank, once."""
+    return functools.cache(lambda ranks_of_one, kind: ranks_of_one.run(train, ONE, kind)[0])
+
+
+def errors(run: Run, expected: Run) -> dict[str, float]:
+    assert run.gradients.keys() == expected.gradients.keys()
+    found = {name: relative_error(gradient, expected.gradients[name]) for name, gradient in run.gradients.items()}
+    return found | {"global norm": abs(run.norm / expected.norm - 1)}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("layout", "world"), [(layout, layout.world) for layout in LAYOUTS], ids=str)
+def test_many_ranks_train_as_one(ranks, one_rank, layout, world, kind):
+    expected = one_rank(ranks(1), kind)
+    runs = ranks(world).run(train, layout, kind)
+    found = errors(runs[0], expected)
+    worst = max(found, key=lambda name: found[name])
+    differences = [abs(a - b) for a, b in zip(runs[0].losses, expected.losses, strict=True)]
+    print(f"{layout} {kind}: {found[worst]:.2e} {worst}, losses {max(differences):.2e}")
+    assert all(run.losses == runs[0].losses for run in runs)
+    assert found[worst] <= KINDS[kind].gradient, f"{worst}: {found[worst]:.2e}"
+    assert max(differences) <= KINDS[kind].loss, differences
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("mutation", "kind", "damaged"),
+    [
+        ("norm gradients", "fp32", "norm.weight"),
+        ("bias gradients", "fp32", "_proj.bias"),
+        ("one reduction", "fp32", ""),
+        ("amax group", "fp8", ""),
+        ("amax group", "fp8_world", ""),
+    ],
+)
+def test_the_comparison_notices_what_is_missing(ranks, one_rank, mutation, kind, damaged):
+    layout = Layout(tp=2, sequence_parallel=True)
+    found = errors(ranks(2).run(train, layout, kind, mutation, 1)[0], one_rank(ranks(1), kind))
+    worst = max(found, key=lambda name: found[name])
+    print(f"{mutation} {kind}: {found[worst]:.2e} {worst}")
+    assert found[worst] > 3 * KINDS[kind].gradient and worst.endswith(damaged), f"{worst}: {found[worst]:.2e}"

@@ -1,0 +1,200 @@
+"""FSDP2 over tensor-parallel layers: which axes it works on, uneven shards, initial weights on every mesh, and when
+weights are cast: once per step where they are whole on a rank, at use where FSDP gathers them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import dlp
+from dlp.parallel import linear_fn, operands, weight
+from dlp.parallel.fsdp import data_parallel_mesh
+from launch.model import Llama, init_weights, initial_value, parallel_groups
+from launch.sections import Model
+from tests import pool as worker
+from tests.metrics import assert_bit_equal, assert_close
+
+# Uneven everywhere: 9 rows over 4 shards leave none to the last, and tp=2 leaves 11 rows of the MLP to two shards.
+ODD = Model(layers=2, hidden=9, ffn=22, heads=4, kv_heads=2, head_dim=2, vocab=30)
+MESHES = [
+    {"tp": 1, "dp_shard": 1}, {"tp": 2, "dp_shard": 1}, {"tp": 1, "dp_shard": 2}, {"tp": 1, "dp_shard": 4},
+    {"tp": 2, "dp_shard": 2}, {"tp": 1, "dp_shard": 2, "dp_replicate": 2}, {"tp": 2, "dp_shard": 1, "dp_replicate": 2},
+]  # fmt: skip
+
+
+def world_of(axes: dict[str, int]) -> int:
+    return torch.Size(axes.values()).numel()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(config: Model, axes: dict[str, int], *, sequence_parallel: bool = False) -> tuple[Llama, Any]:
+    mesh = worker.mesh(**axes)
+    with torch.device("meta"):
+        model = Llama(config, torch.float32)
+    dlp.convert(model, parallel_groups(sequence_parallel), mesh, batch=(2, 8))
+    for block in model.model.layers:
+        dlp.fully_shard(block, mesh=mesh)
+    dlp.fully_shard(model, mesh=mesh)
+    model.to_empty(device=worker.device())
+    init_weights(model, seed=4)
+    return model, mesh
+
+
+def initial_weights(axes: dict[str, int], tied: bool) -> tuple[dict[str, Tensor], int]:
+    """All full parameters, and the elements this rank holds."""
+    config = Model(**{**vars(ODD), "tie_embeddings": tied})
+    model, _ = sharded(config, axes)
+    return (
+        {name: full(parameter) for name, parameter in model.named_parameters()},
+        sum(parameter._local_tensor.numel() for parameter in model.parameters()),
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("axes", "world"), [(axes, world_of(axes)) for axes in MESHES], ids=str)
+def test_initial_weights_are_the_same_on_every_mesh(ranks, axes, world, tied):
+    config = Model(**{**vars(ODD), "tie_embeddings": tied})
+    results = ranks(world).run(initial_weights, axes, tied)
+    with torch.device("meta"):
+        names = [name for name, _ in Llama(config).named_parameters()]
+    for weights, _ in results:
+        assert list(weights) == names
+        for name, value in weights.items():
+            assert_bit_equal(value, initial_value(name, value.shape, config, 4), name)
+    held, whole = sum(numel for _, numel in results), sum(value.numel() for value in results[0][0].values())
+    norms = sum(value.numel() for name, value in results[0][0].items() if name.endswith("norm.weight"))
+    copies = axes.get("dp_replicate", 1)
+    assert held == copies * (whole + (axes["tp"] - 1) * norms), "every element is on one rank, but for the norms"
+
+
+def two_steps(axes: dict[str, int], sequence_parallel: bool) -> list[Tensor]:
+    """The full parameters after two steps on the same four sequences."""
+    model, mesh = sharded(ODD, axes, sequence_parallel=sequence_parallel)
+    dp = axes["dp_shard"] * axes.get("dp_replicate", 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    text = torch.randint(0, ODD.vocab, (4, 9), generator=torch.Generator().manual_seed(1)).to(worker.device())
+    mine = text.chunk(dp)[dist.get_rank() // axes["tp"]]
+    for _ in range(2):
+        for tokens in mine.split(2) if dp < 4 else [mine]:  # 2 sequences a microbatch, 4 ranks have one each
+            loss = dlp.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].reshape(-1), mesh) / 32
+            (loss * dp).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [full(parameter) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("axes", "sequence_parallel", "world"),
+    [(axes, sp, world_of(axes)) for axes in MESHES[1:] for sp in (False, True) if sp <= (axes["tp"] > 1)],
+    ids=str,
+)
+def test_uneven_shards_train_alike(ranks, axes, sequence_parallel, world):
+    expected = ranks(1).run(two_steps, MESHES[0], False)[0]
+    for found in ranks(world).run(two_steps, axes, sequence_parallel):
+        for i, (value, reference) in enumerate(zip(found, expected, strict=True)):
+            assert_close(value, reference, 1e-5, f"parameter {i}")
+
+
+def axes_of_fsdp() -> list[tuple[str, ...]]:
+    meshes = [
+        worker.mesh(dp_shard=2, tp=2),
+        worker.mesh(dp_replicate=2, dp_shard=2),
+        worker.mesh(dp_replicate=2, dp_shard=1, tp=2),
+    ]
+    return [data_parallel_mesh(mesh).mesh_dim_names for mesh in meshes]
+
+
+@pytest.mark.ranks(4)
+def test_fsdp_replicates_where_the_mesh_does(ranks):
+    expected = [("dp_shard",), ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard")]
+    assert ranks(4).run(axes_of_fsdp) == [expected] * 4
+
+
+class Casts:
+    """Inside it, `weights` counts how many weights were quantized."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+
+    def __enter__(self) -> Casts:
+        def counting(spec: Any, tensor: str, values: Any, **options: Any) -> Any:
+            self.weights += len(values) * (tensor == "w")
+            return operands.quantize(spec, tensor, values, **options)
+
+        self._patches = [patch.object(module, "quantize", counting) for module in (linear_fn, weight)]
+        for each in self._patches:
+            each.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self._patches:
+            each.stop()
+
+
+def casts_per_step(fsdp: bool) -> list[int]:
+    """Weights cast in the forwards and backwards of a step of three microbatches, and in its step boundary; twice."""
+    mesh = worker.mesh(tp=1, dp_shard=dist.get_world_size())
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(worker.device())
+    dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)
+    if fsdp:
+        dlp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    dlp.end_step(model)
+    counts = []
+    for _ in range(2):
+        with Casts() as microbatches:
+            for _ in range(3):
+                model(torch.ones(4, 16, device=worker.device())).sum().backward()
+        with Casts() as boundary:
+            optimizer.step()
+            optimizer.zero_grad()
+        counts += [microbatches.weights, boundary.weights]
+    return counts
+
+
+@pytest.mark.ranks(2)
+def test_whole_weights_are_cast_once_per_step_and_gathered_ones_at_use(ranks):
+    (*_, second, boundary) = ranks(2).run(casts_per_step, False)[0]
+    assert (second, boundary) == (0, 2), "two layers, at the boundary only"
+    per_microbatch = 2 + 1  # both in forward, and in backward that of the layer whose input needs a gradient
+    assert ranks(2).run(casts_per_step, True)[0] == [3 * per_microbatch, 0] * 2
+
+
+def after_loading() -> tuple[Tensor, Tensor, Tensor]:
+    """y of cached weights, after other weights were loaded, and of those weights in a fresh model."""
+    mesh = worker.mesh(tp=dist.get_world_size())
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 16, bias=False)).to(worker.device())
+        dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current", "style": "column"}], mesh)
+        return model
+
+    model, other = make(1), make(2)
+    x = torch.ones(4, 16, device=worker.device())
+    dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    dlp.end_step(model)
+    model(x)
+    dlp.end_step(model)
+    before = model(x)
+    model.load_state_dict(other.state_dict())
+    return before, model(x), other(x)
+
+
+@pytest.mark.ranks(2)
+def test_loaded_weights_replace_cached_operands(ranks):
+    for before, after, expected in ranks(2).run(after_loading):
+        assert_bit_equal(after, expected)
+        assert not torch.equal(before, after)

@@ -1,0 +1,264 @@
+"""tp-partial gradients: summed over tp exactly once per backward, however gradients are accumulated, in one all-reduce.
+
+The model is sequence-parallel and has each kind of partial gradient: a norm, the bias of a row-parallel linear, and the
+weight and bias of a local linear on token shards. The oracle is the same model on one rank, without conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import dlp
+from dlp.comm import collectives
+from dlp.parallel import grads
+from tests import pool as worker
+from tests.metrics import assert_close
+
+HIDDEN, BATCH, SEQUENCE = 8, 2, 6
+GROUPS = [
+    {"name": "up", "match": ["block.up"], "style": "column"},
+    {"name": "down", "match": ["block.down"], "style": "row"},
+    {"name": "sp", "match": ["block.**"], "sequence_parallel": True},
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """x [B, S, H] -> [B, S, H]; `tp` is set once the block works on token shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.tp: DeviceMesh | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp is None:
+            return self.block(x)
+        return dlp.gather_tokens(self.block(dlp.scatter_tokens(x, self.tp)), self.tp).view(x.shape)
+
+
+def make(world_tp: int = 1, fsdp: bool = False, frozen: tuple[str, ...] = ()) -> Net:
+    torch.manual_seed(3)
+    model = Net()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.5, 0.5)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    model.to(worker.device())
+    if world_tp == 1:
+        return model
+    mesh = worker.mesh(tp=world_tp)
+    dlp.convert(model, GROUPS, mesh, batch=(BATCH, SEQUENCE))
+    model.tp = mesh["tp"]
+    if fsdp:
+        dlp.fully_shard(model.block, mesh=mesh)
+        dlp.fully_shard(model, mesh=mesh)
+    return model
+
+
+def batch(index: int) -> Tensor:
+    """Microbatch `index`, the same on all ranks: with FSDP the average over equal batches is the batch's own."""
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(BATCH, SEQUENCE, HIDDEN, generator=generator).to(worker.device())
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def gradients(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in found.items()}
+
+
+def three_backwards(model: nn.Module) -> None:
+    for i in range(3):
+        loss_of(model(batch(i))).backward()
+
+
+def three_backwards_one_reduction(model: nn.Module) -> None:
+    """FSDP keeps the first two gradients to itself."""
+    assert isinstance(model, FSDPModule)
+    for i in range(3):
+        model.set_requires_gradient_sync(i == 2)
+        loss_of(model(batch(i))).backward()
+
+
+def three_backwards_unsharded(model: nn.Module) -> None:
+    """As above, and parameters stay whole between the backwards."""
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(False)
+    three_backwards_one_reduction(model)
+
+
+def three_forwards_one_backward(model: nn.Module) -> None:
+    sum(loss_of(model(batch(i))) for i in range(3)).backward()  # type: ignore[union-attr]
+
+
+def after_zeroing(model: nn.Module) -> None:
+    """Gradients that were zeroed and not dropped count for nothing."""
+    three_backwards(model)
+    model.zero_grad(set_to_none=False)
+    three_backwards(model)
+
+
+def with_evaluations_between(model: nn.Module) -> None:
+    for i in range(3):
+        loss = loss_of(model(batch(i)))
+        with torch.no_grad():
+            model(batch(9))
+        loss_of(model(batch(8)))  # a forward nobody differentiates
+        loss.backward()
+
+
+def twice_through_one_graph(model: nn.Module) -> None:
+    loss = loss_of(model(batch(0)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    loss_of(model(batch(1))).backward()
+
+
+WAYS = [three_backwards, three_forwards_one_backward, after_zeroing, with_evaluations_between, twice_through_one_graph]
+FSDP_WAYS = [three_backwards, three_backwards_one_reduction, three_backwards_unsharded, after_zeroing]
+
+
+def run(way: Callable[[nn.Module], None], tp: int, fsdp: bool, frozen: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    model = make(tp, fsdp, frozen)
+    parameters = dict(model.named_parameters())  # what an optimizer holds
+    way(model)
+    return gradients(parameters)
+
+
+def one_rank_way(way: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    return three_backwards if way in (three_backwards_one_reduction, three_backwards_unsharded) else way
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_partial_gradients_are_summed_once(ranks, world, way):
+    expected = ranks(1).run(run, one_rank_way(way), 1, False)[0]
+    for found in ranks(world).run(run, way, world, False):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, 1e-5, name)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", FSDP_WAYS)
+def test_partial_gradients_are_summed_once_under_fsdp(ranks, way):
+    expected = ranks(1).run(run, one_rank_way(way), 1, False)[0]
+    for found in ranks(4).run(run, way, 2, True):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, 1e-5, name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("frozen", [("block.norm.weight",), ("block.down.bias", "block.mix.weight", "block.mix.bias")])
+def test_frozen_parameters_have_no_gradient(ranks, frozen):
+    expected = ranks(1).run(run, three_backwards, 1, False, frozen)[0]
+    for found in ranks(2).run(run, three_backwards, 2, False, frozen):
+        assert found.keys() == expected.keys() and not set(frozen) & found.keys()
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, 1e-5, name)
+
+
+def count_sums() -> list[tuple[int, ...]]:
+    """The shapes summed over tp by the end of two backwards."""
+    model, shapes = make(2), []
+
+    def all_reduce(x: Tensor, group: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return collectives_all_reduce(x, group)
+
+    collectives_all_reduce = collectives.all_reduce
+    with patch.object(grads.collectives, "all_reduce", all_reduce):
+        for i in range(2):
+            loss_of(model(batch(i))).backward()
+    return shapes
+
+
+@pytest.mark.ranks(2)
+def test_all_partial_gradients_travel_in_one_all_reduce(ranks):
+    norm, down_bias, mix = 2 * HIDDEN, HIDDEN, HIDDEN * HIDDEN + HIDDEN
+    for shapes in ranks(2).run(count_sums):
+        assert shapes == [(norm + down_bias + mix,)] * 2
+
+
+def bypass() -> str:
+    model = make(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    loss_of(model(batch(0))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model.forward(batch(0))).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks(2)
+def test_a_step_after_bypassing_the_model_raises(ranks):
+    for message in ranks(2).run(bypass):
+        assert (
+            "the gradients of 5 parameters on token shards (block.norm.weight, ...) were not summed over tp" in message
+        )
+        assert "as model(...)" in message
+
+
+def two_optimizers() -> None:
+    model = make(2)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:3], parameters[3:])]
+    for optimizer in optimizers:
+        dlp.attach(model, optimizer)
+    for i in range(2):
+        loss_of(model(batch(i))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+def test_two_optimizers_may_share_a_model(ranks):
+    ranks(2).run(two_optimizers)
+
+
+def copied() -> str:
+    import copy
+
+    try:
+        copy.deepcopy(make(2))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks(2)
+def test_a_converted_model_refuses_to_be_copied(ranks):
+    for message in ranks(2).run(copied):
+        assert "cannot be deep-copied: copy it before dlp.convert" in message

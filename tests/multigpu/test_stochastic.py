@@ -1,0 +1,121 @@
+"""Stochastic rounding in layers: random bits belong to a place, a tensor and a microbatch, and to nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import dlp
+from dlp.parallel.linear import Linear
+from dlp.parallel.operands import quantize
+from dlp.parallel.runtime import runtime_of
+from tests import pool as worker
+from tests.cases import matrix
+from tests.metrics import assert_bit_equal
+from tests.net import net, train, weights
+
+SIZE = 64
+
+
+def layer(**options: Any) -> Linear:
+    torch.manual_seed(0)
+    return Linear(SIZE, SIZE, recipe=dlp.recipe("nvfp4", **options))
+
+
+def weight_grad(linear: Linear, recompute: bool = False) -> Tensor:
+    """Of one more microbatch with the same x and dy."""
+    linear.weight.grad = None
+    x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
+    y = checkpoint(linear, x, use_reentrant=False) if recompute else linear(x)
+    y.backward(matrix("gauss", SIZE, SIZE, 2))
+    assert linear.weight.grad is not None
+    return linear.weight.grad
+
+
+def test_each_microbatch_draws_fresh_bits_and_a_repeated_run_the_same():
+    first, again = layer(), layer()
+    grads = [weight_grad(first) for _ in range(3)]
+    assert not any(torch.equal(grads[i], grads[j]) for i in range(3) for j in range(i))
+    for grad in grads:
+        assert_bit_equal(weight_grad(again), grad)
+
+
+def test_evaluation_draws_nothing_and_recomputation_the_same_bits():
+    plain, other = layer(), layer()
+    for _ in range(2):
+        with torch.no_grad():
+            other(torch.ones(SIZE, SIZE))
+        assert_bit_equal(weight_grad(other, recompute=True), weight_grad(plain))
+
+
+def test_the_gradient_is_unbiased_and_with_rounding_to_nearest_it_is_not():
+    """dw is dy.T for x = 1. In each block one 6.0 makes the scale 1, so that 0.6 lies between 0.5 and 1."""
+    x, dy = torch.eye(SIZE), torch.full((SIZE, SIZE), 0.6)
+    dy[::16] = 6.0
+    draws, bias = 256, {}
+    for disabled in (False, True):
+        linear = layer(disable_stochastic_rounding=disabled, disable_rht=True)
+        for _ in range(draws):
+            linear(x).backward(dy)
+        assert linear.weight.grad is not None
+        error = linear.weight.grad.double() / draws - dy.t().double()
+        bias[disabled] = error[:, torch.arange(SIZE) % 16 != 0].mean().item()
+    deviation = 0.2 / (draws * SIZE * SIZE) ** 0.5
+    assert abs(bias[False]) < 0.5 / 256 + 4 * deviation, bias
+    assert bias[True] == pytest.approx(-0.1), bias
+
+
+def test_seed_and_name_choose_the_bits():
+    grads = []
+    for name, seed in (("a", 0), ("b", 0), ("a", 1), ("a", 0)):
+        model = torch.nn.ModuleDict({name: layer()})
+        dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=seed)
+        runtime_of(model).advance()
+        grads.append(weight_grad(model[name]))
+    assert_bit_equal(grads[3], grads[0])
+    assert not torch.equal(grads[1], grads[0]) and not torch.equal(grads[2], grads[0])
+
+
+@pytest.mark.parametrize("way", ["row", "col"])
+def test_data_parallel_ranks_draw_the_bits_of_their_own_tokens(way):
+    dy = matrix("gauss", 2 * SIZE, SIZE, 3)
+    dy[[0, SIZE]] = dy.abs().amax()  # both halves have the same amax
+    linear = layer(disable_rht=True)
+
+    def codes(values: Tensor, dp: tuple[int, int]) -> Tensor:
+        linear.core.spec.runtime.dp = dp
+        (pair,) = quantize(linear.core.spec, "dy", [values], row=way == "row", col=way == "col")
+        return (pair.row or pair.columnwise()).payload
+
+    whole = codes(dy, (0, 1))
+    halves = [codes(half, (rank, 2)) for rank, half in enumerate(dy.chunk(2))]
+    assert_bit_equal(torch.cat(halves, 0 if way == "row" else 1), whole)
+    strangers = [codes(half, (0, 2)) for half in dy.chunk(2)]
+    assert not torch.equal(torch.cat(strangers, 0 if way == "row" else 1), whole)
+
+
+@pytest.mark.ranks(4)
+def test_a_network_rounds_alike_however_it_is_cut(ranks):
+    """With all scales agreed, weights after some steps differ by the order of sums only."""
+    recipe = {"name": "nvfp4", "amax_scope": "all", "disable_rht": True}
+    (one,) = ranks(1).run(trained, recipe, {"tp": 1})
+    (other,) = ranks(1).run(trained, recipe, {"tp": 1}, 1)
+    spread = distance(other, one)
+    for world, sizes in ((2, {"tp": 2}), (4, {"tp": 4})):
+        for result in ranks(world).run(trained, recipe, sizes):
+            assert distance(result, one) < 0.1 * spread, (sizes, distance(result, one), spread)
+
+
+def trained(recipe: dict[str, Any], sizes: dict[str, int], seed: int = 0) -> dict[str, Tensor]:
+    mesh = worker.mesh(**sizes)
+    model = net(recipe, mesh, seed=seed)
+    train(model, mesh, range(1))
+    return weights(model)
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return sum((a[name] - b[name]).norm().item() for name in a)

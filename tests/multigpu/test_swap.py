@@ -1,0 +1,172 @@
+"""Recipes change at step boundaries: what changes with them, what stays, and that a resumed run has the change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp.parallel.linear import Linear
+from dlp.parallel.runtime import runtime_of
+from dlp.parallel.swap import layer_modules, recipes_of, schedule
+from dlp.quant.custom import CustomRecipe
+from dlp.quant.fp8 import CurrentScaling
+from tests import pool as worker
+from tests.metrics import assert_bit_equal
+from tests.net import Net, net, train, weights
+
+SHORT = {"name": "fp8_delayed", "amax_history_len": 4}
+SECOND = "blocks.1.**"
+
+
+def attached(recipe: Any = "fp8_current") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Linear(32, 32, recipe=dlp.recipe(**recipe)) for _ in range(3)))
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    dlp.attach(model, model.optimizer)
+    return model
+
+
+def step(model: nn.Sequential, seed: int) -> None:
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+
+
+def test_only_the_chosen_layers_change_and_keep_nothing_of_the_old_recipe():
+    model = attached(SHORT)
+    step(model, 0)
+    before = dlp.state_dict(model)
+    specs, casts = [layer.core.spec for layer in model], [layer.core.cast_weights.parts for layer in model]
+    dlp.set_recipe(model, "1", "nvfp4")
+    assert recipes_of(model)["1"] == "nvfp4"
+    for i in (0, 2):
+        assert model[i].core.spec is specs[i] and model[i].core.cast_weights.parts is casts[i]
+    after = dlp.state_dict(model)
+    assert {key for key in before if key not in after} == {key for key in before if key.startswith("slots.1.")}
+    for key in after:
+        if key.startswith("slots."):
+            assert_bit_equal(after[key], before[key], key)
+    dlp.set_recipe(model, "1", SHORT)
+    assert dlp.state_dict(model)["slots.1.x.scale"] == 1.0, "the new state starts anew"
+    step(model, 1)
+    assert dlp.state_dict(model)["slots.0.w.history"].count_nonzero() == 2, "other weights' amaxes went on counting"
+
+
+def test_a_forward_in_flight_keeps_its_recipe():
+    grads = []
+    for swaps in (False, True):
+        model = attached({"name": "fp8_current"})
+        y = model(torch.ones(32, 32))
+        if swaps:
+            dlp.set_recipe(model, "**", "nvfp4")
+        y.square().sum().backward()
+        grads.append(model[0].weight.grad)
+    assert_bit_equal(grads[1], grads[0])
+
+
+def test_patterns_that_match_nothing_recipes_that_do_not_exist_and_steps_that_are_over():
+    model = attached({"name": "bf16"})
+    with pytest.raises(ValueError, match="^set_recipe: pattern 'mlp.*' matches no layer; nearest: "):
+        dlp.set_recipe(model, "mlp.*", "bf16")
+    with pytest.raises(ValueError, match="unknown recipe 'fp7'"):
+        dlp.set_recipe(model, "0", "fp7")
+    with pytest.raises(ValueError, match="^a swap at step 0 is in the past: 0 steps are done"):
+        schedule(model, ["0"], 0, "bf16")
+    assert set(recipes_of(model).values()) == {"bf16"} and not runtime_of(model).swaps
+
+
+def test_a_scheduled_swap_happens_by_itself():
+    model = attached({"name": "bf16"})
+    schedule(model, ["0", "2"], 2, "fp8_current")
+    said = []
+    for seed in range(3):
+        step(model, seed)
+        said.append(recipes_of(model)["2"])
+    assert said == ["bf16", "fp8_current", "fp8_current"] and recipes_of(model)["1"] == "bf16"
+    (swap,) = runtime_of(model).swaps
+    assert (swap.step, swap.layers, swap.said) == (2, ("0", "2"), "fp8_current")
+    assert model[0].core.cast_weights.parts[0].dtype == torch.float8_e4m3fn, "cast at the same boundary"
+
+
+def test_a_recipe_made_in_python_must_be_there_before_loading():
+    def eight(role: str) -> Any:
+        return CurrentScaling()
+
+    model = attached({"name": "bf16"})
+    dlp.set_recipe(model, "1", CustomRecipe(eight, name="eight"))
+    saved = dlp.state_dict(model)
+    other = attached({"name": "bf16"})
+    with pytest.raises(ValueError, match="^1 was set to eight at step 0, a recipe made in Python"):
+        dlp.load_state_dict(other, saved)
+    dlp.set_recipe(other, "1", CustomRecipe(eight, name="eight"))
+    assert dlp.load_state_dict(other, saved) == []
+
+
+def test_what_is_left_of_a_changed_configuration_is_told():
+    saved = dlp.state_dict(attached({"name": "bf16"}))
+    told = dlp.load_state_dict(attached(SHORT), saved)
+    assert told == ["9 delayed scales (0.dy, ...) start anew: the checkpoint has none for them"]
+
+
+def siblings_apart() -> str:
+    model = net("fp8_current", worker.mesh(tp=2))
+    with pytest.raises(ValueError) as error:
+        dlp.set_recipe(model, "blocks.0.gate", "nvfp4")
+    assert set(recipes_of(model).values()) == {"fp8_current"}
+    return str(error.value)
+
+
+@pytest.mark.ranks(2)
+def test_siblings_swap_together_or_not_at_all(ranks):
+    for message in ranks(2).run(siblings_apart):
+        assert message.startswith("blocks.0.gate, blocks.0.up are siblings and run as one layer, but blocks.0.up would keep")
+
+
+def swapping(model: Net) -> None:
+    """fp8_current -> nvfp4 after 2 steps -> bf16 after 4, on the second block."""
+    layers = [name for name in layer_modules(model) if name.startswith("blocks.1.")]
+    schedule(model, layers, 2, "nvfp4")
+    schedule(model, layers, 4, {"name": "fp8_delayed", "amax_history_len": 4})
+    schedule(model, layers, 6, "bf16")
+
+
+def uninterrupted(sizes: dict[str, int]) -> tuple[dict[str, Tensor], list[float], list[str]]:
+    mesh = worker.mesh(**sizes)
+    model = net("fp8_current", mesh)
+    swapping(model)
+    losses = train(model, mesh, range(8))
+    return weights(model), losses, [f"{swap.step} {swap.said}" for swap in runtime_of(model).swaps]
+
+
+def interrupted(sizes: dict[str, int], at: int) -> tuple[dict[str, Tensor], list[float], list[str]]:
+    """A run that stops after `at` steps, and another that goes on from what it saved."""
+    mesh = worker.mesh(**sizes)
+    first = net("fp8_current", mesh)
+    swapping(first)
+    losses = train(first, mesh, range(at))
+    saved, parameters = dlp.state_dict(first), first.state_dict()
+    second = net("fp8_current", mesh)
+    swapping(second)
+    second.load_state_dict(parameters)
+    assert dlp.load_state_dict(second, saved) == []
+    dlp.end_step(second)
+    losses += train(second, mesh, range(at, 8))
+    return weights(second), losses, [f"{swap.step} {swap.said}" for swap in runtime_of(second).swaps]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("at", [3, 5, 7])
+def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks, at):
+    sizes = {"tp": 2}
+    for (whole, losses, swaps), (resumed, again, swaps_again) in zip(
+        ranks(2).run(uninterrupted, sizes), ranks(2).run(interrupted, sizes, at), strict=True
+    ):
+        assert swaps == swaps_again == ["2 nvfp4", "4 fp8_delayed(amax_history_len=4)", "6 bf16"]
+        assert again == losses
+        for name in whole:
+            assert_bit_equal(resumed[name], whole[name], name)

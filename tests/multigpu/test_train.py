@@ -1,0 +1,217 @@
+"""Whole runs of the trainer on 1, 2 and 4 ranks: the files they leave, how they stop, and how they fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlp import end_step
+from launch.checkpoint import complete
+from launch.config import Config, load
+from launch.trainer import NotFinite, Step, Trainer
+from tests import training
+from tests.pool import RankError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.shards(tmp_path_factory.mktemp("data"))
+
+
+def checkpoints(config: Config) -> list[str]:
+    return [path.name for path in complete(Path(config.run.dir) / "checkpoints")]
+
+
+@pytest.mark.ranks(2)
+def test_a_run_leaves_its_files(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.log_every=2")
+    ranks(2).run(training.run, config)
+    folder = Path(config.run.dir)
+    names = ["checkpoints", "config.toml", "env.txt", "log", "loss.png", "metrics.jsonl", "plan.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert load(folder / "config.toml") == config
+    assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    plan = (folder / "plan.txt").read_text()
+    assert plan.startswith("mesh: 2 ") and "model.layers.1.mlp.down_proj" in plan and "ROW_SP" in plan
+    assert f"torch {torch.__version__}\n" in (folder / "env.txt").read_text()
+    assert sorted(path.name for path in (folder / "log").iterdir()) == ["rank0.txt", "rank1.txt"]
+    lines = training.said(config)
+    assert lines[0].startswith("mesh: 2 ") and lines[1].startswith("plan: 15 linears (10 fp8_current column, ")
+    assert lines[-2].startswith("byte-bigram loss of the same split: ")
+    loss = training.metrics(config, "validation_loss")[6]
+    assert lines[-1].startswith(f"done: steps 6, validation loss {loss:.3f} nats/byte, ")
+    assert lines[-1].endswith(f" tokens/s, run {folder}")
+    assert checkpoints(config) == ["step-2", "step-4", "step-6"]
+
+
+@pytest.mark.ranks(2)
+def test_metrics_have_every_number(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    ranks(2).run(training.run, config)
+    records = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["step"], "loss" in record) for record in records] == [
+        (1, True), (2, True), (3, True), (4, True), (4, False), (5, True), (6, True), (6, False),
+    ]  # fmt: skip
+    assert records[0].keys() == {
+        "step", "loss", "gradient_norm", "lr", "tokens_per_second", "model_flops_per_second", "mfu", "seconds", "split",
+        "peak_memory_bytes",
+    }  # fmt: skip
+    assert records[0]["split"].keys() == {"data", "forward", "backward", "optimizer"}
+    assert [record["lr"] for record in records[:2]] == [0.005, 0.01]
+    for record in records:
+        if "split" in record:
+            assert 0 < sum(record["split"].values()) <= record["seconds"] * 1.01
+            assert record["tokens_per_second"] == pytest.approx(8 * 64 / record["seconds"], rel=1e-2)
+    assert records[-2]["loss"] < records[0]["loss"] - 0.5
+
+
+@pytest.mark.ranks(2)
+def test_a_finished_run_says_so_and_a_fresh_one_moves_it_aside(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.steps=2")
+    ranks(2).run(training.run, config)
+    first = training.said(config)[-1]
+    ranks(2).run(training.run, config)
+    lines = training.said(config)
+    assert lines[-3].startswith(
+        "nothing to do: 2 of 2 steps are done. To go on, raise --train.steps; to start anew, use"
+    )
+    assert lines[-1] == first
+    ranks(2).run(training.run, training.config(tmp_path, data, "--train.steps=2", "--checkpoint.resume=none"))
+    lines = training.said(config)
+    assert lines[0] == f"the run that was here is now in {config.run.dir}.1"
+    assert sum(line.startswith("mesh: ") for line in lines) == 1 and checkpoints(config) == ["step-2"]
+
+
+class AskedToStop(Trainer):
+    """As if SIGTERM reached the last rank, and only that, during step 3."""
+
+    def train_step(self, step: int) -> Step:
+        self.stop.requested = step >= 2 and dist.get_rank() == dist.get_world_size() - 1
+        return super().train_step(step)
+
+
+def stopped(config: Config) -> None:
+    trainer, done = training.trainer(config, AskedToStop)
+    trainer.train(done)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_rank_asked_to_stop_stops_all_at_one_boundary(ranks, tmp_path, data, world):
+    whole = training.config(tmp_path, data, f"--run.dir={tmp_path}/whole")
+    ranks(world).run(training.run, whole)
+    config = training.config(tmp_path, data, "--checkpoint.every=100")
+    ranks(world).run(stopped, config)
+    path = f"{config.run.dir}/checkpoints/step-4"
+    for rank in range(world):
+        assert training.said(config, rank)[-1] == f"stopped by SIGTERM at step 4, checkpoint {path}"
+    assert checkpoints(config) == ["step-4"]
+    ranks(world).run(training.run, config)
+    assert training.metrics(config) == training.metrics(whole)
+    assert training.metrics(config, "validation_loss") == training.metrics(whole, "validation_loss")
+
+
+class Poisoned(Trainer):
+    """A NaN gets into the last rank's part of one weight before step 4, and by FSDP to all ranks with its tp rank."""
+
+    def train_step(self, step: int) -> Step:
+        if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            self.built.model.model.layers[1].mlp.up_proj.weight._local_tensor.view(-1)[5] = float("nan")
+        if step == 3:
+            end_step(self.built.model)
+        return super().train_step(step)
+
+
+def poisoned(config: Config) -> tuple[str, int]:
+    """The message, and how many steps were begun."""
+    trainer, done = training.trainer(config, Poisoned)
+    with pytest.raises(NotFinite) as caught, trainer.run.logged():
+        trainer.train(done)
+    return str(caught.value), int(next(iter(trainer.built.optimizer.state.values()))["step"])
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [(2, []), (2, ["--train.checkpointing=full", "--recipe=bf16"]), (4, []), (1, ["--mesh.tp=1"])],
+)
+def test_a_nan_names_step_rank_and_layer_and_saves_nothing(ranks, tmp_path, data, world, overrides):
+    config = training.config(tmp_path, data, "--checkpoint.every=1", "--train.eval_every=100", *overrides)
+    for message, steps in ranks(world).run(poisoned, config):
+        assert message == (
+            f"step 4: loss nan, gradient norm nan: on rank {config.mesh.tp - 1} the first layer whose output is not "
+            f"finite is model.layers.1.mlp.up_proj"
+        )
+        assert steps == 3, "the optimizer skipped the bad step"
+    assert checkpoints(config) == ["step-1", "step-2", "step-3"]
+    assert sorted(training.metrics(config)) == [1, 2, 3]
+    assert "NotFinite: step 4: loss nan" in Path(config.run.dir, "log", "rank0.txt").read_text()
+
+
+@pytest.mark.ranks(2)
+def test_the_check_is_read_one_step_late(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--checkpoint.every=100", "--train.eval_every=100", "--train.steps=9")
+    assert {steps for _, steps in ranks(2).run(begun, config)} == {5}
+
+
+def begun(config: Config) -> tuple[str, int]:
+    """How many steps were begun when the NaN of step 4 was noticed."""
+    counted: list[int] = []
+
+    class Counting(Poisoned):
+        def train_step(self, step: int) -> Step:
+            counted.append(step)
+            return super().train_step(step)
+
+    trainer, done = training.trainer(config, Counting)
+    with pytest.raises(NotFinite) as caught:
+        trainer.train(done)
+    return str(caught.value), len(counted)
+
+
+class BadGradient(Trainer):
+    """The loss is finite and one gradient is not."""
+
+    def optimize(self, lr: float) -> torch.Tensor:
+        next(self.built.model.parameters()).grad._local_tensor.view(-1)[0] = float("inf")
+        return super().optimize(lr)
+
+
+def bad_gradient(config: Config) -> str:
+    trainer, done = training.trainer(config, BadGradient)
+    with pytest.raises(NotFinite) as caught:
+        trainer.train(done)
+    return str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_not_finite_is_told_from_a_layer(ranks, tmp_path, data):
+    (message, _) = ranks(2).run(bad_gradient, training.config(tmp_path, data))
+    assert message.startswith("step 1: loss 5.9") or message.startswith("step 1: loss 6.")
+    assert message.endswith(
+        "gradient norm inf: not finite, but every layer's output is; it arose in the loss or in backward"
+    )
+
+
+class Raising(Trainer):
+    def train_step(self, step: int) -> Step:
+        if step == 2 and dist.get_rank() == 1:
+            raise RuntimeError("the disk is on fire")
+        return super().train_step(step)
+
+
+def raising(config: Config) -> None:
+    trainer, done = training.trainer(config, Raising)
+    with trainer.run.logged():
+        trainer.train(done)
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_is_in_the_log_of_its_rank_and_no_checkpoint_follows(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--checkpoint.every=1")
+    with pytest.raises(RankError, match="(?s)rank 1 of 2 raised:.*the disk is on fire"):
+        ranks(2).run(raising, config)
+    assert "the disk is on fire" in Path(config.run.dir, "log", "rank1.txt").read_text()
+    assert checkpoints(config) == ["step-1", "step-2"]

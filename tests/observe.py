@@ -1,0 +1,47 @@
+"""What really happened, seen from outside: the collectives that were launched and the tensors that were made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Collectives(TorchDispatchMode):
+    """Inside it, `names` grows by one entry per collective launched, e.g. "_allgather_base_", "alltoall_base_". It looks
+    into our own ops, which are opaque to a mode otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "dlp":
+            with self:
+                return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.names.append(func._schema.name.removeprefix("c10d::"))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, kind: str) -> int:
+        """Launches whose name contains `kind`: "gather", "alltoall", "reduce"."""
+        return sum(kind in name for name in self.names)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Inside it, `numel` is the size of the largest tensor of `dtype` that an operation has made."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and t.dtype == self.dtype]
+        self.numel = max(self.numel, *sizes, 0)
+        return result

@@ -1,0 +1,222 @@
+"""Long-lived ranks for tests: a worker process per rank, kept between tests, so that a 2-rank test costs milliseconds.
+
+`Pool(world).run(fn, *args)` calls `fn(*args)` on every rank and returns the ranks' results; `fn` lives at the top level
+of a test module and asks `torch.distributed` for its rank. Jobs and results travel as plain pickles: tensors by value,
+moved to the CPU, so that no result refers to memory of a worker that may be killed.
+
+After a job that failed or timed out, the process group is in an unknown state: a rank may still sit in a collective
+that nobody will complete. So the workers are then killed, and the next job gets new ones. The workers are forked from a
+server that has imported torch and started no thread (forking pytest itself, once it has run a parallel op, may hang).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+GRACE = 0.5  # seconds that the other ranks have to report as well, once one has failed
+
+
+class RankError(RuntimeError):
+    """A job failed on some rank; the message holds that rank's traceback, and what became of the others."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back from one rank: a pickled result, a traceback, or the news that the process is gone."""
+
+    kind: str  # "result", "raised" or "died"
+    when: float  # time.monotonic(), the same clock in all processes of a machine
+    payload: bytes
+
+    def __str__(self) -> str:
+        return self.payload.decode()
+
+
+@dataclass(frozen=True)
+class Worker:
+    process: multiprocessing.process.BaseProcess
+    jobs: connection.Connection
+    stacks: Path  # where the worker writes its Python stacks on SIGUSR1
+
+
+def device() -> torch.device:
+    """Inside a worker: the device of this rank."""
+    on_gpu = "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def mesh(*, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> DeviceMesh:
+    """Inside a worker: the mesh of this shape, built once, because a gloo group never gives its threads back."""
+    return _mesh(dp_replicate, dp_shard, tp)
+
+
+@functools.cache
+def _mesh(dp_replicate: int, dp_shard: int, tp: int) -> DeviceMesh:
+    from dlp.comm.mesh import build_mesh  # here, so that the pool's own start does not wait for dlp
+
+    return build_mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, device_type=device().type)
+
+
+class Pool:
+    """`world` ranks on gloo (device_type "cpu") or on NCCL and gloo, a GPU each ("cuda"); started by the first job."""
+
+    def __init__(self, world: int, device_type: str = "cpu") -> None:
+        self.world = world
+        self.device_type = device_type
+        self._workers: list[Worker] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Runs `fn(*args)` on every rank; returns the results in rank order, tensors detached and on the CPU.
+
+        Raises RankError with the traceback of the rank that failed first, or with all stacks after `timeout` seconds.
+        """
+        job = pickle.dumps((fn, args))
+        if not self._workers or not all(worker.process.is_alive() for worker in self._workers):
+            self._start()
+        try:
+            for worker in self._workers:
+                worker.jobs.send_bytes(job)
+            replies = _collect(self._workers, timeout)
+            if any(reply.kind != "result" for reply in replies.values()) or len(replies) < self.world:
+                raise RankError(_report(self._workers, replies, timeout))
+        except BaseException:
+            self.kill()
+            raise
+        return [pickle.loads(replies[rank].payload) for rank in range(self.world)]
+
+    def close(self) -> None:
+        """Lets the workers leave by themselves, then makes sure that they are gone."""
+        for worker in self._workers:
+            if worker.process.is_alive():
+                worker.jobs.send_bytes(b"")
+        for worker in self._workers:
+            worker.process.join(timeout=5)
+        self.kill()
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.jobs.close()
+        self._workers = []
+        if self._directory:
+            self._directory.cleanup()
+
+    def _start(self) -> None:
+        self.kill()
+        self._directory = tempfile.TemporaryDirectory(prefix="dlp-ranks-")
+        directory = Path(self._directory.name)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world, self.device_type, directory, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(Worker(process, ours, directory / f"stacks-{rank}"))
+
+
+def _serve(rank: int, world: int, device_type: str, directory: Path, jobs: connection.Connection) -> None:
+    """The life of a worker: it looks like a rank of torchrun, and runs jobs until an empty one or the end of pytest."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    with open(directory / f"stacks-{rank}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # code that takes "cuda where there is one" must take the CPU
+        dist.init_process_group(
+            BACKENDS[device_type],
+            init_method=f"file://{directory}/store",
+            rank=rank,
+            world_size=world,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        while job := _next_job(jobs):
+            jobs.send(_answer(job))
+        dist.destroy_process_group()
+
+
+def _next_job(jobs: connection.Connection) -> bytes:
+    try:
+        return jobs.recv_bytes()
+    except EOFError:  # pytest is gone
+        return b""
+
+
+def _answer(job: bytes) -> Reply:
+    torch.manual_seed(0)
+    try:
+        fn, args = pickle.loads(job)
+        result = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), fn(*args))
+        return Reply("result", time.monotonic(), pickle.dumps(result))
+    except BaseException:
+        return Reply("raised", time.monotonic(), traceback.format_exc().encode())
+
+
+def _collect(workers: list[Worker], timeout: float) -> dict[int, Reply]:
+    """The replies by rank: all of them, or those there are when time is up or soon after a failure."""
+    deadline = time.monotonic() + timeout
+    waiting = {worker.jobs: rank for rank, worker in enumerate(workers)}
+    replies: dict[int, Reply] = {}
+    while waiting and (ready := connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+        for jobs in ready:
+            assert isinstance(jobs, connection.Connection)
+            rank = waiting.pop(jobs)
+            replies[rank] = _receive(workers[rank])
+            if replies[rank].kind != "result":
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return replies
+
+
+def _receive(worker: Worker) -> Reply:
+    try:
+        return worker.jobs.recv()
+    except (EOFError, ConnectionResetError):
+        worker.process.join()
+        return Reply("died", time.monotonic(), f"the process ended with exit code {worker.process.exitcode}".encode())
+
+
+def _report(workers: list[Worker], replies: dict[int, Reply], timeout: float) -> str:
+    """The first failure in full (a death causes exceptions elsewhere, so it goes first), one line for the others."""
+    failures = {rank: reply for rank, reply in replies.items() if reply.kind != "result"}
+    silent = [rank for rank in range(len(workers)) if rank not in replies]
+    if not failures:
+        stacks = "".join(f"\nrank {rank} is at:\n{_stacks(workers[rank])}" for rank in silent)
+        return f"ranks {silent} of {len(workers)} did not answer within {timeout:g} s{stacks}"
+    first, *others = sorted(failures, key=lambda rank: (failures[rank].kind != "died", failures[rank].when))
+    lines = [f"rank {first} of {len(workers)} {failures[first].kind}:", str(failures[first]).rstrip()]
+    lines += [f"rank {rank} {failures[rank].kind}: {str(failures[rank]).rstrip().splitlines()[-1]}" for rank in others]
+    lines += [f"rank {rank} was still running" for rank in silent]
+    return "\n".join(lines)
+
+
+def _stacks(worker: Worker) -> str:
+    assert worker.process.pid is not None
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(0.3)  # the handler runs at once, even while Python waits inside a collective
+    return worker.stacks.read_text()

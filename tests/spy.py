@@ -1,0 +1,57 @@
+"""A recipe whose casts are seen: every operand that a layer makes, as it was made, by tensor and orientation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from dlp.quant.quantizer import Quantizer, needs_origin, slot_options
+from dlp.quant.recipe import OPERANDS, Operand, Recipe
+from dlp.quant.tensor import Format, QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Spy:
+    """A quantizer that appends what it casts to `seen`."""
+
+    inner: Quantizer
+    seen: list[QuantizedTensor] = field(compare=False)
+
+    @property
+    def format(self) -> Format:
+        return self.inner.format
+
+    @property
+    def reduces(self) -> tuple[int, ...]:
+        return self.inner.reduces
+
+    @property
+    def delayed(self) -> Any:
+        return slot_options(self.inner)
+
+    @property
+    def stochastic(self) -> bool:
+        return needs_origin(self.inner)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return self.inner.observe(x)
+
+    def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
+        made = self.inner.cast(x, amax, **more)
+        self.seen.append(made)
+        return made
+
+
+Seen = dict[tuple[str, str], list[QuantizedTensor]]
+
+
+def spied(recipe: Recipe) -> tuple[Recipe, Seen]:
+    """The recipe, and what it casts by (x, rowwise) and so on; a derived columnwise operand is never cast."""
+    seen: Seen = {(name, way): [] for name in OPERANDS for way in ("rowwise", "columnwise")}
+    operands = {
+        name: Operand(*(Spy(getattr(getattr(recipe, name), way), seen[name, way]) for way in ("rowwise", "columnwise")))
+        for name in OPERANDS
+    }
+    return replace(recipe, **operands), seen

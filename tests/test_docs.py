@@ -1,0 +1,128 @@
+"""The Python in README.md and docs/*.md runs: what the pages promise, they keep.
+
+    ```python               is shown, not run
+    ```python test          runs; the blocks of a page run in order and share their names
+    ```python test ranks=2  runs on each of 2 ranks (1, 2 or 4)
+
+So a page is run once per world: here its plain test blocks alone, on n ranks those and the ones marked ranks=n, in the
+order of the page, in one namespace. Blocks are compiled under their page's name and line: a traceback points into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import textwrap
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
+_INFO = re.compile(r"python(?P<test> test(?: ranks=(?P<ranks>[124]))?)?")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block to run: its code, the line of the page it begins on, and its ranks (0: needs none)."""
+
+    code: str
+    line: int
+    ranks: int
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks of a page that are marked as tests. ValueError for a `python...` mark that is none of the above."""
+    found = []
+    for fence in _FENCE.finditer(text):
+        indent, info, code = fence.groups()
+        line = text.count("\n", 0, fence.start(3)) + 1
+        if not info.startswith("py"):
+            continue
+        mark = _INFO.fullmatch(info.strip())
+        if mark is None:
+            raise ValueError(f"line {line - 1}: ```{info} is none of: python, python test, python test ranks=1|2|4")
+        if mark["test"]:
+            found.append(Block(textwrap.dedent(code) if indent else code, line, int(mark["ranks"] or 0)))
+    return found
+
+
+def run_blocks(page: str, chosen: Sequence[Block], directory: str) -> None:
+    """Runs `chosen` in one namespace, with `directory` as the working directory."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with contextlib.chdir(directory):
+        for block in chosen:
+            code = "\n" * (block.line - 1) + block.code
+            exec(compile(code, page, "exec"), namespace)
+
+
+def runs() -> list[tuple[Path, int]]:
+    """(page, world) of every run there is to make."""
+    worlds = {page: sorted({block.ranks for block in blocks(page.read_text())}) for page in PAGES}
+    return [(page, world) for page in PAGES for world in worlds[page]]
+
+
+@pytest.mark.parametrize(("page", "world"), [pytest.param(p, w, id=f"{p.name}-{w}") for p, w in runs()])
+def test_page(page, world, ranks, tmp_path):
+    chosen = [block for block in blocks(page.read_text()) if block.ranks in (0, world)]
+    if world:
+        ranks(world).run(run_blocks, str(page), chosen, str(tmp_path))
+    else:
+        run_blocks(str(page), chosen, str(tmp_path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_inside_the_repository_lead_somewhere(page):
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+    missing = [link for link in links if link and not (page.parent / link).exists()]
+    assert not missing, f"{page.name} links to {missing}"
+
+
+PAGE = """\
+```bash
+exit 1
+```
+```python
+raise RuntimeError("shown, not run")
+```
+- a list
+
+  ```python test
+  x = 1
+  ```
+
+```python test ranks=2
+y = x + undefined
+```
+"""
+
+
+def test_only_marked_blocks_are_taken_with_line_and_ranks():
+    assert blocks(PAGE) == [Block("x = 1\n", 10, 0), Block("y = x + undefined\n", 14, 2)]
+
+
+@pytest.mark.parametrize(
+    "info", ["python tset", "python test ranks=3", "python test rank=2", "pycon test", "python  test"]
+)
+def test_a_misspelt_mark_is_an_error(info):
+    with pytest.raises(ValueError, match="line 2: ```py"):
+        blocks(f"text\n```{info}\n1\n```\n")
+
+
+def test_a_failing_block_points_into_the_page(tmp_path):
+    with pytest.raises(NameError, match="undefined") as failure:
+        run_blocks("docs/page.md", blocks(PAGE), str(tmp_path))
+    where = traceback.extract_tb(failure.tb)[-1]
+    assert (where.filename, where.lineno) == ("docs/page.md", 14)
+
+
+@pytest.mark.ranks(2)
+def test_blocks_run_inside_the_ranks(ranks, tmp_path):
+    code = "import torch.distributed as dist\nopen(f'rank-{dist.get_rank()}', 'w').close()\n"
+    ranks(2).run(run_blocks, "docs/page.md", [Block(code, 1, 2)], str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]

@@ -1,0 +1,133 @@
+"""The arrows between the packages, read from the source: who may import whom, and that choices are loaded by name.
+
+     launch ──► dlp.parallel ──► dlp.quant, dlp.comm ──► dlp.kernels
+
+Quant and comm never import each other, kernels import nothing of dlp, and only `load` reaches a recipe or an overlap
+strategy. Imports inside functions and under TYPE_CHECKING count too, and so does `import_module` of a literal name.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Each package, and the packages whose modules it may import beside its own.
+MAY_IMPORT = {
+    "dlp.kernels": set(),
+    "dlp.quant": {"dlp.kernels"},
+    "dlp.comm": {"dlp.kernels"},
+    "dlp.parallel": {"dlp.quant", "dlp.comm", "dlp.kernels"},
+    "dlp": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},  # dlp/__init__.py, the table of contents
+    "launch": {"dlp", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+}
+LOADED_BY_NAME = ("dlp.quant.recipes", "dlp.parallel.overlap")  # folders with one file per choice
+
+
+def package_of(module: str) -> str | None:
+    """The package of MAY_IMPORT that `module` belongs to, or None for one that is not ours."""
+    return max((name for name in MAY_IMPORT if f"{module}.".startswith(f"{name}.")), key=len, default=None)
+
+
+def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted target) of each import in `source`; `from a import b` gives a.b, since b may be a module.
+
+    package  the package that the source's file lies in, against which relative imports are resolved
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            literals = (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+            yield from ((node.lineno, str(name)) for name in literals)
+
+
+def violations(source: str, module: str, package: str, choices: set[str]) -> list[str]:
+    """What `source`, the text of `module`, imports and must not; `choices` are the modules that only load may reach."""
+    owner = package_of(module)
+    assert owner is not None
+    found = []
+    for line, target in imports(source, package):
+        layer = package_of(target)
+        if layer not in {None, owner} and layer not in MAY_IMPORT[owner]:
+            found.append(f"{module}:{line} imports {target}: {owner} may not import {layer}")
+        found += [
+            f"{module}:{line} imports {target}: reach it through load({choice.rpartition('.')[2]!r})"
+            for choice in sorted(choices)
+            if f"{target}.".startswith(f"{choice}.")
+        ]
+    return found
+
+
+def sources() -> Iterator[tuple[Path, str, str]]:
+    """(file, module, package it lies in) of everything under dlp/ and launch/."""
+    for folder in ("dlp", "launch"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            package = ".".join(file.relative_to(ROOT).parent.parts)
+            yield file, package if file.stem == "__init__" else f"{package}.{file.stem}", package
+
+
+def choice_modules() -> set[str]:
+    return {module for _, module, package in sources() if package in LOADED_BY_NAME and module != package}
+
+
+def test_the_source_keeps_to_the_arrows():
+    choices = choice_modules()
+    assert choices, f"no module found in {LOADED_BY_NAME}"
+    found = [
+        violation
+        for file, module, package in sources()
+        for violation in violations(file.read_text(), module, package, choices)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_package_has_a_place_in_the_picture():
+    packages = {".".join(module.split(".")[:2]) for _, module, _ in sources() if module.startswith("dlp.")}
+    assert packages <= MAY_IMPORT.keys(), f"say in MAY_IMPORT what {sorted(packages - MAY_IMPORT.keys())} may import"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "message"),
+    [
+        (
+            "dlp.kernels.ops",
+            "import dlp.quant.tensor",
+            "1 imports dlp.quant.tensor: dlp.kernels may not import dlp.quant",
+        ),
+        ("dlp.kernels.ops", "from .. import quant", "1 imports dlp.quant: dlp.kernels may not import dlp.quant"),
+        ("dlp.kernels.ops", "import dlp", "1 imports dlp: dlp.kernels may not import dlp"),
+        ("dlp.quant.tensor", "\nfrom ..comm import amax", "2 imports dlp.comm.amax: dlp.quant may not import dlp.comm"),
+        ("dlp.comm.amax", "def f():\n from dlp import quant", "2 imports dlp.quant: dlp.comm may not import dlp.quant"),
+        ("dlp.comm.mesh", "from dlp.parallel import style", "may not import dlp.parallel"),
+        ("dlp.parallel.linear", "from launch.model import Llama", "dlp.parallel may not import launch"),
+        ("dlp.parallel.linear", "from dlp import convert", "dlp.parallel may not import dlp"),
+        ("dlp.quant.recipe", "from dlp.quant.recipes import mine", "reach it through load('mine')"),
+        ("dlp.quant.recipes.other", "from .mine import X", "reach it through load('mine')"),
+        ("launch.train", "importlib.import_module('dlp.quant.recipes.mine')", "reach it through load('mine')"),
+    ],
+)
+def test_a_forbidden_import_is_found(module, source, message):
+    found = violations(source, module, module.rpartition(".")[0], {"dlp.quant.recipes.mine"})
+    assert len(found) == 1 and message in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("dlp.kernels.ops", "import torch\nfrom . import reference\nfrom dlp.kernels.reference import cast"),
+        ("dlp.quant.recipe", "importlib.import_module(f'dlp.quant.recipes.{name}')\nfrom dlp.kernels import ops"),
+        ("dlp.parallel.linear_fn", "from dlp.quant import recipes\nfrom ..comm.amax import agree"),
+        ("launch.train", "import dlp\nfrom dlp.kernels import ops\nfrom .config import load"),
+    ],
+)
+def test_an_allowed_import_is_not(module, source):
+    assert violations(source, module, module.rpartition(".")[0], {"dlp.quant.recipes.mine"}) == []

@@ -1,0 +1,176 @@
+"""Where amaxes are agreed, and what is kept for backward: pure tests, with a group that only has a size.
+
+The table is FORMATS' rule, written out by hand per style: a scale is agreed over tp iff the dimension it spans is cut
+by tp in an operand that is gathered; with `amax_scope="all"`, iff it is cut; with a group of the user's, always.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlp.parallel import operands, overlap
+from dlp.parallel.linear import Linear
+from dlp.parallel.spec import LinearSpec, Overlaps
+from dlp.parallel.style import STYLES
+from dlp.quant import recipe as recipes
+from dlp.quant.recipe import Recipe
+from tests.cases import RECIPES
+
+SIZE = 64
+GATHERED = {"COLUMN_SP": "x", "ROW_SP": "dy"}
+# which dimension of x, w, dy tp cuts
+CUT = {
+    "LOCAL": {}, "LOCAL_SP": {"x": 0, "dy": 0}, "COLUMN": {"w": 0, "dy": 1}, "ROW": {"w": 1, "x": 1},
+    "COLUMN_SP": {"x": 0, "w": 0, "dy": 1}, "ROW_SP": {"x": 1, "w": 1, "dy": 0},
+}  # fmt: skip
+
+
+class FakeGroup:
+    """Stands for tp ranks that nobody talks to."""
+
+    def __init__(self, name: str, size: int = 2) -> None:
+        self.name = name
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+class Agreements(list[tuple[str, int]]):
+    """Replaces `agree`: notes the group and how many amaxes it was asked for, and hands them back."""
+
+    def __call__(self, observed: list[Tensor], group: Any) -> list[Tensor]:
+        self.append((group.name, len(observed)))
+        return observed
+
+
+def make_spec(row: Any, recipe: Recipe, amax_group: Any = None) -> LinearSpec:
+    serial = Overlaps(*[overlap.load("serial")] * 3)
+    spec = LinearSpec("layer", row, recipe, serial, FakeGroup("tp"), amax_group)  # type: ignore[arg-type]
+    spec.runtime.cores = [SimpleNamespace(weights=lambda: [torch.zeros(1)], specs=lambda: [spec])]  # type: ignore[list-item]
+    return spec
+
+
+def agreements(spec: LinearSpec, operand: str) -> Agreements:
+    """What quantizing one operand, in both orientations, asks the ranks to agree on."""
+    agreed = Agreements()
+    with patch.object(operands, "agree", agreed):
+        operands.quantize(spec, operand, [torch.randn(SIZE, SIZE)], row=True, col=True)
+    return agreed
+
+
+def spanned(recipe: Recipe, operand: str) -> list[tuple[int, ...]]:
+    """Per cast that observes something, the dimensions of the stored tensor that one amax spans."""
+    pair = getattr(recipe, operand)
+    ways = [(pair.rowwise, (0, 1))] + [(pair.columnwise, (1, 0))] * (not pair.derived)
+    observing = [(q, dims) for q, dims in ways if q.observe(torch.ones(SIZE, SIZE)) is not None]
+    return [tuple(dims[d] for d in q.reduces) for q, dims in observing]
+
+
+@pytest.mark.parametrize("operand", ["x", "w", "dy"])
+@pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
+def test_fp8_current_agrees_exactly_where_formats_says(row, operand):
+    """The table of FORMATS section 4 for a scale of the whole tensor: x of COLUMN_SP, dy of ROW_SP, nothing else."""
+    expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
+    assert agreements(make_spec(row, recipes.load("fp8_current")), operand) == expected
+
+
+@pytest.mark.parametrize("operand", ["x", "w", "dy"])
+@pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
+def test_fp8_rowwise_agrees_on_the_scales_that_span_the_tokens(row, operand):
+    """The scales of a columnwise operand span the tokens; those of a rowwise one belong to a token each."""
+    expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
+    assert agreements(make_spec(row, recipes.load("fp8_rowwise")), operand) == expected
+
+
+@pytest.mark.parametrize("scope", ["table", "all"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
+def test_every_recipe_agrees_by_the_rule(row, recipe, scope):
+    loaded = recipes.load(recipe, amax_scope=scope)
+    for operand in ("x", "w", "dy"):
+        cut = CUT[row.name].get(operand)
+        wanted = GATHERED.get(row.name) == operand or scope == "all"
+        count = sum(cut in dims for dims in spanned(loaded, operand)) if wanted else 0
+        assert agreements(make_spec(row, loaded), operand) == [("tp", count)] * (count > 0), operand
+
+
+@pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
+def test_a_group_of_the_users_agrees_on_everything(row):
+    for operand in ("x", "w", "dy"):
+        spec = make_spec(row, recipes.load("fp8_current"), FakeGroup("mine", 8))
+        assert agreements(spec, operand) == [("mine", 1)]
+
+
+def test_one_agreement_serves_all_siblings():
+    agreed = Agreements()
+    spec = make_spec(STYLES["column", False], recipes.load("fp8_current"), FakeGroup("mine"))
+    values = [torch.randn(SIZE, SIZE) for _ in range(3)]
+    with patch.object(operands, "agree", agreed):
+        operands.quantize(spec, "dy", values, row=True, col=True, members=["q", "k", "v"])
+    assert agreed == [("mine", 3)]
+
+
+def test_operands_flatten_and_come_back():
+    for name in ("bf16", "fp8_current", "fp8_block"):
+        recipe = recipes.load(name)
+        pairs = operands.quantize(
+            make_spec(STYLES["local", False], recipe), "w", [torch.randn(SIZE, 128)], row=True, col=True
+        )
+        back = operands.unflatten(recipe.w, operands.flatten(pairs * 2), 2)
+        for pair in back:
+            for made, original in ((pair.rowwise(), pairs[0].rowwise()), (pair.columnwise(), pairs[0].columnwise())):
+                assert made.format == original.format
+                assert torch.equal(made.dequantize(), original.dequantize())
+
+
+def saved_bytes(recipe: str, dtype: torch.dtype, siblings: int = 1, tokens: int = 256) -> int:
+    """Bytes that a linear's forward keeps for backward, beside its weights."""
+    layer = Linear(128, (64,) * siblings if siblings > 1 else 64, recipe=recipe, dtype=dtype)
+    weights = {parameter.data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
+        return tensor
+
+    x = torch.randn(tokens, 128, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    return sum(kept.values())
+
+
+SMALL = 64  # bytes of scales and tickets, and no tensor of tokens
+
+
+def test_what_is_saved_for_backward_is_quantized():
+    tokens, features = 256, 128
+    assert 0 <= saved_bytes("bf16", torch.bfloat16) - 2 * tokens * features <= SMALL
+    assert 0 <= saved_bytes("fp8_current", torch.bfloat16) - tokens * features <= SMALL
+    assert 0 <= saved_bytes("fp8_current", torch.float32) - tokens * features <= SMALL
+
+
+def test_siblings_save_their_x_once():
+    for recipe in ("bf16", "fp8_current"):
+        one, three = (saved_bytes(recipe, torch.bfloat16, siblings) for siblings in (1, 3))
+        assert abs(three - one) <= SMALL
+
+
+def test_nothing_is_saved_where_nothing_needs_it():
+    """A frozen weight needs no x."""
+    layer = Linear(128, 64, recipe="fp8_current")
+    layer.weight.requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        layer(torch.randn(256, 128, requires_grad=True))
+    assert 256 * 128 not in kept

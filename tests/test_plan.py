@@ -1,0 +1,207 @@
+"""The plan: what it decides, prints and refuses, from a model on the meta device and without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dlp.parallel.plan import make_plan
+from dlp.quant.groups import LayerGroup
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(64, 64)
+        self.k_proj = nn.Linear(64, 32)
+        self.v_proj = nn.Linear(64, 32, bias=False)
+        self.o_proj = nn.Linear(64, 64)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.attn = Attention()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 64)
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(64, 96, bias=False)
+
+
+QKV = {"name": "qkv", "match": ["layers.*.attn.{q,k,v}_proj"], "style": "column", "siblings": True}
+OUT = {"name": "out", "match": ["layers.*.attn.o_proj"], "style": "row"}
+FP8 = {"name": "default", "match": ["layers.**"], "recipe": "fp8_current"}
+EDGE = {"name": "edge", "match": ["layers.-1.attn.o_proj"], "recipe": {"name": "fp8_current", "power_of_two": True}}
+
+
+def plan(*groups: Any, tp: int = 2, **options: Any) -> Any:
+    with torch.device("meta"):
+        model = Model()
+    return make_plan(model, groups, tp, **options)
+
+
+def refusal(*groups: Any, **options: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        plan(*groups, **options)
+    return str(error.value)
+
+
+def test_each_layer_has_its_row():
+    rows = {row.name: row for row in plan(FP8, QKV, OUT, EDGE).layers}
+    assert len(rows) == 9
+    q, o, head = rows["layers.0.attn.q_proj"], rows["layers.1.attn.o_proj"], rows["head"]
+    assert (q.shape, q.row.name, q.parameters) == ((64, 64), "COLUMN", 32 * 64 + 32)
+    assert q.siblings == tuple(f"layers.0.attn.{name}_proj" for name in "qkv")
+    assert (o.row.name, o.parameters) == ("ROW", 64 * 32 + 64)
+    assert str(o.recipe) == "fp8_current(power_of_two=True)" and str(q.recipe) == "fp8_current"
+    assert "edge" in o.group and "default" in o.overrode
+    assert (head.style, head.recipe.name, head.parameters) == ("local", "bf16", 96 * 64)
+
+
+def test_defaults_are_said():
+    assert "style default" in plan(FP8).layers[0].group and "recipe default" in plan(QKV).layers[0].group
+    head = plan(FP8).layers[-1]
+    assert head.name == "head" and "style default" in head.group and "recipe default" in head.group
+
+
+def test_it_prints_every_layer_and_a_summary():
+    text = str(plan(FP8, QKV, OUT, EDGE))
+    lines = text.splitlines()
+    assert "9 linears" in lines[0] and "per tp rank of 2" in lines[0]
+    for row in ("layers.0.attn.q_proj", "layers.1.attn.o_proj", "head", "embed", "layers.0.norm"):
+        assert any(line.startswith(row) for line in lines), row
+    line = next(line for line in lines if line.startswith("layers.0.attn.q_proj"))
+    for cell in ("64 x 64", "COLUMN", "q_proj,k_proj,v_proj", "fp8_current", "serial", "2,080"):
+        assert cell in line
+    assert all(len(line) == len(line.rstrip()) for line in lines)
+
+
+def test_parameters_add_up():
+    model = Model()
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert plan(FP8, tp=1).parameters == whole
+    biases_and_norms = 2 * (2 * 64 + 64)  # o_proj's bias and the norm are on every rank
+    columns = {"name": "all", "match": ["head", "embed"], "style": "column"}
+    assert plan(QKV, OUT, columns).parameters == (whole - biases_and_norms) // 2 + biases_and_norms
+
+
+def test_an_embedding_is_cut_along_the_vocabulary():
+    others = {row.name: row for row in plan({"name": "v", "match": ["embed"], "style": "column"}).others}
+    assert (others["embed"].style, others["embed"].parameters) == ("vocab", 48 * 64)
+    assert (others["layers.0.norm"].style, others["layers.0.norm"].parameters) == ("replicated", 128)
+
+
+def test_sequence_parallel_layers_are_marked():
+    group = {"name": "sp", "match": ["layers.**"], "sequence_parallel": True}
+    made = plan(QKV, OUT, group, batch=(3, 4))
+    assert {row.row.name for row in made.layers} == {"COLUMN_SP", "ROW_SP", "LOCAL"}
+    norm = next(row for row in made.others if row.name == "layers.0.norm")
+    assert norm.sequence_parallel and "summed at the end of backward" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        ([QKV], {"tp": 3}, "layers.0.attn.q_proj: COLUMN cuts out_features 64 over tp 3, which does not divide it"),
+        ([OUT], {"tp": 3}, "layers.0.attn.o_proj: ROW cuts in_features 64 over tp 3, which does not divide it"),
+        (
+            [{"name": "v", "match": ["embed"], "style": "column"}],
+            {"tp": 5},
+            "embed: a vocabulary of 96 cannot be cut over tp 5, which does not divide it; pad it",
+        ),
+        (
+            [{"name": "sp", "match": ["layers.*.attn.o_proj"], "style": "row", "sequence_parallel": True}],
+            {},
+            "layers.0.attn.o_proj: sequence parallelism needs the shape of a microbatch: pass batch=(B, S) to convert, split "
+            "tokens with dlp.scatter_tokens before the first such layer and join them with dlp.gather_tokens after the last",
+        ),
+        (
+            [{"name": "sp", "match": ["layers.**"], "sequence_parallel": True}],
+            {"batch": (3, 5)},
+            "layers.0.attn.q_proj: sequence parallelism cuts B*S = 3*5 tokens over tp 2, which does not divide them",
+        ),
+        (
+            [QKV, {"name": "odd", "match": ["layers.*.attn.k_proj"], "recipe": "fp8_current"}],
+            {},
+            "layers.0.attn.k_proj and layers.0.attn.q_proj are siblings and run as one layer, but differ in recipe: "
+            "fp8_current and bf16; give them the same, or set siblings = false for their group",
+        ),
+        (
+            [QKV, {"name": "odd", "match": ["layers.*.attn.v_proj"], "style": "local"}],
+            {},
+            "layers.0.attn.v_proj and layers.0.attn.q_proj are siblings and run as one layer, but differ in style: LOCAL "
+            "and COLUMN; give them the same, or set siblings = false for their group",
+        ),
+        (
+            [{"name": "rows", "match": ["layers.*.attn.{q,k}_proj"], "style": "row", "siblings": True}],
+            {},
+            "layers.0.attn.q_proj: siblings read the same x and are column-parallel or local; style is 'row'",
+        ),
+        (
+            [{"name": "norms", "match": ["layers.*.norm"], "style": "row"}],
+            {},
+            "layers.0.norm: style 'row' is for linears and embeddings; LayerNorm is replicated",
+        ),
+        (
+            [{"name": "typo", "match": ["layers.*.atn.**"], "recipe": "bf16"}],
+            {},
+            "layer group 'typo': pattern 'layers.*.atn.**' matches no layer; nearest: 'layers.0.attn.",
+        ),
+        (
+            [{"name": "lost", "match": ["head"], "recipe": "fp8_current"}, {"name": "all", "match": ["**"], "recipe": "bf16"}],
+            {},
+            "group 'lost' is left with no layer: every layer it matches is taken by 'all'",
+        ),
+        ([{"name": "r", "match": ["head"], "recipe": "fp9"}], {}, "unknown recipe 'fp9': the recipes are bf16, "),
+        (
+            [{"name": "o", "match": ["head"], "overlap": "sereal"}],
+            {},
+            "unknown overlap strategy 'sereal': the strategies are ",
+        ),
+        (
+            [{"name": "o", "match": ["head"], "overlap": {"forward": "serial"}}],
+            {},
+            "head: an overlap strategy is chosen for fprop, dgrad, wgrad; got 'forward'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(groups, options, message):
+    assert refusal(*groups, **options).startswith(message)
+
+
+def test_groups_may_be_typed():
+    assert plan(LayerGroup("qkv", ["layers.*.attn.q_proj"], style="column")).layers[0].style == "column"
+
+
+def test_an_overlap_may_be_chosen_per_gemm():
+    made = plan({"name": "o", "match": ["head"], "overlap": {"dgrad": "serial"}})
+    assert "serial/serial/serial" in str(made)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 64)
+        self.head = nn.Linear(64, 96, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("matched", "styles"), [("head", "column and replicated"), ("embed", "local and vocab")], ids=["head", "embed"]
+)
+def test_tied_weights_must_be_cut_alike(matched, styles):
+    with pytest.raises(ValueError) as error:
+        make_plan(Tied(), [{"name": "one", "match": [matched], "style": "column"}], 2)
+    assert str(error.value) == (
+        f"head and embed share a parameter, but tp cuts it otherwise ({styles}); give both the same style"
+    )
+    make_plan(Tied(), [{"name": "both", "match": ["head", "embed"], "style": "column"}], 2)
+    make_plan(Tied(), [{"name": "none", "match": ["head"], "recipe": "bf16"}], 2)

@@ -1,0 +1,62 @@
+"""The scripts behind the Makefile: function length, the check of an interpreter, and the Makefile's own help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import check_env, function_length
+from tools.function_length import Function
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_length_counts_decorated_nested_and_async_functions():
+    source = "@property\ndef a():\n    def b():\n        pass\n    return b\n\nclass C:\n    async def d(self): ...\n"
+    assert sorted(function_length.functions_in(source, "f.py")) == [
+        Function(1, "f.py:8 d"),
+        Function(2, "f.py:3 b"),
+        Function(4, "f.py:2 a"),
+    ]
+
+
+@pytest.mark.parametrize(("long", "passes"), [(5, True), (6, False)])
+def test_length_fails_when_the_95th_percentile_reaches_a_screen(long, passes):
+    functions = [Function(10, "short")] * (100 - long) + [Function(60, "long")] * long
+    line, short_enough = function_length.report(functions)
+    assert short_enough is passes
+    assert line == f"100 functions: median 10 lines, p95 {10 if passes else 60} (limit: under 60), longest 60 (long)"
+
+
+def test_length_fails_where_there_is_nothing_to_measure(tmp_path, capsys):
+    assert function_length.main([str(tmp_path)]) == 1
+    assert "no functions in" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(capsys):
+    assert check_env.main([]) == 0
+    assert check_env.main(["pytest", "no_such_package"]) == 1
+    assert capsys.readouterr().err.startswith(f"{sys.executable}: no_such_package is not installed. ")
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("2.11.0+cu130", None),
+        ("2.13.2", None),
+        ("2.10.1", "torch 2.10.1 is not >=2.11,<2.14"),
+        ("2.14.0a0+git1", "torch 2.14.0a0+git1 is not >=2.11,<2.14"),
+    ],
+)
+def test_the_version_of_torch_is_checked(monkeypatch, version, expected):
+    monkeypatch.setattr(check_env.importlib.metadata, "version", lambda name: version)
+    assert check_env.problem("torch>=2.11,<2.14") == expected
+
+
+def test_help_lists_every_verb():
+    run = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
+    verbs = [line.split()[0] for line in run.stdout.splitlines()[1:]]
+    assert verbs == ["help", "pretrain", "plan", "test", "multigpu", "lint", "kernels-compile", "gpu-test", "bench"]
