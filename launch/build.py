@@ -1,0 +1,113 @@
+"""From a config to a model on its ranks: mesh, conversion, recomputation, compilation, FSDP, weights, optimizer.
+
+The order matters: conversion swaps modules on the meta device, FSDP shards what conversion made, and only then is
+memory allocated and filled, each rank with its slice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
+
+import dlp
+from dlp import LayerGroup, Plan
+from launch.config import Batch, Config, validate_world
+from launch.model import DTYPES, Llama, init_weights, parallel_groups
+from launch.sections import Train
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model ready to train. `dp_rank` of `batch.dp_size`: which slice of the global batch this rank reads."""
+
+    model: Llama
+    plan: Plan
+    mesh: DeviceMesh
+    device: torch.device
+    optimizer: AdamW
+    dp_rank: int
+    batch: Batch
+
+
+def layer_groups(config: Config) -> list[LayerGroup]:
+    """How tp cuts a Llama, then the run's own groups."""
+    own = [
+        LayerGroup(**{key: value for key, value in asdict(group).items() if value is not None})
+        for group in config.groups
+    ]
+    return parallel_groups(config.mesh.sequence_parallel) + own
+
+
+def meta_model(config: Config) -> Llama:
+    with torch.device("meta"):
+        return Llama(config.model, DTYPES[config.train.dtype])
+
+
+def plan_for(config: Config, world_size: int, device_type: str) -> Plan:
+    """The layer plan of a config, without ranks or memory."""
+    batch = (validate_world(config, world_size).micro, config.train.sequence)
+    return dlp.make_plan(meta_model(config), layer_groups(config), config.mesh.tp, device_type=device_type, batch=batch)
+
+
+def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
+    """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
+    model = meta_model(config)
+    batch = validate_world(config, mesh.size())
+    tokens = (batch.micro, config.train.sequence)
+    groups, shared = layer_groups(config), config.mesh.amax_group
+    plan = dlp.convert(model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed)
+    if config.train.checkpointing == "full":
+        for block in model.model.layers:
+            recompute(block)
+    if config.train.compile:
+        for block in model.model.layers:
+            block.compile()
+    if batch.dp_size > 1:
+        shard(model, mesh, DTYPES[config.train.dtype])
+    model.to_empty(device=device)
+    init_weights(model, config.train.seed)
+    optimizer = make_optimizer(model, config)
+    dlp.attach(model, optimizer)
+    dp_rank = mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
+    return Built(model, plan, mesh, device, optimizer, dp_rank, batch)
+
+
+def recompute(block: nn.Module) -> None:
+    """Keep only the block's input in forward; run the block again in backward."""
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP over each block and the rest: gathered in `dtype`, gradients reduced in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.model.layers:
+        dlp.fully_shard(block, mesh=mesh, mp_policy=policy)
+    dlp.fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def learning_rate(step: int, train: Train) -> float:
+    """Of the step'th step, from 0: linear warm-up, then a cosine down to `min_lr` of the peak at the last step."""
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    progress = min((step - train.warmup) / max(1, train.steps - 1 - train.warmup), 1.0)
+    return train.lr * (train.min_lr + (1.0 - train.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model: nn.Module, config: Config) -> AdamW:
+    """AdamW (fused), weight decay on matrices only."""
+    train = config.train
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return AdamW([g for g in groups if g["params"]], lr=train.lr, betas=train.betas, eps=train.eps, fused=True)

@@ -1,0 +1,230 @@
+"""The configuration of a training run: one TOML file, read into typed and checked dataclasses.
+
+`load("tiny", ["--train.lr", "1e-3"])` finds `launch/configs/tiny.toml` (or takes a path), applies the overrides and
+returns a `Config`. A setting's own range is in its field (sections.py); what several settings must agree on is in
+`_agreements`, and what depends on the number of ranks in `validate_world`. `to_toml` writes a file that loads as an
+equal `Config`.
+
+    python -m launch.config [CONFIG] [--section.key value ...]     prints the resolved file
+    python -m launch.config --docs                                 prints docs/config.md
+"""
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import dlp
+from dlp.comm.mesh import resolve_axes
+from launch import overrides
+from launch.schema import ConfigError, markdown_table, read, toml_lines
+from launch.sections import SCHEMA, Checkpoint, Data, Group, Mesh, Model, Run, Train
+
+CONFIGS = Path(__file__).parent / "configs"
+DEFAULT = "tiny"
+TABLES = {name: cls for name, cls in SCHEMA.items() if cls is not Group}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All sections. `source` names the file in errors and does not take part in comparison."""
+
+    mesh: Mesh
+    model: Model
+    data: Data
+    train: Train
+    checkpoint: Checkpoint
+    run: Run
+    groups: tuple[Group, ...]
+    source: str = field(default="config", compare=False)
+
+    def __post_init__(self) -> None:
+        for holds, sentence in _agreements(self):
+            if not holds:
+                raise ConfigError(f"{self.source}: {sentence}")
+        for group in self.groups:
+            _check_group(group, self.source)
+
+
+def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
+    """What several settings must agree on on any number of ranks, each with the sentence for when they do not."""
+    mesh, model, train = config.mesh, config.model, config.train
+    yield (mesh.dp_replicate, mesh.dp_shard) != (-1, -1), "[mesh] dp_replicate, dp_shard: expected one -1, got two"
+    yield (
+        model.heads % model.kv_heads == 0,
+        f"[model] kv_heads: expected a divisor of heads = {model.heads}, got {model.kv_heads}",
+    )
+    yield model.head_dim % 2 == 0, f"[model] head_dim: expected an even number, got {model.head_dim}"
+    for name in ("heads", "kv_heads", "ffn", "vocab"):
+        size = getattr(model, name)
+        yield size % mesh.tp == 0, f"[mesh] tp: expected a divisor of [model] {name} = {size}, got {mesh.tp}"
+    tokens = abs(train.micro_batch) * train.sequence
+    yield (
+        not mesh.sequence_parallel or tokens % mesh.tp == 0,
+        f"[mesh] tp: expected a divisor of [train] micro_batch x sequence = {tokens} under sequence_parallel, "
+        f"got {mesh.tp}",
+    )
+    yield (
+        train.global_batch % train.micro_batch == 0,
+        f"[train] global_batch: expected a multiple of micro_batch = {train.micro_batch}, got {train.global_batch}",
+    )
+    names = [group.name for group in config.groups]
+    yield len(set(names)) == len(names), f"[[groups]] name: expected names that differ, got {', '.join(names)}"
+
+
+def _check_group(group: Group, source: str) -> None:
+    """Builds the layer group and its recipe once, so that what is wrong in them is found before any work starts."""
+    chosen = {each.name: value for each in fields(group) if (value := getattr(group, each.name)) is not None}
+    try:
+        dlp.LayerGroup(**chosen)
+        if group.recipe_call is not None:
+            name, options = group.recipe_call
+            dlp.recipe(name, **options)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {group.title()}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How a step's sequences are spread: `micro` sequences a microbatch, `num_micro` microbatches on each of `dp_size`
+    data-parallel ranks."""
+
+    micro: int
+    num_micro: int
+    dp_size: int
+
+
+def validate_world(config: Config, world_size: int) -> Batch:
+    """The batch on this many ranks; raises ConfigError if the mesh or the batch does not fit them."""
+    mesh, micro_batch, global_batch = config.mesh, config.train.micro_batch, config.train.global_batch
+    try:
+        resolve_axes(world_size, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
+    except ValueError as error:
+        raise ConfigError(f"{config.source}: [mesh] {error}") from None
+    dp_size = world_size // mesh.tp
+    least = abs(micro_batch)  # -1 stands for at least one sequence
+    if global_batch % (least * dp_size):
+        raise ConfigError(
+            f"{config.source}: [train] global_batch: expected a multiple of micro_batch {least} x "
+            f"{dp_size} data-parallel ranks, got {global_batch}"
+        )
+    micro = global_batch // dp_size if micro_batch == -1 else micro_batch
+    return Batch(micro, global_batch // (micro * dp_size), dp_size)
+
+
+def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> Config:
+    """The checked config of a name under launch/configs or of a TOML file.
+
+    arguments: overrides as on a command line, ["--train.lr", "1e-3", "--recipe", "bf16"]. Raises ConfigError.
+    """
+    rest, changes = overrides.split(arguments)
+    if rest:
+        raise ConfigError(f"{rest[0]}: expected overrides of the form --section.key value")
+    return _load(name_or_path, changes)
+
+
+def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """A program's own arguments and its config, from a parser made by `make_parser`. Raises ConfigError."""
+    known, changes = overrides.parse(parser, arguments, SCHEMA)
+    return known, _load(known.config, changes)
+
+
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """A parser with CONFIG, --print-config and a --help that lists every setting; programs add their own options."""
+    return overrides.make_parser(program, description, DEFAULT, SCHEMA)
+
+
+def _find(name_or_path: str | Path) -> Path:
+    path = Path(name_or_path)
+    for candidate in (CONFIGS / f"{name_or_path}.toml", path):
+        if candidate.is_file():
+            return candidate
+    names = ", ".join(sorted(each.stem for each in CONFIGS.glob("*.toml")))
+    raise ConfigError(f"{name_or_path}: no such config, expected a path to a TOML file or one of {names}")
+
+
+def _load(name_or_path: str | Path, changes: Sequence[tuple[str, str]]) -> Config:
+    path = _find(name_or_path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name}: not a TOML file: {error}") from None
+    _check_shape(tables, path.name)
+    overrides.apply(tables, changes, SCHEMA)
+    try:
+        sections: dict[str, Any] = {name: read(cls, tables.get(name, {}), f"[{name}]") for name, cls in TABLES.items()}
+        groups = [read(Group, table, f"[[groups]] {place}") for place, table in enumerate(tables["groups"], start=1)]
+    except ConfigError as error:
+        raise ConfigError(f"{path.name}: {error}") from None
+    return Config(source=path.name, groups=tuple(groups), **sections)
+
+
+def _check_shape(tables: dict[str, Any], source: str) -> None:
+    """Known sections, each a table; at least one group."""
+    for name, table in tables.items():
+        if name not in SCHEMA:
+            raise ConfigError(f"{source}: [{name}]: unknown section, expected one of {', '.join(SCHEMA)}")
+        if name != "groups" and not isinstance(table, dict):
+            raise ConfigError(f"{source}: {name}: expected a table, [{name}], got {table!r}")
+    groups = tables.get("groups")
+    if not (isinstance(groups, list) and groups and all(isinstance(group, dict) for group in groups)):
+        raise ConfigError(f"{source}: [[groups]]: expected one or more such tables, each a group of layers")
+
+
+def to_toml(config: Config) -> str:
+    """A file that loads as an equal config; every setting is written, except those that are unset."""
+    parts = []
+    for name in SCHEMA:
+        value = getattr(config, name)
+        tables = [("[[groups]]", group) for group in value] if name == "groups" else [(f"[{name}]", value)]
+        parts += ["\n".join([title, *toml_lines(section)]) for title, section in tables]
+    return "\n\n".join(parts) + "\n"
+
+
+DOCS = """\
+# Configuration
+
+This page is printed by `python -m launch.config --docs`; a test holds the two equal.
+
+A run is described by one TOML file. `CONFIG` on a command line is the name of a file under `launch/configs` (without
+`.toml`) or a path, and `tiny` if it is left out. Keys without a default must be in the file.
+
+Settings are changed from the command line by `--section.key value`, in a group of layers by `--groups.NAME.key value`;
+`--recipe X` is short for `--groups.default.recipe X`. A value is written as in TOML, and a string needs no quotes:
+
+```
+python -m launch.config tiny --train.lr 1e-3 --mesh.sequence_parallel false --recipe bf16
+```
+
+prints the resolved file, which is itself a config. A setting that cannot be used stops the program with one sentence:
+
+```
+--train.lr: expected a number > 0, got 'fast'
+```
+"""
+
+
+def docs() -> str:
+    """The page docs/config.md."""
+    page = [DOCS]
+    for name, cls in SCHEMA.items():
+        title = f"[[{name}]]" if name == "groups" else f"[{name}]"
+        page.append(f"## `{title}`\n\n{cls.__doc__}\n\n{markdown_table(cls)}\n")
+    return "\n".join(page)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = make_parser("launch.config", "Prints a configuration as training would use it.")
+    parser.add_argument("--docs", action="store_true", help="print the page of documentation instead")
+    known, config = command_line(parser, arguments)
+    sys.stdout.write(docs() if known.docs else to_toml(config))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(str(error))

@@ -1,0 +1,101 @@
+"""`make pretrain`: train on this machine as it is, by torchrun, on every GPU or on two CPU ranks.
+
+    python -m launch.local [--ranks N] [CONFIG] [--section.key value ...]
+
+The number of ranks and tp are chosen so that mesh and batch fit, and every choice that is not the config's is said.
+What was asked for by name (--ranks, --mesh.tp) is taken or refused, never changed. Settings are checked here, before
+any rank starts, so that a mistake is one sentence and not a report by torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from launch.config import Config, command_line, make_parser, to_toml, validate_world
+
+CPU_RANKS = 2
+
+
+def devices_here() -> tuple[int, str]:
+    """How many ranks this machine has room for, and what they run on."""
+    gpus = torch.cuda.device_count()
+    return (gpus, "GPU") if gpus else (min(CPU_RANKS, os.cpu_count() or 1), "CPU core")
+
+
+def choose(config: Config, ranks: Sequence[int], tps: Sequence[int]) -> tuple[int, int]:
+    """The first (ranks, tp) that the config fits, by ranks, then by tp. Raises the first one's ConfigError if none."""
+    for each in ranks:
+        for tp in tps:
+            if not _misfit(config, each, tp):
+                return each, tp
+    raise _misfit(config, ranks[0], tps[0]) or AssertionError("it fits, and was not chosen")
+
+
+def _misfit(config: Config, ranks: int, tp: int) -> ValueError | None:
+    try:
+        validate_world(replace(config, mesh=replace(config.mesh, tp=tp)), ranks)
+    except ValueError as error:
+        return error
+    return None
+
+
+def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) -> Iterator[str]:
+    """What is not as the machine or the config would have it."""
+    ranks, tp = chosen
+    if ranks != devices:
+        batch = config.train.global_batch
+        yield f"using {ranks} of {devices} {kind}s: no mesh of more fits tp and global_batch {batch}"
+    if tp != config.mesh.tp:
+        yield f"using tp = {tp} instead of {config.mesh.tp} on {ranks} {kind}{'s' * (ranks > 1)}"
+
+
+def train(ranks: int, arguments: Sequence[str]) -> int:
+    """Run `launch.train` on so many ranks of this machine; returns the exit code: 128 + a signal's number for torchrun
+    stopped by it, 1 for a rank that failed."""
+    command = ["--standalone", f"--nproc-per-node={ranks}", "-m", "launch.train", *arguments]
+    try:
+        torchrun.run(torchrun.parse_args(command))
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as failed:
+        _, failure = failed.get_first_failure()
+        if failure.exitcode != 1 or failure.error_file != "<N/A>":  # of a refusal all has been said
+            print(failed.format_msg(), file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ours.add_argument("--ranks", type=int)
+    known, rest = ours.parse_known_args(arguments)
+    parser = make_parser("launch.local", "Trains on this machine, on every GPU or on two CPU ranks, or on --ranks N.")
+    try:
+        options, config = command_line(parser, rest)
+        devices, kind = devices_here()
+        ranks = [known.ranks] if known.ranks else list(range(devices, 0, -1))
+        tp = config.mesh.tp
+        asked = any(each.partition("=")[0] == "--mesh.tp" for each in rest)
+        chosen = choose(config, ranks, [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.print_config:
+        print(to_toml(config), end="")
+        return 0
+    for remark in remarks(config, chosen, ranks[0], kind):
+        print(remark, flush=True)
+    return train(chosen[0], [*rest, "--mesh.tp", str(chosen[1])])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

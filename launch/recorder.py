@@ -1,0 +1,99 @@
+"""What a run measures: metrics.jsonl, a progress bar, the plot, and the split of a step's time."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from launch.config import Config
+from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
+from launch.plot import write_plot
+from launch.rundir import RunDir
+
+
+class Stopwatch:
+    """Splits one step into named parts. On CUDA it records events, so `split` must wait until the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
+
+    def _now(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, name: str) -> None:
+        """What happened since the last mark was `name`."""
+        self._marks.append((name, self._now()))
+
+    def split(self) -> dict[str, float]:
+        """Seconds by name; laps of one name are added."""
+        seconds: dict[str, float] = defaultdict(float)
+        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
+            seconds[name] += before.elapsed_time(after) / 1e3 if self._on_device else after - before
+        return {name: round(value, 6) for name, value in seconds.items()}
+
+
+class Recorder:
+    """Rank 0 writes and shows the metrics; on other ranks nothing happens."""
+
+    def __init__(self, config: Config, run: RunDir, device: torch.device, world_size: int) -> None:
+        self._config, self._run, self._device = config, run, device
+        self._path = run.path / "metrics.jsonl"
+        self._tokens = config.train.global_batch * config.train.sequence
+        self._flops = flops_per_token(config.model, config.train.sequence)
+        peak = peak_flops(device)
+        self._peak = None if peak is None else peak * world_size
+        self._progress: Progress | None = None
+        self._validation: float | None = None
+
+    def begin(self, step: int) -> None:
+        """The run starts or continues at `step`: drop what a former run recorded beyond it, and show progress."""
+        if not self._run.leader:
+            return
+        drop_after(self._path, step)
+        self._progress = Progress(self._config.train.steps, first=step)
+
+    def step(self, step: int, *, loss: float, norm: float, lr: float, seconds: float, split: dict[str, float]) -> None:
+        """A finished step that took `seconds`."""
+        if not self._run.leader or step % self._config.train.log_every:
+            return
+        rate = self._tokens / seconds
+        flops = rate * self._flops
+        self._write(
+            step=step, loss=loss, gradient_norm=norm, lr=lr, tokens_per_second=round(rate, 1),
+            model_flops_per_second=flops, mfu="n/a" if self._peak is None else round(flops / self._peak, 4),
+            seconds=round(seconds, 6), split=split, peak_memory_bytes=peak_memory(self._device),
+        )  # fmt: skip
+        if self._progress is not None:
+            validation = "" if self._validation is None else f", validation {self._validation:.3f}"
+            self._progress.show(step, f"loss {loss:.3f}{validation}, {rate:,.0f} tokens/s")
+
+    def validation(self, step: int, loss: float) -> None:
+        self._validation = loss
+        if self._run.leader:
+            self._write(step=step, validation_loss=loss)
+            write_plot([self._run.path], self._run.path / "loss.png")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median over all recorded steps of the run, those before a resume included. On rank 0."""
+        rates = [record["tokens_per_second"] for record in read_metrics(self._path) if "tokens_per_second" in record]
+        return statistics.median(rates) if rates else 0.0
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            write_plot([self._run.path], self._run.path / "loss.png")
+
+    def _write(self, **record: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")

@@ -1,0 +1,176 @@
+"""Typed settings: one declaration gives the check, the error, the TOML text and the documentation.
+
+A section of a config file is a frozen dataclass derived from `Section`; each of its fields is made by
+`setting(rule, doc, default)`. The rule carries both the words an error prints and the test behind them, so the page
+of documentation and the check cannot disagree. Values are checked when the dataclass is built, whether they came from
+a file, from the command line or from Python, and every error is one sentence that starts with the section and key.
+
+The road not taken: a settings library. The usual ones are large or compiled, and the few rules we need are below.
+"""
+
+import difflib
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+S = TypeVar("S", bound="Section")
+COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a setting may be.
+
+    words: completes "expected ...".  kinds: the exact types accepted (`type(v)`: true is not an integer).
+    holds: the test of an accepted type.  store: what the dataclass keeps, e.g. float for a number written as 1.
+    """
+
+    words: str
+    kinds: tuple[type, ...]
+    holds: Callable[[Any], bool] = lambda value: True
+    store: Callable[[Any], Any] = lambda value: value
+
+    def accepts(self, value: object) -> bool:
+        return type(value) in self.kinds and self.holds(value)
+
+
+def _bounded(bounds: tuple[str, ...]) -> Callable[[Any], bool]:
+    limits = [(COMPARE[sign], float(bound)) for sign, bound in map(str.split, bounds)]
+    return lambda value: math.isfinite(value) and all(compare(value, bound) for compare, bound in limits)
+
+
+def integer(*bounds: str, also: tuple[int, ...] = ()) -> Rule:
+    """integer(">= 1", also=(-1,)): bounds are "SIGN NUMBER" strings and are printed as they stand."""
+    inside = _bounded(bounds)
+    words = "an integer " + " and ".join(bounds) + "".join(f", or {value}" for value in also)
+    return Rule(words, (int,), lambda value: value in also or inside(value))
+
+
+def number(*bounds: str) -> Rule:
+    return Rule("a number " + " and ".join(bounds), (int, float), _bounded(bounds), float)
+
+
+def numbers(count: int, *bounds: str) -> Rule:
+    one = number(*bounds)
+    return Rule(
+        f"a list of {count} numbers " + " and ".join(bounds),
+        (list, tuple),
+        lambda value: len(value) == count and all(map(one.accepts, value)),
+        lambda value: tuple(map(float, value)),
+    )
+
+
+def choice(*values: str) -> Rule:
+    return Rule(" or ".join(f'"{value}"' for value in values), (str,), values.__contains__)
+
+
+def flag() -> Rule:
+    return Rule("true or false", (bool,))
+
+
+def text(words: str = "a string that is not empty") -> Rule:
+    return Rule(words, (str,), bool)
+
+
+def texts() -> Rule:
+    one = text()
+    return Rule(
+        "a list of strings that is not empty",
+        (list, tuple),
+        lambda value: len(value) > 0 and all(map(one.accepts, value)),
+        tuple,
+    )
+
+
+def setting(rule: Rule, doc: str, default: Any = MISSING) -> Any:
+    """A field of a Section. Without a default it must be given; default None means unset, and is not written out."""
+    return field(default=default, metadata={"rule": rule, "doc": doc})
+
+
+def check(setting: Field, value: object, where: str) -> Any:
+    """The value to keep for this field; raises ConfigError, starting with `where`, if its rule refuses it."""
+    rule = setting.metadata["rule"]
+    if not rule.accepts(value):
+        raise ConfigError(f"{where}: expected {rule.words}, got {value!r}")
+    return rule.store(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Base of every section: checks and normalises its fields when it is built."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or each.default is not None:
+                object.__setattr__(self, each.name, check(each, value, f"{self.title()} {each.name}"))
+
+    def title(self) -> str:
+        return f"[{type(self).__name__.lower()}]"
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The three known names closest to a mistyped one, for an error message."""
+    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0)
+
+
+def read(section: type[S], table: dict[str, Any], title: str) -> S:
+    """The section from a TOML table; raises ConfigError for unknown, missing or refused keys."""
+    known = {each.name: each for each in fields(section)}
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{title} {key}: unknown key, the nearest are {', '.join(nearest(key, known))}")
+    for key, each in known.items():
+        if key not in table and each.default is MISSING:
+            raise ConfigError(f"{title} {key}: missing, expected {each.metadata['rule'].words}")
+    return section(**table)
+
+
+def toml_value(value: object) -> str:
+    """One value as TOML: JSON agrees with TOML on numbers, booleans and strings, but not on tables."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
+def toml_lines(section: Section) -> list[str]:
+    """The section's settings as TOML lines, unset ones left out."""
+    values = ((each.name, getattr(section, each.name)) for each in fields(section))
+    return [f"{name} = {toml_value(value)}" for name, value in values if value is not None]
+
+
+def _default(each: Field) -> str:
+    if each.default is MISSING:
+        return "required"
+    return "unset" if each.default is None else toml_value(each.default)
+
+
+def markdown_table(section: type[Section]) -> str:
+    """One row per setting: key, default, allowed values, meaning."""
+    rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    for each in fields(section):
+        rows.append(f"| `{each.name}` | {_default(each)} | {each.metadata['rule'].words} | {each.metadata['doc']} |")
+    return "\n".join(rows)
+
+
+def help_lines(section: type[Section], prefix: str) -> list[str]:
+    """Two lines per setting for --help: the option with its default, then what it means."""
+    lines = []
+    for each in fields(section):
+        lines.append(f"  --{prefix}.{each.name}  [{_default(each)}]")
+        lines.append(f"      {each.metadata['doc']}; {each.metadata['rule'].words}")
+    return lines

@@ -1,0 +1,147 @@
+"""The settings of a training run, section by section: names, ranges, defaults and what they mean.
+
+Each class is one table of the TOML file, and each field one key. The page docs/config.md and `--help` are made from
+what is written here; what several settings must agree on is in config.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from launch.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Section):
+    """How ranks are laid out: world size = dp_replicate x dp_shard x tp. One dp axis may be -1: what is left."""
+
+    dp_replicate: int = setting(integer(">= 1", also=(-1,)), "replicas of the whole model", 1)
+    dp_shard: int = setting(integer(">= 1", also=(-1,)), "ranks that share parameters and optimizer by FSDP", -1)
+    tp: int = setting(integer(">= 1"), "tensor-parallel ranks, which cut every layer", 2)
+    sequence_parallel: bool = setting(flag(), "between layers, tokens are cut over the tp ranks", True)
+    amax_group: str = setting(
+        choice("auto", "tp", "tp+dp", "world"), "ranks that share a scale; auto agrees only what must be", "auto"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """A Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU. Its shape has no defaults."""
+
+    layers: int = setting(integer(">= 1"), "transformer blocks")
+    hidden: int = setting(integer(">= 1"), "width of the residual stream")
+    ffn: int = setting(integer(">= 1"), "width inside the MLP, a multiple of tp")
+    heads: int = setting(integer(">= 1"), "query heads, a multiple of tp and of kv_heads")
+    kv_heads: int = setting(integer(">= 1"), "key and value heads, a multiple of tp")
+    head_dim: int = setting(integer(">= 2"), "width of one head, even for RoPE")
+    vocab: int = setting(integer(">= 1"), "rows of the embedding, padded, not smaller than the data's vocabulary")
+    rope_theta: float = setting(number("> 0"), "base of the rotary frequencies", 10000.0)
+    norm_eps: float = setting(number("> 0"), "added to the mean square in RMSNorm", 1e-5)
+    tie_embeddings: bool = setting(flag(), "the head reads the embedding's weight", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """What is read. See data.md for the formats."""
+
+    path: str = setting(
+        text('"builtin:stdlib" or a folder made by launch.data prepare'), "where the tokens are", "builtin:stdlib"
+    )
+    validation: float = setting(
+        number("> 0", "< 1"), "share of builtin:stdlib's files held out; a prepared folder has its own split", 0.05
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Section):
+    """The steps. A sequence is one row of a batch; a step reads global_batch x sequence tokens on any mesh."""
+
+    steps: int = setting(integer(">= 1"), "optimizer steps")
+    micro_batch: int = setting(
+        integer(">= 1", also=(-1,)),
+        "sequences per data-parallel rank in one forward; -1: its whole share of a step",
+        -1,
+    )
+    global_batch: int = setting(integer(">= 1"), "sequences per step over all ranks, the rest is accumulated")
+    sequence: int = setting(integer(">= 1"), "tokens per sequence")
+    seed: int = setting(integer(">= 0"), "of the initial weights and the order of the data", 0)
+    lr: float = setting(number("> 0"), "peak learning rate")
+    min_lr: float = setting(number(">= 0", "<= 1"), "the last step's learning rate, as a fraction of lr", 0.1)
+    warmup: int = setting(integer(">= 0"), "steps of linear warm-up", 0)
+    schedule: str = setting(choice("cosine"), "the learning rate after the warm-up", "cosine")
+    weight_decay: float = setting(number(">= 0"), "AdamW's, on matrices only", 0.1)
+    betas: tuple[float, float] = setting(numbers(2, ">= 0", "< 1"), "AdamW's averages", (0.9, 0.95))
+    eps: float = setting(number("> 0"), "AdamW's denominator", 1e-8)
+    clip: float = setting(number("> 0"), "largest global gradient norm", 1.0)
+    dtype: str = setting(choice("bf16", "fp32"), "of activations and of layers that are not quantized", "bf16")
+    checkpointing: str = setting(choice("none", "full"), "full recomputes each block in backward", "none")
+    compile: bool = setting(flag(), "torch.compile, block by block", False)
+    deterministic: bool = setting(flag(), "the same bits on every run on GPUs too, slower", False)
+    eval_every: int = setting(integer(">= 1"), "steps between validations; the last step always has one", 100)
+    eval_batches: int = setting(integer(">= 1"), "batches of global_batch sequences in one validation", 4)
+    log_every: int = setting(integer(">= 1"), "steps between lines of metrics", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Section):
+    """When to save and what to continue from."""
+
+    every: int = setting(integer(">= 1"), "steps between checkpoints; the last step always has one", 100)
+    keep: int = setting(integer(">= 1"), "newest checkpoints kept", 3)
+    resume: str = setting(
+        text('"auto", "none" or a path'), "auto: the newest complete checkpoint of the run, if any", "auto"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Section):
+    """Where a run leaves its files."""
+
+    dir: str = setting(text(), "folder of the run: config, plan, logs, metrics, plots, checkpoints")
+
+
+def _names_a_recipe(value: Any) -> bool:
+    return bool(value) if isinstance(value, str) else isinstance(value.get("name"), str)
+
+
+def _names_strategies(value: Any) -> bool:
+    return bool(value) if isinstance(value, str) else value.keys() <= {"fprop", "dgrad", "wgrad"}
+
+
+RECIPE = Rule("a recipe's name or { name = ..., its options }", (str, dict), _names_a_recipe)
+OVERLAP = Rule("a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }", (str, dict), _names_strategies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group(Section):
+    """Layers chosen by name. Groups are a list: the last match wins, key by key; what is unset stays as it was."""
+
+    name: str = setting(text(), "for messages, the plan and --groups.NAME.key")
+    match: tuple[str, ...] = setting(texts(), "patterns of layer names, as in layer-groups.md")
+    recipe: str | dict[str, Any] | None = setting(RECIPE, "how the three GEMMs are quantized", None)
+    style: str | None = setting(choice("column", "row", "local"), "how tp cuts the weight", None)
+    sequence_parallel: bool | None = setting(flag(), "its tokens are cut over the tp ranks", None)
+    siblings: bool | None = setting(flag(), "layers of one parent read the same x and share its quantization", None)
+    overlap: str | dict[str, str] | None = setting(OVERLAP, "who schedules GEMMs and collectives", None)
+
+    def title(self) -> str:
+        return f"[[groups]] {self.name!r}"
+
+    @property
+    def recipe_call(self) -> tuple[str, dict[str, Any]] | None:
+        """The recipe as (name, options), or None if this group sets none."""
+        if self.recipe is None:
+            return None
+        if isinstance(self.recipe, str):
+            return self.recipe, {}
+        return self.recipe["name"], {key: value for key, value in self.recipe.items() if key != "name"}
+
+
+SCHEMA: dict[str, type[Section]] = {
+    "mesh": Mesh,
+    "model": Model,
+    "data": Data,
+    "train": Train,
+    "checkpoint": Checkpoint,
+    "run": Run,
+    "groups": Group,
+}

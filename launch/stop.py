@@ -1,0 +1,94 @@
+"""How a rank's process ends when the run is not simply over.
+
+SIGTERM         a flag; ranks agree on it in the step's metrics reduction, save together and exit 0
+a refusal       what every rank knows alike (a setting, a checkpoint, a NaN), in one sentence, from rank 0 alone
+an exception    its traceback, and out at once: leaving a group in peace may wait for a peer that is gone
+a dead peer     torchrun sends the survivors a SIGTERM, too; they can no longer agree on anything and may sit in a
+                collective, where Python runs no handler. So a thread watches the signal's wake-up pipe, which is
+                written at once, and ends the process when no step boundary comes within `patience` seconds
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+PATIENCE = 20.0  # seconds; torchrun kills after 30
+RANK_0_FIRST = 5.0  # seconds
+CAUSE_FIRST = 2.0  # seconds; torchrun tells first from second by whole ones
+
+
+class StopFlag:
+    """`requested` after a SIGTERM, once `watch()` was called; `beat()` at every step boundary, saves included."""
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self.requested = False
+        self._patience = patience
+        self._beat = time.monotonic()
+
+    def beat(self) -> None:
+        """The run is alive and at a step boundary."""
+        self._beat = time.monotonic()
+
+    def watch(self) -> None:
+        """Take over this process's SIGTERM. On the main thread, once."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._handle)
+        threading.Thread(target=self._wait, args=(read_end,), daemon=True, name="stop-watch").start()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+    def _wait(self, read_end: int) -> None:
+        while os.read(read_end, 1)[0] != signal.SIGTERM:
+            pass
+        self.beat()
+        while time.monotonic() - self._beat < self._patience:
+            time.sleep(0.2)
+        print(f"no step boundary within {self._patience:g} s of SIGTERM: a peer is gone; leaving", file=sys.stderr)
+        leave(128 + signal.SIGTERM)
+
+
+def refuse(sentence: str) -> NoReturn:
+    """End a run that cannot go on, with exit code 1. Rank 0 says why, and torchrun then ends the others; only if that
+    has not come after a few seconds, because rank 0 knows nothing of it, do they say it themselves."""
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(RANK_0_FIRST)
+        sentence = f"rank {rank}: {sentence}"
+    print(sentence, file=sys.stderr)
+    leave(1)
+
+
+def leave_behind(reason: str) -> NoReturn:
+    """End a run that lost a peer, after torchrun has noted the peer's own end as the first failure."""
+    time.sleep(CAUSE_FIRST)
+    print(f"rank {os.environ.get('RANK', 0)}: lost a peer, whose own end is the cause ({reason})", file=sys.stderr)
+    leave(1)
+
+
+def leave_after_exceptions() -> None:
+    """From here on, an exception that nobody catches is shown as before and ends the process at once. Call it when the
+    process group exists: torch installs a hook with it, which names the rank."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        leave(1)
+
+    sys.excepthook = hook
+
+
+def leave(code: int) -> NoReturn:
+    """Out, without the destructors that wait for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

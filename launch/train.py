@@ -1,0 +1,109 @@
+"""Pretraining: `torchrun --nproc-per-node N -m launch.train CONFIG [--section.key value ...]`.
+
+    settings ─► mesh ─► run directory ─► model ─► data, checkpoint ─► the loop (trainer.py)
+
+What cannot work is refused on the way, before the first step, in one sentence. Without torchrun there is one rank;
+`--plan` and `--print-config` start none.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import dlp
+from dlp.comm.mesh import describe, resolve_axes, shutdown, world_size
+from dlp.quant.gemm import DEVICES, device_kind
+from launch import deterministic
+from launch.build import build, plan_for
+from launch.config import Config, command_line, make_parser, to_toml, validate_world
+from launch.rundir import RunDir
+from launch.stop import StopFlag, leave_after_exceptions, leave_behind, refuse
+from launch.trainer import NotFinite, Trainer
+
+
+def plan_text(config: Config, world: int, device: str) -> str:
+    """Mesh and layer plan for any world size, without ranks; `device` is one of `dlp.quant.gemm.DEVICES`. Raises
+    ValueError."""
+    plan = plan_for(config, world, device)
+    mesh = config.mesh
+    sizes = resolve_axes(world, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
+    return f"{describe(sizes, device)}\n{plan}"
+
+
+def make_mesh(config: Config) -> DeviceMesh:
+    """The config's mesh over this run's ranks. Raises ValueError before any rank waits for another."""
+    validate_world(config, world_size())
+    if config.train.deterministic:
+        deterministic.prepare()
+    return dlp.build_mesh(dp_replicate=config.mesh.dp_replicate, dp_shard=config.mesh.dp_shard, tp=config.mesh.tp)
+
+
+def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, int]:
+    """A trainer and the steps it has behind it. Raises ValueError for all that does not fit."""
+    run = RunDir(Path(config.run.dir), fresh=config.checkpoint.resume == "none")
+    with run.logged():
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        )
+        built = build(config, mesh, device)
+        run.begin(config, mesh, built.plan)
+        trainer = Trainer(config, built, run, stop)
+        done = trainer.resume()
+        if config.train.deterministic:
+            run.say(deterministic.switch_on(device, trainer.rehearse))
+    return trainer, done
+
+
+def train(config: Config) -> None:
+    """This rank's whole run, however it ends."""
+    stop = StopFlag()
+    stop.watch()
+    try:
+        mesh = make_mesh(config)
+        leave_after_exceptions()
+        trainer, done = start(config, mesh, stop)
+    except ValueError as error:
+        refuse(str(error))
+    try:
+        with trainer.run.logged():
+            trainer.train(done)
+    except NotFinite as error:
+        refuse(str(error))
+    except RuntimeError as error:
+        if not lost_peer(error):
+            raise
+        leave_behind(str(error).splitlines()[0])
+    shutdown()
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed. Of gloo's errors only the text tells."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+@record
+def main() -> None:
+    parser = make_parser("launch.train", "Pretrains a Llama, tensor-, sequence- and FSDP-parallel, in low precision.")
+    parser.add_argument("--plan", action="store_true", help="print mesh and layer plan and stop; starts no ranks")
+    parser.add_argument("--world", type=int, default=8, help="with --plan: the number of ranks")
+    here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=DEVICES, default=here, help="with --plan: the kind of device [this one's]")
+    try:
+        known, config = command_line(parser, sys.argv[1:])
+        plan = plan_text(config, known.world, known.device) if known.plan else ""
+    except ValueError as error:
+        refuse(str(error))
+    if known.print_config or known.plan:
+        print(plan or to_toml(config).rstrip())
+    else:
+        train(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""The training loop of one rank.
+
+    ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐
+    └─ read the previous step's numbers; validate, save, stop at boundaries ◄────┘
+
+What a step computed is read one step later, so the host never waits for the device in between; ranks share the loss and
+the wish to stop in one reduction per step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+import dlp
+from dlp.parallel.embedding import IGNORED
+from launch import checkpoint
+from launch.bigram import bigram_loss
+from launch.build import Built, learning_rate
+from launch.clip import gradient_norm
+from launch.config import Config, to_toml
+from launch.data import open_data
+from launch.diagnose import first_not_finite
+from launch.recorder import Recorder, Stopwatch
+from launch.rundir import RunDir, move_aside
+from launch.stop import StopFlag
+from launch.stream import TokenStream
+
+
+@dataclass
+class Step:
+    """A step whose numbers are still on their way: `shared` fp32 [2] = (mean loss x tp, ranks that were asked to stop).
+    `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for."""
+
+    number: int
+    shared: Tensor
+    norm: Tensor
+    lr: float
+    watch: Stopwatch
+    began: float
+    ended: float | None = None
+
+
+class NotFinite(Exception):
+    """A loss was NaN or Inf; the message, equal on all ranks, says where it came from."""
+
+
+class Trainer:
+    """One run on this rank: what does not change in it, and the loop. Raises ValueError for data that does not fit."""
+
+    def __init__(self, config: Config, built: Built, run: RunDir, stop: StopFlag) -> None:
+        self.config, self.built, self.run, self.stop = config, built, run, stop
+        train = config.train
+        self.shards = open_data(config.data.path, config.model.vocab, config.data.validation)
+        settings = {"sequence": train.sequence, "global_batch": train.global_batch, "micro_batch": built.batch.micro}
+        self.train_data = TokenStream(self.shards.train, seed=train.seed, **settings)
+        self.validation_data = TokenStream(self.shards.validation, seed=0, **settings)
+        self.state = checkpoint.Training(
+            built.model, built.optimizer, self.train_data, built.device, asdict(config.model), to_toml(config)
+        )
+        self.recorder = Recorder(config, run, built.device, dist.get_world_size())
+        self.wants_stop = False
+
+    def resume(self) -> int:
+        """Restore what the config asks for; returns how many steps are done. Raises CheckpointError."""
+        path = checkpoint.resolve(self.config.checkpoint.resume, self.run.checkpoints)
+        if path is None:
+            return 0
+        loaded = checkpoint.load(path, self.state)
+        self.run.say(f"resuming from step {loaded.step} ({path})")
+        for remark in loaded.remarks:
+            self.run.say(remark)
+        if self.run.leader and path.resolve().parent == self.run.checkpoints.resolve():
+            for later in (each for each in checkpoint.complete(path.parent) if checkpoint.step_of(each) > loaded.step):
+                self.run.say(f"{later} is of the continuation that this run replaces; it is now {move_aside(later)}")
+        return loaded.step
+
+    def batches(self, data: TokenStream, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's microbatches of a global batch, on its device."""
+        for micro in range(self.built.batch.num_micro):
+            tokens, targets = data.batch(step, micro, self.built.dp_rank, self.built.batch.dp_size)
+            yield tokens.to(self.built.device, non_blocking=True), targets.to(self.built.device, non_blocking=True)
+
+    def valid_tokens(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """How many targets of the global batch count; fp32 []."""
+        valid = torch.stack([(targets != IGNORED).sum() for _, targets in batches]).sum().float()
+        dist.all_reduce(valid)
+        return valid / self.built.mesh["tp"].size()
+
+    def train_step(self, step: int) -> Step:
+        """Forward and backward over the microbatches, then the optimizer; nothing is read back."""
+        began = time.perf_counter()
+        model, dp_size, watch = self.built.model, self.built.batch.dp_size, Stopwatch(self.built.device)
+        batches = list(self.batches(self.train_data, step))
+        valid = self.valid_tokens(batches)
+        watch.lap("data")
+        total = torch.zeros((), device=self.built.device)
+        for i, (tokens, targets) in enumerate(batches):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(i == len(batches) - 1)
+            loss = dlp.cross_entropy(model(tokens), targets, self.built.mesh) / valid
+            watch.lap("forward")
+            (loss * dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
+            total += loss.detach()
+            watch.lap("backward")
+        lr = learning_rate(step, self.config.train)
+        norm = self.optimize(lr)
+        shared = torch.stack([total, torch.tensor(float(self.stop.requested), device=self.built.device)])
+        dist.all_reduce(shared)
+        watch.lap("optimizer")
+        return Step(step + 1, shared, norm, lr, watch, began)
+
+    def rehearse(self) -> None:
+        """One microbatch forward and backward, without effects: its gradients and its recipe state are dropped."""
+        before = dlp.state_dict(self.built.model)
+        tokens, targets = next(self.batches(self.train_data, 0))
+        dlp.cross_entropy(self.built.model(tokens), targets, self.built.mesh).backward()
+        self.built.optimizer.zero_grad(set_to_none=True)
+        dlp.load_state_dict(self.built.model, before)
+
+    def optimize(self, lr: float) -> Tensor:
+        """Clip by the true global norm and step; the fused optimizer divides by `grad_scale` in its own pass and does
+        nothing at all when the norm is not finite. Returns the norm before clipping."""
+        built, optimizer = self.built, self.built.optimizer
+        norm = gradient_norm([p.grad for p in built.model.parameters() if p.grad is not None])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.grad_scale = ((norm + 1e-6) / self.config.train.clip).clamp(min=1.0)  # type: ignore[attr-defined]
+        optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def read(self, step: Step) -> None:
+        """Take a finished step's numbers: record them, and notice a loss that is not finite or a wish to stop."""
+        loss, wishes = step.shared.tolist()
+        loss /= self.built.mesh["tp"].size()  # every tp rank brought the same
+        norm = step.norm.item()
+        seconds = (step.ended or time.perf_counter()) - step.began
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            batches = [tokens for tokens, _ in self.batches(self.train_data, step.number - 1)]
+            raise NotFinite(first_not_finite(self.built.model, batches, step.number, loss, norm))
+        self.recorder.step(step.number, loss=loss, norm=norm, lr=step.lr, seconds=seconds, split=step.watch.split())
+        self.wants_stop = wishes > 0
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the validation batches, in nats per token."""
+        totals = torch.zeros(2, device=self.built.device)
+        for step in range(self.config.train.eval_batches):
+            for tokens, targets in self.batches(self.validation_data, step):
+                totals[0] += dlp.cross_entropy(self.built.model(tokens), targets, self.built.mesh)
+                totals[1] += (targets != IGNORED).sum()
+            self.stop.beat()
+        dist.all_reduce(totals)
+        return (totals[0] / totals[1]).item()
+
+    def save(self, step: int) -> Path:
+        self.stop.beat()
+        path = checkpoint.save(self.run.checkpoints, step, self.state, self.config.checkpoint.keep)
+        self.stop.beat()
+        return path
+
+    def loop(self, done: int) -> tuple[int, float]:
+        """Train on from `done` steps; returns the steps done, fewer than asked for after a SIGTERM, and the last
+        validation loss. Raises NotFinite; nothing is saved of a step whose numbers were not read."""
+        config, steps, loss = self.config, self.config.train.steps, math.nan
+        in_flight: Step | None = None
+        while done < steps and not self.wants_stop:
+            current = self.train_step(done)
+            if in_flight is not None:
+                in_flight.ended = current.began
+                self.read(in_flight)
+            in_flight, done = current, done + 1
+            self.stop.beat()
+            saves = done % config.checkpoint.every == 0 or done == steps
+            validates = done % config.train.eval_every == 0 or done == steps
+            if saves or validates or self.wants_stop:
+                self.read(in_flight)
+                in_flight = None
+            if validates:
+                loss = self.validate()
+                self.recorder.validation(done, loss)
+            if saves or self.wants_stop:
+                self.save(done)
+        return done, loss
+
+    def train(self, done: int) -> None:
+        """Train on from `done` steps to the end, or to a SIGTERM, and say which it was."""
+        steps = self.config.train.steps
+        if done >= steps:
+            self.run.say(
+                f"nothing to do: {done} of {steps} steps are done. To go on, raise --train.steps; to start anew, use "
+                f"--checkpoint.resume none (this run is then moved aside) or another --run.dir"
+            )
+        self.recorder.begin(done)
+        done, loss = self.loop(done) if done < steps else (done, self.validate())
+        self.recorder.close()
+        if done < steps:
+            self.run.say(f"stopped by SIGTERM at step {done}, checkpoint {self.run.checkpoints / f'step-{done}'}")
+        elif self.run.leader:
+            bigram = bigram_loss(self.shards.train, self.shards.validation)
+            self.run.say(f"byte-bigram loss of the same split: {bigram:.3f} nats/byte")
+            self.run.say(
+                f"done: steps {done}, validation loss {loss:.3f} nats/byte, "
+                f"{self.recorder.tokens_per_second:,.0f} tokens/s, run {self.run.path}"
+            )

@@ -1,0 +1,105 @@
+"""A small sequence-parallel network with siblings, a column- and a row-parallel linear, and steps of training on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import dlp
+from dlp.parallel.runtime import data_parallel
+from tests import pool as worker
+
+HIDDEN, FFN, BATCH, SEQUENCE = 64, 128, 4, 64
+RUN_GROUPS = [
+    {"name": "siblings", "match": ["blocks.*.{gate,up}"], "style": "column", "siblings": True},
+    {"name": "down", "match": ["blocks.*.down"], "style": "row"},
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.gate = nn.Linear(HIDDEN, FFN, bias=False)
+        self.up = nn.Linear(HIDDEN, FFN)
+        self.down = nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_in = self.norm(x)
+        return x + self.down(F.silu(self.gate(x_in)) * self.up(x_in))
+
+
+class Net(nn.Module):
+    """x [B, S, H] -> [B, S, H]; `tp` is set once the blocks work on token shards. `wrap` calls a block, e.g. to
+    recompute it."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.tp: DeviceMesh | None = None
+        self.wrap: Callable[..., Tensor] = lambda block, x: block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x if self.tp is None else dlp.scatter_tokens(x, self.tp)
+        for block in self.blocks:
+            rows = self.wrap(block, rows)
+        return rows if self.tp is None else dlp.gather_tokens(rows, self.tp).view(x.shape)
+
+
+def net(
+    recipe: Any, mesh: DeviceMesh, *groups: dict[str, Any], dtype: torch.dtype = torch.float32, fsdp: bool = False,
+    **options: Any,
+) -> Net:  # fmt: skip
+    """The same converted network on every mesh, its optimizer attached as `model.optimizer`."""
+    torch.manual_seed(0)
+    model = Net().to(worker.device(), dtype)
+    sequence_parallel = mesh["tp"].size() > 1
+    first = {"name": "all", "match": ["blocks.**"], "recipe": recipe, "sequence_parallel": sequence_parallel}
+    micro = (BATCH // data_parallel(mesh)[1], SEQUENCE)
+    dlp.convert(model, [first, *RUN_GROUPS, *groups], mesh, batch=micro, **options)
+    if sequence_parallel:
+        model.tp = mesh["tp"]
+    if fsdp:
+        dlp.fully_shard(model, mesh=mesh)
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=2e-5)
+    dlp.attach(model, model.optimizer)
+    return model
+
+
+def batch(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """This rank's sequences of a global batch: x and what y should be."""
+    generator = torch.Generator().manual_seed(100 + step)
+    x, target = (torch.randn(BATCH, SEQUENCE, HIDDEN, generator=generator) * (1 + step) for _ in range(2))
+    rank, size = data_parallel(mesh)
+    return tuple(t.chunk(size)[rank].to(worker.device()) for t in (x, target))
+
+
+def gradients(model: Net, x: Tensor, target: Tensor) -> Tensor:
+    """One microbatch forward and backward; the loss."""
+    dtype = next(model.parameters()).dtype
+    loss = F.mse_loss(model(x.to(dtype)).float(), target, reduction="sum") / BATCH
+    (loss * (BATCH // len(x))).backward()  # FSDP averages over its ranks; the sum is wanted
+    return loss.detach()
+
+
+def train(model: Net, mesh: DeviceMesh, steps: range) -> list[float]:
+    """Steps of SGD; the losses of this rank."""
+    losses = []
+    for step in steps:
+        losses.append(gradients(model, *batch(step, mesh)).item())
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return losses
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The whole parameters, by name."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()
+    }

@@ -1,0 +1,101 @@
+"""Checkpoints as folders, without ranks: which one is meant, which is whole, and how each that is not is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.checkpoint import FORMAT, KEYS, CheckpointError, changes, complete, read_manifest, resolve
+from launch.config import load, to_toml
+from launch.rundir import move_aside
+
+
+def make(folder: Path, step: int, **differing: Any) -> Path:
+    """A folder that looks like a finished checkpoint."""
+    path = folder / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(b"0123")
+    manifest = dict.fromkeys(KEYS) | {"format": FORMAT, "step": step, "files": {"__0_0.distcp": 4}} | differing
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_auto_is_the_finished_one_with_the_highest_step(tmp_path):
+    assert resolve("auto", tmp_path) is None and resolve("auto", tmp_path / "none yet") is None
+    for step in (100, 1000, 20):
+        make(tmp_path, step)
+    for leftover in (".step-2000.tmp", "step-1000.1", "step-", "step-best"):
+        (tmp_path / leftover).mkdir()
+    assert [path.name for path in complete(tmp_path)] == ["step-20", "step-100", "step-1000"]
+    assert resolve("auto", tmp_path) == tmp_path / "step-1000"
+    assert resolve("none", tmp_path) is None
+    assert resolve(str(tmp_path / "step-20"), Path("elsewhere")) == tmp_path / "step-20"
+    with pytest.raises(CheckpointError, match=r"^--checkpoint.resume lost: no such checkpoint; expected auto, none or"):
+        resolve("lost", tmp_path)
+
+
+def test_a_whole_checkpoint_is_read(tmp_path):
+    assert read_manifest(make(tmp_path, 3))["step"] == 3
+
+
+def test_torn_ones_are_refused_by_name(tmp_path):
+    path = make(tmp_path, 100)
+    (path / "__0_0.distcp").write_bytes(b"012")
+    way_out = "use --checkpoint.resume none to start anew"
+    assert refusal(path) == f"{path} is torn: __0_0.distcp has 3 bytes, expected 4 bytes; {way_out}"
+    (path / "__0_0.distcp").unlink()
+    assert refusal(path) == f"{path} is torn: __0_0.distcp is missing, expected 4 bytes; {way_out}"
+    (path / "manifest.json").write_text('{"format": "dlp ch')
+    assert refusal(path).startswith(f"{path} is torn: manifest.json is not JSON (Unterminated string")
+    (path / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": 1}))
+    assert refusal(path).startswith(
+        f"{path} is torn: manifest.json lacks config, data, files, model, recipes, torch, wo"
+    )
+
+
+def test_foreign_ones_are_refused_by_name(tmp_path):
+    path = make(tmp_path, 100, format="dlp checkpoint 9")
+    assert refusal(path).startswith(f"{path} is foreign: its format is 'dlp checkpoint 9', expected '{FORMAT}'; use ")
+    (path / "manifest.json").write_text("[]")
+    assert refusal(path).startswith(f"{path} is foreign: its format is None, expected")
+    (path / "manifest.json").unlink()
+    assert refusal(path).startswith(f"{path} is foreign: it has no manifest.json; use ")
+    assert refusal(tmp_path).startswith(f"{tmp_path} is foreign: it has no manifest.json; use --checkpoint.resume none")
+
+
+def test_the_way_out_names_the_checkpoint_before(tmp_path):
+    for step in (20, 100, 1000):
+        make(tmp_path, step, format="torn")
+    assert f"use --checkpoint.resume {tmp_path}/step-100 to continue from that one, or" not in refusal(tmp_path)
+    assert f"use --checkpoint.resume {tmp_path}/step-100 to continue" in refusal(tmp_path / "step-1000")
+    assert f"use --checkpoint.resume {tmp_path}/step-20 to continue" in refusal(tmp_path / "step-100")
+    assert "; use --checkpoint.resume none to start anew" in refusal(tmp_path / "step-20")
+
+
+def test_changed_settings_are_named_and_those_of_the_folder_are_not():
+    before = to_toml(load("tiny"))
+    now = to_toml(load("tiny", ["--train.lr=1e-4", "--recipe=bf16", "--run.dir=x", "--checkpoint.every=7"]))
+    assert changes(before, before) == []
+    assert changes(before, now) == [
+        "changed since then: train.lr was 0.003, now 0.0001",
+        "changed since then: groups.default.recipe was fp8_current, now bf16",
+    ]
+    fewer = to_toml(load("tiny", ["--groups.edges.siblings=false"]))
+    assert changes(before, fewer) == ["changed since then: groups.edges.siblings was unset, now False"]
+
+
+def test_moving_aside_never_replaces(tmp_path):
+    for expected in ("run.1", "run.2"):
+        (tmp_path / "run").mkdir()
+        assert move_aside(tmp_path / "run") == tmp_path / expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1", "run.2"]

@@ -1,0 +1,263 @@
+"""Configuration, without a device: files, overrides, every error sentence, the printed file and the documentation."""
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import config as configuration
+from launch.config import CONFIGS, ConfigError, docs, load, make_parser, to_toml, validate_world
+from launch.sections import SCHEMA, Group, Train
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+TINY = (CONFIGS / "tiny.toml").read_text()
+
+
+def refused(arguments: list[str], name: str | Path = "tiny") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(name, arguments)
+    return str(caught.value)
+
+
+def refused_file(folder: Path, old: str, new: str) -> str:
+    assert old in TINY
+    path = folder / "mine.toml"
+    path.write_text(TINY.replace(old, new))
+    return refused([], path)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_load_and_fit_two_ranks(name: str) -> None:
+    config = load(name)
+    batch = validate_world(config, 2)
+    assert batch.micro * batch.num_micro * batch.dp_size == config.train.global_batch
+    assert batch.micro * config.train.sequence // config.mesh.tp % 128 == 0
+
+
+def test_tiny_is_what_the_documentation_says() -> None:
+    model = load().model
+    assert (model.layers, model.hidden, model.ffn, model.heads, model.kv_heads) == (4, 256, 1024, 4, 2)
+    assert [(group.name, group.recipe) for group in load().groups] == [("default", "fp8_current"), ("edges", "bf16")]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_printed_config_loads_as_an_equal_config(name: str, tmp_path: Path) -> None:
+    awkward = ["--run.dir", 'runs/"a"\\b\x7fé', "--train.betas", "[0, 0.5]", "--groups.edges.siblings", "true"]
+    config = load(name, awkward + ["--recipe", '{ name = "fp8_current", power_of_two = true }', "--train.eps", "1e-12"])
+    (tmp_path / "printed.toml").write_text(to_toml(config))
+    assert load(tmp_path / "printed.toml") == config
+    assert load(name) != config
+
+
+def test_numbers_are_stored_as_declared() -> None:
+    config = load("tiny", ["--train.lr", "1", "--train.betas", "[0, 0.5]"])
+    assert type(config.train.lr) is float and config.train.betas == (0.0, 0.5)
+
+
+def test_overrides_reach_sections_and_groups() -> None:
+    config = load("tiny", ["--train.steps=7", "--recipe", "bf16", "--groups.edges.match", '["a", "b"]'])
+    assert config.train.steps == 7 and type(config.train.steps) is int
+    assert config.groups[0].recipe == "bf16" and config.groups[1].match == ("a", "b")
+    assert load("tiny", ["--run.dir", "2024"]).run.dir == "2024"
+    assert load("tiny", ["--mesh.dp_shard", "-1", "--train.compile", "true"]).train.compile is True
+
+
+def test_odd_tokens_fit_without_sequence_parallelism() -> None:
+    odd = ["--train.micro_batch=1", "--train.sequence=255"]
+    assert load("tiny", [*odd, "--mesh.sequence_parallel=false"]).train.sequence == 255
+
+
+def test_recipe_options() -> None:
+    chosen = load("tiny", ["--recipe", '{ name = "fp8_current", power_of_two = true }']).groups[0]
+    assert chosen.recipe_call == ("fp8_current", {"power_of_two": True})
+    assert Group(name="a", match=["b"], recipe="bf16").recipe_call == ("bf16", {})
+    assert Group(name="a", match=["b"]).recipe_call is None
+
+
+# Arguments, and below them the whole sentence, or its beginning if it ends in "...".
+REFUSED = """
+--train.lr fast
+    --train.lr: expected a number > 0, got 'fast'
+--train.lr 0
+    --train.lr: expected a number > 0, got 0
+--train.lr inf
+    --train.lr: expected a number > 0, got inf
+--train.lr
+    --train.lr: expected a value after it
+--train.steps true
+    --train.steps: expected an integer >= 1, got True
+--train.steps 1.0
+    --train.steps: expected an integer >= 1, got 1.0
+--mesh.dp_shard 0
+    --mesh.dp_shard: expected an integer >= 1, or -1, got 0
+--train.compile 1
+    --train.compile: expected true or false, got 1
+--train.dtype fp16
+    --train.dtype: expected "bf16" or "fp32", got 'fp16'
+--train.min_lr 2
+    --train.min_lr: expected a number >= 0 and <= 1, got 2
+--train.betas [0.9]
+    --train.betas: expected a list of 2 numbers >= 0 and < 1, got [0.9]
+--run.dir ''
+    --run.dir: expected a string that is not empty, got ''
+--groups.edges.match []
+    --groups.edges.match: expected a list of strings that is not empty, got []
+--recipe '{ margin = 1 }'
+    --groups.default.recipe: expected a recipe's name or { name = ..., its options }, got {'margin': 1}
+--train.weigth_decay 0.1
+    --train.weigth_decay: unknown option, the nearest are --train.weight_decay, ...
+--trian.lr 1
+    --trian.lr: unknown option, the nearest are --train.lr, ...
+--groups.edges.recip bf16
+    --groups.edges.recip: unknown option, the nearest are --groups.edges.recipe, ...
+--groups.edge.recipe bf16
+    --groups.edge.recipe: unknown option, the nearest are --groups.edges.recipe, ...
+llama3_1b
+    llama3_1b: expected overrides of the form --section.key value
+--recipe fp8
+    tiny.toml: [[groups]] 'default': unknown recipe 'fp8': the recipes are bf16, ...
+--recipe '{ name = "bf16", margin = 1 }'
+    tiny.toml: [[groups]] 'default': recipe bf16 has no option 'margin'...
+--groups.edges.match '["layers.{0,1"]'
+    tiny.toml: [[groups]] 'edges': ...
+--groups.edges.overlap '{ fwd = "a" }'
+    --groups.edges.overlap: expected a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }, got {'fwd': 'a'}
+--mesh.tp 3
+    tiny.toml: [mesh] tp: expected a divisor of [model] heads = 4, got 3
+--mesh.tp 4
+    tiny.toml: [mesh] tp: expected a divisor of [model] kv_heads = 2, got 4
+--model.ffn 1023
+    tiny.toml: [mesh] tp: expected a divisor of [model] ffn = 1023, got 2
+--model.vocab 385
+    tiny.toml: [mesh] tp: expected a divisor of [model] vocab = 385, got 2
+--model.kv_heads 3
+    tiny.toml: [model] kv_heads: expected a divisor of heads = 4, got 3
+--model.head_dim 63
+    tiny.toml: [model] head_dim: expected an even number, got 63
+--train.micro_batch 1 --train.sequence 255
+    tiny.toml: [mesh] tp: expected a divisor of [train] micro_batch x sequence = 255 under sequence_parallel, got 2
+--train.micro_batch 4 --train.global_batch 6
+    tiny.toml: [train] global_batch: expected a multiple of micro_batch = 4, got 6
+--mesh.dp_replicate -1
+    tiny.toml: [mesh] dp_replicate, dp_shard: expected one -1, got two
+--groups.edges.name default
+    tiny.toml: [[groups]] name: expected names that differ, got default, default
+"""
+PAIRS = re.findall(r"^(\S.*)\n {4}(.*)$", REFUSED, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), PAIRS)
+def test_refused_override(arguments: str, sentence: str) -> None:
+    message = refused(shlex.split(arguments))
+    beginning = sentence.removesuffix("...")
+    assert message.startswith(beginning) and "\n" not in message
+    assert message == beginning or sentence.endswith("...")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("lr = 3e-3", 'lr = "fast"', "mine.toml: [train] lr: expected a number > 0, got 'fast'"),
+        ("lr = 3e-3", "lear_rate = 3e-3", "mine.toml: [train] lear_rate: unknown key, the nearest are "),
+        ("steps = 240\n", "", "mine.toml: [train] steps: missing, expected an integer >= 1"),
+        ('match = ["lm_head"]', 'match = "lm_head"', "mine.toml: [[groups]] 'edges' match: expected a list of strings"),
+        ('match = ["lm_head"]', "", "mine.toml: [[groups]] 2 match: missing, expected a list of strings"),
+        ("[data]", "[dat]", "mine.toml: [dat]: unknown section, expected one of mesh, model, data, train, checkpoint"),
+        ("[data]", "[mesh]\n[data]", "mine.toml: not a TOML file: "),
+        ("[data]", "[data", "mine.toml: not a TOML file: "),
+        ("[[groups]]", "[[data.groups]]", "mine.toml: [[groups]]: expected one or more such tables"),
+    ],
+)
+def test_refused_file(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    message = refused_file(tmp_path, old, new)
+    assert message.startswith(sentence)
+    assert "\n" not in message
+
+
+def test_a_section_must_be_a_table(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("mesh = 3\n" + TINY.replace("[mesh]", "[run]").replace('[run]\ndir = "', "#"))
+    assert refused([], tmp_path / "mine.toml") == "mine.toml: mesh: expected a table, [mesh], got 3"
+
+
+def test_unknown_config_lists_the_shipped_ones() -> None:
+    assert refused([], "tinny") == ("tinny: no such config, expected a path to a TOML file or one of llama3_1b, tiny")
+
+
+def test_sections_built_in_python_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match=r"^\[train\] steps: expected an integer >= 1, got 0$"):
+        dataclasses.replace(load().train, steps=0)
+    with pytest.raises(TypeError):
+        Train(steps=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "expected"),
+    [("", 2, (8, 1, 1)), ("", 8, (2, 1, 4)), ("--train.micro_batch=2", 4, (2, 2, 2)), ("--mesh.tp=1", 2, (4, 1, 2))],
+)
+def test_batch_on_a_world(arguments: str, world: int, expected: tuple[int, int, int]) -> None:
+    batch = validate_world(load("tiny", arguments.split()), world)
+    assert (batch.micro, batch.num_micro, batch.dp_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "sentence"),
+    [
+        (["--mesh.dp_shard", "2"], 6, "[mesh] world size 6 is not dp_replicate 1 x dp_shard 2 x tp 2"),
+        (
+            [],
+            3,
+            "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled",
+        ),
+        (
+            [],
+            1,
+            "[mesh] world size 1 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled",
+        ),
+        (
+            ["--train.global_batch", "4"],
+            16,
+            "[train] global_batch: expected a multiple of micro_batch 1 x 8 data-parallel ranks, got 4",
+        ),
+    ],
+)
+def test_worlds_that_do_not_fit(arguments: list[str], world: int, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_world(load("tiny", arguments), world)
+    assert str(caught.value) == f"tiny.toml: {sentence}"
+
+
+def test_page_of_documentation_is_the_generated_one() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == docs(), "run: python -m launch.config --docs > docs/config.md"
+    assert refused(["--train.lr", "fast"]) in docs()
+
+
+def test_help_lists_every_setting_and_default() -> None:
+    text = make_parser("launch.train", "Trains.").format_help()
+    for section, cls in SCHEMA.items():
+        for each in dataclasses.fields(cls):
+            assert f"--{'groups.NAME' if section == 'groups' else section}.{each.name}  [" in text
+            assert each.metadata["doc"] in text and each.metadata["rule"].words in text
+    assert "--mesh.tp  [2]" in text and "--train.steps  [required]" in text
+
+
+def test_command_line_splits_options_from_settings() -> None:
+    parser = make_parser("launch.train", "Trains.")
+    parser.add_argument("--plan", action="store_true")
+    known, config = configuration.command_line(parser, ["--train.lr", "1e-3", "llama3_1b", "--plan"])
+    assert known.plan and known.config == "llama3_1b" and config.train.lr == 1e-3 and config.source == "llama3_1b.toml"
+    with pytest.raises(ConfigError, match="^--lr: unknown option, the nearest are --train.lr"):
+        configuration.command_line(parser, ["--lr", "1e-3"])
+    with pytest.raises(ConfigError, match="^other: only one config can be given, and 'tiny' is it"):
+        configuration.command_line(parser, ["tiny", "other"])
+
+
+def test_as_a_program() -> None:
+    program = [sys.executable, "-m", "launch.config", "tiny"]
+    done = subprocess.run([*program, "--mesh.tp", "4"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "tiny.toml: [mesh] tp: expected a divisor of [model] kv_heads = 2, got 4\n"

@@ -1,0 +1,371 @@
+"""Data, without a device: the shard format and its errors, the split, the order of windows, the embedded text."""
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from launch import data
+from launch.bigram import bigram_loss
+from launch.data import SEPARATOR, STDLIB, encode_bytes, held_out, list_files, main, open_data, prepare
+from launch.shard import HEADER, Shard, open_shard, verify, write_shard
+from launch.stream import TokenStream, permute
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Shard:
+    documents = [np.arange(length) % 257 for length in (5, 1, 300)]
+    write_shard(tmp_path / "a.shard", documents, 257)
+    return open_shard(tmp_path / "a.shard")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> dict[str, Path]:
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(20):
+        (folder / ("deep" if number % 3 else ".") / f"{number}.txt").write_text(f"file {number}\n" * (30 + number))
+    return list_files([folder])
+
+
+def test_shard_keeps_documents(shard: Shard) -> None:
+    verify(shard)
+    assert shard.tokens.dtype == "<u2" and shard.vocabulary == 257
+    assert shard.starts.tolist() == [0, 5, 6] and len(shard.tokens) == 306
+    assert shard.tokens[6:].tolist() == [n % 257 for n in range(300)]
+
+
+def test_shard_of_a_large_vocabulary(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.shard", [np.array([0, 65535, 65536])], 65537)
+    assert open_shard(tmp_path / "a.shard").tokens.tolist() == [0, 65535, 65536]
+
+
+def test_layout_is_the_documented_one(shard: Shard) -> None:
+    raw = shard.path.read_bytes()
+    assert raw[:12] == b"dlpshard\x01\0\0\0" and raw[12:16] == b"<u2\0"
+    assert np.frombuffer(raw[16:40], "<u8").tolist() == [257, 306, 3]
+    assert raw[40:72] == hashlib.sha256(raw[72:]).digest() == bytes.fromhex(shard.digest)
+    assert np.frombuffer(raw[72:96], "<i8").tolist() == [0, 5, 6] and len(raw) == 96 + 2 * 306
+
+
+def damage(shard: Shard, offset: int, new: bytes) -> Path:
+    raw = bytearray(shard.path.read_bytes())
+    raw[offset : offset + len(new)] = new
+    shard.path.write_bytes(raw)
+    return shard.path
+
+
+def u64(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("offset", "new", "sentence"),
+    [
+        (0, b"PK\3\4", "not a token shard, it begins with b'PK\\x03\\x04hard' instead of b'dlpshard'"),
+        (8, b"\x07", "version 7 of the format, but this program reads 1; prepare it again"),
+        (12, b"<f4", "tokens of dtype '<f4', but this program reads <u2 and <u4"),
+        (24, u64(307), "truncated, its header promises 710 bytes and the file has 708"),
+        (24, u64(305), "too long, its header promises 706 bytes and the file has 708"),
+        (72, u64(1), "document starts do not ascend from 0 to below 306; prepare it again"),
+        (80, u64(6), "document starts do not ascend from 0 to below 306; prepare it again"),
+        (88, u64(306), "document starts do not ascend from 0 to below 306; prepare it again"),
+        (24, u64(306 + 12) + u64(0), "0 documents in 318 tokens is not possible; prepare it again"),
+    ],
+)
+def test_damaged_shard_is_refused(shard: Shard, offset: int, new: bytes, sentence: str) -> None:
+    path = damage(shard, offset, new)
+    with pytest.raises(ValueError) as caught:
+        open_shard(path)
+    assert str(caught.value) == f"{path}: {sentence}"
+
+
+def test_torn_shard_says_expected_and_found_bytes(shard: Shard) -> None:
+    whole = shard.path.read_bytes()
+    for size, sentence in (
+        (700, "truncated, its header promises 708 bytes and the file has 700"),
+        (71, "not a token shard, its 71 bytes are fewer than the header's 72"),
+    ):
+        shard.path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=sentence):
+            open_shard(shard.path)
+
+
+@pytest.mark.parametrize(("offset", "new"), [(100, b"\xff"), (72 + 8, u64(4))])
+def test_verify_finds_changed_content(shard: Shard, offset: int, new: bytes) -> None:
+    changed = open_shard(damage(shard, offset, new))
+    with pytest.raises(ValueError, match="damaged, the SHA-256 of its content begins"):
+        verify(changed)
+
+
+def test_verify_finds_tokens_outside_the_vocabulary(shard: Shard) -> None:
+    with pytest.raises(ValueError, match="token 256 is outside its vocabulary of 256"):
+        verify(open_shard(damage(shard, 16, u64(256))))
+
+
+def test_prepare_keeps_every_document_once(corpus: dict[str, Path], tmp_path: Path) -> None:
+    prepare(corpus, tmp_path / "out", validation=0.2)
+    opened = open_data(str(tmp_path / "out"), 257)
+    texts = []
+    for shard in opened.train + opened.validation:
+        for document in np.split(np.asarray(shard.tokens), shard.starts[1:]):
+            assert document[-1] == SEPARATOR and document[:-1].max() < 256
+            texts.append(bytes(document[:-1].astype(np.uint8)))
+    assert sorted(texts) == sorted(path.read_bytes() for path in corpus.values())
+    assert len(opened.validation[0].starts) == len(held_out({n: p.stat().st_size for n, p in corpus.items()}, 0.2))
+
+
+def test_prepare_leaves_nothing_behind_when_it_fails(corpus: dict[str, Path], tmp_path: Path) -> None:
+    next(path for name, path in corpus.items() if name == "7.txt" or name.endswith("/7.txt")).unlink()
+    with pytest.raises(FileNotFoundError):
+        prepare(corpus, tmp_path / "out", validation=0.2)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_of_two_that_prepare_the_same_folder_the_first_stands(corpus: dict[str, Path], tmp_path: Path) -> None:
+    prepare(corpus, tmp_path / "out", validation=0.2)
+    before = (tmp_path / "out" / "train-00000.shard").stat()
+    prepare(corpus, tmp_path / "out", validation=0.2)
+    assert (tmp_path / "out" / "train-00000.shard").stat() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
+    with pytest.raises(OSError):
+        prepare(corpus, next(iter(corpus.values())), validation=0.2)
+
+
+def test_prepare_splits_into_shards(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(corpus, tmp_path / "one", validation=0.2)
+    monkeypatch.setattr(data, "SHARD_TOKENS", 1000)
+    prepare(corpus, tmp_path / "many", validation=0.2)
+    one, many = (open_data(str(tmp_path / name), 257).train for name in ("one", "many"))
+    assert len(one) == 1 and len(many) > 2
+    assert all(1000 <= len(shard.tokens) < 2000 for shard in many[:-1])
+    assert np.array_equal(np.concatenate([shard.tokens for shard in many]), one[0].tokens)
+
+
+def test_held_out_documents_depend_on_names_and_fill_the_share() -> None:
+    sizes = {f"{number}.txt": 10 + number for number in range(200)}
+    chosen = held_out(sizes, 0.1)
+    total = sum(sizes[name] for name in chosen) / sum(sizes.values())
+    assert 0.1 <= total < 0.11
+    assert held_out(dict(reversed(sizes.items())), 0.1) == chosen
+    assert held_out(sizes | {"large": 100_000}, 0.1) >= chosen
+
+
+def test_a_document_larger_than_the_share_is_not_held_out() -> None:
+    sizes = {f"{number}.txt": 10 for number in range(20)}
+    for name in ("a", "b", "c", "d"):
+        assert name not in held_out(sizes | {name: 1000}, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "sentence"),
+    [
+        ({"a": 10}, 0.05, "leaves nothing to validate on, because whole files are held out and there are 1"),
+        ({"a": 10, "b": 10}, 0.99, "leaves nothing to train on, because whole files are held out and there are 2"),
+        ({"a": 10, "b": 10}, 0.0, "a validation share of 0.0 is not between 0 and 1"),
+    ],
+)
+def test_shares_that_leave_nothing_are_refused(sizes: dict[str, int], share: float, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        held_out(sizes, share)
+
+
+def test_list_files_skips_hidden_ones_and_refuses_doubles(tmp_path: Path) -> None:
+    for name in ("a.txt", ".hidden", ".git/b.txt", "c/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert list(list_files([tmp_path])) == ["a.txt", "c/a.txt"]
+    with pytest.raises(ValueError, match="are both named a.txt; give their common folder instead"):
+        list_files([tmp_path / "a.txt", tmp_path / "c"])
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        list_files([tmp_path / "nowhere"])
+
+
+def test_open_data_names_what_is_wrong(corpus: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"corpus: no train-\*.shard in it; make them with python -m launch.data prep"):
+        open_data(str(tmp_path / "corpus"), 257)
+    prepare(corpus, tmp_path / "out", validation=0.2)
+    with pytest.raises(ValueError, match=r"its vocabulary of 257 is larger than the model's 256; set \[model\] vocab"):
+        open_data(str(tmp_path / "out"), 256)
+
+
+def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "corpus" / "picture.png").write_bytes(b"\x89PNG\0")
+    arguments = ["prepare", "--out", str(tmp_path / "out"), str(tmp_path / "corpus"), "--validation", "0.2"]
+    main(arguments)
+    printed = capsys.readouterr()
+    assert "left out, not text: picture.png" in printed.out and "vocabulary 257" in printed.out
+    assert "train: 100%" in printed.err
+    with pytest.raises(ValueError, match="out: exists already; remove it or choose another --out"):
+        main(arguments)
+    main(["inspect", str(tmp_path / "out" / "train-00000.shard")])
+    assert "dtype <u2, vocabulary 257" in capsys.readouterr().out
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.data", "inspect", "README"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr == "[Errno 2] No such file or directory: 'README'\n"
+
+
+# --- the order of windows
+
+
+def make_stream(tmp_path: Path, lengths: tuple[int, ...] = (103, 60), **settings: int) -> TokenStream:
+    """Shards whose tokens count up, so that a window shows where it begins."""
+    shards, first = [], 0
+    for number, length in enumerate(lengths):
+        path = tmp_path / f"{number}.shard"
+        write_shard(path, [np.arange(first, first + length)], 1 << 20)
+        shards.append(open_shard(path))
+        first += 1000
+    return TokenStream(shards, **{"sequence": 10, "global_batch": 8, "micro_batch": 2, "seed": 0} | settings)
+
+
+def global_batch(stream: TokenStream, step: int, world: int) -> torch.Tensor:
+    """The inputs of one step in the order of places, gathered from all ranks' microbatches."""
+    micros = stream.global_batch // (stream.micro_batch * world)
+    return torch.cat([stream.batch(step, micro, rank, world)[0] for micro in range(micros) for rank in range(world)])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 15, 16, 17, 1000])
+def test_permute_is_a_permutation(count: int) -> None:
+    places = np.arange(count, dtype=np.uint64)
+    assert sorted(permute(places, count, (0, 0)).tolist()) == list(range(count))
+
+
+def test_permute_shuffles_and_depends_on_the_key() -> None:
+    places = np.arange(10_000, dtype=np.uint64)
+    orders = [permute(places, 10_000, key).astype(float) for key in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    for number, order in enumerate(orders):
+        assert abs(np.corrcoef(order, places)[0, 1]) < 0.05 and abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
+        for other in orders[:number]:
+            assert (order == other).mean() < 0.01
+
+
+def test_order_of_the_data_never_changes() -> None:
+    """A resumed run must read what the first would have read, with other versions of everything too."""
+    assert permute(np.arange(8, dtype=np.uint64), 100, (0, 0)).tolist() == [52, 16, 63, 97, 45, 87, 21, 91]
+
+
+def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
+    tokens, targets = make_stream(tmp_path).batch(3, 1, 0, 2)
+    assert tokens.shape == targets.shape == (2, 10) and tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, tokens + 1) and tokens.is_contiguous() and targets.is_contiguous()
+
+
+def test_an_epoch_reads_every_window_once_and_none_across_shards(tmp_path: Path) -> None:
+    stream = make_stream(tmp_path, lengths=(161, 88))
+    assert stream.num_windows == 16 + 8
+    firsts = [int(row[0]) for step in range(3) for row in global_batch(stream, step, 1)]
+    assert sorted(firsts) == [*range(0, 160, 10), *range(1000, 1080, 10)]
+    second = [int(row[0]) for step in range(3, 6) for row in global_batch(stream, step, 1)]
+    assert sorted(second) == sorted(firsts) and second != firsts
+
+
+def test_a_batch_may_cross_epochs(tmp_path: Path) -> None:
+    stream = make_stream(tmp_path, lengths=(31,))
+    firsts = [int(row[0]) for step in range(3) for row in global_batch(stream, step, 1)]
+    assert stream.num_windows == 3 and all(sorted(firsts[i : i + 3]) == [0, 10, 20] for i in range(0, 24, 3))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_order_does_not_depend_on_ranks(tmp_path: Path, world: int) -> None:
+    stream = make_stream(tmp_path)
+    for step in range(4):
+        assert torch.equal(global_batch(stream, step, world), global_batch(stream, step, 1))
+
+
+def test_order_depends_on_seed_and_step(tmp_path: Path) -> None:
+    one, other = make_stream(tmp_path), make_stream(tmp_path, seed=1)
+    assert not torch.equal(global_batch(one, 0, 1), global_batch(other, 0, 1))
+    assert not torch.equal(global_batch(one, 0, 1), global_batch(one, 1, 1))
+    assert torch.equal(global_batch(one, 1, 1), global_batch(make_stream(tmp_path), 1, 1))
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="10 tokens are fewer than one sequence of 10 and its last target; add text"):
+        make_stream(tmp_path, lengths=(10,))
+
+
+def test_state_of_another_order_is_refused_by_name(tmp_path: Path) -> None:
+    stream = make_stream(tmp_path)
+    stream.load_state_dict(make_stream(tmp_path).state_dict())
+    for key in ("sequence", "global_batch", "seed"):
+        changed = make_stream(tmp_path, **{key: 4})
+        with pytest.raises(ValueError, match=f"made with {key} 4 and this run has "):
+            stream.load_state_dict(changed.state_dict())
+    with pytest.raises(ValueError, match="made with data [0-9a-f]{64} and this run has [0-9a-f]{64}"):
+        stream.load_state_dict(make_stream(tmp_path, lengths=(103, 61)).state_dict())
+
+
+# --- the embedded text and the loss to beat
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> data.Data:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        with ThreadPoolExecutor(3) as ranks:
+            opened, *_ = [rank.result() for rank in [ranks.submit(open_data, STDLIB, 384) for _ in range(3)]]
+        folder = opened.train[0].path.parent
+        assert folder.parent == Path(os.environ["XDG_CACHE_HOME"]) / "dlp"
+    assert list(folder.parent.iterdir()) == [folder], "ranks that were late leave nothing behind"
+    assert sorted(path.name for path in folder.iterdir()) == ["train-00000.shard", "validation-00000.shard"]
+    return opened
+
+
+def test_stdlib_is_a_lot_of_text_and_five_percent_validate(stdlib: data.Data) -> None:
+    train, validation = len(stdlib.train[0].tokens), len(stdlib.validation[0].tokens)
+    assert train > 6_000_000 and 0.045 < validation / (train + validation) < 0.055
+    names = list(data.stdlib_files())
+    assert "this.py" in names and "json/decoder.py" in names
+    assert not any("site-packages" in name or "/test/" in f"/{name}" for name in names)
+
+
+def test_another_share_or_source_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"{number}.py": Path(__file__) for number in range(30)}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(data, "stdlib_files", lambda: files)
+    folders = [data.stdlib_shards(share) for share in (0.1, 0.2, 0.1)]
+    assert folders[0] == folders[2] != folders[1]
+    (tmp_path / "31.py").write_text("1\n")
+    files["31.py"] = tmp_path / "31.py"
+    folders.append(data.stdlib_shards(0.1))
+    (tmp_path / "31.py").write_text("2\n")
+    folders.append(data.stdlib_shards(0.1))
+    assert len(set(folders)) == 4
+
+
+def test_bigram_loss_of_stdlib(stdlib: data.Data) -> None:
+    """About 2.42 nats; it moves a little with the Python version."""
+    loss = bigram_loss(stdlib.train, stdlib.validation)
+    assert 2.35 < loss < 2.5
+    assert loss > bigram_loss(stdlib.validation, stdlib.validation)
+
+
+def test_bigram_loss_of_known_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coins = np.random.default_rng(0).integers(0, 2, 40_000)
+    zero_after_one = np.concatenate([[0] if coin == 0 else [1, 0] for coin in coins])
+    for name, tokens in (("cycle", np.arange(40_000) % 4), ("chain", zero_after_one), ("once", [0, 0, 1, 0, 0])):
+        write_shard(tmp_path / name, [np.asarray(tokens)], 257)
+    cycle, chain, once = (open_shard(tmp_path / name) for name in ("cycle", "chain", "once"))
+    # Trained on 1 -> 2 and 3 -> 0, asked for 0 -> 0 twice, 0 -> 1 and 1 -> 0.
+    assert bigram_loss([cycle], [once], 1.0) == pytest.approx(math.log(10_257**4 / 10_001) / 4, rel=1e-9)
+    assert bigram_loss([cycle], [cycle]) < 0.01
+    assert bigram_loss([chain], [chain]) == pytest.approx(math.log(2) * 2 / 3, abs=0.004)
+    whole = bigram_loss([cycle, chain], [chain])
+    monkeypatch.setattr("launch.bigram.PIECE", 1000)
+    assert bigram_loss([cycle, chain], [chain]) == pytest.approx(whole, rel=1e-12)
+
+
+def test_bytes_are_tokens() -> None:
+    assert encode_bytes("é\n".encode()).tolist() == [0xC3, 0xA9, 10, SEPARATOR]
+    assert encode_bytes(b"").tolist() == [SEPARATOR] and HEADER.size == 72

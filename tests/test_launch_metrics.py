@@ -1,0 +1,139 @@
+"""Metrics and plots of a run, without a device: FLOPs, peaks, the file, the progress bar, the picture."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from launch.config import load
+from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, peak_of, read_metrics
+from launch.plot import labels, main, series, smooth, write_plot
+from launch.sections import Model
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_flops_of_matmuls_are_six_per_parameter_and_of_attention_by_hand() -> None:
+    model = Model(layers=3, hidden=8, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=32)
+    shapes = [(8, 24), (8, 12), (8, 12), (24, 8), (8, 20), (8, 20), (20, 8)]
+    matmul = 3 * sum(nn.Linear(*shape, bias=False).weight.numel() for shape in shapes) + 32 * 8
+    scores = 2 * 4 * 6 * 100  # one query against 100 keys, all heads; as much again for the values
+    assert flops_per_token(model, 100) == 6 * matmul + 3 * 3 * (scores + scores)
+
+
+def test_flops_of_the_billion_parameter_model() -> None:
+    """1.236 billion parameters of which all but the norms are matmuls, since the head is the embedding."""
+    config = load("llama3_1b")
+    assert flops_per_token(config.model, 0) / 6 == pytest.approx(1.2358e9, rel=1e-3)
+    assert flops_per_token(config.model, 4096) == pytest.approx(7.41e9 + 12 * 16 * 2048 * 4096, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", None),
+        ("NVIDIA A100-SXM4-80GB", None),
+    ],
+)
+def test_peak_by_name(name: str, peak: float | None) -> None:
+    assert peak_of(name) == peak
+
+
+def test_a_cpu_has_memory_and_no_peak() -> None:
+    assert peak_flops(torch.device("cpu")) is None
+    before = peak_memory(torch.device("cpu"))
+    filled = torch.ones(64 << 20, dtype=torch.uint8)
+    assert peak_memory(torch.device("cpu")) >= before > filled.numel()
+    assert before < 64 << 30, "bytes, not kilobytes of bytes"
+
+
+def test_a_torn_last_line_is_not_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+    path.write_text("")
+    assert read_metrics(path) == []
+
+
+def test_a_resumed_run_drops_what_it_will_write_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    drop_after(path, 0)
+    assert path.read_text() == ""
+    path.write_text("".join(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in range(1, 6)) + '{"step": 6')
+    drop_after(path, 3)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+    assert read_metrics(path)[2]["loss"] == 1 / 3 and path.read_text().endswith("\n")
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_progress_prints_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(10, first=3)
+    progress.show(4, "loss 2.1")
+    progress.show(10, "loss 2.0")
+    progress.close()
+    assert capsys.readouterr().err == "step 4/10: loss 2.1\nstep 10/10: loss 2.0\n"
+
+
+def test_progress_is_a_bar_on_a_terminal() -> None:
+    code = "from launch.metrics import Progress; p = Progress(10, 3); p.show(6, 'loss 2.1'); p.close()"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, cwd=ROOT, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert " 30%|" in shown and " 6/10 [" in shown and "loss 2.1" in shown
+
+
+def make_run(folder: Path, steps: int) -> Path:
+    folder.mkdir(parents=True)
+    records: list[dict[str, float]] = [
+        {"step": step, "loss": 5 / step, "tokens_per_second": 1000 + step} for step in range(1, steps + 1)
+    ]
+    records.insert(steps // 2, {"step": steps // 2, "validation_loss": 3.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_plot_of_several_runs(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, steps) for name, steps in (("bf16", 20), ("fp8", 30))]
+    sizes = set()
+    for chosen in (runs[:1], runs):
+        write_plot(chosen, tmp_path / "loss.png")
+        picture = (tmp_path / "loss.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+        sizes.add(len(picture))
+    assert len(sizes) == 2
+
+
+def test_plot_program(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 5)
+    main([str(run), "--out", str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").exists()
+    with pytest.raises(ValueError, match=r"none/metrics.jsonl: no metrics there, expected the folder of a run"):
+        main([str(tmp_path / "none"), "--out", str(tmp_path / "b.png")])
+    assert not (tmp_path / "b.png").exists()
+
+
+def test_series_and_labels(tmp_path: Path) -> None:
+    records = read_metrics(make_run(tmp_path / "a" / "run", 4) / "metrics.jsonl")
+    assert series(records, "loss") == ([1, 2, 3, 4], [5.0, 2.5, 5 / 3, 1.25])
+    assert series(records, "validation_loss") == ([2], [3.0])
+    assert labels([Path("x/a"), Path("x/b")]) == ["a", "b"]
+    assert labels([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
+
+
+def test_smoothing_keeps_a_constant_and_follows_a_change() -> None:
+    assert smooth([2.0] * 30) == pytest.approx([2.0] * 30)
+    smoothed = smooth([2.0] * 30 + [1.0] * 30)
+    assert smoothed[30] > 1.7 and smoothed[-1] < 1.05

@@ -1,0 +1,58 @@
+"""Messages of errors that no other test provokes, and the one place where each of these rules is tried; no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import dlp
+from dlp.comm import mesh
+from dlp.quant.quantizer import SlotOptions
+from dlp.quant.state import SlotTable
+
+
+def one_gpu(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("LOCAL_RANK", "1")
+    environment.setattr(torch.cuda, "device_count", lambda: 1)
+    mesh.init_process_group("cuda")
+
+
+def empty_slots(_: object) -> None:
+    options = SlotOptions(fp8_max=448.0)
+    SlotTable({"a.x": options, "a.w": options}).load_state_dict({"a.x": {}})
+
+
+PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
+    (one_gpu, "local rank 1 has no GPU of its own, this machine has 1; start fewer ranks"),
+    (
+        lambda _: dlp.LayerGroup("a", "layers..up", recipe="bf16"),
+        "pattern 'layers..up' has an empty component: write the dots between names only",
+    ),
+    (
+        lambda _: dlp.LayerGroup("a", "layers.{0,1", recipe="bf16"),
+        "pattern 'layers.{0,1' has an unpaired brace: alternatives are written {a,b}",
+    ),
+    (
+        lambda _: dlp.recipe("fp8_current", power_of_two="yes"),
+        "recipe fp8_current: power_of_two must be true or false; got 'yes'",
+    ),
+    (
+        lambda _: SlotOptions(fp8_max=448.0, amax_compute_algo="mean"),
+        "amax_compute_algo must be one of max, most_recent or a function of the window of amaxes; got 'mean'",
+    ),
+    (empty_slots, "saved scaling state has no slot 'a.w' (1 missing in all)"),
+    (
+        lambda _: dlp.state_dict(nn.Linear(4, 4)),
+        "this model has no step boundary yet: call dlp.convert or dlp.attach on it first",
+    ),
+]
+
+
+@pytest.mark.parametrize(("provoke", "message"), [pytest.param(*pair, id=pair[1][:40]) for pair in PROVOKED])
+def test_message(provoke, message, monkeypatch):
+    with pytest.raises(ValueError) as caught:
+        provoke(monkeypatch)
+    assert str(caught.value) == message

@@ -1,0 +1,91 @@
+"""How a process ends: SIGTERM as a flag, patience when no step boundary comes, refusals; no ranks, no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def start(code: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that has printed its first line."""
+    program = [sys.executable, "-c", f"import sys, time\nfrom launch import stop\n{code}"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        program, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environment}
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+LOOP = """
+flag = stop.StopFlag(patience=1.0)
+flag.watch()
+print("ready", flush=True)
+for _ in range(30):
+    time.sleep(0.1)
+    if {beats}: flag.beat()
+print(flag.requested)
+"""
+
+
+def test_a_run_that_reaches_its_boundaries_goes_on_and_knows():
+    process = start(LOOP.format(beats=True))
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20) == ("True\n", "") and process.returncode == 0
+
+
+def test_a_run_that_hangs_after_sigterm_is_ended():
+    process = start(LOOP.format(beats=False))
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert time.monotonic() - began < 2.5 and process.returncode == 128 + signal.SIGTERM
+    assert (out, err) == ("", "no step boundary within 1 s of SIGTERM: a peer is gone; leaving\n")
+
+
+def test_other_signals_do_not_count():
+    process = start("import signal\nsignal.signal(signal.SIGUSR1, lambda *_: None)" + LOOP.format(beats=False))
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=20) == ("False\n", "") and process.returncode == 0
+
+
+REFUSE = """
+stop.RANK_0_FIRST = 0.5
+stop.StopFlag().watch()
+print("ready", flush=True)
+stop.refuse("it does not fit")
+"""
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "it does not fit\n"), ("1", "rank 1: it does not fit\n")])
+def test_a_refusal_is_a_sentence_and_exit_code_1(rank, said):
+    process = start(REFUSE, RANK=rank)
+    assert process.communicate(timeout=20) == ("", said) and process.returncode == 1
+
+
+def test_other_ranks_leave_the_sentence_to_rank_0_when_torchrun_ends_them():
+    process = start(REFUSE.replace("0.5", "30"), RANK="1")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20) == ("", "") and process.returncode == -signal.SIGTERM
+
+
+def test_an_exception_is_shown_and_ends_the_process_at_once():
+    code = """
+import threading
+stop.leave_after_exceptions()
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("ready", flush=True)
+raise KeyError("seventeen")
+"""
+    process = start(code)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 1 and out == "" and err.startswith("Traceback") and err.endswith("'seventeen'\n")

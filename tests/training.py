@@ -1,0 +1,93 @@
+"""A model so small that a step takes milliseconds, and runs of it: inside the workers of the pool, or by a command line.
+
+`config(folder, data)` is its config, `shards(folder)` its data, `run(config)` trains it in a worker.
+"""
+
+from __future__ import annotations
+
+import ast
+import colorsys
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.config import Config, load
+from launch.data import prepare
+from launch.stop import StopFlag
+from launch.train import start
+from launch.trainer import Trainer
+from tests import pool as worker
+
+TOML = """
+[mesh]
+tp = 2
+[model]
+layers = 2
+hidden = 64
+ffn = 128
+heads = 4
+kv_heads = 2
+head_dim = 16
+vocab = 384
+[data]
+path = "{data}"
+[train]
+steps = 6
+global_batch = 8
+sequence = 64
+lr = 1e-2
+warmup = 2
+eval_every = 4
+eval_batches = 1
+[checkpoint]
+every = 2
+keep = 10
+[run]
+dir = "{run}"
+[[groups]]
+name = "default"
+match = ["layers.**"]
+recipe = "fp8_current"
+"""
+
+
+def shards(folder: Path) -> Path:
+    """Prepared data: a few modules of the standard library, one of them for validation."""
+    files = {Path(module.__file__).name: Path(module.__file__) for module in (ast, colorsys, json)}
+    prepare(files, folder / "data", validation=0.2)
+    return folder / "data"
+
+
+def config(folder: Path, data: Path, *overrides: str) -> Config:
+    """The config of a run in `folder`/run, written to `folder`/small.toml."""
+    path = folder / "small.toml"
+    path.write_text(TOML.format(data=data, run=folder / "run"))
+    return load(path, overrides)
+
+
+def trainer(config: Config, cls: type[Trainer] = Trainer) -> tuple[Trainer, int]:
+    """Inside a worker: what `launch.train` makes of a config, on a mesh that is kept between tests."""
+    sizes = config.mesh
+    mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
+    made, done = start(config, mesh, StopFlag())
+    made.__class__ = cls
+    return made, done
+
+
+def run(config: Config) -> None:
+    """Inside a worker: a whole run."""
+    made, done = trainer(config)
+    made.train(done)
+
+
+def metrics(config: Config, key: str = "loss") -> dict[int, Any]:
+    """What a run recorded, by step."""
+    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record[key] for record in map(json.loads, lines) if key in record}
+
+
+def said(config: Config, rank: int = 0) -> list[str]:
+    """The lines of a rank's log, without their times."""
+    lines: Sequence[str] = (Path(config.run.dir) / "log" / f"rank{rank}.txt").read_text().splitlines()
+    return [line.partition(" ")[2] for line in lines]
