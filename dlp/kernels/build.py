@@ -1,0 +1,37 @@
+"""Compiles the CUDA kernels ahead of their first use.
+
+    python -m dlp.kernels.build                                  for this machine's GPU
+    python -m dlp.kernels.build --compile-only sm_90a sm_100a    only to see that it compiles
+
+Exits 2, naming it, where something that this needs is missing, and 1 where the kernels do not compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dlp.kernels import loader
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dlp.kernels.build", description="Compile the CUDA kernels.")
+    parser.add_argument("--compile-only", nargs="+", metavar="ARCH", choices=list(loader.ARCHITECTURES.values()),
+                        help="compile for these, GPU or not, and load nothing")  # fmt: skip
+    options = parser.parse_args(arguments)
+    try:
+        if options.compile_only is None:
+            print(loader.load().__file__)
+        else:
+            loader.compile_module(loader.find_toolchain(), options.compile_only)
+            count = sum(file.suffix == ".cu" for file in loader.sources())
+            print(f"compiled {count} files for {' '.join(options.compile_only)}")
+    except loader.BuildError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, loader.MissingError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+// max |x| of one matrix, or of every matrix of a table in one launch. One read, deterministic: a maximum does not depend
+// on the order it is taken in. NaN is ignored, Inf is kept.
+//
+// A persistent grid: each block walks over chunks, keeps its maximum in registers while the chunks belong to one job, and
+// ends with at most one atomic a job. The road not taken: partial maxima in scratch memory and a last block that joins
+// them, which needs zeroed counters that outlive the call, and was to save the 4-byte memset in front.
+#include "octet.cuh"
+#include "walk.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kOctets = kAmaxChunk / (8 * kThreads);  // a thread and chunk
+constexpr int kInFlight = 4;                          // of them at once
+static_assert(kOctets % kInFlight == 0, "a chunk is a whole number of batches of loads");
+
+template <class T>
+__device__ void take_chunk(Maxima<T>& maxima, const Matrix& x, int64_t chunk) {
+    const Octets<T> octets(x);
+    const int64_t begin = chunk * (kAmaxChunk / 8);
+    if (!octets.adjacent(begin, kAmaxChunk / 8)) {
+        for (int i = 0; i < kOctets; ++i) maxima.take(octets.load(octets.place(begin + i * kThreads + threadIdx.x)));
+        return;
+    }
+    const T* from = octets.data + 8 * (begin + threadIdx.x);
+#pragma unroll
+    for (int batch = 0; batch < kOctets; batch += kInFlight) {
+        Octet<T> octet[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) octet[i] = load_octet(from + 8 * (batch + i) * kThreads);
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) maxima.take(octet[i]);
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ Work<AmaxJob> work) {
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory());
+    Walk<AmaxJob> walk(work);
+    Maxima<T> maxima;
+    const AmaxJob* last = nullptr;
+    for (int64_t item = blockIdx.x; item < work.items; item += gridDim.x) {
+        const AmaxJob* job = walk.to(item);
+        if (last && job != last) {
+            const uint32_t bits = block_max(maxima.largest(), scratch);
+            if (threadIdx.x == 0) raise(last->out, bits);
+            __syncthreads();
+            maxima = Maxima<T>{};
+        }
+        last = job;
+        take_chunk(maxima, job->x, item - job->x.first);
+    }
+    if (!last) return;
+    const uint32_t bits = block_max(maxima.largest(), scratch);
+    if (threadIdx.x == 0) raise(last->out, bits);
+}
+
+}  // namespace
+
+// `out`: fp32 [out_count], what the jobs' own outputs point into; set to 0 here first.
+void amax(const Work<AmaxJob>& work, Input input, uintptr_t out, int64_t out_count, Stream stream) {
+    const size_t bytes = size_t(out_count) * sizeof(float);
+    DLP_CHECK_CUDA(cudaMemsetAsync(reinterpret_cast<void*>(out), 0, bytes, reinterpret_cast<cudaStream_t>(stream)));
+    if (work.items == 0) return;
+    with_input(input, [&](auto element) {
+        using T = decltype(element);
+        launch_persistent<amax_kernel<T>>(work.items, kThreads, kThreads / 32 * sizeof(uint32_t), stream, work);
+    });
+}
+
+}  // namespace dlp

@@ -1,0 +1,121 @@
+// FP8 with a scale every 128 elements of the contraction, both orientations in one read: the 128 rows and the 128 columns
+// of a tile are 256 blocks, one a thread.
+//
+// The amaxes meet in shared memory, thread t makes the scale of row t or column t - 128, and every thread reads back the
+// eight of its rows and the eight of its columns. A division a block, not one a thread that needs its result.
+#include "block_scales.cuh"
+#include "row_maxima.cuh"
+#include "tile.cuh"
+
+namespace dlp {
+namespace {
+
+struct Shared {
+    alignas(16) uint32_t row_max[kTile];
+    alignas(16) uint32_t column_max[kTileWarps][kTile];  // a warp covers 16 rows
+    alignas(16) float scale[2 * kTile];                  // rows, then columns
+};
+
+template <class T>
+__device__ void post_maxima(const Octet<T> (&patch)[kPatch], Shared& shared) {
+    using Rows = RowMaxima<T, kAcross>;
+    Maxima<T> columns;
+    uint32_t word[Rows::kWords];
+#pragma unroll
+    for (int i = 0; i < Rows::kWords; ++i) {  // together, so that magnitudes need not be kept
+        word[i] = Rows::pack(patch, i);
+#pragma unroll
+        for (int row = i * Rows::kRows; row < (i + 1) * Rows::kRows; ++row) columns.take(patch[row]);
+    }
+    const Rows rows(word);
+#pragma unroll
+    for (int i = 0; i < Rows::kRows; ++i) shared.row_max[kPatch * patch_row() + rows.first() + i] = rows[i];
+    columns.join(kAcross);  // with the patch below, or above
+    if (threadIdx.x % 32 < kAcross) {
+        uint4* to = reinterpret_cast<uint4*>(shared.column_max[threadIdx.x / 32] + kPatch * patch_column());
+        to[0] = make_uint4(columns.column(0), columns.column(1), columns.column(2), columns.column(3));
+        to[1] = make_uint4(columns.column(4), columns.column(5), columns.column(6), columns.column(7));
+    }
+}
+
+// The amax of row t or column t - 128 of the tile.
+__device__ float posted_amax(const Shared& shared) {
+    if (threadIdx.x < kTile) return __uint_as_float(shared.row_max[threadIdx.x]);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int warp = 0; warp < kTileWarps; ++warp) bits = max(bits, shared.column_max[warp][threadIdx.x - kTile]);
+    return __uint_as_float(bits);
+}
+
+template <class T>
+__device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool gemm_layout) {
+    const int64_t row_blocks = (tile.rows() + kTile - 1) / kTile, column_blocks = (tile.cols() + kTile - 1) / kTile;
+    if (threadIdx.x < kTile) {
+        const BlockScales to{static_cast<float*>(tile.job->scale), tile.rows(), column_blocks, gemm_layout};
+        if (to.to) to.store_row(tile.row() + threadIdx.x, tile.across, scale_inv);
+    } else {
+        const BlockScales to{static_cast<float*>(tile.job->scale_t), tile.cols(), row_blocks, gemm_layout};
+        if (to.to) to.store_row(tile.col() + threadIdx.x - kTile, tile.down, scale_inv);
+    }
+}
+
+// Eight scales from shared memory.
+struct Scales {
+    float of[kPatch];
+
+    __device__ explicit Scales(const float* from) {
+        const float4 low = *reinterpret_cast<const float4*>(from), high = *reinterpret_cast<const float4*>(from + 4);
+        of[0] = low.x, of[1] = low.y, of[2] = low.z, of[3] = low.w;
+        of[4] = high.x, of[5] = high.y, of[6] = high.z, of[7] = high.w;
+    }
+};
+
+template <class T>
+constexpr size_t kShared = Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes + sizeof(Shared);
+
+template <class T, class F8>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
+    cast_block_1d_kernel(const __grid_constant__ Work<BlockJob> work, const ScaleRule rule, const bool gemm_layout) {
+    Tiles<T, BlockJob> tiles(work, shared_memory());
+    ColumnWriter columns(shared_memory() + Tiles<T, BlockJob>::kBytes);
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory() + Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes);
+
+    Tile<T, BlockJob> tile;
+    Octet<T> patch[kPatch];
+    while (tiles.next(tile, patch)) {
+        post_maxima(patch, shared);
+        __syncthreads();
+        const float scale = scale_from_amax(posted_amax(shared), rule);
+        shared.scale[threadIdx.x] = scale;
+        store_scale(tile, __frcp_rn(scale), gemm_layout);
+        __syncthreads();
+
+        if (uint8_t* codes = tile.job->codes) {
+            const Scales scales(shared.scale + kPatch * patch_row());
+            const RowWriter writer(codes, tile);
+#pragma unroll
+            for (int i = 0; i < kPatch; ++i) writer.put(i, encode_row<F8>(patch[i], scales.of[i]));
+        }
+        if (uint8_t* codes_t = tile.job->codes_t) {
+            const Scales scales(shared.scale + kTile + kPatch * patch_column());
+#pragma unroll
+            for (int j = 0; j < kPatch; ++j) columns.put(j, encode_column<F8>(patch, j, scales.of[j]));
+            __syncthreads();
+            columns.write(codes_t, tile);
+        }
+    }
+}
+
+}  // namespace
+
+void cast_block_1d(const Work<BlockJob>& work, Input input, Code code, const ScaleRule& rule, bool gemm_layout,
+                   Stream stream) {
+    if (work.items == 0) return;
+    with_types(input, code, [&](auto element, auto f8) {
+        using T = decltype(element);
+        constexpr auto kernel = cast_block_1d_kernel<T, decltype(f8)>;
+        launch_persistent<kernel>(work.items, kTileThreads, kShared<T>, stream, work, rule, gemm_layout);
+    });
+}
+
+}  // namespace dlp

@@ -1,0 +1,69 @@
+// FP8 with a scale a 128x128 tile, both orientations in one read: they hold the same codes, and the scales of the second
+// are the transpose of the first's.
+#include "block_scales.cuh"
+#include "transpose.cuh"
+
+namespace dlp {
+namespace {
+
+template <class T>
+constexpr size_t kShared = Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
+
+// The amax of the tile, known to all threads. Contains one barrier; the next call's is what frees `scratch`.
+template <class T>
+__device__ float tile_amax(const Octet<T> (&patch)[kPatch], uint32_t* scratch) {
+    Maxima<T> maxima;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) maxima.take(patch[i]);
+    const uint32_t own = __reduce_max_sync(kAllLanes, maxima.largest());
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = own;
+    __syncthreads();
+    uint32_t bits = 0;
+#pragma unroll
+    for (int warp = 0; warp < kTileWarps; ++warp) bits = max(bits, scratch[warp]);
+    return __uint_as_float(bits);
+}
+
+template <class T>
+__device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool gemm_layout) {
+    if (tile.rows() == 0 || tile.cols() == 0) return;
+    const int64_t down = (tile.rows() + kTile - 1) / kTile, across = (tile.cols() + kTile - 1) / kTile;
+    const BlockScales scales{static_cast<float*>(tile.job->scale), down, across, gemm_layout};
+    const BlockScales scales_t{static_cast<float*>(tile.job->scale_t), across, down, gemm_layout};
+    if (scales.to) scales.store_tile(tile.down, tile.across, scale_inv);
+    if (scales_t.to) scales_t.store_tile(tile.across, tile.down, scale_inv);
+}
+
+template <class T, class F8>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
+    cast_block_2d_kernel(const __grid_constant__ Work<BlockJob> work, const ScaleRule rule, const bool gemm_layout) {
+    Tiles<T, BlockJob> tiles(work, shared_memory());
+    ColumnWriter columns(shared_memory() + Tiles<T, BlockJob>::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes);
+
+    Tile<T, BlockJob> tile;
+    Octet<T> patch[kPatch];
+    while (tiles.next(tile, patch)) {
+        const float scale = scale_from_amax(tile_amax(patch, scratch), rule);
+        if (threadIdx.x == 0) store_scale(tile, __frcp_rn(scale), gemm_layout);
+        uint2 codes[kPatch];
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) codes[i] = encode_row<F8>(patch[i], scale);
+        write_codes(codes, tile, columns);
+        __syncthreads();
+    }
+}
+
+}  // namespace
+
+void cast_block_2d(const Work<BlockJob>& work, Input input, Code code, const ScaleRule& rule, bool gemm_layout,
+                   Stream stream) {
+    if (work.items == 0) return;
+    with_types(input, code, [&](auto element, auto f8) {
+        using T = decltype(element);
+        constexpr auto kernel = cast_block_2d_kernel<T, decltype(f8)>;
+        launch_persistent<kernel>(work.items, kTileThreads, kShared<T>, stream, work, rule, gemm_layout);
+    });
+}
+
+}  // namespace dlp

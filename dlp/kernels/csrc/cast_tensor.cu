@@ -1,0 +1,61 @@
+// Per-tensor FP8 cast in one orientation: q = enc(fl(x * scale)), the scale made from an amax on the device or given.
+//
+// A block takes one chunk and ends, which keeps more loads in flight than a persistent grid and needs no tail. Loads have
+// 16 bytes and stores 8, both adjacent over the lanes. With `staging` the amax of x is taken in the same read.
+#include "fp8.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kOctets = 4;  // a thread
+constexpr int64_t kChunk = kThreads * kOctets;
+
+template <class T, class F8>
+__global__ void __launch_bounds__(kThreads) cast_tensor_kernel(TensorJob job, ScaleRule rule) {
+    const Octets<T> octets(job.x);
+    const int64_t begin = blockIdx.x * kChunk;
+    const bool adjacent = octets.adjacent(begin, kChunk);
+    const float source = scale_source(job);
+
+    Octet<T> octet[kOctets];
+    if (adjacent) {
+        const T* from = octets.data + 8 * (begin + threadIdx.x);
+#pragma unroll
+        for (int i = 0; i < kOctets; ++i) octet[i] = load_octet(from + 8 * i * kThreads);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kOctets; ++i) octet[i] = octets.load(octets.place(begin + i * kThreads + threadIdx.x));
+    }
+
+    const float scale = scale_of(job, source, rule);
+    const bool aligned = codes_aligned(job.codes, octets.rows, octets.cols);
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) {
+        const int64_t number = begin + i * kThreads + threadIdx.x;
+        const auto at = adjacent ? typename Octets<T>::Place{0, 8 * number, 8} : octets.place(number);
+        store_octet(job.codes + at.row * octets.cols + at.column, encode_row<F8>(octet[i], scale), at.valid, aligned);
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0 && job.scale_inv) *job.scale_inv = __frcp_rn(scale);
+
+    if (job.staging) {
+        Maxima<T> maxima;
+#pragma unroll
+        for (int i = 0; i < kOctets; ++i) maxima.take(octet[i]);
+        const uint32_t bits = block_max(maxima.largest(), reinterpret_cast<uint32_t*>(shared_memory()));
+        if (threadIdx.x == 0) raise(job.staging, bits);
+    }
+}
+
+}  // namespace
+
+void cast_tensor(const TensorJob& job, Input input, Code code, const ScaleRule& rule, Stream stream) {
+    const int64_t octets = job.x.rows * ((job.x.cols + 7) / 8);
+    const int64_t blocks = std::max((octets + kChunk - 1) / kChunk, int64_t(1));
+    with_types(input, code, [&](auto element, auto f8) {
+        constexpr auto kernel = cast_tensor_kernel<decltype(element), decltype(f8)>;
+        launch<kernel>(blocks, kThreads, kThreads / 32 * sizeof(uint32_t), stream, job, rule);
+    });
+}
+
+}  // namespace dlp

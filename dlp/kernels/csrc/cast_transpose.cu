@@ -1,0 +1,70 @@
+// Per-tensor FP8 cast and its transpose in one read, for one matrix or all of a table: q = enc(fl(x * scale)).
+//
+// Both orientations hold the same codes, so a patch is encoded once and its bytes are transposed in registers. With
+// `staging` (delayed scaling) the amax of x is taken in the same read. Either orientation may be left out: a table of
+// weights whose transposes nobody wants is still one launch.
+#include "transpose.cuh"
+
+namespace dlp {
+namespace {
+
+template <class T>
+constexpr size_t kShared = Tiles<T, TensorJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
+
+template <class T, class F8, bool kObserve>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
+    cast_transpose_kernel(const __grid_constant__ Work<TensorJob> work, const ScaleRule rule) {
+    Tiles<T, TensorJob> tiles(work, shared_memory());
+    ColumnWriter columns(shared_memory() + Tiles<T, TensorJob>::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Tiles<T, TensorJob>::kBytes + ColumnWriter::kBytes);
+    Maxima<T> maxima;
+    float scale = 0;
+    const TensorJob* job = nullptr;  // that `maxima` and `scale` belong to
+
+    Tile<T, TensorJob> tile;
+    Octet<T> patch[kPatch];
+    while (tiles.next(tile, patch)) {
+        if (tile.job != job) {
+            if (kObserve && job) {
+                const uint32_t bits = block_max(maxima.largest(), scratch);
+                if (threadIdx.x == 0) raise(job->staging, bits);
+                __syncthreads();
+                maxima = Maxima<T>{};
+            }
+            job = tile.job;
+            scale = scale_of(*job, scale_source(*job), rule);
+        }
+        if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) *job->scale_inv = __frcp_rn(scale);
+
+        uint2 codes[kPatch];
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            codes[i] = encode_row<F8>(patch[i], scale);
+            if (kObserve) maxima.take(patch[i]);
+        }
+        write_codes(codes, tile, columns);
+        __syncthreads();
+    }
+    if (kObserve && job) {
+        const uint32_t bits = block_max(maxima.largest(), scratch);
+        if (threadIdx.x == 0) raise(job->staging, bits);
+    }
+}
+
+}  // namespace
+
+// `observe`: every job has `staging`.
+void cast_transpose(const Work<TensorJob>& work, Input input, Code code, const ScaleRule& rule, bool observe,
+                    Stream stream) {
+    if (work.items == 0) return;
+    with_types(input, code, [&](auto element, auto f8) {
+        using T = decltype(element);
+        using F8 = decltype(f8);
+        if (observe)
+            launch_persistent<cast_transpose_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work, rule);
+        else
+            launch_persistent<cast_transpose_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work, rule);
+    });
+}
+
+}  // namespace dlp

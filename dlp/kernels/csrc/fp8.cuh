@@ -1,0 +1,80 @@
+// From an amax to a scale, and from eight values to eight FP8 codes.
+//
+// Scale arithmetic is IEEE binary32, rounded to nearest even, denormals kept: one wrong ulp in a scale flips codes at
+// ties. Hence the explicit _rn intrinsics, which are never contracted or approximated.
+#pragma once
+
+#include <cfloat>
+
+#include <cuda_fp8.h>
+
+#include "octet.cuh"
+
+namespace dlp {
+
+__device__ inline float scale_from_amax(float amax, const ScaleRule& rule) {
+    if (amax < rule.epsilon) amax = rule.epsilon;             // false for NaN
+    if (!(amax > 0.0f && amax <= FLT_MAX)) return 1.0f;       // 0, Inf and NaN
+    float scale = __fdiv_rn(rule.largest, amax);
+    if (scale > FLT_MAX) scale = rule.overflow;
+    return rule.power_of_two ? __uint_as_float(__float_as_uint(scale) & 0x7F800000u) : scale;  // rounds down
+}
+
+// A job's scale in two steps: what it is made of is loaded before a kernel's other loads, and used after them.
+__device__ inline float scale_source(const TensorJob& job) { return job.scale ? *job.scale : *job.amax; }
+
+__device__ inline float scale_of(const TensorJob& job, float source, const ScaleRule& rule) {
+    return job.scale ? source : scale_from_amax(source, rule);
+}
+
+// Two values -> two codes, the first in the low byte: nearest even, saturating, NaN -> 0x7F.
+template <class F8>
+__device__ uint32_t pack2(float a, float b) {
+    constexpr auto kind = std::is_same_v<F8, E4m3> ? __NV_E4M3 : __NV_E5M2;
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kind);
+}
+
+template <class F8>
+__device__ uint32_t pack4(float a, float b, float c, float d) {
+    return pack2<F8>(a, b) | pack2<F8>(c, d) << 16;
+}
+
+// A row of a patch under one scale.
+template <class F8, class T>
+__device__ uint2 encode_row(const Octet<T>& x, float scale) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(x[i], scale);
+    return make_uint2(pack4<F8>(y[0], y[1], y[2], y[3]), pack4<F8>(y[4], y[5], y[6], y[7]));
+}
+
+// Column `j` of a patch of eight rows under one scale.
+template <class F8, class T>
+__device__ uint2 encode_column(const Octet<T> (&x)[8], int j, float scale) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(x[i][j], scale);
+    return make_uint2(pack4<F8>(y[0], y[1], y[2], y[3]), pack4<F8>(y[4], y[5], y[6], y[7]));
+}
+
+// Rows of codes [rows, cols] start at multiples of 8 bytes.
+__device__ inline bool codes_aligned(const uint8_t* codes, int64_t rows, int64_t cols) {
+    return (rows <= 1 || cols % 8 == 0) && reinterpret_cast<uintptr_t>(codes) % 8 == 0;
+}
+
+// Writes up to `valid` of 8 codes, one at a time.
+__device__ inline void store_bytes(uint8_t* to, uint2 codes, int64_t valid) {
+    const uint64_t bytes = uint64_t(codes.y) << 32 | codes.x;
+#pragma unroll 1
+    for (int i = 0; i < min(valid, int64_t(8)); ++i) to[i] = uint8_t(bytes >> 8 * i);
+}
+
+// `aligned`: `to` is a multiple of 8 bytes.
+__device__ inline void store_octet(uint8_t* to, uint2 codes, int64_t valid, bool aligned) {
+    if (aligned && valid >= 8)
+        *reinterpret_cast<uint2*>(to) = codes;
+    else
+        store_bytes(to, codes, valid);
+}
+
+}  // namespace dlp

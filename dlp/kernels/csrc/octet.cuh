@@ -1,0 +1,177 @@
+// Eight adjacent elements of a row in registers: the unit in which every kernel reads, so that a bf16 load has 16 bytes.
+//
+// Magnitudes of bf16 are compared in bf16, two at a time, which is exact and halves the instructions. NaN is ignored,
+// because every maximum starts at 0 and the instruction prefers numbers.
+#pragma once
+
+#include "launch.cuh"
+
+namespace dlp {
+
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+template <class T>
+struct Octet;
+
+template <>
+struct Octet<__nv_bfloat16> {
+    static constexpr int kVectors = 1;  // 16-byte vectors
+    uint32_t word[4];                   // even elements in the low halves
+
+    __device__ float operator[](int i) const {
+        return __uint_as_float(i & 1 ? word[i / 2] & 0xFFFF0000u : word[i / 2] << 16);
+    }
+    __device__ void set(int i, __nv_bfloat16 x) {
+        const uint32_t bits = __bfloat16_as_ushort(x);
+        word[i / 2] |= i & 1 ? bits << 16 : bits;  // onto zeros
+    }
+    __device__ void set_vector(int, uint4 v) { word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w; }
+};
+
+template <>
+struct Octet<float> {
+    static constexpr int kVectors = 2;
+    float element[8];
+
+    __device__ float operator[](int i) const { return element[i]; }
+    __device__ void set(int i, float x) { element[i] = x; }
+    __device__ void set_vector(int which, uint4 v) {
+        element[4 * which] = __uint_as_float(v.x), element[4 * which + 1] = __uint_as_float(v.y);
+        element[4 * which + 2] = __uint_as_float(v.z), element[4 * which + 3] = __uint_as_float(v.w);
+    }
+};
+
+template <class T>
+__device__ Octet<T> load_octet(const T* from) {
+    Octet<T> out;
+#pragma unroll
+    for (int v = 0; v < Octet<T>::kVectors; ++v) out.set_vector(v, __ldcs(reinterpret_cast<const uint4*>(from) + v));
+    return out;
+}
+
+// Reads `valid` elements, the rest is 0. `aligned`: `from` is a multiple of 16 bytes.
+template <class T>
+__device__ Octet<T> load_octet(const T* from, int64_t valid, bool aligned) {
+    if (aligned && valid >= 8) return load_octet(from);
+    Octet<T> out{};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < valid) out.set(i, from[i]);
+    return out;
+}
+
+template <class T>
+__host__ __device__ bool rows_aligned(const Matrix& x) {
+    const bool strides = x.rows <= 1 || x.stride * int64_t(sizeof(T)) % 16 == 0;
+    return strides && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+}
+
+// a / b for a, b >= 0; 64-bit division is slow, and 32 bits nearly always do.
+__device__ inline int64_t divide(int64_t a, int64_t b) {
+    if ((a | b) >> 32 == 0) return uint32_t(a) / uint32_t(b);
+    return a / b;
+}
+
+// A matrix as a sequence of octets, row by row; each row may end in a partial one. A contiguous matrix comes as one row.
+template <class T>
+struct Octets {
+    const T* data;
+    int64_t rows, cols, stride, across;
+    bool aligned;
+
+    __device__ explicit Octets(const Matrix& x)
+        : data(static_cast<const T*>(x.data)), rows(x.rows), cols(x.cols), stride(x.stride), across((x.cols + 7) / 8),
+          aligned(rows_aligned<T>(x)) {}
+
+    // Octets [first, first + count) are full, adjacent and aligned.
+    __device__ bool adjacent(int64_t first, int64_t count) const {
+        return aligned && rows == 1 && 8 * (first + count) <= cols;
+    }
+    struct Place {
+        int64_t row, column, valid;  // of the first element; how many elements there are
+    };
+    __device__ Place place(int64_t octet) const {
+        const int64_t row = rows == 1 ? 0 : divide(octet, max(across, int64_t(1)));
+        const int64_t column = 8 * (octet - row * across);
+        return {row, column, row < rows ? cols - column : 0};
+    }
+    __device__ Octet<T> load(const Place& at) const {
+        return load_octet(data + at.row * stride + at.column, at.valid, aligned);
+    }
+};
+
+// Magnitudes as words: two bf16, or one fp32.
+template <class T>
+struct Magnitude;
+
+template <>
+struct Magnitude<__nv_bfloat16> {
+    static constexpr int kPerWord = 2;
+
+    static __device__ uint32_t of(const Octet<__nv_bfloat16>& x, int i) {
+        return word(__habs2(reinterpret_cast<const __nv_bfloat162&>(x.word[i])));
+    }
+    // The larger of each pair; a NaN loses against any number.
+    static __device__ uint32_t larger(uint32_t a, uint32_t b) {
+        return word(__hmax2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b)));
+    }
+    // Element `i` of a word as the bits of an fp32. That is not negative, so its bits compare like numbers.
+    static __device__ uint32_t widen(uint32_t word, int i) { return i ? word & 0xFFFF0000u : word << 16; }
+
+   private:
+    static __device__ uint32_t word(const __nv_bfloat162& pair) { return reinterpret_cast<const uint32_t&>(pair); }
+};
+
+template <>
+struct Magnitude<float> {
+    static constexpr int kPerWord = 1;
+
+    static __device__ uint32_t of(const Octet<float>& x, int i) { return __float_as_uint(fabsf(x[i])); }
+    static __device__ uint32_t larger(uint32_t a, uint32_t b) {
+        return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+    }
+    static __device__ uint32_t widen(uint32_t word, int) { return word; }
+};
+
+// The running max |x| of the eight columns of octets; 0 before the first.
+template <class T>
+struct Maxima {
+    using M = Magnitude<T>;
+    static constexpr int kWords = 8 / M::kPerWord;
+    uint32_t word[kWords] = {};
+
+    __device__ void take(const Octet<T>& x) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) word[i] = M::larger(word[i], M::of(x, i));
+    }
+    // Joins the maxima of the lane whose number differs in `bits`.
+    __device__ void join(int bits) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) word[i] = M::larger(word[i], __shfl_xor_sync(kAllLanes, word[i], bits));
+    }
+    __device__ uint32_t column(int i) const { return M::widen(word[i / M::kPerWord], i % M::kPerWord); }
+    __device__ uint32_t largest() const {
+        uint32_t largest = word[0];
+#pragma unroll
+        for (int i = 1; i < kWords; ++i) largest = M::larger(largest, word[i]);
+        return max(M::widen(largest, 0), M::widen(largest, M::kPerWord - 1));
+    }
+};
+
+// The maximum of `bits` over the block, given to thread 0; `scratch` holds a word a warp. Contains one barrier, and
+// leaves `scratch` in use by thread 0.
+__device__ inline uint32_t block_max(uint32_t bits, uint32_t* scratch) {
+    bits = __reduce_max_sync(kAllLanes, bits);
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = bits;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) bits = max(bits, scratch[warp]);
+    return bits;
+}
+
+// out = max(out, bits), where most blocks have nothing to add: looking first spares thousands of atomics on one word.
+__device__ inline void raise(float* out, uint32_t bits) {
+    if (bits > *reinterpret_cast<volatile uint32_t*>(out)) atomicMax(reinterpret_cast<uint32_t*>(out), bits);
+}
+
+}  // namespace dlp

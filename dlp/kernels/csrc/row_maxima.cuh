@@ -1,0 +1,65 @@
+// max |x| of the eight rows of a patch, over the patches beside it.
+//
+// A row lies in kLanes lanes. Joining eight rows by eight butterflies would take 8 * log2(kLanes) shuffles; here a lane
+// hands half of its rows to its partner at each step and goes on with the other half, as long as there is one.
+#pragma once
+
+#include "octet.cuh"
+
+namespace dlp {
+
+template <class T, int kLanes>
+class RowMaxima {
+   public:
+    using M = Magnitude<T>;
+    static constexpr int kWords = 8 / M::kPerWord;  // each with one row (fp32) or two (bf16)
+
+    // Maxima within each of eight rows, as words made by `pack`.
+    __device__ explicit RowMaxima(uint32_t (&word)[kWords]) {
+        int words = kWords;
+#pragma unroll
+        for (int bits = kLanes / 2; bits > 0; bits /= 2) {
+            if (words == 1) {
+                word[0] = M::larger(word[0], __shfl_xor_sync(kAllLanes, word[0], bits));
+                continue;
+            }
+            words /= 2;
+            const bool upper = threadIdx.x & bits;
+#pragma unroll
+            for (int i = 0; i < words; ++i) {
+                const uint32_t given = __shfl_xor_sync(kAllLanes, upper ? word[i] : word[i + words], bits);
+                word[i] = M::larger(upper ? word[i + words] : word[i], given);
+            }
+            first_ += upper ? words * M::kPerWord : 0;
+        }
+        static_assert(kWords <= kLanes, "every lane ends with one word");
+        word_ = word[0];
+    }
+
+    // Word `i`: the rows from i * kRows on.
+    static __device__ uint32_t pack(const Octet<T> (&row)[8], int i) {
+        if constexpr (M::kPerWord == 1) {
+            Maxima<T> maxima;
+            maxima.take(row[i]);
+            return maxima.largest();
+        } else {
+            const uint32_t a = pair(row[2 * i]), b = pair(row[2 * i + 1]);
+            const uint32_t joined = M::larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+            return M::larger(joined, 0);  // a row of NaNs counts as 0
+        }
+    }
+
+    static constexpr int kRows = M::kPerWord;      // that this lane ends with,
+    __device__ int first() const { return first_; }  // from this one on,
+    __device__ uint32_t operator[](int i) const { return M::widen(word_, i); }  // as bits of an fp32
+
+   private:
+    static __device__ uint32_t pair(const Octet<T>& x) {
+        return M::larger(M::larger(M::of(x, 0), M::of(x, 1)), M::larger(M::of(x, 2), M::of(x, 3)));
+    }
+
+    uint32_t word_;
+    int first_ = 0;
+};
+
+}  // namespace dlp

@@ -1,0 +1,50 @@
+// Codes that both orientations share: encoded once, their bytes transposed in registers.
+#pragma once
+
+#include "tile.cuh"
+
+namespace dlp {
+
+// 4x4 bytes, rows before and columns after.
+__device__ inline void transpose_4x4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+    const uint32_t ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);  // a0 b0 a1 b1, a2 b2 a3 b3
+    const uint32_t cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
+    a = __byte_perm(ab_low, cd_low, 0x5410);
+    b = __byte_perm(ab_low, cd_low, 0x7632);
+    c = __byte_perm(ab_high, cd_high, 0x5410);
+    d = __byte_perm(ab_high, cd_high, 0x7632);
+}
+
+// 8x8 bytes, as four 4x4 quarters of which two change places.
+__device__ inline void transpose_8x8(uint2 (&row)[8]) {
+    transpose_4x4(row[0].x, row[1].x, row[2].x, row[3].x);
+    transpose_4x4(row[0].y, row[1].y, row[2].y, row[3].y);
+    transpose_4x4(row[4].x, row[5].x, row[6].x, row[7].x);
+    transpose_4x4(row[4].y, row[5].y, row[6].y, row[7].y);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t corner = row[i].y;
+        row[i].y = row[i + 4].x;
+        row[i + 4].x = corner;
+    }
+}
+
+// Writes the codes of a patch, a row each, to the orientations that are wanted. Contains a barrier where the second is;
+// another must follow before the next call.
+template <class T, class Job>
+__device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, ColumnWriter& columns) {
+    if (uint8_t* codes = tile.job->codes) {
+        const RowWriter writer(codes, tile);
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) writer.put(i, row[i]);
+    }
+    if (uint8_t* codes_t = tile.job->codes_t) {
+        transpose_8x8(row);
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) columns.put(j, row[j]);
+        __syncthreads();
+        columns.write(codes_t, tile);
+    }
+}
+
+}  // namespace dlp

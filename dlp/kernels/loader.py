@@ -1,0 +1,195 @@
+"""Compiles csrc/ with nvcc, ninja and pybind11 into the module `dlp_kernels`, once a machine, and loads it.
+
+The first use on a CUDA machine builds by itself; `python -m dlp.kernels.build` does it ahead. The result lies in the
+user's cache, in a folder named by a digest of all that went into it: sources, flags, architectures, and the versions of
+torch, Python and CUDA. Of many ranks that start together one builds, behind a file lock. The sources include no torch
+header, so this takes seconds; `torch.utils.cpp_extension` takes longer for each file that does, and cannot compile CUDA
+under a CPU build of torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+CSRC = Path(__file__).parent / "csrc"
+CACHE = Path.home() / ".cache" / "dlp" / "kernels"
+MODULE = "dlp_kernels"
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # by compute capability
+LOG = logging.getLogger("dlp")
+INSTEAD = "the plain-torch reference runs instead"
+
+# Scales are IEEE arithmetic: nothing approximate, nothing contracted, denormals kept.
+NVCC_FLAGS = ("-std=c++17 -O3 -lineinfo -ftz=false -prec-div=true -prec-sqrt=true -fmad=false "
+              "-Xcompiler=-fPIC,-fvisibility=hidden")  # fmt: skip
+CXX_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden"
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled; the message is one sentence, then the compiler's words."""
+
+
+class MissingError(BuildError):
+    """Something that compiling or running needs is not there; the message says what, and what runs instead."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Programs and headers, as paths, and the version of CUDA as "13.0"."""
+
+    nvcc: str
+    cuda: str
+    ninja: str
+    cxx: str
+    includes: tuple[str, ...]
+
+
+def _cuda_version(nvcc: str) -> str:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", text)
+    if found is None:
+        raise MissingError(f"native kernels need CUDA's nvcc, and {nvcc} does not say which release it is: {INSTEAD}")
+    return found[1]
+
+
+def _program(name: str, folder: str = "") -> str:
+    """The path of a program, in `folder` or on PATH."""
+    found = shutil.which(name, path=folder or None) or shutil.which(name)
+    if found is None:
+        raise MissingError(f"native kernels need {name}, which is not on PATH: {INSTEAD}")
+    return found
+
+
+def find_toolchain() -> Toolchain:
+    """Everything compiling needs. Raises MissingError, naming the first thing that is not there."""
+    nvcc = _program("nvcc", "/usr/local/cuda/bin")
+    ninja = _program("ninja", sysconfig.get_path("scripts"))  # where pip puts it
+    cxx = _program("c++")
+    if importlib.util.find_spec("pybind11") is None:
+        raise MissingError(f"native kernels need the Python package pybind11, which is not installed: {INSTEAD}")
+    import pybind11
+
+    includes = (sysconfig.get_path("include"), pybind11.get_include())
+    if not (Path(includes[0]) / "Python.h").exists():
+        raise MissingError(f"native kernels need Python.h, which is not in {includes[0]}: {INSTEAD}")
+    return Toolchain(nvcc, _cuda_version(nvcc), ninja, cxx, includes)
+
+
+def architecture() -> str:
+    """The name nvcc has for this machine's GPU. Raises MissingError where kernels do not run."""
+    if not torch.cuda.is_available():
+        raise MissingError(f"native kernels need a CUDA device, and torch {torch.__version__} sees none: {INSTEAD}")
+    capability = torch.cuda.get_device_capability()
+    if capability not in ARCHITECTURES:
+        known = " and ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
+        raise MissingError(
+            f"native kernels are written for compute capability {known}, and {torch.cuda.get_device_name()} has "
+            f"{capability[0]}.{capability[1]}: {INSTEAD}"
+        )
+    return ARCHITECTURES[capability]
+
+
+def check_cuda(tools: Toolchain) -> None:
+    """MissingError unless nvcc and torch are of one major release of CUDA."""
+    ours = torch.version.cuda or "none"
+    if ours.split(".")[0] != tools.cuda.split(".")[0]:
+        raise MissingError(
+            f"native kernels need one release of CUDA, and torch has {ours} where {tools.nvcc} has {tools.cuda}: {INSTEAD}"
+        )
+
+
+def sources(folder: Path = CSRC) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in {".cu", ".cuh", ".cpp", ".h"})
+
+
+def build_key(files: Sequence[Path], cuda: str, architectures: Sequence[str]) -> str:
+    """A digest of all that the module depends on."""
+    facts = [NVCC_FLAGS, CXX_FLAGS, cuda, " ".join(architectures), torch.__version__, sys.version]
+    digest = hashlib.sha256("\0".join(facts).encode())
+    for file in files:
+        digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[str]) -> str:
+    """The build as ninja reads it: an object a .cu and .cpp, one module."""
+    targets = " ".join(f"-gencode=arch=compute_{name[3:]},code={name}" for name in architectures)
+    headers = " ".join(f"-I{folder}" for folder in tools.includes)
+    compiled = [file for file in files if file.suffix in {".cu", ".cpp"}]
+    lines = [
+        f"rule cu\n  command = {tools.nvcc} {NVCC_FLAGS} {targets} -c $in -o $out",
+        f"rule cpp\n  command = {tools.cxx} {CXX_FLAGS} {headers} -c $in -o $out",
+        f"rule link\n  command = {tools.nvcc} -shared $in -o $out",
+        *(f"build {file.stem}.o: {file.suffix[1:]} {file}" for file in compiled),
+        f"build {MODULE}.so: link " + " ".join(f"{file.stem}.o" for file in compiled),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def run_ninja(tools: Toolchain, folder: Path) -> None:
+    done = subprocess.run([tools.ninja, "-C", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise BuildError(f"native kernels do not compile; {tools.ninja} in {folder} said:\n{done.stdout[-6000:]}")
+
+
+def compile_module(tools: Toolchain, architectures: Sequence[str], cache: Path = CACHE) -> Path:
+    """Builds the module, unless an earlier call or another process has, and returns its path."""
+    files = sources()
+    key = build_key(files, tools.cuda, architectures)
+    folder = cache / key
+    folder.mkdir(parents=True, exist_ok=True)
+    built, ready = folder / f"{MODULE}.so", folder / "ready" / f"{MODULE}.so"
+    with open(cache / f"{key}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not ready.exists():
+            start = time.monotonic()
+            print(f"dlp: compiling kernels for {' '.join(architectures)}, once, into {folder} ...", end="", file=sys.stderr,
+                  flush=True)  # fmt: skip
+            (folder / "build.ninja").write_text(ninja_file(tools, files, architectures))
+            run_ninja(tools, folder)
+            ready.parent.mkdir(exist_ok=True)
+            built.replace(ready)  # appears only when it is whole
+            print(f" {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return ready
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The compiled module for this machine's GPU, built if need be. Raises BuildError."""
+    arch = architecture()
+    tools = find_toolchain()
+    check_cuda(tools)
+    spec = importlib.util.spec_from_file_location(MODULE, compile_module(tools, [arch]))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def missing() -> str:
+    """Why kernels do not run on this machine, a sentence that is logged once; empty where they do.
+
+    Raises BuildError where everything is there and they do not compile.
+    """
+    try:
+        load()
+    except MissingError as error:
+        LOG.warning("%s", error)
+        return str(error)
+    return ""

@@ -1,0 +1,272 @@
+"""How fast the quantizers move bytes, beside a device copy that moves as many, in the same run.
+
+    python -m launch.bench_quantize [--sizes 256 64 4] [--only block] [--json FILE] [--plot FILE.png]
+
+Useful bytes are those a quantizer cannot avoid: the input read once, codes and scales written once. The copy moves the
+same sum, half read and half written, rounded up to whole lines: of sizes that are not a multiple of 16 bytes, as a
+scalar beside a matrix makes them, the device copies a third slower. The share is one bandwidth over the other. Both are
+captured as CUDA graphs of many launches over rotating buffers, more than four times the L2 cache in all, so that every
+launch finds its input cold; their replays alternate, and medians are printed. Sizes are MB of input. `host` is what one
+call costs the host, with nothing for the device to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import cuda, loader
+from dlp.kernels.cuda import BlockJob, TensorJob, block_scale_shape
+
+Run = Callable[[], None]
+E4M3 = torch.float8_e4m3fn
+COLS = 8192
+COPY_UNIT = 512  # bytes: whole lines, so that the copy takes the driver's widest path
+REPLAYS = 15
+# Shares of the copy that must be reached with 256 MB of bf16 and more.
+TARGETS = {"amax": 0.90, "cast": 0.88, "cast + transpose": 0.88, "1x128 both": 0.88, "128x128 both": 0.88}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, and the tensors that it reads and writes."""
+
+    run: Run
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One printed line. tb_s: useful bytes over time; copy_tb_s: the copy's bytes over its time; copy_share: the ratio."""
+
+    name: str
+    dtype: str
+    megabytes: float
+    microseconds: float
+    tb_s: float
+    copy_share: float
+    copy_tb_s: float
+    target: float | None
+    host_us: float
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device="cuda")
+
+
+def amax(x: Tensor) -> Launch:
+    out = _scalar(0)
+    return Launch(lambda: cuda.amax(x, out), (x, out))
+
+
+def amax_batch(x: Tensor) -> Launch:
+    """The same bytes as 32 matrices of different sizes."""
+    rows = x.shape[0]
+    cuts = sorted({rows * (i * i + i) // (32 * 33) for i in range(33)})
+    xs = [x[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    out = torch.zeros(len(xs), device="cuda")
+    return Launch(cuda.amax_batch(xs, out), (x, out))
+
+
+def _tensor_outputs(x: Tensor, columnwise: bool) -> dict[str, Tensor]:
+    rows, cols = x.shape
+    out = {"codes": torch.empty(rows, cols, dtype=E4M3, device="cuda"), "scale_inv": _scalar(0)}
+    return out | ({"codes_t": torch.empty(cols, rows, dtype=E4M3, device="cuda")} if columnwise else {})
+
+
+def cast(x: Tensor) -> Launch:
+    out = _tensor_outputs(x, False)
+    job = TensorJob(x, amax=_scalar(5.0), **out)
+    return Launch(lambda: cuda.cast_tensor(job), (x, *out.values()))
+
+
+def cast_delayed(x: Tensor) -> Launch:
+    out = _tensor_outputs(x, False)
+    job = TensorJob(x, scale=_scalar(50.0), staging=_scalar(0), **out)
+    return Launch(lambda: cuda.cast_tensor(job), (x, *out.values()))
+
+
+def cast_transpose(x: Tensor) -> Launch:
+    out = _tensor_outputs(x, True)
+    job = TensorJob(x, amax=_scalar(5.0), **out)
+    return Launch(lambda: cuda.cast_tensor(job), (x, *out.values()))
+
+
+def cast_transpose_delayed(x: Tensor) -> Launch:
+    out = _tensor_outputs(x, True)
+    job = TensorJob(x, scale=_scalar(50.0), staging=_scalar(0), **out)
+    return Launch(lambda: cuda.cast_tensor(job), (x, *out.values()))
+
+
+def cast_transpose_batch(x: Tensor) -> Launch:
+    """The same bytes as weights of equal size, 1024 rows each."""
+    weights = x.split(1024)
+    outs = [_tensor_outputs(weight, True) for weight in weights]
+    jobs = [TensorJob(weight, amax=_scalar(5.0), **out) for weight, out in zip(weights, outs, strict=True)]
+    return Launch(cuda.cast_tensor_batch(jobs), (x, *(tensor for out in outs for tensor in out.values())))
+
+
+def _block(x: Tensor, tile: bool, columnwise: bool = True, gemm_layout: bool = False) -> Launch:
+    rows, cols = x.shape
+    out = {}
+    for name, lines, along in (("", rows, cols), ("_t", cols, rows))[: 1 + columnwise]:
+        out[f"codes{name}"] = torch.empty(lines, along, dtype=E4M3, device="cuda")
+        scales = block_scale_shape(lines, along, tile=tile, gemm_layout=gemm_layout)
+        out[f"scale{name}"] = torch.empty(scales, device="cuda")
+    job = BlockJob(x, **out)
+    return Launch(lambda: cuda.cast_block(job, tile=tile, gemm_layout=gemm_layout), (x, *out.values()))
+
+
+KERNELS: dict[str, Callable[[Tensor], Launch]] = {
+    "amax": amax,
+    "amax, 32 in a launch": amax_batch,
+    "cast": cast,
+    "cast, delayed + amax": cast_delayed,
+    "cast + transpose": cast_transpose,
+    "cast + transpose, delayed + amax": cast_transpose_delayed,
+    "cast + transpose, many in a launch": cast_transpose_batch,
+    "1x128 both": lambda x: _block(x, tile=False),
+    "1x128 both, GEMM layout": lambda x: _block(x, tile=False, gemm_layout=True),
+    "1x128 rowwise": lambda x: _block(x, tile=False, columnwise=False),
+    "128x128 both": lambda x: _block(x, tile=True),
+}
+
+
+def copy_of(nbytes: int) -> Launch:
+    """A device copy that reads and writes `nbytes` in all, each half rounded up to a multiple of COPY_UNIT."""
+    half = -(-nbytes // (2 * COPY_UNIT)) * COPY_UNIT
+    source, target = (torch.full((half,), i, dtype=torch.uint8, device="cuda") for i in (1, 2))
+
+    def run() -> None:
+        target.copy_(source)
+
+    return Launch(run, (source, target))
+
+
+def graph_of(launches: Sequence[Launch]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """The launches, again and again until some thirty, as one graph; and how many they are."""
+    rounds = -(-30 // len(launches))
+    for launch in launches:
+        launch.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for launch in launches:
+                launch.run()
+    return graph, rounds * len(launches)
+
+
+def replay(graph: torch.cuda.CUDAGraph, launches: int) -> float:
+    """Microseconds a launch."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / launches
+
+
+def rotation(make: Callable[[], Launch]) -> list[Launch]:
+    """Launches over different tensors, more than four times the L2 cache in all."""
+    first = make()
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return [first, *(make() for _ in range(4 * cache // first.nbytes + 1))]
+
+
+def measure(name: str, dtype: torch.dtype, megabytes: float) -> Line:
+    rows = int(megabytes * 2**20) // (COLS * dtype.itemsize)
+    quantizers = rotation(lambda: KERNELS[name](torch.randn(rows, COLS, device="cuda").to(dtype)))
+    copies = rotation(lambda: copy_of(quantizers[0].nbytes))
+    graphs = [graph_of(quantizers), graph_of(copies)]
+    times = [[replay(*graph) for graph in graphs] for _ in range(REPLAYS + 2)][2:]
+    ours, copy = (statistics.median(column) for column in zip(*times, strict=True))
+    tb_s, copy_tb_s = quantizers[0].nbytes / ours / 1e6, copies[0].nbytes / copy / 1e6
+    target = TARGETS.get(name) if dtype == torch.bfloat16 and megabytes >= 256 else None
+    kind = str(dtype).removeprefix("torch.")
+    return Line(name, kind, megabytes, ours, tb_s, tb_s / copy_tb_s, copy_tb_s, target,
+                host_cost(KERNELS[name](torch.ones(1024, 16, device="cuda", dtype=dtype)).run))  # fmt: skip
+
+
+def host_cost(run: Run) -> float:
+    """Microseconds of the host for a call."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            run()
+        times.append((time.perf_counter() - start) * 1e4)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def plot(lines: Sequence[Line], file: Path) -> None:
+    """Share of the copy's speed, a bar for each kernel, in panels by size and input type."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = sorted({(line.megabytes, line.dtype) for line in lines}, reverse=True)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels) + 2, 5), sharey=True, squeeze=False)
+    for axis, (megabytes, dtype) in zip(axes[0], panels, strict=True):
+        shown = [line for line in lines if (line.megabytes, line.dtype) == (megabytes, dtype)][::-1]
+        axis.barh([line.name for line in shown], [line.copy_share for line in shown])
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(title=f"{megabytes:g} MB of {dtype}", xlabel="bandwidth / that of a copy", xlim=(0, 1.15))
+    figure.suptitle(f"Useful bandwidth of the quantizers, {torch.cuda.get_device_name()}")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def show(line: Line) -> None:
+    verdict = "" if line.target is None else f"  {'ok' if line.copy_share >= line.target else 'MISSED'} ({line.target})"
+    print(f"{line.name:36} {line.dtype:9} {line.megabytes:5g} {line.microseconds:9.2f} {line.tb_s:7.2f} {line.copy_tb_s:7.2f}"
+          f" {line.copy_share:6.3f} {line.host_us:6.1f}{verdict}", flush=True)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.bench_quantize", description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", type=float, nargs="+", default=[256, 64, 4], help="MB of input")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        loader.load()
+    except loader.BuildError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'kernel':36} {'input':9} {'MB':>5} {'us':>9} {'TB/s':>7} {'copy':>7} {'share':>6} {'host':>6}")
+    lines = []
+    for megabytes in options.sizes:
+        for dtype in options.dtypes:
+            for name in (name for name in KERNELS if options.only in name):
+                lines.append(measure(name, getattr(torch, dtype), megabytes))
+                show(lines[-1])
+                torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    if options.plot:
+        plot(lines, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

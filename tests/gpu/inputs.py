@@ -1,0 +1,59 @@
+"""Matrices that find what is wrong with a quantizer: sizes off every block, odd strides, values at every edge.
+
+Made on the CPU from a seed, so the oracle sees the same bits as the kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = [torch.bfloat16, torch.float32]
+CODES = [torch.float8_e4m3fn, torch.float8_e5m2]
+SHAPES = [(128, 128), (256, 384), (1, 1), (1, 300), (300, 1), (77, 300), (129, 129), (136, 264), (0, 128), (128, 0)]
+STRIDES = ["contiguous", "strided", "misaligned"]
+DATA = ["gauss", "zeros", "specials", "tiny", "huge"]
+
+# Zeros, denormals, values around FP8 ties and maxima, the largest floats, Inf and NaN of both signs.
+SPECIALS = [0.0, -0.0, 1e-40, -1e-45, 1.1754944e-38, 2.0**-9, 2.0**-10, 448.0, 464.0, -465.0, 57344.0, 61440.0, 3.0e38,
+            -3.3895314e38, 1.0, -1.0625, float("inf"), float("-inf"), float("nan"), -float("nan")]  # fmt: skip
+
+
+def values(data: str, rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """[rows, cols] on the CPU. gauss: row and column magnitudes differ; specials: a few in an ordinary matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    if data == "gauss":
+        x *= torch.exp2(torch.arange(rows) % 17 - 8.0)[:, None] * torch.exp2(torch.arange(cols) % 13 - 6.0)
+    elif data == "zeros":
+        x = torch.copysign(torch.zeros(rows, cols), x)
+    elif data == "tiny":
+        x *= 1e-39
+    elif data == "huge":
+        x = (x * 1e38).clamp(-3.3e38, 3.3e38)
+    else:
+        special = torch.tensor(SPECIALS)[torch.randint(len(SPECIALS), (rows, cols), generator=generator)]
+        x = torch.where(torch.rand(rows, cols, generator=generator) < 0.02, special, x)
+    return x.to(dtype)
+
+
+def place(x: Tensor, stride: str, device: str) -> Tensor:
+    """x on the device: contiguous; with rows further apart; or starting off alignment, rows an odd number apart."""
+    if stride == "contiguous":
+        return x.to(device)
+    rows, cols = x.shape
+    ahead, behind = (0, 24) if stride == "strided" else (1, 2)
+    wide = torch.full((rows, ahead + cols + behind), 1e30, dtype=x.dtype, device=device)
+    wide[:, ahead : ahead + cols] = x.to(device)
+    return wide[:, ahead : ahead + cols]
+
+
+def views(x: Tensor) -> dict[str, Tensor]:
+    """Matrices that lie in memory in every way a layer hands them over."""
+    wide = torch.zeros(x.shape[0], x.shape[1] + 8, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return {
+        "contiguous": x, "transposed": x.t(), "strided": wide[:, : x.shape[1]], "strided, transposed": wide[:, :-8].t(),
+        "equal rows": x[:1].expand(5, -1), "equal columns": x[:, :1].expand(-1, 7), "one value": x[:1, :1].expand(6, 9),
+        "every other column": x[:, ::2], "one row": x[:1], "one column": x[:, :1],
+    }  # fmt: skip
