@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import LayerGroup, Plan
+from launch import schedule
 from launch.config import Batch, Config, validate_world
 from launch.model import DTYPES, Llama, init_weights, parallel_groups
 from launch.sections import Train
@@ -36,13 +37,15 @@ class Built:
     optimizer: AdamW
     dp_rank: int
     batch: Batch
+    swaps: list[schedule.PlannedSwap]
 
 
 def layer_groups(config: Config) -> list[LayerGroup]:
     """How tp cuts a Llama, then the run's own groups."""
     own = [
-        LayerGroup(**{key: value for key, value in asdict(group).items() if value is not None})
+        LayerGroup(group.name, group.match, **layer_fields)
         for group in config.groups
+        if (layer_fields := group.layer_fields())
     ]
     return parallel_groups(config.mesh.sequence_parallel) + own
 
@@ -77,8 +80,9 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     init_weights(model, config.train.seed)
     optimizer = make_optimizer(model, config)
     dlp.attach(model, optimizer)
+    swaps = schedule.prepare(config.groups, model, plan)
     dp_rank = mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
-    return Built(model, plan, mesh, device, optimizer, dp_rank, batch)
+    return Built(model, plan, mesh, device, optimizer, dp_rank, batch, swaps)
 
 
 def recompute(block: nn.Module) -> None:

@@ -13,12 +13,13 @@ import argparse
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import dlp
 from dlp.comm.mesh import resolve_axes
+from dlp.quant.recipe import made
 from launch import overrides
 from launch.schema import ConfigError, markdown_table, read, toml_lines
 from launch.sections import SCHEMA, Checkpoint, Data, Group, Mesh, Model, Run, Train
@@ -77,12 +78,12 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
 
 def _check_group(group: Group, source: str) -> None:
     """Builds the layer group and its recipe once, so that what is wrong in them is found before any work starts."""
-    chosen = {each.name: value for each in fields(group) if (value := getattr(group, each.name)) is not None}
+    layer_fields = group.layer_fields()
     try:
-        dlp.LayerGroup(**chosen)
-        if group.recipe_call is not None:
-            name, options = group.recipe_call
-            dlp.recipe(name, **options)
+        if layer_fields or (group.swap is None and group.stats is None):
+            dlp.LayerGroup(group.name, group.match, **layer_fields)
+        for recipe in group.recipes():
+            made(recipe)
     except ValueError as error:
         raise ConfigError(f"{source}: {group.title()}: {error}") from None
 

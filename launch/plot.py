@@ -1,6 +1,7 @@
 """Draws loss, validation loss and throughput of one run, or of several in one picture.
 
     python -m launch.plot RUN [RUN ...] --out FILE.png
+    python -m launch.plot RUN --stats --out FILE.png       the statistics of its casts (launch/plot_stats.py)
 
 A run is a folder with `metrics.jsonl`. matplotlib's figure is used without pyplot, which would keep global state and
 look for a display.
@@ -16,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from launch.metrics import read_metrics
+from launch.plot_stats import mark_swaps, write_stats
 
 SMOOTHING = 0.8  # of the line drawn through the steps' losses, which are themselves drawn faintly
 
@@ -72,14 +74,21 @@ def _draw(loss: Axes, speed: Axes, records: Sequence[dict[str, Any]], label: str
     if steps:
         loss.plot(steps, losses, color=color, marker="o", linestyle="--", label=f"{label}, validation")
     speed.plot(*series(records, "tokens_per_second"), color=color, linewidth=0.8)
+    mark_swaps(loss, records, text=True)
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.plot", description="Draws the metrics of runs into one picture.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture to write, a PNG")
+    parser.add_argument("--stats", action="store_true", help="the statistics of the casts of one run")
     known = parser.parse_args(arguments)
-    write_plot(known.runs, known.out)
+    if not known.stats:
+        write_plot(known.runs, known.out)
+        return
+    if len(known.runs) > 1:
+        raise ValueError(f"--stats draws one run, got {len(known.runs)}")
+    write_stats(_records(known.runs[0]), str(known.runs[0]), known.out)
 
 
 if __name__ == "__main__":

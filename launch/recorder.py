@@ -1,4 +1,4 @@
-"""What a run measures: metrics.jsonl, a progress bar, the plot, and the split of a step's time."""
+"""What a run measures: numbers on their way from the device, the split of a step's time, metrics.jsonl, progress, plot."""
 
 from __future__ import annotations
 
@@ -9,11 +9,31 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from launch.config import Config
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
 from launch.plot import write_plot
 from launch.rundir import RunDir
+
+
+class OnTheWay:
+    """A few numbers that start for the host now and are read later: `read` waits for them, and for nothing after them
+    (`tensor.tolist()` would wait for all that was launched since)."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host, self._arrival = numbers, None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def read(self) -> list[float]:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 class Stopwatch:
@@ -82,6 +102,16 @@ class Recorder:
         if self._run.leader:
             self._write(step=step, validation_loss=loss)
             write_plot([self._run.path], self._run.path / "loss.png")
+
+    def swap(self, step: int, recipe: str, layers: int) -> None:
+        """The boundary after a step gave so many layers another recipe."""
+        if self._run.leader:
+            self._write(step=step, swap={"recipe": recipe, "layers": layers})
+
+    def stats(self, step: int, numbers: dict[str, dict[str, float | None]]) -> None:
+        """The statistics of a step's casts, by tensor."""
+        if self._run.leader:
+            self._write(step=step, stats=numbers)
 
     @property
     def tokens_per_second(self) -> float:

@@ -35,9 +35,8 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.leader = dist.get_rank() == 0
         moved = move_aside(path) if fresh and self.leader and path.exists() else None
-        if self.leader:
-            (path / "log").mkdir(parents=True, exist_ok=True)
         dist.barrier()
+        (path / "log").mkdir(parents=True, exist_ok=True)
         self._log = (path / "log" / f"rank{dist.get_rank()}.txt").open("a", buffering=1)
         if moved is not None:
             self.say(f"the run that was here is now in {moved}")

@@ -7,6 +7,7 @@ what is written here; what several settings must agree on is in config.py.
 from dataclasses import dataclass
 from typing import Any
 
+from dlp.quant.groups import FIELDS
 from launch.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
 
@@ -107,7 +108,21 @@ def _names_strategies(value: Any) -> bool:
     return bool(value) if isinstance(value, str) else value.keys() <= {"fprop", "dgrad", "wgrad"}
 
 
+def _are_swaps(value: Any) -> bool:
+    return all(
+        isinstance(entry, dict)
+        and entry.keys() == {"at_step", "recipe"}
+        and type(entry["at_step"]) is int
+        and entry["at_step"] >= 1
+        and RECIPE.accepts(entry["recipe"])
+        for entry in value
+    )
+
+
 RECIPE = Rule("a recipe's name or { name = ..., its options }", (str, dict), _names_a_recipe)
+SWAP = Rule(
+    "a list of { at_step = an integer >= 1, recipe = as above }", (list, tuple), _are_swaps, lambda value: tuple(value)
+)
 OVERLAP = Rule("a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }", (str, dict), _names_strategies)
 
 
@@ -122,18 +137,25 @@ class Group(Section):
     sequence_parallel: bool | None = setting(flag(), "its tokens are cut over the tp ranks", None)
     siblings: bool | None = setting(flag(), "layers of one parent read the same x and share its quantization", None)
     overlap: str | dict[str, str] | None = setting(OVERLAP, "who schedules GEMMs and collectives", None)
+    swap: tuple[dict[str, Any], ...] | None = setting(
+        SWAP,
+        "recipes that take over when so many steps are done; a later group's recipe ends them for its layers",
+        None,
+    )
+    stats: bool | None = setting(flag(), "scale, underflow, saturation and SQNR of each cast go into the metrics", None)
 
     def title(self) -> str:
         return f"[[groups]] {self.name!r}"
 
-    @property
-    def recipe_call(self) -> tuple[str, dict[str, Any]] | None:
-        """The recipe as (name, options), or None if this group sets none."""
-        if self.recipe is None:
-            return None
-        if isinstance(self.recipe, str):
-            return self.recipe, {}
-        return self.recipe["name"], {key: value for key, value in self.recipe.items() if key != "name"}
+    def layer_fields(self) -> dict[str, Any]:
+        """What this group sets of the layers themselves, for `dlp.LayerGroup`."""
+        return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
+
+    def recipes(self) -> list[str | dict[str, Any]]:
+        """All recipes that are named here."""
+        return [
+            recipe for recipe in (self.recipe, *(entry["recipe"] for entry in self.swap or ())) if recipe is not None
+        ]
 
 
 SCHEMA: dict[str, type[Section]] = {

@@ -36,11 +36,12 @@ class StopFlag:
         self._beat = time.monotonic()
 
     def watch(self) -> None:
-        """Take over this process's SIGTERM. On the main thread, once."""
+        """Take over this process's SIGTERM, and let Ctrl-C end it without a word. On the main thread, once."""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         threading.Thread(target=self._wait, args=(read_end,), daemon=True, name="stop-watch").start()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -52,7 +53,9 @@ class StopFlag:
         self.beat()
         while time.monotonic() - self._beat < self._patience:
             time.sleep(0.2)
-        print(f"no step boundary within {self._patience:g} s of SIGTERM: a peer is gone; leaving", file=sys.stderr)
+        print(
+            f"no step boundary within {self._patience:g} s of SIGTERM, as when a peer is gone; leaving", file=sys.stderr
+        )
         leave(128 + signal.SIGTERM)
 
 

@@ -20,9 +20,10 @@ import dlp
 from dlp.comm.mesh import describe, resolve_axes, shutdown, world_size
 from dlp.quant.gemm import DEVICES, device_kind
 from launch import deterministic
-from launch.build import build, plan_for
+from launch.build import build, meta_model, plan_for
 from launch.config import Config, command_line, make_parser, to_toml, validate_world
 from launch.rundir import RunDir
+from launch.schedule import planned_swaps
 from launch.stop import StopFlag, leave_after_exceptions, leave_behind, refuse
 from launch.trainer import NotFinite, Trainer
 
@@ -33,7 +34,8 @@ def plan_text(config: Config, world: int, device: str) -> str:
     plan = plan_for(config, world, device)
     mesh = config.mesh
     sizes = resolve_axes(world, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
-    return f"{describe(sizes, device)}\n{plan}"
+    swaps = planned_swaps(config.groups, meta_model(config), plan)
+    return "\n".join([describe(sizes, device), str(plan), *map(str, swaps)])
 
 
 def make_mesh(config: Config) -> DeviceMesh:
@@ -53,6 +55,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         )
         built = build(config, mesh, device)
         run.begin(config, mesh, built.plan)
+        for planned in built.swaps:
+            run.say(str(planned))
         trainer = Trainer(config, built, run, stop)
         done = trainer.resume()
         if config.train.deterministic:

@@ -22,27 +22,28 @@ from torch.distributed.fsdp import FSDPModule
 
 import dlp
 from dlp.parallel.embedding import IGNORED
+from dlp.parallel.runtime import runtime_of
 from launch import checkpoint
 from launch.bigram import bigram_loss
 from launch.build import Built, learning_rate
-from launch.clip import gradient_norm
+from launch.clip import GradientNorm
 from launch.config import Config, to_toml
 from launch.data import open_data
 from launch.diagnose import first_not_finite
-from launch.recorder import Recorder, Stopwatch
+from launch.recorder import OnTheWay, Recorder, Stopwatch
 from launch.rundir import RunDir, move_aside
+from launch.schedule import some
 from launch.stop import StopFlag
 from launch.stream import TokenStream
 
 
 @dataclass
 class Step:
-    """A step whose numbers are still on their way: `shared` fp32 [2] = (mean loss x tp, ranks that were asked to stop).
+    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, gradient norm.
     `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for."""
 
     number: int
-    shared: Tensor
-    norm: Tensor
+    numbers: OnTheWay
     lr: float
     watch: Stopwatch
     began: float
@@ -66,7 +67,9 @@ class Trainer:
         self.state = checkpoint.Training(
             built.model, built.optimizer, self.train_data, built.device, asdict(config.model), to_toml(config)
         )
+        self.gradient_norm = GradientNorm(built.model.parameters())
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
+        self.recipes = runtime_of(built.model)
         self.wants_stop = False
 
     def resume(self) -> int:
@@ -87,7 +90,12 @@ class Trainer:
         """This rank's microbatches of a global batch, on its device."""
         for micro in range(self.built.batch.num_micro):
             tokens, targets = data.batch(step, micro, self.built.dp_rank, self.built.batch.dp_size)
-            yield tokens.to(self.built.device, non_blocking=True), targets.to(self.built.device, non_blocking=True)
+            yield self.on_device(tokens), self.on_device(targets)
+
+    def on_device(self, tokens: Tensor) -> Tensor:
+        """From pinned memory, so that the host does not wait for what the device still has to do."""
+        device = self.built.device
+        return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
     def valid_tokens(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """How many targets of the global batch count; fp32 []."""
@@ -113,10 +121,10 @@ class Trainer:
             watch.lap("backward")
         lr = learning_rate(step, self.config.train)
         norm = self.optimize(lr)
-        shared = torch.stack([total, torch.tensor(float(self.stop.requested), device=self.built.device)])
+        shared = torch.stack([total, torch.full_like(total, float(self.stop.requested))])
         dist.all_reduce(shared)
         watch.lap("optimizer")
-        return Step(step + 1, shared, norm, lr, watch, began)
+        return Step(step + 1, OnTheWay(torch.cat([shared, norm[None]])), lr, watch, began)
 
     def rehearse(self) -> None:
         """One microbatch forward and backward, without effects: its gradients and its recipe state are dropped."""
@@ -129,8 +137,8 @@ class Trainer:
     def optimize(self, lr: float) -> Tensor:
         """Clip by the true global norm and step; the fused optimizer divides by `grad_scale` in its own pass and does
         nothing at all when the norm is not finite. Returns the norm before clipping."""
-        built, optimizer = self.built, self.built.optimizer
-        norm = gradient_norm([p.grad for p in built.model.parameters() if p.grad is not None])
+        optimizer = self.built.optimizer
+        norm = self.gradient_norm()
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.grad_scale = ((norm + 1e-6) / self.config.train.clip).clamp(min=1.0)  # type: ignore[attr-defined]
@@ -141,9 +149,8 @@ class Trainer:
 
     def read(self, step: Step) -> None:
         """Take a finished step's numbers: record them, and notice a loss that is not finite or a wish to stop."""
-        loss, wishes = step.shared.tolist()
+        loss, wishes, norm = step.numbers.read()
         loss /= self.built.mesh["tp"].size()  # every tp rank brought the same
-        norm = step.norm.item()
         seconds = (step.ended or time.perf_counter()) - step.began
         if not (math.isfinite(loss) and math.isfinite(norm)):
             batches = [tokens for tokens, _ in self.batches(self.train_data, step.number - 1)]
@@ -181,6 +188,7 @@ class Trainer:
                 self.read(in_flight)
             in_flight, done = current, done + 1
             self.stop.beat()
+            self.tell_recipes(done)
             saves = done % config.checkpoint.every == 0 or done == steps
             validates = done % config.train.eval_every == 0 or done == steps
             if saves or validates or self.wants_stop:
@@ -192,6 +200,14 @@ class Trainer:
             if saves or self.wants_stop:
                 self.save(done)
         return done, loss
+
+    def tell_recipes(self, done: int) -> None:
+        """Log the swaps that this step's boundary made, and the statistics of the layers that are measured."""
+        for swap in (swap for swap in self.recipes.swaps if swap.step == done):
+            self.run.say(f"step {done}: {some(swap.layers)} now {swap.said}")
+            self.recorder.swap(done, swap.said, len(swap.layers))
+        if self.recipes.stats is not None and done % self.config.train.log_every == 0:
+            self.recorder.stats(done, dlp.read_stats(self.built.model))
 
     def train(self, done: int) -> None:
         """Train on from `done` steps to the end, or to a SIGTERM, and say which it was."""

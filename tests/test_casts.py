@@ -6,6 +6,7 @@ what lies around the kernels: which matrix they get, and which output is which o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,12 @@ from torch import Tensor
 from dlp.kernels import casts, cuda, loader, ops, reference
 from dlp.kernels.cuda import BlockJob, TensorJob
 from dlp.kernels.reference import Fp8Scale
-from dlp.parallel import notes, operands
+from dlp.parallel import notes, operands, weight_batch
 from dlp.parallel.style import STYLES
-from dlp.quant.quantizer import cast_op, one_read
+from dlp.quant.quantizer import cast_op, one_read, slot_options
 from dlp.quant.recipe import load
 from tests.gpu.inputs import views
+from tests.gpu.trained import trained
 from tests.metrics import assert_bit_equal
 from tests.quantizers import QUANTIZERS, a_slot, assert_same, matrix
 from tests.test_operands import make_spec
@@ -49,6 +51,15 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         jobs.append(x)
         out.copy_(reference.amax(x))
 
+    def batched(kernel):
+        return lambda made, *more, **options: lambda: [kernel(_readable(job), *more, **options) for job in made]
+
+    def amax_batch(xs: Sequence[Tensor], out: Tensor):
+        return lambda: [amax(_readable(x), out[i]) for i, x in enumerate(xs)]
+
+    monkeypatch.setattr(cuda, "amax_batch", amax_batch)
+    monkeypatch.setattr(cuda, "cast_tensor_batch", batched(cast_tensor))
+    monkeypatch.setattr(cuda, "cast_block_batch", batched(cast_block))
     for name, kernel in (("cast_tensor", cast_tensor), ("cast_block", cast_block), ("amax", amax)):
         monkeypatch.setattr(cuda, name, lambda job, *more, kernel=kernel, **kw: kernel(_readable(job), *more, **kw))
     monkeypatch.setattr(casts, "_has_kernel", lambda x: True)
@@ -84,7 +95,9 @@ def test_both_are_two_casts(quantizer):
         one, staging = quantized(quantizer, x)
         assert_same(row, one)
         assert_same(col, quantized(quantizer, x.t())[0])
-        assert_bit_equal(slot.staging, staging, "staging")
+        recorded = ops.amax(x) if slot_options(quantizer) is not None else torch.zeros(())
+        for found in (slot.staging, staging):
+            assert_bit_equal(found, recorded, "staging")
 
 
 @pytest.mark.parametrize("quantizer", OFFERING, ids=str)
@@ -134,6 +147,31 @@ def test_one_read_makes_both_operands(played):
     operands.quantize(spec, "x", [matrix(8, 128, 128)], row=True, col=True)
     (job,) = played
     assert job.codes is not None and job.codes_t is not None
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block"])
+def test_weights_cast_together_are_those_cast_alone(recipe, played):
+    losses, runtime = trained(recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(casts, "_has_kernel", lambda x: False)
+        expected, alone = trained(recipe)
+    assert_bit_equal(losses, expected, recipe)
+    assert len(expected.unique()) == len(expected), "the weights change"
+    assert runtime.weight_batch._launches and not alone.weight_batch._launches
+
+
+def test_a_step_in_between_only_launches(played, monkeypatch):
+    prepared = []
+    prepare = weight_batch._prepare
+    monkeypatch.setattr(weight_batch, "_prepare", lambda jobs: prepared.append(len(jobs)) or prepare(jobs))
+    trained("fp8_current", steps=8)
+    assert prepared == [2, 0, 2], "tables are written anew where something has moved: at first, and after the load"
+
+
+def test_agreed_weights_are_cast_by_their_layer(played):
+    spec = make_spec(STYLES["column", False], load("fp8_current", amax_scope="all"))
+    assert operands.weights_agree(spec)
+    assert not operands.weights_agree(make_spec(STYLES["column", False], load("fp8_current")))
 
 
 def test_what_is_missing_is_said_once_and_in_the_plan(monkeypatch, caplog):

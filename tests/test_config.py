@@ -74,9 +74,10 @@ def test_odd_tokens_fit_without_sequence_parallelism() -> None:
 
 def test_recipe_options() -> None:
     chosen = load("tiny", ["--recipe", '{ name = "fp8_current", power_of_two = true }']).groups[0]
-    assert chosen.recipe_call == ("fp8_current", {"power_of_two": True})
-    assert Group(name="a", match=["b"], recipe="bf16").recipe_call == ("bf16", {})
-    assert Group(name="a", match=["b"]).recipe_call is None
+    assert chosen.recipes() == [{"name": "fp8_current", "power_of_two": True}]
+    swap = [{"at_step": 2, "recipe": "nvfp4"}]
+    assert Group(name="a", match=["b"], recipe="bf16", swap=swap).recipes() == ["bf16", "nvfp4"]
+    assert Group(name="a", match=["b"]).recipes() == []
 
 
 # Arguments, and below them the whole sentence, or its beginning if it ends in "...".
@@ -185,7 +186,7 @@ def test_a_section_must_be_a_table(tmp_path: Path) -> None:
 
 
 def test_unknown_config_lists_the_shipped_ones() -> None:
-    assert refused([], "tinny") == ("tinny: no such config, expected a path to a TOML file or one of llama3_1b, tiny")
+    assert refused([], "tinny") == ("tinny: no such config, expected a path to a TOML file or one of llama3_1b, quality, tiny")
 
 
 def test_sections_built_in_python_are_checked_too() -> None:

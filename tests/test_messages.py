@@ -12,6 +12,7 @@ import dlp
 from dlp.comm import mesh
 from dlp.quant.quantizer import SlotOptions
 from dlp.quant.state import SlotTable
+from launch import plot
 
 
 def one_gpu(environment: pytest.MonkeyPatch) -> None:
@@ -43,6 +44,7 @@ PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
         lambda _: SlotOptions(fp8_max=448.0, amax_compute_algo="mean"),
         "amax_compute_algo must be one of max, most_recent or a function of the window of amaxes; got 'mean'",
     ),
+    (lambda _: plot.main(["a", "b", "--stats", "--out", "c.png"]), "--stats draws one run, got 2"),
     (empty_slots, "saved scaling state has no slot 'a.w' (1 missing in all)"),
     (
         lambda _: dlp.state_dict(nn.Linear(4, 4)),

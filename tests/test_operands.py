@@ -55,7 +55,8 @@ class Agreements(list[tuple[str, int]]):
 
 def make_spec(row: Any, recipe: Recipe, amax_group: Any = None) -> LinearSpec:
     serial = Overlaps(*[overlap.load("serial")] * 3)
-    spec = LinearSpec("layer", row, recipe, serial, FakeGroup("tp"), amax_group)  # type: ignore[arg-type]
+    with patch("torch.distributed.get_process_group_ranks", lambda group: list(range(group.size()))):
+        spec = LinearSpec("layer", row, recipe, serial, FakeGroup("tp"), amax_group)  # type: ignore[arg-type]
     spec.runtime.cores = [SimpleNamespace(weights=lambda: [torch.zeros(1)], specs=lambda: [spec])]  # type: ignore[list-item]
     return spec
 
@@ -113,7 +114,7 @@ def test_a_group_of_the_users_agrees_on_everything(row):
 
 def test_one_agreement_serves_all_siblings():
     agreed = Agreements()
-    spec = make_spec(STYLES["column", False], recipes.load("fp8_current"), FakeGroup("mine"))
+    spec = make_spec(STYLES["column", False], recipes.load("fp8_current"), FakeGroup("mine", 8))
     values = [torch.randn(SIZE, SIZE) for _ in range(3)]
     with patch.object(operands, "agree", agreed):
         operands.quantize(spec, "dy", values, row=True, col=True, members=["q", "k", "v"])

@@ -48,7 +48,13 @@ def test_a_run_that_hangs_after_sigterm_is_ended():
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert time.monotonic() - began < 2.5 and process.returncode == 128 + signal.SIGTERM
-    assert (out, err) == ("", "no step boundary within 1 s of SIGTERM: a peer is gone; leaving\n")
+    assert (out, err) == ("", "no step boundary within 1 s of SIGTERM, as when a peer is gone; leaving\n")
+
+
+def test_ctrl_c_ends_a_rank_without_a_word():
+    process = start(LOOP.format(beats=True))
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "") and process.returncode == -signal.SIGINT
 
 
 def test_other_signals_do_not_count():

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from launch import deterministic
 from launch.config import Config, load
 from launch.data import prepare
 from launch.stop import StopFlag
@@ -39,6 +42,7 @@ sequence = 64
 lr = 1e-2
 warmup = 2
 eval_every = 4
+deterministic = true
 eval_batches = 1
 [checkpoint]
 every = 2
@@ -68,11 +72,17 @@ def config(folder: Path, data: Path, *overrides: str) -> Config:
 
 def trainer(config: Config, cls: type[Trainer] = Trainer) -> tuple[Trainer, int]:
     """Inside a worker: what `launch.train` makes of a config, on a mesh that is kept between tests."""
+    deterministic.prepare()
     sizes = config.mesh
     mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
     made, done = start(config, mesh, StopFlag())
     made.__class__ = cls
     return made, done
+
+
+def end_determinism() -> None:
+    """Inside a worker, after tests whose configs ask for it: on a GPU it holds for the whole process."""
+    torch.use_deterministic_algorithms(False)
 
 
 def run(config: Config) -> None:

@@ -8,12 +8,13 @@ own dtype. Other dtypes, amaxes along a dimension and blocks of other sizes have
     cast_fp8_tensor         one scale a tensor, made from an amax or given         cast_fp8_tensor_both
     cast_fp8_block          one scale 128 elements or 128x128 tile                 cast_fp8_block_both
 
-The `_both` of a cast makes the operands of x and of x.t() in one read: the bits of two casts.
+The `_both` of a cast makes the operands of x and of x.t() in one read: the bits of two casts. Its `_batch` prepares that
+for many matrices in one launch, into given outputs, and exists on CUDA only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ from dlp.kernels.reference.scales import Block
 WITH_KERNELS = ("amax", "cast_fp8_tensor", "cast_fp8_block")
 TILE_OF = {(1, 128): False, (128, 128): True}  # the blocks that kernels know
 Way = tuple[bool, bool]
+Launch = Callable[[], None]
 
 
 def quantizer_kernels(op: str, device_type: str) -> str:
@@ -133,3 +135,35 @@ def cast_fp8_block_both(
         return cast(x), cast(x.t())
     row, col = _cast_block(x, TILE_OF[block], dtype, power_of_two, epsilon, (True, True))
     return row, col
+
+
+def has_batches(x: Tensor) -> bool:
+    """Whether matrices like x can be cast in place by the batched casts: kernels, which read it as it lies."""
+    return _has_kernel(x) and cuda.readable(x)
+
+
+def cast_fp8_tensor_batch(
+    xs: Sequence[Tensor], outs: Sequence[tuple[Tensor, Tensor, Tensor]], sources: Sequence[Fp8Scale]
+) -> list[Launch]:
+    """Prepares `cast_fp8_tensor_both` of many matrices that `has_batches`, into (codes, codes_t, scale_inv) each. A
+    source without amax or scale takes the amax of its matrix, of all in one more launch. Call the launches in order."""
+    launches: list[Launch] = []
+    if sources[0].scale is None:
+        amaxes = torch.empty(len(xs), device=xs[0].device)
+        launches.append(cuda.amax_batch(xs, amaxes))
+        sources = [source._replace(amax=amax) for source, amax in zip(sources, amaxes.unbind(), strict=True)]
+    jobs = [
+        TensorJob(x, scale_inv, codes, codes_t, source.amax, source.scale, source.staging)
+        for x, (codes, codes_t, scale_inv), source in zip(xs, outs, sources, strict=True)
+    ]
+    options = sources[0]
+    launches.append(cuda.cast_tensor_batch(jobs, power_of_two=options.power_of_two, epsilon=options.epsilon))
+    return launches
+
+
+def cast_fp8_block_batch(
+    xs: Sequence[Tensor], outs: Sequence[Sequence[Tensor]], block: Block, *, power_of_two: bool, epsilon: float = 0.0
+) -> list[Launch]:
+    """Prepares `cast_fp8_block_both` of many matrices, into (codes, scale_inv, codes_t, scale_inv_t) each."""
+    jobs = [BlockJob(x, *out) for x, out in zip(xs, outs, strict=True)]
+    return [cuda.cast_block_batch(jobs, tile=TILE_OF[block], power_of_two=power_of_two, epsilon=epsilon)]

@@ -14,9 +14,12 @@ from dlp.kernels import reference
 from dlp.kernels.casts import (
     amax,
     cast_fp8_block,
+    cast_fp8_block_batch,
     cast_fp8_block_both,
     cast_fp8_tensor,
+    cast_fp8_tensor_batch,
     cast_fp8_tensor_both,
+    has_batches,
     quantizer_kernels,
 )
 from dlp.kernels.reference import (
@@ -57,12 +60,13 @@ from dlp.kernels.reference import (
 
 __all__ = [
     "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout", "cast_fp8",
-    "cast_fp8_block", "cast_fp8_block_both", "cast_fp8_tensor", "cast_fp8_tensor_both", "cast_mxfp8", "cast_nvfp4",
-    "decode_e2m1", "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale",
-    "delayed_update", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block",
-    "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "mx_scale", "nvfp4_alpha",
-    "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales", "quantizer_kernels",
-    "random_bytes", "rht16", "scale_from_amax", "swizzle_128x4", "unpack_e2m1",
+    "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_tensor", "cast_fp8_tensor_batch",
+    "cast_fp8_tensor_both", "cast_mxfp8", "cast_nvfp4", "decode_e2m1", "decode_e8m0", "decode_fp8",
+    "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update", "encode_e2m1",
+    "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor",
+    "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale",
+    "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales", "quantizer_kernels", "random_bytes",
+    "rht16", "scale_from_amax", "swizzle_128x4", "unpack_e2m1",
 ]  # fmt: skip
 
 Block = tuple[int, int]

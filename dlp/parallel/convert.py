@@ -24,6 +24,7 @@ from dlp.parallel.linear import Linear, LinearCore, Member, ParallelLinear, Sibl
 from dlp.parallel.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.replicated import replicate
 from dlp.parallel.runtime import Runtime, data_parallel, give_runtime
+from dlp.parallel.spec import LinearSpec
 from dlp.parallel.weight import place
 from dlp.quant.groups import LayerGroup
 
@@ -54,12 +55,6 @@ class _Target:
 def amax_process_group(mesh: DeviceMesh, amax_group: str | ProcessGroup) -> ProcessGroup | None:
     """ "auto": None, the style table decides; "tp", "tp+dp", "world": that group; a ProcessGroup: itself."""
     if not isinstance(amax_group, str):
-        ranks, tp_ranks = (dist.get_process_group_ranks(group) for group in (amax_group, mesh["tp"].get_group()))
-        if not set(tp_ranks) <= set(ranks):
-            raise ValueError(
-                f"amax_group has ranks {ranks}, but tp ranks {tp_ranks} gather each other's codes and must share their "
-                f"scales; pass a group that contains them"
-            )
         return amax_group
     if amax_group == "auto":
         return None
@@ -95,12 +90,10 @@ def convert(
     group = amax_process_group(mesh, amax_group)
     runtime = Runtime(seed=seed, amax_group=group or dist.group.WORLD, dp=data_parallel(mesh))
     target = _Target(model, tp, group, tokens, runtime)
-    done: set[str] = set()
-    for row in plan.layers:
-        if row.name not in done:
-            members = [other for other in plan.layers if other.name in row.siblings] or [row]
-            _convert_linears(target, members)
-            done.update(member.name for member in members)
+    sets = _layers_that_run_as_one(plan)
+    specs = [_make_spec(target, rows) for rows in sets]  # all of them, for what they refuse, before the first change
+    for spec, rows in zip(specs, sets, strict=True):
+        _convert_linears(target, spec, rows)
     for other in plan.others:
         _convert_other(target, other)
     model.partial_gradients = PartialGradients(model, tp.get_group())  # type: ignore[assignment]
@@ -108,14 +101,25 @@ def convert(
     return plan
 
 
-def _convert_linears(target: _Target, rows: Sequence[LayerPlan]) -> None:
-    """One linear, or several siblings, as one core."""
+def _layers_that_run_as_one(plan: Plan) -> list[list[LayerPlan]]:
+    rows = {row.name: row for row in plan.layers}
+    return [
+        [rows[name] for name in names] for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
+    ]
+
+
+def _make_spec(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
+    """The spec of one linear, or of several siblings."""
     first = rows[0]
     name = first.name if len(rows) == 1 else f"{first.name} and siblings"
-    spec = make_spec(
+    return make_spec(
         name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp, target.runtime,
         tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens,
     )  # fmt: skip
+
+
+def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan]) -> None:
+    """One linear, or several siblings, as one core."""
     modules: list[ParallelLinear] = []
     for index, row in enumerate(rows):
         old = target.model.get_submodule(row.name)

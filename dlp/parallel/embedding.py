@@ -98,7 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
             (both,) = collectives.all_gather((torch.stack([lse, picked])[None],), (0,), group).wait()
             lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
         valid = targets != IGNORED
-        ctx.save_for_backward(logits, index, mine & valid, valid, lse)
+        ctx.save_for_backward(logits, index, mine, valid, lse)
         return ((lse - picked) * valid).sum()
 
     @staticmethod

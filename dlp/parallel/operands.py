@@ -154,6 +154,11 @@ def _must_agree(spec: LinearSpec, tensor: str, job: _Job, whole: bool) -> bool:
     return spans_the_cut and (spec.style.gathers == tensor or spec.recipe.amax_scope == "all")
 
 
+def weights_agree(spec: LinearSpec) -> bool:
+    """Whether other ranks may have a say in the scales of this rank's weights."""
+    return spec.amax_group is not None or (spec.group is not None and spec.recipe.amax_scope == "all")
+
+
 def flatten(pairs: Sequence[Pair]) -> list[Tensor]:
     """The parts of both orientations of each operand, rowwise first."""
     return [part for pair in pairs for q in (pair.rowwise(), pair.columnwise()) for part in q.parts]

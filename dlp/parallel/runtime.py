@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dlp.parallel.linear import LinearCore
     from dlp.parallel.spec import LinearSpec
     from dlp.parallel.swap import Swap
+    from dlp.parallel.weight_batch import WeightBatch
 
 FORWARD = ("x", "w", "y")  # tensors that forward casts
 LOG = logging.getLogger("dlp")
@@ -76,6 +77,7 @@ class Runtime:
         self.noted: set[str] = set()
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last step boundary
         self.stats: StatsTable | None = None
+        self.weight_batch: WeightBatch | None = None
         self._slots: Slots | None = None
         self._task: int | None = None
 

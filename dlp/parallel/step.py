@@ -25,6 +25,7 @@ from dlp.parallel.grads import PartialGradients
 from dlp.parallel.linear import ParallelLinear, cores
 from dlp.parallel.runtime import Runtime, data_parallel, give_runtime
 from dlp.parallel.swap import make_due_swaps
+from dlp.parallel.weight_batch import refresh
 
 
 def end_step(model: nn.Module) -> None:
@@ -34,9 +35,8 @@ def end_step(model: nn.Module) -> None:
     for runtime in runtimes:
         runtime.end_step()
         make_due_swaps(model, runtime)
-    for core in layers:
-        core.refresh()
     for runtime in runtimes:
+        refresh(runtime, [core for core in layers if core.spec.runtime is runtime])
         runtime.hold_weights()
 
 

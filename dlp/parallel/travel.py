@@ -44,7 +44,7 @@ def x_of_backward(spec: LinearSpec, saved: Sequence[Tensor], tokens: int) -> Col
     """wgrad's operand of x from what forward kept: parts, or x itself [..., K], `tokens` on this rank."""
     gathered = spec.style.gathers == "x"
     if spec.saves_x(tokens):
-        x = saved[0].reshape(tokens, -1)
+        x = saved[0].reshape(-1, saved[0].shape[-1])
         if gathered:
             arrived = _on_arrival(spec, "x", x, spec.overlap.wgrad, row=False, col=True, record=True)
             return lambda: arrived().columnwise()

@@ -1,12 +1,17 @@
-"""`python -m dlp.quant`: which recipe runs natively, which emulated and which not, on which device."""
+"""`python -m dlp.quant`: which recipe runs natively, which emulated and which not, on which device; with `--docs`: what
+the recipes are and which options they take, as docs/recipes.md has it."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from dlp.quant.gemm import DEVICES, Support, support
-from dlp.quant.recipe import GEMMS, Recipe, load, names
+from dlp.quant.recipe import GEMMS, SHARED_OPTIONS, Recipe, factory, load, names
 
 
 def supports(recipe: Recipe, device: str) -> dict[str, Support]:
@@ -35,7 +40,26 @@ def _cell(by_gemm: dict[str, Support]) -> str:
     return ", ".join(f"{which} {text}" for which, text in texts.items())
 
 
+def reference(recipes_path: str | Path | None = None) -> str:
+    """The recipes and their options as Markdown: the docstrings and signatures of their files."""
+    parts = []
+    for name in names(recipes_path):
+        build = factory(name, recipes_path)
+        module: ModuleType | None = inspect.getmodule(build) or sys.modules.get(build.__module__)
+        about = inspect.cleandoc((module and module.__doc__) or "").removeprefix(f"{name}: ")
+        parts.append(f"### {name}\n\n{about}{_options(build)}")
+    shared = "\n".join(f"* `{key}`: {inspect.cleandoc(use.__doc__ or '')}" for key, use in SHARED_OPTIONS.items())
+    return "\n\n".join([*parts, f"### Options of every recipe\n\n{shared}"])
+
+
+def _options(build: Any) -> str:
+    options = [f"`{each.name} = {each.default!r}`" for each in inspect.signature(build).parameters.values()]
+    return f"\n\nOptions: {', '.join(options)}.\n{inspect.cleandoc(build.__doc__ or '')}" if options else ""
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m dlp.quant", description=__doc__)
     parser.add_argument("--recipes-path", help="a folder with more recipes")
-    print(table(parser.parse_args().recipes_path))
+    parser.add_argument("--docs", action="store_true", help="describe the recipes and their options")
+    known = parser.parse_args()
+    print(reference(known.recipes_path) if known.docs else table(known.recipes_path))

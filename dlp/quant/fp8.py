@@ -6,7 +6,7 @@ takes it from the amaxes of earlier steps and records this one in the cast's own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +18,7 @@ from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+Operands = tuple[QuantizedTensor, QuantizedTensor]  # rowwise, columnwise
 Fp8Format = Literal["HYBRID", "E4M3"]
 FP8_FORMATS = {"HYBRID": ("e4m3", "e5m2"), "E4M3": ("e4m3", "e4m3")}  # elements of x and w, of dy
 PARTS = {
@@ -61,9 +62,15 @@ class Fp8Tensor(Format):
         return QuantizedTensor(self, (codes.t().contiguous(), scale_inv))
 
 
-def _pair(fmt: Format, codes: Tensor, codes_t: Tensor, scale_inv: Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+def _pair(fmt: Format, codes: Tensor, codes_t: Tensor, scale_inv: Tensor) -> Operands:
     """The operands of x and x.t(), which share their scale."""
     return fmt.wrap((codes, scale_inv)), fmt.wrap((codes_t, scale_inv))
+
+
+def _outputs(pairs: Sequence[Operands]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The parts of both operands, which share the memory of their scale."""
+    assert all(row.parts[1].data_ptr() == col.parts[1].data_ptr() for row, col in pairs)
+    return [(row.payload, col.payload, row.parts[1]) for row, col in pairs]
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,12 @@ class CurrentScaling:
     def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
         return self.format.fill(out, *ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax)))
 
-    def both(self, x: Tensor, amax: Tensor | None, **_: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
+    def both(self, x: Tensor, amax: Tensor | None, **_: Any) -> Operands:
         return _pair(self.format, *ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], self._scale(amax)))
+
+    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
+        source = ops.Fp8Scale(power_of_two=self.power_of_two, epsilon=self.epsilon)
+        return ops.cast_fp8_tensor_batch(xs, _outputs(pairs), [source] * len(xs))
 
     def _scale(self, amax: Tensor | None) -> ops.Fp8Scale:
         assert amax is not None, "current scaling casts with an observed amax"
@@ -131,10 +142,13 @@ class DelayedScaling:
     ) -> QuantizedTensor:  # fmt: skip
         return self.format.fill(out, *ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot)))
 
-    def both(
-        self, x: Tensor, amax: Tensor | None, *, slot: ScaleSlot | None = None, **_: Any
-    ) -> tuple[QuantizedTensor, QuantizedTensor]:
+    def both(self, x: Tensor, amax: Tensor | None, *, slot: ScaleSlot | None = None, **_: Any) -> Operands:
         return _pair(self.format, *ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], _slot_scale(slot)))
+
+    def batch(
+        self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[ScaleSlot | None]
+    ) -> list[Callable[[], None]]:
+        return ops.cast_fp8_tensor_batch(xs, _outputs(pairs), [_slot_scale(slot) for slot in slots])
 
 
 def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:

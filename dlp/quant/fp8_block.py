@@ -6,7 +6,7 @@ transposed, rows of 128 may not: their columnwise operand is a second quantizati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Operands
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 
 BLOCK = 128
@@ -97,9 +97,15 @@ class BlockScaling:
     def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
         return self.format.fill(out, *self._made(ops.cast_fp8_block, x))
 
-    def both(self, x: Tensor, amax: Tensor | None, **_: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
+    def both(self, x: Tensor, amax: Tensor | None, **_: Any) -> Operands:
         row, col = self._made(ops.cast_fp8_block_both, x)
         return self.format.wrap(row), self.format.wrap(col)
+
+    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
+        outs = [(*row.parts, *col.parts) for row, col in pairs]
+        return ops.cast_fp8_block_batch(
+            xs, outs, self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon
+        )
 
     def _made(self, op: Callable[..., Any], x: Tensor) -> Any:
         return op(x, self.format.block, ELEMENTS[self.element], power_of_two=self.power_of_two, epsilon=self.epsilon)

@@ -84,7 +84,8 @@ class Quantizer(Protocol):
     `reduces` holds the dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale
     a row, (0, 1) for one scale a tensor. Ranks that cut such a dimension must agree.
 
-    Some attributes are there where they are needed, see `slot_options`, `needs_origin`, `one_read` and `cast_op`.
+    Some attributes are there where they are needed, see `slot_options`, `needs_origin`, `one_read`, `one_launch` and
+    `cast_op`.
     """
 
     @property
@@ -119,6 +120,13 @@ def one_read(quantizer: Quantizer) -> Callable[..., tuple[QuantizedTensor, Quant
     """The method `both(x, amax, *, slot=None)` of a quantizer that has it: the operands of x and of x.t() in one read,
     the bits of two casts. Such a quantizer observes nothing, or one value that serves both."""
     return getattr(quantizer, "both", None)
+
+
+def one_launch(quantizer: Quantizer) -> Callable[..., list[Callable[[], None]]] | None:
+    """The method `batch(xs, pairs, slots)` of a quantizer that has it, for matrices that `ops.has_batches`: prepares
+    `both` of all of them, with their own amaxes, into (rowwise, columnwise) operands that exist. Call what it returns,
+    in order, whenever the values have changed."""
+    return getattr(quantizer, "batch", None)
 
 
 def cast_op(quantizer: Quantizer) -> str:

@@ -50,7 +50,7 @@ def place(x: Tensor, stride: str, device: str) -> Tensor:
 
 def views(x: Tensor) -> dict[str, Tensor]:
     """Matrices that lie in memory in every way a layer hands them over."""
-    wide = torch.zeros(x.shape[0], x.shape[1] + 8, dtype=x.dtype)
+    wide = torch.zeros(x.shape[0], x.shape[1] + 8, dtype=x.dtype, device=x.device)
     wide[:, : x.shape[1]] = x
     return {
         "contiguous": x, "transposed": x.t(), "strided": wide[:, : x.shape[1]], "strided, transposed": wide[:, :-8].t(),

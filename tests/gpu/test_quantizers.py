@@ -10,6 +10,7 @@ from dlp.quant.quantizer import ScaleSlot, cast_op, one_read
 from dlp.quant.recipe import load
 from dlp.quant.tensor import QuantizedTensor
 from tests.gpu.inputs import values, views
+from tests.gpu.trained import trained
 from tests.metrics import assert_bit_equal
 
 RECIPES = [
@@ -74,3 +75,13 @@ def test_a_cast_reads_nothing_back(device, recipe):
     graph.replay()
     assert_same(row, quantizer.cast(-4 * x, quantizer.observe(-4 * x), slot=slot("cpu")), "replayed")
     assert_same(col, quantizer.cast(-4 * x.t(), quantizer.observe(-4 * x), slot=slot("cpu")), "replayed, transposed")
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block"])
+def test_weights_cast_together_are_those_cast_alone(device, recipe, monkeypatch):
+    losses, runtime = trained(recipe, device=device)
+    monkeypatch.setattr(ops, "has_batches", lambda x: False)
+    expected, alone = trained(recipe, device=device)
+    assert_bit_equal(losses, expected, recipe)
+    assert len(expected.unique()) == len(expected), "the weights change"
+    assert runtime.weight_batch._launches and not alone.weight_batch._launches

@@ -63,7 +63,13 @@ def test_regions_nest_and_the_innermost_decides():
             with dlp.autocast(recipe=dlp.recipe("nvfp4")):
                 third = module[2](x)
         fourth = module[3](x)
-    for y, recipe in ((first, "mxfp8"), (second, "bf16"), (third, "nvfp4"), (fourth, "mxfp8"), (module[0](x), "fp8_current")):
+    for y, recipe in (
+        (first, "mxfp8"),
+        (second, "bf16"),
+        (third, "nvfp4"),
+        (fourth, "mxfp8"),
+        (module[0](x), "fp8_current"),
+    ):
         assert_bit_equal(y, layer(recipe)(x), recipe)
 
 

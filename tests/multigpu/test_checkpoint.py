@@ -22,12 +22,15 @@ from launch import checkpoint
 from launch.checkpoint import CheckpointError, complete, read_manifest
 from launch.config import Config
 from tests import training
-from tests.pool import RankError
+from tests.pool import Pool, RankError
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
+def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
+    yield training.shards(tmp_path_factory.mktemp("data"))
+    if device_type == "cuda":
+        for pool in pools.values():
+            pool.run(training.end_determinism)
 
 
 def folder(config: Config) -> Path:

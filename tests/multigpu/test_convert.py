@@ -7,6 +7,7 @@ users' models have: norms with biases, a position table, a raw parameter, a tied
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.parallel.embedding import VocabParallelEmbedding
@@ -55,6 +57,7 @@ class GPT(nn.Module):
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.tp: DeviceMesh | None = None
+        self.recomputes = False
         self.embed, self.position = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(SEQUENCE, HIDDEN)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.norm = nn.LayerNorm(HIDDEN)
@@ -67,7 +70,7 @@ class GPT(nn.Module):
         if self.tp is not None:
             x = dlp.scatter_tokens(x, self.tp)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         x = self.norm(x)
         if self.tp is not None:
             x = dlp.gather_tokens(x, self.tp).view(BATCH, SEQUENCE, -1)
@@ -88,7 +91,7 @@ def groups(sequence_parallel: bool = False, vocabulary: bool = False, siblings: 
 
 
 class Setup(NamedTuple):
-    """How the model is converted."""
+    """How the model is converted and run."""
 
     sequence_parallel: bool = False
     vocabulary: bool = False
@@ -96,6 +99,11 @@ class Setup(NamedTuple):
     siblings: bool = True
     meta: bool = False
     dp_shard: int = 1
+    recomputes: bool = False
+
+    def __str__(self) -> str:
+        chosen = [name for name, value in self._asdict().items() if value is True]
+        return "-".join(["tp", *chosen, *["one by one"] * (not self.siblings), *["dp_shard"] * (self.dp_shard > 1)])
 
 
 def make(tied: bool = False, device: torch.device | None = None) -> GPT:
@@ -138,6 +146,7 @@ def converted(setup: Setup, world: int) -> tuple[GPT, DeviceMesh, dlp.Plan]:
         model.to_empty(device=worker.device())
         load(model, weights)
     model.tp = mesh["tp"] if setup.sequence_parallel else None
+    model.recomputes = setup.recomputes
     return model, mesh, plan
 
 
@@ -170,9 +179,11 @@ SETUPS = [
     (Setup(sequence_parallel=True, vocabulary=True, tied=True), 2),
     (Setup(tied=True), 2),
     (Setup(sequence_parallel=True, meta=True), 2),
+    (Setup(sequence_parallel=True, recomputes=True), 2),
     (Setup(), 4),
     (Setup(sequence_parallel=True, vocabulary=True), 4),
     (Setup(sequence_parallel=True, vocabulary=True, tied=True, dp_shard=2), 4),
+    (Setup(sequence_parallel=True, dp_shard=2, recomputes=True), 4),
     (Setup(sequence_parallel=True, dp_shard=2, meta=True), 4),
 ]
 
@@ -257,88 +268,108 @@ def test_the_weights_of_rank_0_count(ranks):
     assert ranks(2).run(other_weights_than_rank_0) == [0.0, 0.0]
 
 
-def attempts() -> dict[str, str]:
-    """What goes wrong, in conversion or in the first forward, by name."""
-    mesh = worker.mesh(tp=2)
-    tokens, _ = batch()
+def refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def refused_conversions() -> dict[str, tuple[str, bool]]:
+    """What conversion says, and whether it left the model as it was."""
+    mesh, batch_shape = worker.mesh(tp=2), (BATCH, SEQUENCE)
     sp, plain = groups(sequence_parallel=True), groups()
-    found: dict[str, str] = {}
-
-    def attempt(
-        name: str, chosen: list[dict[str, Any]], *, scatter: bool = False, run: bool = True, **options: Any
-    ) -> GPT:
+    alone = mesh["dp_shard"].get_group()
+    attempts: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+        "no batch": (sp, {}),
+        "unknown amax group": (plain, {"amax_group": "everyone"}),
+        "narrow amax group": (sp, {"batch": batch_shape, "amax_group": alone}),
+        "indivisible": ([{"name": "head", "match": ["blocks.1.up"], "style": "column"}], {}),
+        "unknown name": ([{"name": "typo", "match": ["blocks.*.atn.*"], "style": "column"}], {}),
+        "norm": ([{"name": "norm", "match": ["norm"], "style": "column"}], {}),
+    }
+    found = {}
+    for name, (chosen, options) in attempts.items():
         model = make()
-        try:
-            dlp.convert(model, chosen, mesh, **options)
-            model.tp = mesh["tp"] if scatter else None
-            if run:
-                model(tokens)
-            found[name] = "no error"
-        except ValueError as error:
-            found[name] = str(error)
-        return model
-
-    attempt("no batch", sp)
-    attempt("no scatter", sp, batch=(BATCH, SEQUENCE))
-    attempt("other batch", sp, scatter=True, batch=(BATCH + 1, SEQUENCE))
-    no_norms = [*plain, {"name": "sp", "match": ["blocks.*.{up,down}", "blocks.*.attn.*"], "sequence_parallel": True}]
-    attempt("norms left out", no_norms, scatter=True, batch=(BATCH, SEQUENCE))
-    everything = [*plain, {"name": "sp", "match": ["**"], "sequence_parallel": True}]
-    attempt("embedding before scatter", everything, scatter=True, batch=(BATCH, SEQUENCE))
-    attempt("amax group", plain, amax_group="everyone")
-    attempt(
-        "foreign amax group",
-        sp,
-        scatter=True,
-        batch=(BATCH, SEQUENCE),
-        amax_group=worker.mesh(tp=2)["dp_shard"].get_group(),
-    )
-    twice = attempt("once", plain)
-    try:
-        dlp.convert(twice, plain, mesh)
-        found["twice"] = "no error"
-    except ValueError as error:
-        found["twice"] = str(error)
-    try:
-        copy.deepcopy(twice)
-        found["copied"] = "no error"
-    except ValueError as error:
-        found["copied"] = str(error)
-    odd = make()
-    odd.blocks[1].up = nn.Linear(HIDDEN, 31, device=worker.device())
-    try:
-        dlp.convert(odd, plain, mesh)
-    except ValueError as error:
-        found["indivisible"] = str(error)
-    found["untouched"] = ", ".join(sorted({type(m).__name__ for m in odd.modules()}))
+        model.blocks[1].up = (
+            nn.Linear(HIDDEN, 31, device=worker.device()) if name == "indivisible" else model.blocks[1].up
+        )
+        before = {path: (type(module), list(map(id, module.parameters()))) for path, module in model.named_modules()}
+        message = refusal(lambda model=model, c=chosen, o=options: dlp.convert(model, c, mesh, **o))  # type: ignore[misc]
+        after = {path: (type(module), list(map(id, module.parameters()))) for path, module in model.named_modules()}
+        found[name] = message, before == after
     return found
 
 
 @pytest.mark.ranks(2)
-def test_mistakes_are_named(ranks):
-    for rank, found in enumerate(ranks(2).run(attempts)):
-        assert found["no batch"].startswith("blocks.0.attn.q: sequence parallelism needs the shape of a microbatch")
+def test_what_conversion_refuses_it_leaves_alone(ranks):
+    for rank, found in enumerate(ranks(2).run(refused_conversions)):
+        expected = {
+            "no batch": "blocks.0.attn.q: sequence parallelism needs the shape of a microbatch",
+            "unknown amax group": "amax_group must be auto, tp, tp+dp, world or a process group; got 'everyone'",
+            "narrow amax group": f"blocks.0.attn.q and siblings: its amax group has ranks [{rank}], but sequence",
+            "indivisible": "blocks.1.up: COLUMN cuts out_features 31 over tp 2, which does not divide it",
+            "unknown name": "layer group 'typo': pattern 'blocks.*.atn.*' matches no layer; nearest: 'blocks.0.attn.",
+            "norm": "norm: style 'column' is for linears and embeddings; LayerNorm is replicated",
+        }
+        assert found.keys() == expected.keys()
+        for name, (message, untouched) in found.items():
+            assert message.startswith(expected[name]), f"{name}: {message}"
+            assert untouched, name
+
+
+def wrong_tokens() -> dict[str, str]:
+    """What a converted model says in its first forward when tokens are not scattered as its groups promise."""
+    mesh, tokens = worker.mesh(tp=2), batch()[0]
+    sp, plain = groups(sequence_parallel=True), groups()
+    no_norms = {"name": "sp", "match": ["blocks.*.{up,down}", "blocks.*.attn.*"], "sequence_parallel": True}
+    everything = {"name": "sp", "match": ["**"], "sequence_parallel": True}
+    linears = [{"name": "up", "match": ["blocks.*.up"], "style": "column", "sequence_parallel": True}]
+    attempts: dict[str, tuple[list[dict[str, Any]], bool, int]] = {
+        "no scatter": (sp, False, BATCH),
+        "no scatter, linear": (linears, False, BATCH),
+        "other batch": (sp, True, BATCH + 1),
+        "norms left out": ([*plain, no_norms], True, BATCH),
+        "embedding before scatter": ([*plain, everything], True, BATCH),
+    }
+    found = {}
+    for name, (chosen, scatter, size) in attempts.items():
+        model = make()
+        dlp.convert(model, chosen, mesh, batch=(size, SEQUENCE))
+        model.tp = mesh["tp"] if scatter else None
+        found[name] = refusal(lambda model=model: model(tokens))  # type: ignore[misc]
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_tokens_that_are_not_scattered_are_noticed_by_name(ranks):
+    expects = "sequence parallelism expects token shards"
+    for found in ranks(2).run(wrong_tokens):
         assert found["no scatter"].startswith(
-            "blocks.0: sequence parallelism expects token shards [12, H]; got x of shape (3, 8, 32)"
+            f"blocks.0: {expects} [12, H]; got x of shape (3, 8, 32). Split the tokens"
         )
-        assert "dlp.scatter_tokens" in found["no scatter"]
-        assert found["other batch"].startswith(
-            "blocks.0: sequence parallelism expects token shards [16, H]; got x of shape (12, 32)"
+        assert found["no scatter, linear"].startswith(
+            "blocks.0.up: sequence parallelism over tp 2 expects token shards [12, K]"
         )
+        assert found["other batch"].startswith(f"blocks.0: {expects} [16, H]; got x of shape (12, 32)")
         assert found["norms left out"].startswith(
-            "blocks.0: it gets token shards (12, 32), so its gradients must be summed over tp"
+            "blocks.0: it gets token shards (12, 32), so its gradients must be summed"
         )
-        assert "sequence_parallel = true" in found["norms left out"]
-        assert found["embedding before scatter"].startswith(
-            "embed: sequence parallelism expects token shards [12]; got x of shape (3, 8)"
-        )
-        assert found["amax group"] == "amax_group must be auto, tp, tp+dp, world or a process group; got 'everyone'"
-        assert found["foreign amax group"].startswith(f"amax_group has ranks [{rank}], but tp ranks [0, 1] gather")
-        assert found["once"] == "no error"
-        assert found["twice"].startswith("this model is converted already")
-        assert found["copied"] == "a converted model cannot be deep-copied: copy it before dlp.convert"
-        assert found["indivisible"].startswith("blocks.1.up: COLUMN cuts out_features 31 over tp 2")
-        assert found["untouched"] == "Attention, Block, Embedding, GPT, LayerNorm, Linear, ModuleList"
+        assert found["embedding before scatter"].startswith(f"embed: {expects} [12]; got x of shape (3, 8)")
+
+
+def converted_twice() -> tuple[str, str]:
+    model, mesh, _ = converted(Setup(), 2)
+    again, copied = refusal(lambda: dlp.convert(model, groups(), mesh)), refusal(lambda: copy.deepcopy(model))
+    return again, copied
+
+
+@pytest.mark.ranks(2)
+def test_a_converted_model_is_neither_converted_nor_copied(ranks):
+    for again, copied in ranks(2).run(converted_twice):
+        assert again.startswith("this model is converted already")
+        assert copied == "a converted model cannot be deep-copied: copy it before dlp.convert"
 
 
 def different_inputs_for_siblings() -> str:
@@ -352,11 +383,7 @@ def different_inputs_for_siblings() -> str:
 
     model = Cross().to(worker.device())
     dlp.convert(model, [{"name": "qk", "match": ["q", "k"], "style": "column", "siblings": True}], worker.mesh(tp=2))
-    try:
-        model(torch.zeros(4, 8, device=worker.device()))
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return refusal(lambda: model(torch.zeros(4, 8, device=worker.device())))
 
 
 @pytest.mark.ranks(2)

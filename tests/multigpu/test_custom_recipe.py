@@ -133,7 +133,10 @@ def test_odd_tokens_travel_in_high_precision_alike_on_every_rank_and_it_is_said(
     for errors, said, _ in ranks(2).run(travelling, recipe, 2 * 43):
         for what, error in errors.items():
             assert error < 1e-5, f"{name} {what}: {error}"
-        expected = [f"{t} columnwise ({name}) travels in high precision: 43 tokens a rank are no multiple of {unit}" for t in ("x", "dy")]
+        expected = [
+            f"{t} columnwise ({name}) travels in high precision: 43 tokens a rank are no multiple of {unit}"
+            for t in ("x", "dy")
+        ]
         assert [text.partition(", a block")[0] for text in said] == (expected if unit else [])
 
 
@@ -196,7 +199,9 @@ def test_results_are_rounded_where_a_role_asks_for_it(role):
 
 def test_out_dtypes_are_those_of_the_results_and_sums():
     x, w, dy = (matrix("gauss", 64, 64, seed).bfloat16() for seed in (1, 2, 3))
-    layer = Linear(64, 64, recipe=load("fp8_current", out_dtype={"fprop": "fp32", "dgrad": "fp32"}), dtype=torch.bfloat16)
+    layer = Linear(
+        64, 64, recipe=load("fp8_current", out_dtype={"fprop": "fp32", "dgrad": "fp32"}), dtype=torch.bfloat16
+    )
     found = step(layer, x, w, dy.float())
     plain = step(Linear(64, 64, recipe=load("fp8_current"), dtype=torch.bfloat16), x, w, dy)
     assert (found["y"].dtype, found["dx"].dtype, found["dw"].dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)

@@ -187,7 +187,9 @@ def test_shards_that_are_gathered_must_share_scales(ranks):
         assert message.startswith("ColumnParallelLinear: fp8_delayed(reduce_amax=False) has reduce_amax=False")
         assert "set reduce_amax=True, or sequence_parallel=False" in message
     for rank, message in enumerate(ranks(2).run(with_a_group_of_one)):
-        assert f"blocks.0.gate and siblings: its amax group has ranks [{rank}]" in message and "tp ranks [0, 1]" in message
+        assert (
+            f"blocks.0.gate and siblings: its amax group has ranks [{rank}]" in message and "tp ranks [0, 1]" in message
+        )
 
 
 def slots_after(steps: int, sizes: dict[str, int], fsdp: bool = False) -> tuple[dict[str, Tensor], int]:
@@ -240,7 +242,9 @@ def test_layers_that_run_on_some_ranks_hang_nobody(ranks):
     first, second = ranks(2).run(run_own_expert)
     for key in first:
         assert_bit_equal(second[key], first[key], key)
-    assert first["slots.experts.0.x.scale"] == fp8_scale(448, 2) and first["slots.experts.1.x.scale"] == fp8_scale(448, 3)
+    assert first["slots.experts.0.x.scale"] == fp8_scale(448, 2) and first["slots.experts.1.x.scale"] == fp8_scale(
+        448, 3
+    )
 
 
 def save_with(sizes: dict[str, int], group: str) -> dict[str, Tensor]:

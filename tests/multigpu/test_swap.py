@@ -124,7 +124,9 @@ def siblings_apart() -> str:
 @pytest.mark.ranks(2)
 def test_siblings_swap_together_or_not_at_all(ranks):
     for message in ranks(2).run(siblings_apart):
-        assert message.startswith("blocks.0.gate, blocks.0.up are siblings and run as one layer, but blocks.0.up would keep")
+        assert message.startswith(
+            "blocks.0.gate, blocks.0.up are siblings and run as one layer, but blocks.0.up would keep"
+        )
 
 
 def swapping(model: Net) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,15 @@ from launch.checkpoint import complete
 from launch.config import Config, load
 from launch.trainer import NotFinite, Step, Trainer
 from tests import training
-from tests.pool import RankError
+from tests.pool import Pool, RankError
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.shards(tmp_path_factory.mktemp("data"))
+def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
+    yield training.shards(tmp_path_factory.mktemp("data"))
+    if device_type == "cuda":
+        for pool in pools.values():
+            pool.run(training.end_determinism)
 
 
 def checkpoints(config: Config) -> list[str]:
@@ -41,6 +45,7 @@ def test_a_run_leaves_its_files(ranks, tmp_path, data):
     assert sorted(path.name for path in (folder / "log").iterdir()) == ["rank0.txt", "rank1.txt"]
     lines = training.said(config)
     assert lines[0].startswith("mesh: 2 ") and lines[1].startswith("plan: 15 linears (10 fp8_current column, ")
+    assert lines[2].startswith("deterministic: ")
     assert lines[-2].startswith("byte-bigram loss of the same split: ")
     loss = training.metrics(config, "validation_loss")[6]
     assert lines[-1].startswith(f"done: steps 6, validation loss {loss:.3f} nats/byte, ")
@@ -84,6 +89,17 @@ def test_a_finished_run_says_so_and_a_fresh_one_moves_it_aside(ranks, tmp_path, 
     lines = training.said(config)
     assert lines[0] == f"the run that was here is now in {config.run.dir}.1"
     assert sum(line.startswith("mesh: ") for line in lines) == 1 and checkpoints(config) == ["step-2"]
+
+
+@pytest.mark.ranks(4)
+def test_the_gradient_norm_is_that_of_one_rank_on_any_mesh(ranks, tmp_path, data):
+    exact = ["--train.steps=1", "--train.dtype=fp32", "--recipe=bf16"]
+    norms = []
+    for world, mesh in [(1, ["--mesh.tp=1"]), (2, []), (2, ["--mesh.tp=1"]), (4, []), (4, ["--mesh.dp_replicate=2"])]:
+        config = training.config(tmp_path, data, *exact, *mesh, f"--run.dir={tmp_path}/{len(norms)}")
+        ranks(world).run(training.run, config)
+        norms.append(training.metrics(config, "gradient_norm")[1])
+    assert norms == pytest.approx([norms[0]] * 5, rel=1e-5)
 
 
 class AskedToStop(Trainer):

@@ -1,0 +1,31 @@
+"""A few steps of training whose weights are cast at the step boundary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlp.parallel.linear import Linear
+from dlp.parallel.runtime import Runtime, runtime_of
+from dlp.parallel.step import attach, end_step
+from dlp.quant.recipe import load
+from tests.gpu.inputs import values
+
+
+def trained(recipe: str, steps: int = 4, device: str = "cpu") -> tuple[Tensor, Runtime]:
+    """The losses fp32 [steps] of two linears in bf16, and their runtime; a load halves the weights after two steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Linear(160, 160, recipe=load(recipe)) for _ in range(2))).bfloat16().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    attach(model, optimizer)
+    losses, x = [], (values("gauss", 64, 160, torch.bfloat16) / 4096).to(device)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        if step == 1:
+            model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+            end_step(model)
+    return torch.stack(losses).cpu(), runtime_of(model)

@@ -1,0 +1,152 @@
+"""The two programs that judge recipes, small: gradient fidelity with its gates, and the quality study with its verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlp.quant.quantizer import ScaleSlot
+from dlp.quant.recipe import load as load_recipe
+from launch import quality_study
+from launch.config import load
+from launch.gradient_fidelity import (
+    GATES,
+    Fidelity,
+    double_scale,
+    gradients,
+    missed,
+    rows,
+    spoiled,
+    swap_nibbles,
+    table,
+    under,
+)
+from launch.quality_study import Study, Verdict, final_loss, main, sources
+from tests import training
+from tests.cases import RECIPES, matrix
+from tests.metrics import relative_error
+
+SMALL = [
+    "--model.layers=2", "--model.hidden=64", "--model.ffn=128", "--model.heads=4", "--model.kv_heads=2", "--model.head_dim=16",
+    "--train.sequence=64", "--train.global_batch=4", "--train.steps=4", "--train.warmup=0", "--train.eval_batches=1",
+    "--checkpoint.every=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.shards(tmp_path_factory.mktemp("data"))
+
+
+def test_every_quantized_recipe_has_a_gate_and_controls():
+    assert set(GATES) == set(RECIPES) - {"bf16"}
+    names = [name for name, _, _ in rows()]
+    assert len(names) == 2 * len(GATES) + 1 and "nvfp4, nibbles swapped" in names
+
+
+@pytest.mark.parametrize("name", sorted(GATES))
+def test_a_spoiled_scale_doubles_the_values_of_dy_and_of_nothing_else(name):
+    recipe = load_recipe(name, **({"disable_stochastic_rounding": True} if name == "nvfp4" else {}))
+    wrong, x = spoiled(recipe, double_scale, ("dy",)), matrix("gauss", 128, 128, 1)
+    slot = ScaleSlot(torch.tensor(4.0), torch.zeros(()))
+    for quantizer, factor in ((wrong.dy.rowwise, 2), (wrong.dy.columnwise, 2), (wrong.x.rowwise, 1)):
+        plain = getattr(quantizer, "inner", quantizer)
+        made, expected = (each.cast(x, each.observe(x), slot=slot) for each in (quantizer, plain))
+        assert torch.equal(made.dequantize(), factor * expected.dequantize())
+
+
+def test_swapped_nibbles_swap_neighbours():
+    quantizer, x = load_recipe("nvfp4").x.rowwise, matrix("gauss", 16, 32, 1)
+    made = quantizer.cast(x, quantizer.observe(x))
+    swapped = swap_nibbles(made).dequantize().view(16, 16, 2).flip(-1).reshape(16, 32)
+    assert torch.equal(swapped, made.dequantize())
+
+
+def test_gates_notice_what_they_are_for():
+    good = [Fidelity(name, 0, sum(gate) / 2, 1, 1, (0, "a")) for name, gate in GATES.items()]
+    assert missed(good) == []
+    bad = [Fidelity("mxfp8", 0, 0.06, 1, 1, (0, "a")), *(row for row in good if row.name != "mxfp8")]
+    assert missed(bad) == ["mxfp8: gradient error 6.00% is not within 2.5% and 5.5%"]
+    control = Fidelity("nvfp4, nibbles swapped", 0, 0.2, 1, 1, (0.3, "model.layers.0.a"))
+    assert missed([*good, control]) == ["nvfp4, nibbles swapped: 20.00% is not twice the 12.50% of nvfp4"]
+    line = "| nvfp4, nibbles swapped | +0.000% | 20.0% | 30.0% layers.0.a | 1.0000 | 1.000 |"
+    assert table([control]).splitlines()[-1] == line
+
+
+def errors_of(path: Path, data: Path) -> dict[str, float]:
+    config = training.config(path, data, "--train.dtype=fp32", "--recipe=bf16", "--checkpoint.resume=none")
+    trainer, _ = training.trainer(config)
+    reference = under(trainer, "bf16", 2)
+    again = gradients(trainer, 2)
+    assert again[0] == reference[0] and all(torch.equal(again[1][name], g) for name, g in reference[1].items())
+    found = {}
+    for name in ("fp8_current", "fp8_delayed", "nvfp4"):
+        _, grads = under(trainer, name, 2)
+        found[name] = relative_error(*(torch.cat([g.flatten() for g in each.values()]) for each in (grads, reference[1])))
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_repeatable_and_recipes_stand_where_they_belong(ranks, tmp_path, data):
+    for errors in ranks(2).run(errors_of, tmp_path, data):
+        assert 0.01 < errors["fp8_current"] < 0.08 and 0.01 < errors["fp8_delayed"] < 0.08, errors
+        assert 2 * errors["fp8_current"] < errors["nvfp4"] < 0.35, errors
+
+
+def finish(study: Study, recipe: str, seed: int, loss: float, steps: int = 10, done: int = 10) -> None:
+    """The files of a run."""
+    folder = study.run_folder(recipe, seed)
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(f"[train]\nsteps = {steps}\n")
+    lines = [f'{{"step": {step + 1}, "loss": {loss}}}\n' for step in range(done)]
+    (folder / "metrics.jsonl").write_text("".join(lines) + f'{{"step": {done}, "validation_loss": {loss}}}\n')
+
+
+def test_a_difference_counts_only_if_it_is_resolved(tmp_path):
+    study = Study(tmp_path, ("bf16", "mxfp8", "nvfp4", "fp8_block"), (0, 1, 2), 1, ())
+    (tmp_path / "data.txt").write_text("sha256 0\n")
+    for seed in range(3):
+        finish(study, "bf16", seed, 2.0)
+        finish(study, "mxfp8", seed, 2.0 * (1.002 + 0.001 * seed))
+        finish(study, "nvfp4", seed, 2.0 * (1.002 + 0.001 * seed))
+        finish(study, "fp8_block", seed, 2.0 * (1 + 0.01 * seed), done=10 if seed < 2 else 8)
+    text = quality_study.report(study)
+    assert "| mxfp8 | +0.20%, +0.30%, +0.40% | +0.30% | 0.06% | 0.25% | MISSED |" in text
+    assert "| nvfp4 | +0.20%, +0.30%, +0.40% | +0.30% | 0.06% | 1.50% | within the bar |" in text
+    assert "| fp8_block | +0.00%, +1.00% | +0.50% | 0.50% | 0.25% | not resolved |" in text, "a run is unfinished"
+    assert str(Verdict("mxfp8", (0.0,))) == "not resolved" and math.isnan(Verdict("mxfp8", (0.0,)).error)
+
+
+@pytest.mark.ranks(1)
+def test_a_small_study_runs_resumes_and_reports(ranks, tmp_path, capsys):
+    trained: list[str] = []
+
+    def train(number: int, arguments: Sequence[str]) -> int:
+        trained.append("-".join(arguments[i + 1] for i, each in enumerate(arguments) if each in ("--recipe", "--train.seed")))
+        ranks(1).run(training.run, load(arguments[0], arguments[1:]))
+        return 0
+
+    study = [str(tmp_path), "--recipes", "nvfp4", "--seeds", "2", "--megabytes", "0.5", *SMALL]
+    assert main([*study, "--only", "nvfp4,1"], train) == 0 and trained == ["nvfp4-1"]
+    assert "no bf16 yet" in capsys.readouterr().out
+    assert main(study, train) == 0
+    assert trained == ["nvfp4-1", "bf16-0", "nvfp4-0", "bf16-1"], "a finished run is not repeated"
+    text = (tmp_path / "report.md").read_text()
+    assert capsys.readouterr().out.endswith(text) and "bf16: 2 seeds, loss " in text and "| nvfp4 | " in text
+    assert text.startswith("sha256 ") and "torch " in (tmp_path / "data.txt").read_text()
+    plan = (tmp_path / "runs" / "nvfp4-0" / "plan.txt").read_text()
+    assert plan.count(" nvfp4 ") and "edges (recipe)" in plan, "its last block stays in bf16"
+    assert final_loss(tmp_path / "runs" / "bf16-0") is not None
+    assert main([*study, "--train.steps=6"], lambda number, arguments: 0) == 0
+    assert main([str(tmp_path / "other"), "--megabytes", "0.1", *SMALL], lambda number, arguments: 3) == 1
+    assert "the run ended early, with code 3; the same command resumes it" in capsys.readouterr().err
+
+
+def test_the_data_is_a_sample_of_sources_the_same_every_time():
+    few = sources(0.5)
+    assert list(few) == sorted(few) == list(sources(0.5)) and all(name.endswith(".py") for name in few)
+    assert 0.5e6 <= sum(path.stat().st_size for path in few.values()) < 3e6

@@ -1,0 +1,147 @@
+"""Whole runs whose recipes change on a schedule or are measured: config, log, metrics, plots and resuming. And every
+recipe, a dropped-in one too, trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import plot
+from launch.config import Config, ConfigError
+from launch.plot_stats import parts_of
+from launch.train import plan_text
+from tests import training
+from tests.cases import RECIPES
+
+SWAPS = '[{at_step = 2, recipe = "nvfp4"}, {at_step = 4, recipe = {name = "fp8_delayed", amax_history_len = 4}}]'
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.shards(tmp_path_factory.mktemp("data"))
+
+
+def config(folder: Path, data: Path, *overrides: str, groups: str = "") -> Config:
+    """The small config, with more groups."""
+    folder.mkdir(exist_ok=True)
+    training.config(folder, data)
+    path = folder / "small.toml"
+    path.write_text(path.read_text() + groups)
+    return training.load(path, overrides)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_swaps_resumes_between_swaps_bit_for_bit_and_shows_them(ranks, tmp_path, data):
+    whole = config(
+        tmp_path / "a", data, "--groups.default.swap", SWAPS, "--train.eval_batches=1", "--checkpoint.every=3"
+    )
+    ranks(2).run(training.run, whole)
+    first = Path(whole.run.dir) / "checkpoints" / "step-3"
+    again = config(tmp_path / "b", data, "--groups.default.swap", SWAPS, f"--checkpoint.resume={first}")
+    ranks(2).run(training.run, again)
+    losses, resumed = training.metrics(whole), training.metrics(again)
+    assert list(resumed) == [4, 5, 6] and all(resumed[step] == losses[step] for step in resumed)
+    assert training.metrics(whole, "swap") == {
+        2: {"recipe": "nvfp4", "layers": 14},
+        4: {"recipe": "fp8_delayed(amax_history_len=4)", "layers": 14},
+    }
+    lines = training.said(whole)
+    assert "after step 2: nvfp4 for model.layers.0.self_attn.q_proj and 13 more layers" in lines
+    assert "step 4: model.layers.0.self_attn.q_proj and 13 more layers now fp8_delayed(amax_history_len=4)" in lines
+    assert not [line for line in training.said(again) if "step 2:" in line and "now" in line]
+    plot.main([whole.run.dir, "--out", str(tmp_path / "loss.png")])
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+BF16_SECOND = '\n[[groups]]\nname = "edges"\nmatch = ["layers.-1.**"]\nrecipe = "bf16"\n'
+
+
+def test_the_last_group_with_a_recipe_or_swaps_decides_the_swaps(tmp_path, data):
+    made = config(tmp_path, data, "--groups.default.swap", SWAPS, groups=BF16_SECOND)
+    text = plan_text(made, 2, "cpu")
+    assert text.splitlines()[-2:] == [
+        "after step 2: nvfp4 for model.layers.0.self_attn.q_proj and 6 more layers",
+        "after step 4: fp8_delayed(amax_history_len=4) for model.layers.0.self_attn.q_proj and 6 more layers",
+    ]
+    only_swaps = '\n[[groups]]\nname = "late"\nmatch = ["layers.-1.**"]\nswap = [{at_step = 9, recipe = "bf16"}]\n'
+    text = plan_text(config(tmp_path, data, groups=only_swaps), 2, "cpu")
+    assert text.splitlines()[-1] == "after step 9: bf16 for model.layers.1.self_attn.q_proj and 6 more layers"
+
+
+@pytest.mark.parametrize(
+    ("swap", "sentence"),
+    [
+        (
+            "[{at_step = 0, recipe = 'bf16'}]",
+            "expected a list of { at_step = an integer >= 1, recipe = as above }, got",
+        ),
+        ("[{recipe = 'bf16'}]", "expected a list of { at_step"),
+        ("[{at_step = 2, recipe = 'fp7'}]", "unknown recipe 'fp7'"),
+    ],
+)
+def test_a_wrong_swap_is_refused(tmp_path, data, swap, sentence):
+    with pytest.raises(ConfigError, match="default") as error:
+        config(tmp_path, data, "--groups.default.swap", swap)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.ranks(2)
+def test_statistics_of_chosen_layers_are_in_the_metrics_and_on_a_page(ranks, tmp_path, data):
+    group = '\n[[groups]]\nname = "look"\nmatch = ["layers.0.**"]\nstats = true\n'
+    made = config(tmp_path, data, "--recipe=mxfp8", "--train.steps=3", groups=group)
+    ranks(2).run(training.run, made)
+    stats = training.metrics(made, "stats")
+    assert list(stats) == [1, 2, 3]
+    layers = {parts_of(name)[0] for name in stats[1]}
+    assert layers == {
+        f"model.layers.0.{n}" for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    }
+    assert all(25 < numbers["sqnr_db"] < 40 and numbers["saturation"] == 0 for numbers in stats[3].values())
+    plot.main([made.run.dir, "--stats", "--out", str(tmp_path / "page.png")])
+    assert (tmp_path / "page.png").read_bytes()[:4] == b"\x89PNG"
+    (Path(made.run.dir) / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    with pytest.raises(ValueError, match="no statistics there; set stats = true for a group of layers"):
+        plot.main([made.run.dir, "--stats", "--out", str(tmp_path / "page.png")])
+
+
+MINE = '''
+"""mine: half of fp8_current's range."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dlp.quant.fp8 import CurrentScaling
+from dlp.quant.recipe import Recipe, both
+from dlp.quant.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Half(CurrentScaling):
+    def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
+        return super().cast(x, 2 * amax, **more)
+
+
+def recipe(*, element: str = "e4m3") -> Recipe:
+    return Recipe("mine", both(Half(element)), both(Half(element)), both(Half(element)))
+'''
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [*RECIPES, "mine"])
+def test_every_recipe_trains_a_file_dropped_into_a_folder_too(ranks, tmp_path, data, name):
+    recipe: Any = f'"{name}"'
+    if name == "mine":
+        (tmp_path / "mine.py").write_text(MINE)
+        recipe = f'{{name = "mine", recipes_path = "{tmp_path}"}}'
+    made = config(
+        tmp_path, data, f"--recipe={recipe}", "--train.steps=8", "--train.eval_every=8", "--checkpoint.every=8"
+    )
+    ranks(2).run(training.run, made)
+    losses = list(training.metrics(made).values())
+    assert all(torch.isfinite(torch.tensor(losses))) and losses[-1] < losses[0] - 0.5, losses
+    assert f", 4 {name} row" in training.said(made)[1]

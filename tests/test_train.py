@@ -1,0 +1,70 @@
+"""The training program where it starts no ranks: plans for any world, the printed config, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import train
+from launch.build import learning_rate
+from launch.config import load, to_toml
+from launch.train import lost_peer, plan_text
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("world", "device", "mesh"),
+    [
+        (2, "cpu", "mesh: 2 cpu ranks = dp_replicate 1 x dp_shard 1 x tp 2"),
+        (8, "sm_90", "mesh: 8 sm_90 ranks = dp_replicate 1 x dp_shard 4 x tp 2"),
+    ],
+)
+def test_a_plan_needs_no_ranks(world, device, mesh):
+    lines = plan_text(load("tiny"), world, device).splitlines()
+    assert lines[0] == mesh and lines[1].startswith(
+        "plan: 29 linears (20 fp8_current column, 8 fp8_current row, 1 bf16 "
+    )
+    assert ("reference" if device == "cpu" else "torch._scaled_mm") in lines[5]
+
+
+def test_a_billion_parameters_are_planned_without_their_memory():
+    lines = plan_text(load("llama3_1b"), 4, "sm_90").splitlines()
+    assert lines[0] == "mesh: 4 sm_90 ranks = dp_replicate 1 x dp_shard 2 x tp 2"
+    assert any(line.startswith("model.layers.15.mlp.down_proj") and "2048 x 8192" in line for line in lines)
+
+
+def test_a_plan_that_does_not_fit_is_one_sentence_and_nothing_else():
+    command = [sys.executable, "-m", "launch.train", "tiny", "--plan", "--world", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "tiny.toml: [mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--print-config"], ["--plan", "--world", "4", "--device", "cpu"]])
+def test_what_is_printed_without_ranks(arguments, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["train.py", "tiny", "--train.lr", "1e-4", *arguments])
+    monkeypatch.setattr(train, "train", lambda config: pytest.fail("it trains"))
+    train.main()
+    config = load("tiny", ["--train.lr", "1e-4"])
+    expected = to_toml(config) if arguments == ["--print-config"] else plan_text(config, 4, "cpu") + "\n"
+    assert capfd.readouterr().out == expected
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_minimum():
+    settings = load("tiny", ["--train.lr=0.5", "--train.warmup=4", "--train.steps=12", "--train.min_lr=0.2"]).train
+    rates = [learning_rate(step, settings) for step in range(12)]
+    assert rates[:5] == [0.125, 0.25, 0.375, 0.5, 0.5]
+    assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.1)
+    assert learning_rate(40, settings) == pytest.approx(0.1), "beyond its end"
+
+
+def test_a_lost_peer_is_told_from_other_errors():
+    gloo = "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:17827: Connection reset by peer."
+    assert lost_peer(RuntimeError(gloo)) and lost_peer(train.dist.DistBackendError("NCCL error"))
+    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
