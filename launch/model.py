@@ -123,7 +123,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm_head(self.model(tokens)).flatten(0, -2)
+        return self.lm_head(self.model(tokens).flatten(0, -2))  # the head's own result: FSDP warns of a view
 
 
 def parallel_groups(sequence_parallel: bool) -> list[LayerGroup]:

@@ -147,7 +147,24 @@ def make_plan(
     layers = [replace(row, siblings=sets.get(row.name, ())) for row in layers]
     others = [_plan_other(name, modules[name], resolved[name], tp) for name in names if name not in linears]
     _check_ties(modules, layers, others)
+    layers = _counted_once(modules, layers, tp)
     return Plan(tuple(layers), tuple(others), tp, device_type)
+
+
+def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], tp: int) -> list[LayerPlan]:
+    """A linear whose weight belongs to an earlier module counts its bias only, and says whose it is."""
+    owners: dict[int, str] = {}
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), name)
+    rows = []
+    for row in layers:
+        owner = owners[id(modules[row.name].weight)]
+        if owner != row.name:
+            n, k = shard_sizes(row.row, *row.shape, tp, row.name)
+            row = replace(row, parameters=row.parameters - n * k, notes=(*row.notes, f"weight tied to {owner}"))
+        rows.append(row)
+    return rows
 
 
 def _converts(module: nn.Module) -> bool:
