@@ -165,7 +165,7 @@ def test_refused_override(arguments: str, sentence: str) -> None:
     [
         ("lr = 3e-3", 'lr = "fast"', "mine.toml: [train] lr: expected a number > 0, got 'fast'"),
         ("lr = 3e-3", "lear_rate = 3e-3", "mine.toml: [train] lear_rate: unknown key, the nearest are "),
-        ("steps = 240\n", "", "mine.toml: [train] steps: missing, expected an integer >= 1"),
+        ("steps = 200\n", "", "mine.toml: [train] steps: missing, expected an integer >= 1"),
         ('match = ["lm_head"]', 'match = "lm_head"', "mine.toml: [[groups]] 'edges' match: expected a list of strings"),
         ('match = ["lm_head"]', "", "mine.toml: [[groups]] 2 match: missing, expected a list of strings"),
         ("[data]", "[dat]", "mine.toml: [dat]: unknown section, expected one of mesh, model, data, train, checkpoint"),

@@ -418,7 +418,7 @@ def hand_made(way: str) -> dict[str, float]:
         for ours, theirs in zip((model.up, model.down), (plain[1], plain[3]), strict=True):
             theirs.weight.copy_(ours.weight.full_tensor())
             theirs.bias.copy_(ours.bias.full_tensor())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)  # plain parameters beside DTensors
     if way == "convert":
         dlp.convert(model, [{"name": "sp", "match": ["norm"], "sequence_parallel": True}], mesh, batch=(1, 8))
     dlp.attach(model, optimizer)

@@ -97,11 +97,12 @@ def test_a_custom_recipe_trains_under_tp_sp_and_fsdp_as_on_one_rank(ranks, recip
 def travelling(recipe: Any, tokens: int) -> tuple[dict[str, Tensor], list[str], list[str]]:
     """Both sequence-parallel styles on 2 ranks against one: what differs in gradients, what was said, what was launched."""
     tp = worker.mesh(tp=2)["tp"]
-    x, w, dy = (matrix("gauss", rows, 64, seed) for rows, seed in ((tokens, 1), (64, 2), (tokens, 3)))
-    whole = step(Linear(64, 64, recipe=recipe), x, w, dy)
+    device = worker.device()
+    x, w, dy = (matrix("gauss", rows, 64, seed).to(device) for rows, seed in ((tokens, 1), (64, 2), (tokens, 3)))
+    whole = step(Linear(64, 64, recipe=recipe, device=device), x, w, dy)
     said, errors, launched = [], {}, []
     for cls, cut_x, cut_w, cut_dy in ((ColumnParallelLinear, 0, 0, 1), (RowParallelLinear, 1, 1, 0)):
-        layer = cls(64, 64, tp=tp, sequence_parallel=True, recipe=recipe)
+        layer = cls(64, 64, tp=tp, sequence_parallel=True, recipe=recipe, device=device)
         mine = [t.chunk(2, dim)[tp.get_local_rank()].contiguous() for t, dim in ((x, cut_x), (w, cut_w), (dy, cut_dy))]
         with Collectives() as seen:
             part = step(layer, *mine)

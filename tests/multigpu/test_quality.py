@@ -86,7 +86,9 @@ def errors_of(path: Path, data: Path) -> dict[str, float]:
     found = {}
     for name in ("fp8_current", "fp8_delayed", "nvfp4"):
         _, grads = under(trainer, name, 2)
-        found[name] = relative_error(*(torch.cat([g.flatten() for g in each.values()]) for each in (grads, reference[1])))
+        found[name] = relative_error(
+            *(torch.cat([g.flatten() for g in each.values()]) for each in (grads, reference[1]))
+        )
     return found
 
 
@@ -126,7 +128,9 @@ def test_a_small_study_runs_resumes_and_reports(ranks, tmp_path, capsys):
     trained: list[str] = []
 
     def train(number: int, arguments: Sequence[str]) -> int:
-        trained.append("-".join(arguments[i + 1] for i, each in enumerate(arguments) if each in ("--recipe", "--train.seed")))
+        trained.append(
+            "-".join(arguments[i + 1] for i, each in enumerate(arguments) if each in ("--recipe", "--train.seed"))
+        )
         ranks(1).run(training.run, load(arguments[0], arguments[1:]))
         return 0
 

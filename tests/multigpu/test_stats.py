@@ -74,7 +74,7 @@ def test_every_recipe_is_measured_and_measuring_changes_no_bit(name):
     for name_of, row in table.names.items():
         found = summary(table.sums[row], table.maxima[row])
         if found["amax"]:
-            assert 8 < found["sqnr_db"] < 45 and 0 <= found["underflow"] < 0.1, (name_of, found)
+            assert 8 < found["sqnr_db"] < 45 and 0 <= found["underflow"] < 0.15, (name_of, found)
             assert found["scale_inv"] > 0 and 0 <= found["saturation"] < 0.05, (name_of, found)
 
 

@@ -69,7 +69,9 @@ def test_metrics_have_every_number(ranks, tmp_path, data):
     assert [record["lr"] for record in records[:2]] == [0.005, 0.01]
     for record in records:
         if "split" in record:
-            assert 0 < sum(record["split"].values()) <= record["seconds"] * 1.01
+            assert (
+                0 < sum(record["split"].values()) <= record["seconds"] * 1.1
+            )  # on GPUs the parts are the device's time, the whole the host's
             assert record["tokens_per_second"] == pytest.approx(8 * 64 / record["seconds"], rel=1e-2)
     assert records[-2]["loss"] < records[0]["loss"] - 0.5
 
