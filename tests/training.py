@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import colorsys
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,10 @@ def shards(folder: Path) -> Path:
 
 
 def config(folder: Path, data: Path, *overrides: str) -> Config:
-    """The config of a run in `folder`/run, written to `folder`/small.toml."""
-    path = folder / "small.toml"
-    path.write_text(TOML.format(data=data, run=folder / "run"))
+    """The config of a run in `folder`/run, written to `folder`/small.toml; all ranks may write it at once."""
+    path, own = folder / "small.toml", folder / f"small-{os.getpid()}.toml"
+    own.write_text(TOML.format(data=data, run=folder / "run"))
+    own.replace(path)
     return load(path, overrides)
 
 
