@@ -73,7 +73,9 @@ class Corrupted:
 def double_scale(q: QuantizedTensor) -> QuantizedTensor:
     """The scale of the values off by one in the exponent."""
     off = {"scale_inv": lambda part: part * 2, "amax": lambda part: part * 2, "scale_e8m0": lambda part: part + 1}
-    parts = [off.get(part.name, lambda tensor: tensor)(tensor) for part, tensor in zip(q.format.parts, q.parts, strict=True)]
+    parts = [
+        off.get(part.name, lambda tensor: tensor)(tensor) for part, tensor in zip(q.format.parts, q.parts, strict=True)
+    ]
     return QuantizedTensor(q.format, tuple(parts))
 
 
@@ -140,9 +142,7 @@ def under(trainer: Trainer, recipe: Any, batches: int) -> tuple[float, dict[str,
     return gradients(trainer, batches)
 
 
-def compare(
-    name: str, of: tuple[float, dict[str, Tensor]], reference: tuple[float, dict[str, Tensor]]
-) -> Fidelity:
+def compare(name: str, of: tuple[float, dict[str, Tensor]], reference: tuple[float, dict[str, Tensor]]) -> Fidelity:
     (loss, grads), (loss_0, grads_0) = of, reference
     g, g_0 = (torch.cat([grad.flatten() for grad in found.values()]) for found in (grads, grads_0))
     worst = max((((grads[layer] - g0).norm() / g0.norm()).item(), layer) for layer, g0 in grads_0.items())
@@ -191,7 +191,13 @@ def measure(config: Config, batches: int) -> list[Fidelity]:
 def main() -> None:
     parser = make_parser("launch.gradient_fidelity", "Compares every recipe's gradients with bf16's at one checkpoint.")
     parser.add_argument("--batches", type=int, default=4, help="global batches compared")
-    ours = ["--recipe", "bf16", "--run.dir", "runs/gradient_fidelity", *(["--mesh.tp", "1"] if world_size() == 1 else [])]
+    ours = [
+        "--recipe",
+        "bf16",
+        "--run.dir",
+        "runs/gradient_fidelity",
+        *(["--mesh.tp", "1"] if world_size() == 1 else []),
+    ]
     known, config = command_line(parser, [*ours, *sys.argv[1:]])
     found = measure(config, known.batches)
     problems = missed(found)

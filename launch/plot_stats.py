@@ -47,7 +47,7 @@ def write_stats(records: Sequence[dict[str, Any]], title: str, out: Path) -> Non
 
 
 def parts_of(name: str) -> tuple[str, str, str]:
-    """"layers.0.up.x.rowwise" -> (layer, operand, orientation or "")."""
+    """ "layers.0.up.x.rowwise" -> (layer, operand, orientation or "")."""
     layer, _, last = name.rpartition(".")
     if last in OPERANDS:
         return layer, last, ""
@@ -78,4 +78,6 @@ def mark_swaps(axes: Axes, records: Sequence[dict[str, Any]], text: bool = False
             axes.axvline(record["step"], color="0.4", linestyle=":", linewidth=1)
             if text:
                 said = f" {record['swap']['recipe']} ({record['swap']['layers']} layers)"
-                axes.annotate(said, (record["step"], 1), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=8)
+                axes.annotate(
+                    said, (record["step"], 1), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=8
+                )

@@ -163,7 +163,9 @@ def report(study: Study) -> str:
     base = [loss for seed in study.seeds if (loss := final_loss(study.run_folder(BASELINE, seed))) is not None]
     spread = f", spread over seeds {statistics.stdev(base) / statistics.fmean(base):.2%}" if len(base) > 1 else ""
     lines = [(study.folder / "data.txt").read_text().splitlines()[0], ""]
-    lines += [f"{BASELINE}: {len(base)} seeds, loss {statistics.fmean(base):.4f}{spread}" if base else f"no {BASELINE} yet"]
+    lines += [
+        f"{BASELINE}: {len(base)} seeds, loss {statistics.fmean(base):.4f}{spread}" if base else f"no {BASELINE} yet"
+    ]
     lines += ["", "| recipe | difference by seed | mean | standard error | bar | |", "|---|---|---|---|---|---|"]
     for found in verdicts(study):
         by_seed = ", ".join(f"{difference:+.2%}" for difference in found.differences)
@@ -174,11 +176,15 @@ def report(study: Study) -> str:
 
 
 def main(arguments: Sequence[str], train: Train = local.train) -> int:
-    parser = argparse.ArgumentParser(prog="launch.quality_study", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="launch.quality_study", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
-    parser.add_argument("--recipes", nargs="+", default=recipes.names(), help=f"all by default; {BASELINE} is always there")
+    parser.add_argument(
+        "--recipes", nargs="+", default=recipes.names(), help=f"all by default; {BASELINE} is always there"
+    )
     parser.add_argument("--megabytes", type=float, default=100.0, help="of sources to learn from")
     parser.add_argument("--only", metavar="RECIPE,SEED", help="this run alone")
     rest, overrides = split(arguments)
@@ -188,7 +194,9 @@ def main(arguments: Sequence[str], train: Train = local.train) -> int:
     study = Study(known.folder.resolve(), chosen, tuple(range(known.seeds)), known.ranks, flat)
     recipe, _, seed = (known.only or "").partition(",")
     if known.only and not (recipe in chosen and seed.isdigit() and int(seed) < known.seeds):
-        parser.error(f"--only {known.only}: expected RECIPE,SEED with one of {', '.join(chosen)} and {known.seeds} seeds")
+        parser.error(
+            f"--only {known.only}: expected RECIPE,SEED with one of {', '.join(chosen)} and {known.seeds} seeds"
+        )
     make_data(study.folder, known.megabytes)
     try:
         train_all(study, (recipe, int(seed)) if known.only else None, train)

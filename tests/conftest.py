@@ -32,7 +32,9 @@ if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do with
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where multi-rank tests run")
-    parser.addoption("--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones")
+    parser.addoption(
+        "--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones"
+    )
 
 
 def world_of(item: pytest.Item) -> int:

@@ -101,5 +101,6 @@ def train(model: Net, mesh: DeviceMesh, steps: range) -> list[float]:
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """The whole parameters, by name."""
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
     }

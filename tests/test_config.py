@@ -186,7 +186,9 @@ def test_a_section_must_be_a_table(tmp_path: Path) -> None:
 
 
 def test_unknown_config_lists_the_shipped_ones() -> None:
-    assert refused([], "tinny") == ("tinny: no such config, expected a path to a TOML file or one of llama3_1b, quality, tiny")
+    assert refused([], "tinny") == (
+        "tinny: no such config, expected a path to a TOML file or one of llama3_1b, quality, tiny"
+    )
 
 
 def test_sections_built_in_python_are_checked_too() -> None:

@@ -120,7 +120,10 @@ def check_compiled(spec: LinearSpec) -> None:
 
 @contextmanager
 def autocast(
-    enabled: bool = True, recipe: Any = None, calibrating: bool = False, amax_reduction_group: ProcessGroup | None = None
+    enabled: bool = True,
+    recipe: Any = None,
+    calibrating: bool = False,
+    amax_reduction_group: ProcessGroup | None = None,
 ) -> Iterator[None]:
     """Run the linears inside under this recipe.
 

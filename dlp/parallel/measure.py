@@ -1,8 +1,8 @@
 """Statistics of casts, for chosen layers of a model: what `dlp.quant.stats` measures, step by step and over all ranks.
 
-    dlp.record_stats(model, "layers.0.**")
-    ...                                        steps
-    dlp.read_stats(model)                      {"layers.0.mlp.up_proj.x": {"amax": ..., "sqnr_db": ..., ...}, ...}
+dlp.record_stats(model, "layers.0.**")
+...                                        steps
+dlp.read_stats(model)                      {"layers.0.mlp.up_proj.x": {"amax": ..., "sqnr_db": ..., ...}, ...}
 """
 
 from __future__ import annotations
