@@ -19,7 +19,7 @@ DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_avai
 NEEDS   = @$(PYTHON) tools/check_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help pretrain plan test multigpu lint kernels-compile gpu-test bench
+.PHONY: help pretrain plan ledger test multigpu lint kernels-compile gpu-test bench bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -32,6 +32,10 @@ pretrain: $(READY) ## train CONFIG=tiny on every GPU, or on 2 CPU ranks: ARGS="-
 plan: $(READY) ## print mesh and layer plan of CONFIG=tiny for WORLD=8 ranks, without starting them
 	$(NEEDS)
 	@$(PYTHON) -m launch.train $(CONFIG) --plan --world $(WORLD) $(ARGS)
+
+ledger: $(READY) ## planned and counted bytes on the wire: every recipe on 2 and 4 CPU ranks; exit 1 where they differ
+	$(NEEDS)
+	@OMP_NUM_THREADS=1 $(PYTHON) -m launch.ledger $(ARGS)
 
 test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"
 	$(NEEDS) pytest hypothesis
@@ -59,6 +63,15 @@ gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, 
 bench: $(READY) ## bandwidth of the quantizers beside a copy: ARGS="--only cast --sizes 256 --json FILE --plot FILE.png"
 	$(NEEDS) ninja pybind11
 	@$(PYTHON) -m launch.bench_quantize $(ARGS)
+
+bench-linear: $(READY) ## one linear per recipe beside bf16 nn.Linear: ARGS="--shapes 8192x4096x4096 --recipes fp8_current"
+	$(NEEDS) ninja pybind11
+	@$(PYTHON) -m launch.bench_linear $(ARGS)
+
+bench-comm: $(READY) ## time of gathers, sums and overlap beside bf16, on every GPU or RANKS=2 CPU ranks: ARGS="--only gather"
+	$(NEEDS)
+	@OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone \
+		--nproc-per-node $(or $(RANKS),$(if $(filter cuda,$(DEVICE)),gpu,2)) -m launch.bench_collectives $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing dlp and its dependencies into $(VENV) (once)"

@@ -15,13 +15,17 @@ from dlp.parallel.convert import convert
 # layers
 from dlp.parallel.embedding import VocabParallelEmbedding, cross_entropy
 from dlp.parallel.fsdp import fully_shard
+from dlp.parallel.ledger import wire_report
 from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.parallel.measure import read_stats, record_stats
 from dlp.parallel.plan import Plan, make_plan
+from dlp.parallel.quantized_init import quantized_model_init, with_master_weights
+from dlp.parallel.scales import check_scales, watch_scales
 from dlp.parallel.state import load_state_dict, state_dict
 from dlp.parallel.step import attach, end_step
 from dlp.parallel.swap import set_recipe
 from dlp.parallel.tokens import gather_tokens, scatter_tokens
+from dlp.parallel.workload import Workload
 
 # recipes
 from dlp.quant.custom import CustomRecipe
@@ -31,7 +35,8 @@ from dlp.quant.recipe import load as recipe
 
 __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
-    "VocabParallelEmbedding", "attach", "autocast", "build_mesh", "convert", "cross_entropy", "end_step", "fully_shard",
-    "gather_tokens", "load_state_dict", "make_plan", "read_stats", "recipe", "record_stats", "scatter_tokens",
-    "set_recipe", "state_dict",
+    "VocabParallelEmbedding", "Workload", "attach", "autocast", "build_mesh", "check_scales", "convert",
+    "cross_entropy", "end_step", "fully_shard", "gather_tokens", "load_state_dict", "make_plan", "quantized_model_init",
+    "read_stats", "recipe", "record_stats", "scatter_tokens", "set_recipe", "state_dict", "watch_scales", "wire_report",
+    "with_master_weights",
 ]  # fmt: skip

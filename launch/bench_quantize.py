@@ -24,8 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda, loader
-from dlp.kernels.cuda import BlockJob, TensorJob, block_scale_shape
+from dlp.comm.wire import dtype_name
+from dlp.kernels import cuda, cuda_codes, cuda_fp4, cuda_rowwise, loader
+from dlp.kernels.cuda import BlockJob, TensorJob, block_scale_shape, mx_scale_shape
+from dlp.kernels.cuda_fp4 import Nvfp4Job
+from dlp.kernels.cuda_fp4 import scale_shape as fp4_scale_shape
+from dlp.kernels.cuda_rowwise import RowwiseJob
+from dlp.kernels.reference import Draw
 
 Run = Callable[[], None]
 E4M3 = torch.float8_e4m3fn
@@ -33,7 +38,10 @@ COLS = 8192
 COPY_UNIT = 1 << 16  # bytes; on an H200 multiples of 512 were slow to copy, of 4096 fast
 REPLAYS = 15
 # Shares of the copy that must be reached with 256 MB of bf16 and more.
-TARGETS = {"amax": 0.90, "cast": 0.88, "cast + transpose": 0.88, "1x128 both": 0.88, "128x128 both": 0.88}
+TARGETS = {
+    "amax": 0.90, "cast": 0.88, "cast + transpose": 0.88, "1x128 both": 0.88, "128x128 both": 0.88, "mxfp8 both": 0.88,
+    "nvfp4 16x16 both": 0.75, "nvfp4 rht": 0.50, "nvfp4 rht + sr": 0.35,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,89 @@ def _block(x: Tensor, tile: bool, columnwise: bool = True, gemm_layout: bool = F
     return Launch(lambda: cuda.cast_block(job, tile=tile, gemm_layout=gemm_layout), (x, *out.values()))
 
 
+def _mxfp8(x: Tensor, tile: bool) -> Launch:
+    rows, cols = x.shape
+    out = {}
+    for name, lines, along in (("", rows, cols), ("_t", cols, rows)):
+        out[f"codes{name}"] = torch.empty(lines, along, dtype=E4M3, device="cuda")
+        out[f"scale{name}"] = torch.empty(mx_scale_shape(lines, along, tile=tile), dtype=torch.uint8, device="cuda")
+    job = BlockJob(x, **out)
+    return Launch(lambda: cuda.cast_mxfp8(job, tile=tile), (x, *out.values()))
+
+
+def amax_lines(x: Tensor) -> Launch:
+    rows, cols = (torch.zeros(size, device="cuda") for size in x.shape)
+    return Launch(lambda: cuda_rowwise.amax_lines(x, rows, cols), (x, rows, cols))
+
+
+def rowwise(x: Tensor) -> Launch:
+    out = {}
+    for name, lines, along in (("", *x.shape), ("_t", *x.shape[::-1])):
+        out[f"codes{name}"] = torch.empty(lines, along, dtype=E4M3, device="cuda")
+        out[f"amax{name}"], out[f"scale_inv{name}"] = torch.ones(2, lines, device="cuda")
+    job = RowwiseJob(x, **out)
+    return Launch(lambda: cuda_rowwise.cast_rowwise(job), (x, *out.values()))
+
+
+def amax_rht(x: Tensor) -> Launch:
+    out = torch.zeros(2, device="cuda")
+    return Launch(lambda: cuda_fp4.amax_rht(x, out), (x, out))
+
+
+def _nvfp4(x: Tensor, tile: bool, rht: bool = False, by_chance: bool = False) -> Launch:
+    rows, cols = x.shape
+    out = {}
+    for name, lines, along in (("", rows, cols), ("_t", cols, rows)):
+        out[f"codes{name}"] = torch.empty(lines, along // 2, dtype=torch.uint8, device="cuda")
+        out[f"scale{name}"] = torch.empty(fp4_scale_shape(lines, along, tile=tile), dtype=E4M3, device="cuda")
+        out[f"amax{name}"] = _scalar(5.0)
+    job, counter = Nvfp4Job(x, **out), torch.zeros((), dtype=torch.int64, device="cuda")
+    draws = (Draw(0, 0, cols, 0, counter, (1, 2)), Draw(0, 0, rows, 1, counter, (1, 2))) if by_chance else (None, None)
+    if tile:
+        return Launch(lambda: cuda_fp4.cast_nvfp4_tile(job), (x, *out.values()))
+    return Launch(lambda: cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws), (x, *out.values()))
+
+
+def _decode(x: Tensor, codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Launch:
+    """To a matrix of the shape of x."""
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device="cuda")
+    return Launch(lambda: cuda_codes.decode(codes, scale, block, out), (codes, scale, out))
+
+
+def _bytes(rows: int, cols: int) -> Tensor:
+    return torch.randint(0, 100, (rows, cols), dtype=torch.uint8, device="cuda")
+
+
+def decode_mxfp8(x: Tensor) -> Launch:
+    rows, cols = x.shape
+    return _decode(x, _bytes(rows, cols).view(E4M3), _bytes(rows, -(-cols // 32)), (1, 32))
+
+
+def decode_nvfp4(x: Tensor) -> Launch:
+    rows, cols = x.shape
+    return _decode(x, _bytes(rows, cols // 2), _bytes(rows, cols // 16).view(E4M3), (1, 16))
+
+
+def _transpose(codes: Tensor, out: Tensor) -> Launch:
+    return Launch(lambda: cuda_codes.transpose(codes, out), (codes, out))
+
+
+def transpose_codes(x: Tensor) -> Launch:
+    rows, cols = x.shape
+    return _transpose(_bytes(rows, cols).view(E4M3), torch.empty(cols, rows, dtype=E4M3, device="cuda"))
+
+
+def transpose_nibbles(x: Tensor) -> Launch:
+    rows, cols = x.shape
+    return _transpose(_bytes(rows, cols // 2), torch.empty(cols, rows // 2, dtype=torch.uint8, device="cuda"))
+
+
+def sum_in_order(x: Tensor) -> Launch:
+    contributions = x.view(8, x.shape[0] // 8, x.shape[1])
+    out = torch.empty_like(contributions[0])
+    return Launch(lambda: cuda_codes.sum_in_order(contributions, out), (x, out))
+
+
 KERNELS: dict[str, Callable[[Tensor], Launch]] = {
     "amax": amax,
     "amax, 32 in a launch": amax_batch,
@@ -142,6 +233,20 @@ KERNELS: dict[str, Callable[[Tensor], Launch]] = {
     "1x128 both, GEMM layout": lambda x: _block(x, tile=False, gemm_layout=True),
     "1x128 rowwise": lambda x: _block(x, tile=False, columnwise=False),
     "128x128 both": lambda x: _block(x, tile=True),
+    "amax of rows and columns": amax_lines,
+    "rowwise both": rowwise,
+    "mxfp8 both": lambda x: _mxfp8(x, tile=False),
+    "mxfp8 32x32 both": lambda x: _mxfp8(x, tile=True),
+    "amax + amax after rht": amax_rht,
+    "nvfp4": lambda x: _nvfp4(x, tile=False),
+    "nvfp4 rht": lambda x: _nvfp4(x, tile=False, rht=True),
+    "nvfp4 rht + sr": lambda x: _nvfp4(x, tile=False, rht=True, by_chance=True),
+    "nvfp4 16x16 both": lambda x: _nvfp4(x, tile=True),
+    "decode mxfp8": decode_mxfp8,
+    "decode nvfp4": decode_nvfp4,
+    "transpose codes": transpose_codes,
+    "transpose nibbles": transpose_nibbles,
+    "sum of 8 in order": sum_in_order,
 }
 
 
@@ -196,33 +301,30 @@ def measure(name: str, dtype: torch.dtype, megabytes: float) -> Line:
     ours, copy = (statistics.median(column) for column in zip(*times, strict=True))
     tb_s, copy_tb_s = quantizers[0].nbytes / ours / 1e6, copies[0].nbytes / copy / 1e6
     target = TARGETS.get(name) if dtype == torch.bfloat16 and megabytes >= 256 else None
-    kind = str(dtype).removeprefix("torch.")
-    return Line(name, kind, megabytes, ours, tb_s, tb_s / copy_tb_s, copy_tb_s, target,
-                host_cost(KERNELS[name](torch.ones(1024, 16, device="cuda", dtype=dtype)).run))  # fmt: skip
+    return Line(name, dtype_name(dtype), megabytes, ours, tb_s, tb_s / copy_tb_s, copy_tb_s, target,
+                host_us(KERNELS[name](torch.ones(1024, 16, device="cuda", dtype=dtype)).run))  # fmt: skip
 
 
-def host_cost(run: Run) -> float:
-    """Microseconds of the host for a call."""
+def host_us(run: Run, count: int = 100, rounds: int = 5) -> float:
+    """Microseconds that the host needs to queue a run; the median over rounds of `count`."""
     times = []
-    for _ in range(5):
+    for _ in range(rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(100):
+        for _ in range(count):
             run()
-        times.append((time.perf_counter() - start) * 1e4)
+        times.append((time.perf_counter() - start) * 1e6 / count)
     torch.cuda.synchronize()
     return statistics.median(times)
 
 
 def plot(lines: Sequence[Line], file: Path) -> None:
     """Share of the copy's speed, a bar for each kernel, in panels by size and input type."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels = sorted({(line.megabytes, line.dtype) for line in lines}, reverse=True)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels) + 2, 5), sharey=True, squeeze=False)
+    figure = Figure(figsize=(4 * len(panels) + 2, 5))
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for axis, (megabytes, dtype) in zip(axes[0], panels, strict=True):
         shown = [line for line in lines if (line.megabytes, line.dtype) == (megabytes, dtype)][::-1]
         axis.barh([line.name for line in shown], [line.copy_share for line in shown])
@@ -243,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_quantize", description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", type=float, nargs="+", default=[256, 64, 4], help="MB of input")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains one of these")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
@@ -257,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = []
     for megabytes in options.sizes:
         for dtype in options.dtypes:
-            for name in (name for name in KERNELS if options.only in name):
+            for name in (name for name in KERNELS if any(part in name for part in options.only)):
                 lines.append(measure(name, getattr(torch, dtype), megabytes))
                 show(lines[-1])
                 torch.cuda.empty_cache()

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import LayerGroup, Plan
+from dlp.parallel.grad_wire import set_grad_wire
 from launch import schedule
-from launch.config import Batch, Config, validate_world
+from launch.config import Batch, Config, ConfigError, validate_world
 from launch.model import DTYPES, Llama, init_weights, parallel_groups
 from launch.sections import Train
 
@@ -63,6 +64,8 @@ def plan_for(config: Config, world_size: int, device_type: str) -> Plan:
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
+    if config.train.cuda_graph and device.type != "cuda":
+        raise ConfigError(f"{config.source}: [train] cuda_graph: expected a GPU, got a {device.type.upper()}")
     model = meta_model(config)
     batch = validate_world(config, mesh.size())
     tokens = (batch.micro, config.train.sequence)
@@ -75,10 +78,12 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
         for block in model.model.layers:
             block.compile()
     if batch.dp_size > 1:
-        shard(model, mesh, DTYPES[config.train.dtype])
+        shard(model, mesh, DTYPES[config.train.dtype], config.mesh.quantized_gather)
+        if config.mesh.grad_wire != "fp32":
+            set_grad_wire(model, config.mesh.grad_wire)
     model.to_empty(device=device)
     init_weights(model, config.train.seed)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config, device)
     dlp.attach(model, optimizer)
     swaps = schedule.prepare(config.groups, model, plan)
     dp_rank = mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
@@ -86,16 +91,17 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
 
 
 def recompute(block: nn.Module) -> None:
-    """Keep only the block's input in forward; run the block again in backward."""
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    """Keep only the block's input in forward; run the block again in backward. It draws no random numbers: those of
+    stochastic rounding are counted, not drawn."""
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP over each block and the rest: gathered in `dtype`, gradients reduced in fp32."""
+def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, quantized_gather: bool) -> None:
+    """FSDP over each block and the rest: gathered quantized, or in `dtype`; gradients reduced in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.model.layers:
-        dlp.fully_shard(block, mesh=mesh, mp_policy=policy)
-    dlp.fully_shard(model, mesh=mesh, mp_policy=policy)
+        dlp.fully_shard(block, mesh=mesh, mp_policy=policy, quantized_gather=quantized_gather)
+    dlp.fully_shard(model, mesh=mesh, mp_policy=policy, quantized_gather=quantized_gather)
 
 
 def learning_rate(step: int, train: Train) -> float:
@@ -106,12 +112,16 @@ def learning_rate(step: int, train: Train) -> float:
     return train.lr * (train.min_lr + (1.0 - train.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: nn.Module, config: Config) -> AdamW:
-    """AdamW (fused), weight decay on matrices only."""
+def make_optimizer(model: nn.Module, config: Config, device: torch.device) -> AdamW:
+    """AdamW (fused), weight decay on matrices only. A CUDA graph reads the learning rate from the device."""
     train = config.train
+    lr = torch.tensor(train.lr, device=device) if train.cuda_graph else train.lr
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return AdamW([g for g in groups if g["params"]], lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+    return AdamW(
+        [g for g in groups if g["params"]], lr=lr, betas=train.betas, eps=train.eps, fused=True,
+        capturable=train.cuda_graph,
+    )  # fmt: skip

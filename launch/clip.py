@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dlp.comm import wire
+from launch.wire import OWN
+
 
 class GradientNorm:
     """The 2-norm of the gradients of these parameters as one vector. A DTensor counts once, however many ranks hold its
@@ -29,7 +32,9 @@ class GradientNorm:
         grads = [_local(parameter.grad) for parameter in self._parameters]
         norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
         squares = norms.square().dot(self._weights)
-        dist.all_reduce(squares)
+        if dist.get_world_size() > 1:
+            with wire.label(**OWN):
+                dist.all_reduce(squares)
         return squares.sqrt()
 
 

@@ -72,6 +72,11 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
         train.global_batch % train.micro_batch == 0,
         f"[train] global_batch: expected a multiple of micro_batch = {train.micro_batch}, got {train.global_batch}",
     )
+    changing = [group.name for group in config.groups if group.swap or group.stats]
+    yield (
+        not (train.cuda_graph and changing),
+        f"[train] cuda_graph: expected no group with swap or stats, which change a step, got {', '.join(changing)}",
+    )
     names = [group.name for group in config.groups]
     yield len(set(names)) == len(names), f"[[groups]] name: expected names that differ, got {', '.join(names)}"
 
@@ -105,6 +110,10 @@ def validate_world(config: Config, world_size: int) -> Batch:
         resolve_axes(world_size, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
     except ValueError as error:
         raise ConfigError(f"{config.source}: [mesh] {error}") from None
+    if config.train.cuda_graph and world_size > 1:
+        raise ConfigError(
+            f"{config.source}: [train] cuda_graph: expected one rank, since collectives are not captured, got {world_size}"
+        )
     dp_size = world_size // mesh.tp
     least = abs(micro_batch)  # -1 stands for at least one sequence
     if global_batch % (least * dp_size):

@@ -3,9 +3,9 @@
     python -m launch.gradient_fidelity [CONFIG] [--section.key value ...]
     torchrun --nproc-per-node N -m launch.gradient_fidelity ...
 
-The model is trained in bf16 as the config says (`--train.steps N`), or taken from `--checkpoint.resume PATH`. Then every
-recipe gets all linears of the blocks, and the gradient of their weights, over `--batches` batches, is compared with
-bf16's: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss. A short training run
+The model is trained as the config says, launch/configs/fidelity.toml by default, or taken from `--checkpoint.resume PATH`.
+Then every recipe gets all linears of the blocks, and the gradient of their weights, over `--batches` batches, is compared
+with bf16's: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss. A short training run
 cannot tell recipes apart, its loss depends more on the seed; these numbers can, and they notice a bug. To prove it there
 are negative controls: nibbles swapped, and the scales of dy off by one in the exponent. GATES are checked, and the exit
 code is 1 if one is missed.
@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 import dlp
-from dlp.comm.mesh import shutdown, world_size
+from dlp.comm.mesh import shutdown
 from dlp.parallel.runtime import runtime_of
 from dlp.quant import recipe as recipes
-from dlp.quant.quantizer import Quantizer, needs_origin, slot_options
+from dlp.quant.quantizer import Wrapped
 from dlp.quant.recipe import OPERANDS, Operand, Recipe
-from dlp.quant.tensor import Format, QuantizedTensor
-from launch.config import Config, command_line, make_parser
-from launch.stop import StopFlag
+from dlp.quant.tensor import QuantizedTensor
+from launch import overrides
+from launch.config import Config, command_line
+from launch.sections import SCHEMA
+from launch.stop import StopFlag, refuse
 from launch.train import make_mesh, start
 from launch.trainer import Trainer
 
@@ -41,30 +43,10 @@ GATES = {name: EIGHT_BIT for name in ("fp8_delayed", "fp8_current", "fp8_rowwise
 
 
 @dataclass(frozen=True)
-class Corrupted:
+class Corrupted(Wrapped):
     """A quantizer whose casts are spoiled: what a bug looks like."""
 
-    inner: Quantizer
     spoil: Callable[[QuantizedTensor], QuantizedTensor]
-
-    @property
-    def format(self) -> Format:
-        return self.inner.format
-
-    @property
-    def reduces(self) -> tuple[int, ...]:
-        return self.inner.reduces
-
-    @property
-    def delayed(self) -> Any:
-        return slot_options(self.inner)
-
-    @property
-    def stochastic(self) -> bool:
-        return needs_origin(self.inner)
-
-    def observe(self, x: Tensor) -> Tensor | None:
-        return self.inner.observe(x)
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
         return self.spoil(self.inner.cast(x, amax, **more))
@@ -134,11 +116,13 @@ def gradients(trainer: Trainer, batches: int) -> tuple[float, dict[str, Tensor]]
 
 
 def under(trainer: Trainer, recipe: Any, batches: int) -> tuple[float, dict[str, Tensor]]:
-    """`gradients` under a recipe; delayed scales have seen the same batches before."""
-    dlp.set_recipe(trainer.built.model, LAYERS, recipe)
-    if runtime_of(trainer.built.model).has_slots():
-        gradients(trainer, batches)
-    dlp.end_step(trainer.built.model)
+    """`gradients` under a recipe; delayed scales have seen the same batches before, in high precision."""
+    model = trainer.built.model
+    dlp.set_recipe(model, LAYERS, recipe)
+    if runtime_of(model).has_slots():
+        with dlp.autocast(enabled=False, calibrating=True):
+            gradients(trainer, batches)
+    dlp.end_step(model)
     return gradients(trainer, batches)
 
 
@@ -189,17 +173,14 @@ def measure(config: Config, batches: int) -> list[Fidelity]:
 
 
 def main() -> None:
-    parser = make_parser("launch.gradient_fidelity", "Compares every recipe's gradients with bf16's at one checkpoint.")
-    parser.add_argument("--batches", type=int, default=4, help="global batches compared")
-    ours = [
-        "--recipe",
-        "bf16",
-        "--run.dir",
-        "runs/gradient_fidelity",
-        *(["--mesh.tp", "1"] if world_size() == 1 else []),
-    ]
-    known, config = command_line(parser, [*ours, *sys.argv[1:]])
-    found = measure(config, known.batches)
+    description = "Compares every recipe's gradients with bf16's at one checkpoint."
+    parser = overrides.make_parser("launch.gradient_fidelity", description, "fidelity", SCHEMA)
+    parser.add_argument("--batches", type=int, default=16, help="global batches compared")
+    try:
+        known, config = command_line(parser, sys.argv[1:])
+        found = measure(config, known.batches)
+    except ValueError as error:
+        refuse(str(error))
     problems = missed(found)
     print(table(found), *problems, sep="\n")
     shutdown()

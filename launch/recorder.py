@@ -6,12 +6,14 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from launch.config import Config
+from launch.exposure import Exposure
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
 from launch.plot import write_plot
 from launch.rundir import RunDir
@@ -82,8 +84,11 @@ class Recorder:
         drop_after(self._path, step)
         self._progress = Progress(self._config.train.steps, first=step)
 
-    def step(self, step: int, *, loss: float, norm: float, lr: float, seconds: float, split: dict[str, float]) -> None:
-        """A finished step that took `seconds`."""
+    def step(
+        self, step: int, *, loss: float, norm: float, lr: float, seconds: float, split: dict[str, float],
+        wire_bytes: dict[str, int],
+    ) -> None:  # fmt: skip
+        """A finished step that took `seconds`. `wire_bytes`: that one rank sent in it, by group."""
         if not self._run.leader or step % self._config.train.log_every:
             return
         rate = self._tokens / seconds
@@ -91,7 +96,7 @@ class Recorder:
         self._write(
             step=step, loss=loss, gradient_norm=norm, lr=lr, tokens_per_second=round(rate, 1),
             model_flops_per_second=flops, mfu="n/a" if self._peak is None else round(flops / self._peak, 4),
-            seconds=round(seconds, 6), split=split, peak_memory_bytes=peak_memory(self._device),
+            seconds=round(seconds, 6), split=split, wire_bytes=wire_bytes, peak_memory_bytes=peak_memory(self._device),
         )  # fmt: skip
         if self._progress is not None:
             validation = "" if self._validation is None else f", validation {self._validation:.3f}"
@@ -108,10 +113,20 @@ class Recorder:
         if self._run.leader:
             self._write(step=step, swap={"recipe": recipe, "layers": layers})
 
+    def ledger(self, step: int, account: list[dict[str, Any]]) -> None:
+        """What was counted on the wire in a step, which is what the plan says."""
+        if self._run.leader:
+            self._write(step=step, ledger=account)
+
     def stats(self, step: int, numbers: dict[str, dict[str, float | None]]) -> None:
         """The statistics of a step's casts, by tensor."""
         if self._run.leader:
             self._write(step=step, stats=numbers)
+
+    def exposure(self, step: int, found: Exposure) -> None:
+        """What was profiled of a step."""
+        if self._run.leader:
+            self._write(step=step, exposure=asdict(found))
 
     @property
     def tokens_per_second(self) -> float:

@@ -22,6 +22,12 @@ class Mesh(Section):
     amax_group: str = setting(
         choice("auto", "tp", "tp+dp", "world"), "ranks that share a scale; auto agrees only what must be", "auto"
     )
+    quantized_gather: bool = setting(flag(), "FSDP gathers weights as their recipe quantizes them", True)
+    grad_wire: str = setting(
+        choice("fp32", "bf16", "fp8"),
+        "what FSDP's gradients are carried as; fp32: by FSDP's own reduce-scatter, the others are summed in fp32",
+        "fp32",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,16 @@ class Train(Section):
     dtype: str = setting(choice("bf16", "fp32"), "of activations and of layers that are not quantized", "bf16")
     checkpointing: str = setting(choice("none", "full"), "full recomputes each block in backward", "none")
     compile: bool = setting(flag(), "torch.compile, block by block", False)
+    cuda_graph: bool = setting(flag(), "steps are captured in a CUDA graph and replayed; for one GPU", False)
+    profile: int = setting(
+        integer(">= 1", also=(0,)), "the step that is profiled, for the time of exposed communication; 0: none", 0
+    )
     deterministic: bool = setting(flag(), "the same bits on every run on GPUs too, slower", False)
+    ledger: str = setting(
+        choice("first", "always", "off"),
+        "steps whose bytes on the wire are counted and compared with the plan; first: the third of a run and after a swap",
+        "first",
+    )
     eval_every: int = setting(integer(">= 1"), "steps between validations; the last step always has one", 100)
     eval_batches: int = setting(integer(">= 1"), "batches of global_batch sequences in one validation", 4)
     log_every: int = setting(integer(">= 1"), "steps between lines of metrics", 1)

@@ -18,8 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import dlp
 from dlp.comm.mesh import describe, resolve_axes, shutdown, world_size
-from dlp.quant.gemm import DEVICES, device_kind
-from launch import deterministic
+from dlp.kernels.gemms import device_kind
+from dlp.parallel.ledger import LedgerError
+from dlp.quant.gemm import DEVICES
+from launch import deterministic, wire
 from launch.build import build, meta_model, plan_for
 from launch.config import Config, command_line, make_parser, to_toml, validate_world
 from launch.rundir import RunDir
@@ -35,7 +37,8 @@ def plan_text(config: Config, world: int, device: str) -> str:
     mesh = config.mesh
     sizes = resolve_axes(world, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
     swaps = planned_swaps(config.groups, meta_model(config), plan)
-    return "\n".join([describe(sizes, device), str(plan), *map(str, swaps)])
+    sent = wire.describe(plan, wire.workload(config, world))
+    return "\n".join([describe(sizes, device), str(plan), "", *sent, *map(str, swaps)])
 
 
 def make_mesh(config: Config) -> DeviceMesh:
@@ -77,7 +80,7 @@ def train(config: Config) -> None:
     try:
         with trainer.run.logged():
             trainer.train(done)
-    except NotFinite as error:
+    except (NotFinite, LedgerError) as error:
         refuse(str(error))
     except RuntimeError as error:
         if not lost_peer(error):

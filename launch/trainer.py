@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import dlp
+from dlp.comm import wire
 from dlp.parallel.embedding import IGNORED
 from dlp.parallel.runtime import runtime_of
 from launch import checkpoint
@@ -30,23 +31,28 @@ from launch.clip import GradientNorm
 from launch.config import Config, to_toml
 from launch.data import open_data
 from launch.diagnose import first_not_finite
+from launch.exposure import profiled
+from launch.graph import WARM_UP, CapturedStep
 from launch.recorder import OnTheWay, Recorder, Stopwatch
 from launch.rundir import RunDir, move_aside
 from launch.schedule import some
 from launch.stop import StopFlag
 from launch.stream import TokenStream
+from launch.wire import OWN, WireWatch
 
 
 @dataclass
 class Step:
     """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, gradient norm.
-    `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for."""
+    `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for. `wire`: bytes
+    this rank sent in it, by group."""
 
     number: int
     numbers: OnTheWay
     lr: float
     watch: Stopwatch
     began: float
+    wire: dict[str, int]
     ended: float | None = None
 
 
@@ -70,7 +76,10 @@ class Trainer:
         self.gradient_norm = GradientNorm(built.model.parameters())
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
         self.recipes = runtime_of(built.model)
+        self.wire = WireWatch(config, built)
         self.wants_stop = False
+        self.captured: CapturedStep | None = None
+        self.warm = 0  # steps since the start, as far as a capture waits for them
 
     def resume(self) -> int:
         """Restore what the config asks for; returns how many steps are done. Raises CheckpointError."""
@@ -100,31 +109,73 @@ class Trainer:
     def valid_tokens(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """How many targets of the global batch count; fp32 []."""
         valid = torch.stack([(targets != IGNORED).sum() for _, targets in batches]).sum().float()
-        dist.all_reduce(valid)
+        if dist.get_world_size() > 1:
+            with wire.label(**OWN):
+                dist.all_reduce(valid)
         return valid / self.built.mesh["tp"].size()
+
+    def watched_step(self, step: int) -> Step:
+        """`train_step`, in which the bytes on the wire are compared with the plan where the config asks for it. Raises
+        LedgerError on all ranks."""
+        with self.wire.step() as watched:
+            current = self.train_step(step)
+        if watched:
+            self.run.say(f"step {step + 1}: {self.wire.said()}")
+        return current
+
+    def profiled_step(self, step: int) -> Step:
+        """`watched_step`, which rank 0 runs under the profiler where it is the step that the config names."""
+        if step + 1 != self.config.train.profile or not self.run.leader:
+            return self.watched_step(step)
+        trace = self.run.path / f"trace-step-{step + 1}.json"
+        current, found = profiled(lambda: self.watched_step(step), self.built.device, trace)
+        self.recorder.exposure(step + 1, found)
+        self.run.say(
+            f"step {step + 1}: transfers took {found.transfers:.1f} ms of {found.step:.1f} under the profiler, "
+            f"{found.exposed:.1f} ms with nothing computed beside them; trace {trace}"
+        )
+        return current
 
     def train_step(self, step: int) -> Step:
         """Forward and backward over the microbatches, then the optimizer; nothing is read back."""
-        began = time.perf_counter()
-        model, dp_size, watch = self.built.model, self.built.batch.dp_size, Stopwatch(self.built.device)
-        batches = list(self.batches(self.train_data, step))
-        valid = self.valid_tokens(batches)
+        began, watch = time.perf_counter(), Stopwatch(self.built.device)
+        batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
         watch.lap("data")
+        self.set_learning_rate(lr)
+        graph = self.config.train.cuda_graph and self.warm >= WARM_UP
+        numbers = self.replay(batches) if graph else self.compute(batches, watch.lap)
+        self.warm += 1
+        shared = torch.stack([numbers[0], torch.full_like(numbers[0], float(self.stop.requested))])
+        with wire.label(**OWN):
+            dist.all_reduce(shared)
+        watch.lap("graph" if graph else "optimizer")
+        return Step(step + 1, OnTheWay(torch.cat([shared, numbers[1:]])), lr, watch, began, self.wire.bytes())
+
+    def compute(
+        self, batches: Sequence[tuple[Tensor, Tensor]], lap: Callable[[str], None] = lambda part: None
+    ) -> Tensor:
+        """What a step does on the device -> this rank's part of the loss, and the gradient norm; fp32 [2]."""
+        model, dp_size = self.built.model, self.built.batch.dp_size
+        valid = self.valid_tokens(batches)
         total = torch.zeros((), device=self.built.device)
         for i, (tokens, targets) in enumerate(batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(i == len(batches) - 1)
             loss = dlp.cross_entropy(model(tokens), targets, self.built.mesh) / valid
-            watch.lap("forward")
+            lap("forward")
             (loss * dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
             total += loss.detach()
-            watch.lap("backward")
-        lr = learning_rate(step, self.config.train)
-        norm = self.optimize(lr)
-        shared = torch.stack([total, torch.full_like(total, float(self.stop.requested))])
-        dist.all_reduce(shared)
-        watch.lap("optimizer")
-        return Step(step + 1, OnTheWay(torch.cat([shared, norm[None]])), lr, watch, began)
+            lap("backward")
+        return torch.stack([total, self.optimize()])
+
+    def replay(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """`compute` by a CUDA graph, which is captured at the first call. The host's count of steps goes on beside it."""
+        steps = self.recipes.steps
+        if self.captured is None:
+            self.captured = CapturedStep(self.compute, batches)
+        numbers = self.captured(batches)
+        self.recipes.steps = steps + 1
+        return numbers
 
     def rehearse(self) -> None:
         """One microbatch forward and backward, without effects: its gradients and its recipe state are dropped."""
@@ -134,13 +185,19 @@ class Trainer:
         self.built.optimizer.zero_grad(set_to_none=True)
         dlp.load_state_dict(self.built.model, before)
 
-    def optimize(self, lr: float) -> Tensor:
+    def set_learning_rate(self, lr: float) -> None:
+        """Of the next step; where a graph reads it, in the memory it is read from."""
+        for group in self.built.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def optimize(self) -> Tensor:
         """Clip by the true global norm and step; the fused optimizer divides by `grad_scale` in its own pass and does
         nothing at all when the norm is not finite. Returns the norm before clipping."""
         optimizer = self.built.optimizer
         norm = self.gradient_norm()
-        for group in optimizer.param_groups:
-            group["lr"] = lr
         optimizer.grad_scale = ((norm + 1e-6) / self.config.train.clip).clamp(min=1.0)  # type: ignore[attr-defined]
         optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
         optimizer.step()
@@ -155,7 +212,10 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             batches = [tokens for tokens, _ in self.batches(self.train_data, step.number - 1)]
             raise NotFinite(first_not_finite(self.built.model, batches, step.number, loss, norm))
-        self.recorder.step(step.number, loss=loss, norm=norm, lr=step.lr, seconds=seconds, split=step.watch.split())
+        split = step.watch.split()
+        self.recorder.step(
+            step.number, loss=loss, norm=norm, lr=step.lr, seconds=seconds, split=split, wire_bytes=step.wire
+        )
         self.wants_stop = wishes > 0
 
     @torch.no_grad()
@@ -167,6 +227,8 @@ class Trainer:
                 totals[0] += dlp.cross_entropy(self.built.model(tokens), targets, self.built.mesh)
                 totals[1] += (targets != IGNORED).sum()
             self.stop.beat()
+        if isinstance(self.built.model, FSDPModule):
+            self.built.model.reshard()  # without a backward the root stays gathered; the next step gathers it like any other
         dist.all_reduce(totals)
         return (totals[0] / totals[1]).item()
 
@@ -182,7 +244,7 @@ class Trainer:
         config, steps, loss = self.config, self.config.train.steps, math.nan
         in_flight: Step | None = None
         while done < steps and not self.wants_stop:
-            current = self.train_step(done)
+            current = self.profiled_step(done)
             if in_flight is not None:
                 in_flight.ended = current.began
                 self.read(in_flight)
@@ -202,7 +264,10 @@ class Trainer:
         return done, loss
 
     def tell_recipes(self, done: int) -> None:
-        """Log the swaps that this step's boundary made, and the statistics of the layers that are measured."""
+        """Log what was counted in this step, the swaps that its boundary made, and the statistics of the layers that are
+        measured."""
+        if self.wire.watches:
+            self.recorder.ledger(done, self.wire.account())
         for swap in (swap for swap in self.recipes.swaps if swap.step == done):
             self.run.say(f"step {done}: {some(swap.layers)} now {swap.said}")
             self.recorder.swap(done, swap.said, len(swap.layers))

@@ -7,36 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from dlp.quant.quantizer import Quantizer, needs_origin, slot_options
+from dlp.quant.quantizer import Wrapped
 from dlp.quant.recipe import OPERANDS, Operand, Recipe
-from dlp.quant.tensor import Format, QuantizedTensor
+from dlp.quant.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
-class Spy:
+class Spy(Wrapped):
     """A quantizer that appends what it casts to `seen`."""
 
-    inner: Quantizer
     seen: list[QuantizedTensor] = field(compare=False)
-
-    @property
-    def format(self) -> Format:
-        return self.inner.format
-
-    @property
-    def reduces(self) -> tuple[int, ...]:
-        return self.inner.reduces
-
-    @property
-    def delayed(self) -> Any:
-        return slot_options(self.inner)
-
-    @property
-    def stochastic(self) -> bool:
-        return needs_origin(self.inner)
-
-    def observe(self, x: Tensor) -> Tensor | None:
-        return self.inner.observe(x)
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
         made = self.inner.cast(x, amax, **more)

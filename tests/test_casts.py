@@ -7,26 +7,31 @@ what lies around the kernels: which matrix they get, and which output is which o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import casts, cuda, loader, ops, reference
+from dlp.kernels import casts, cuda, cuda_fp4, cuda_rowwise, dispatch, loader, ops, reference
 from dlp.kernels.cuda import BlockJob, TensorJob
+from dlp.kernels.cuda_fp4 import Nvfp4Job
+from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel import notes, operands, weight_batch
 from dlp.parallel.style import STYLES
-from dlp.quant.quantizer import cast_op, one_read, slot_options
+from dlp.quant.quantizer import KeepHighPrecision, cast_op, one_read, slot_options
 from dlp.quant.recipe import load
 from tests.gpu.inputs import views
 from tests.gpu.trained import trained
 from tests.metrics import assert_bit_equal
-from tests.quantizers import QUANTIZERS, a_slot, assert_same, matrix
+from tests.quantizers import QUANTIZERS, RECIPES, a_slot, assert_same, matrix, origin
 from tests.test_operands import make_spec
 
-OFFERING = [quantizer for quantizer in QUANTIZERS if one_read(quantizer) is not None]
+PAIRS = list({(q.rowwise, q.columnwise): None for recipe in RECIPES for q in (recipe.x, recipe.w, recipe.dy)})
+OFFERING = [pair for pair in PAIRS if one_read(*pair) is not None]
 E4M3 = torch.float8_e4m3fn
 
 
@@ -47,9 +52,48 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             made = reference.cast_fp8_block(source, (128 if tile else 1, 128), _code_dtype(job), **options)  # type: ignore[arg-type]
             _fill(out, made)
 
+    def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str) -> None:
+        jobs.append(job)
+        for source, out in ((job.x, job[1:3]), (job.x.t(), job[3:5])):
+            _fill(out, reference.cast_mxfp8(source, (32 if tile else 1, 32), _code_dtype(job), rule=rule))
+
     def amax(x: Tensor, out: Tensor) -> None:
         jobs.append(x)
         out.copy_(reference.amax(x))
+
+    def amax_lines(x: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
+        jobs.append(x)
+        _fill((rows, cols), (reference.amax(x, 1), reference.amax(x, 0)))
+
+    def amax_lines_batch(xs: Sequence[Tensor], outs: Sequence[tuple[Tensor, Tensor]]):
+        return lambda: [amax_lines(_readable(x), *out) for x, out in zip(xs, outs, strict=True)]
+
+    def cast_rowwise(job: RowwiseJob, *, power_of_two: bool, epsilon: float) -> None:
+        jobs.append(job)
+        for source, (codes, amax, scale_inv) in ((job.x, job[1:4]), (job.x.t(), job[4:7])):
+            if codes is not None:
+                made = casts._rowwise_by_reference(source, amax, codes.dtype, power_of_two, epsilon)
+                _fill((codes, scale_inv), made)
+
+    def amax_rht(x: Tensor, out: Tensor) -> None:
+        jobs.append(x)
+        out.copy_(torch.stack([reference.amax(x), reference.amax(reference.rht16(x.t()))]))
+
+    def cast_nvfp4(
+        job: Nvfp4Job, *, rht: bool = False, draws: tuple[Any, Any] = (None, None), tile: bool = False
+    ) -> None:
+        jobs.append(job)
+        for turned, draw, source, (codes, scale, amax, out) in (
+            (False, draws[0], job.x, job[1:5]), (rht, draws[1], job.x.t(), job[5:9]),
+        ):  # fmt: skip
+            if codes is not None:
+                random = None if draw is None else draw.bytes(*source.shape)
+                values = reference.rht16(source) if turned else source
+                made = reference.cast_nvfp4(values, amax, (16 if tile else 1, 16), random=random)
+                _fill((codes, scale, out), (*made, amax))
+
+    def cast_nvfp4_tile(job: Nvfp4Job) -> None:
+        cast_nvfp4(job, tile=True)
 
     def batched(kernel):
         return lambda made, *more, **options: lambda: [kernel(_readable(job), *more, **options) for job in made]
@@ -60,18 +104,26 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(cuda, "amax_batch", amax_batch)
     monkeypatch.setattr(cuda, "cast_tensor_batch", batched(cast_tensor))
     monkeypatch.setattr(cuda, "cast_block_batch", batched(cast_block))
-    for name, kernel in (("cast_tensor", cast_tensor), ("cast_block", cast_block), ("amax", amax)):
-        monkeypatch.setattr(cuda, name, lambda job, *more, kernel=kernel, **kw: kernel(_readable(job), *more, **kw))
-    monkeypatch.setattr(casts, "_has_kernel", lambda x: True)
+    kernels = {cuda: [cast_tensor, cast_block, cast_mxfp8, amax], cuda_rowwise: [amax_lines, cast_rowwise],
+               cuda_fp4: [amax_rht, cast_nvfp4, cast_nvfp4_tile]}  # fmt: skip
+    for module, functions in kernels.items():
+        for kernel in functions:
+            run = partial(lambda kernel, job, *more, **kw: kernel(_readable(job), *more, **kw), kernel)
+            monkeypatch.setattr(module, kernel.__name__, run)
+    monkeypatch.setattr(cuda, "cast_mxfp8_batch", batched(cast_mxfp8))
+    monkeypatch.setattr(cuda_rowwise, "cast_rowwise_batch", batched(cast_rowwise))
+    monkeypatch.setattr(cuda_rowwise, "amax_lines_batch", amax_lines_batch)
+    monkeypatch.setattr(cuda_fp4, "cast_nvfp4_batch", batched(cast_nvfp4))
+    monkeypatch.setattr(dispatch, "has_kernel", lambda x: True)
     return jobs
 
 
-def _readable(job: Tensor | TensorJob | BlockJob) -> Tensor | TensorJob | BlockJob:
+def _readable(job: Any) -> Any:
     cuda._matrix(job if isinstance(job, Tensor) else job.x)  # raises for what no kernel reads
     return job
 
 
-def _code_dtype(job: TensorJob | BlockJob) -> torch.dtype:
+def _code_dtype(job: TensorJob | BlockJob | RowwiseJob) -> torch.dtype:
     return next(codes for codes in (job.codes, job.codes_t) if codes is not None).dtype
 
 
@@ -82,37 +134,83 @@ def _fill(outputs: tuple[Tensor | None, ...], made: tuple[Tensor, ...]) -> None:
             out.copy_(value)
 
 
-def quantized(quantizer, x):
+def quantized(quantizer, x, at):
     slot = a_slot()
-    return quantizer.cast(x, quantizer.observe(x), slot=slot), slot.staging
+    return quantizer.cast(x, quantizer.observe(x), slot=slot, at=at), slot.staging
 
 
-@pytest.mark.parametrize("quantizer", OFFERING, ids=str)
-def test_both_are_two_casts(quantizer):
-    for x in views(matrix(3, 200, 300)).values():
-        slot, amax = a_slot(), quantizer.observe(x)
-        row, col = one_read(quantizer)(x, amax, slot=slot)
-        one, staging = quantized(quantizer, x)
+def matrices(pair, seed: int) -> dict[str, Tensor]:
+    """Views of a matrix, as far as both formats hold them."""
+    unit = max(max(quantizer.format.multiple) for quantizer in pair)
+    made = views(matrix(seed, *((200, 300) if unit == 1 else (192, 288))))
+    return {how: x for how, x in made.items() if all(size % unit == 0 for size in x.shape)}
+
+
+def ways(pair, x):
+    """What the two quantizers make one by one, and what staging holds then."""
+    at = origin(x, 3, 32)
+    (one, staging), (other, _) = quantized(pair[0], x, at), quantized(pair[1], x.t(), at_t(x))
+    return one, other, staging
+
+
+def at_t(x):
+    return origin(x.t(), 5, 48)
+
+
+def together(pair, x, outs=None):
+    slot, both = a_slot(), one_read(*pair)
+    return (*both.cast(x, both.observe(x), slot=slot, at=(origin(x, 3, 32), at_t(x)), outs=outs), slot.staging)
+
+
+@pytest.mark.parametrize("pair", OFFERING, ids=str)
+def test_both_are_two_casts(pair):
+    for how, x in matrices(pair, 3).items():
+        row, col, staging = together(pair, x)
+        one, other, recorded = ways(pair, x)
         assert_same(row, one)
-        assert_same(col, quantized(quantizer, x.t())[0])
-        recorded = ops.amax(x) if slot_options(quantizer) is not None else torch.zeros(())
-        for found in (slot.staging, staging):
-            assert_bit_equal(found, recorded, "staging")
+        assert_same(col, other)
+        expected = ops.amax(x) if slot_options(pair[0]) is not None else torch.zeros(())
+        for found in (staging, recorded):
+            assert_bit_equal(found, expected, how)
 
 
-@pytest.mark.parametrize("quantizer", OFFERING, ids=str)
-def test_kernels_get_what_they_read_and_give_what_was_asked(quantizer, played):
-    for how, x in views(matrix(4, 200, 300)).items():
+@pytest.mark.parametrize("pair", OFFERING, ids=str)
+def test_kernels_get_what_they_read_and_give_what_was_asked(pair, played):
+    for how, x in matrices(pair, 4).items():
         played.clear()
-        (mine, staging), both = quantized(quantizer, x), one_read(quantizer)(x, ops.amax(x), slot=a_slot())
+        mine, both = ways(pair, x), together(pair, x)
         assert played, how
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(casts, "_has_kernel", lambda x: False)
-            one, recorded = quantized(quantizer, x)
-            assert_same(mine, one)
-            assert_same(both[0], one)
-            assert_same(both[1], quantized(quantizer, x.t())[0])
-            assert_bit_equal(staging, recorded, how)
+            patch.setattr(dispatch, "has_kernel", lambda x: False)
+            expected = ways(pair, x)
+        for made in (mine, both):
+            assert_same(made[0], expected[0])
+            assert_same(made[1], expected[1])
+            assert_bit_equal(made[2], expected[2], how)
+
+
+@pytest.mark.parametrize("on_kernels", [False, True], ids=["reference", "kernels"])
+@pytest.mark.parametrize("pair", OFFERING, ids=str)
+def test_casts_write_where_they_are_told(pair, on_kernels, request):
+    """Into rows of a larger buffer, such as a rank's segment of what is gathered."""
+    if on_kernels:
+        request.getfixturevalue("played")
+    x = next(iter(matrices(pair, 5).values()))
+    one, other, _ = ways(pair, x)
+
+    def leased(q):
+        whole = [torch.zeros(3, *part.shape).to(part.dtype) for part in q.parts]
+        return q.format.wrap([part[1] for part in whole])
+
+    for q, quantizer, values, at in ((one, pair[0], x, origin(x, 3, 32)), (other, pair[1], x.t(), at_t(x))):
+        out = leased(q)
+        assert quantizer.cast(values, quantizer.observe(values), slot=a_slot(), at=at, out=out) is out
+        assert_same(out, q)
+    outs = leased(one), leased(other)
+    made = together(pair, x, outs)
+    for q, out, new in zip((one, other), outs, made, strict=False):
+        assert_same(out, q)
+        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(new.parts, out.parts, strict=True))
 
 
 def test_a_transposed_view_is_not_copied(played):
@@ -124,12 +222,20 @@ def test_a_transposed_view_is_not_copied(played):
     assert len(played) == 6
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (300, 2), (2, 300), (48, 64), (0, 16), (16, 0)])
+def test_packed_codes_transposed(shape):
+    codes = torch.arange(shape[0] * shape[1]).view(shape).remainder(13).to(torch.uint8)
+    turned = ops.transpose_e2m1(ops.pack_e2m1(codes))
+    assert turned.shape == (shape[1], shape[0] // 2)
+    assert torch.equal(ops.unpack_e2m1(turned), codes.t())
+
+
 def test_blocks_without_a_kernel_run_the_reference(played):
     ops.cast_fp8_block(matrix(6, 64, 64), (1, 32), E4M3, power_of_two=True)
     assert not played
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
     """Rowwise and columnwise, alone and together."""
     for tensor in ("x", "w", "dy"):
@@ -142,18 +248,26 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
         assert_same(made[True, True].columnwise(), made[False, True].columnwise())
 
 
-def test_one_read_makes_both_operands(played):
-    spec = make_spec(STYLES["local", False], load("fp8_block"))
-    operands.quantize(spec, "x", [matrix(8, 128, 128)], row=True, col=True)
-    (job,) = played
-    assert job.codes is not None and job.codes_t is not None
+@pytest.mark.parametrize(
+    ("recipe", "reads"),
+    [("fp8_current", 2), ("fp8_delayed", 1), ("fp8_rowwise", 2), ("fp8_block", 1), ("mxfp8", 1), ("nvfp4", 2)],
+)
+def test_one_read_makes_both_operands(played, recipe, reads):
+    """And one what is observed before, where something is."""
+    for tensor in ("x", "w", "dy"):
+        spec = make_spec(STYLES["local", False], load(recipe))
+        spec.runtime.cores[0] = SimpleNamespace(weights=lambda: [torch.zeros(1)], specs=lambda spec=spec: [spec])
+        played.clear()
+        operands.quantize(spec, tensor, [matrix(8, 128, 128)], row=True, col=True)
+        assert len(played) == reads
+        assert played[-1].codes is not None and played[-1].codes_t is not None
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 def test_weights_cast_together_are_those_cast_alone(recipe, played):
     losses, runtime = trained(recipe)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casts, "_has_kernel", lambda x: False)
+        patch.setattr(dispatch, "has_kernel", lambda x: False)
         expected, alone = trained(recipe)
     assert_bit_equal(losses, expected, recipe)
     assert len(expected.unique()) == len(expected), "the weights change"
@@ -189,16 +303,16 @@ def test_what_is_missing_is_said_once_and_in_the_plan(monkeypatch, caplog):
         loader.missing.cache_clear()
     assert caplog.messages == [sentence]
     assert plans["fp8_current"].endswith(f"; casts by reference ({sentence})")
-    assert plans["mxfp8"].endswith("; casts by reference")
+    assert plans["mxfp8"].endswith(f"; casts by reference ({sentence})")
     assert "casts" not in plans["bf16"]
 
 
 def test_what_has_kernels_is_named(monkeypatch):
     monkeypatch.setattr(loader, "missing", lambda: "")
     assert {ops.quantizer_kernels(op, "cuda") for op in casts.WITH_KERNELS} == {"kernel"}
-    assert ops.quantizer_kernels("cast_mxfp8", "cuda") == ops.quantizer_kernels("amax", "cpu") == "reference"
+    assert ops.quantizer_kernels("cast_of_mine", "cuda") == ops.quantizer_kernels("amax", "cpu") == "reference"
     for quantizer in QUANTIZERS:
-        assert bool(cast_op(quantizer)) == (quantizer in OFFERING)
+        assert bool(cast_op(quantizer)) == (quantizer != KeepHighPrecision())
         assert cast_op(quantizer) in ("", *casts.WITH_KERNELS)
 
 

@@ -6,10 +6,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from launch import config as configuration
+from launch.build import build
 from launch.config import CONFIGS, ConfigError, docs, load, make_parser, to_toml, validate_world
 from launch.sections import SCHEMA, Group, Train
 
@@ -148,6 +151,8 @@ llama3_1b
     tiny.toml: [mesh] dp_replicate, dp_shard: expected one -1, got two
 --groups.edges.name default
     tiny.toml: [[groups]] name: expected names that differ, got default, default
+--train.cuda_graph true --groups.default.stats true
+    tiny.toml: [train] cuda_graph: expected no group with swap or stats, which change a step, got default
 """
 PAIRS = re.findall(r"^(\S.*)\n {4}(.*)$", REFUSED, re.MULTILINE)
 
@@ -187,7 +192,7 @@ def test_a_section_must_be_a_table(tmp_path: Path) -> None:
 
 def test_unknown_config_lists_the_shipped_ones() -> None:
     assert refused([], "tinny") == (
-        "tinny: no such config, expected a path to a TOML file or one of llama3_1b, quality, tiny"
+        "tinny: no such config, expected a path to a TOML file or one of bench_8b, fidelity, llama3_1b, quality, tiny"
     )
 
 
@@ -225,6 +230,11 @@ def test_batch_on_a_world(arguments: str, world: int, expected: tuple[int, int, 
             ["--train.global_batch", "4"],
             16,
             "[train] global_batch: expected a multiple of micro_batch 1 x 8 data-parallel ranks, got 4",
+        ),
+        (
+            ["--train.cuda_graph", "true"],
+            2,
+            "[train] cuda_graph: expected one rank, since collectives are not captured, got 2",
         ),
     ],
 )
@@ -264,3 +274,10 @@ def test_as_a_program() -> None:
     done = subprocess.run([*program, "--mesh.tp", "4"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "tiny.toml: [mesh] tp: expected a divisor of [model] kv_heads = 2, got 4\n"
+
+
+def test_a_cuda_graph_needs_a_gpu() -> None:
+    config = load("tiny", ["--mesh.tp", "1", "--train.cuda_graph", "true"])
+    mesh: Any = None  # refused before it is looked at
+    with pytest.raises(ConfigError, match=r"^tiny.toml: \[train\] cuda_graph: expected a GPU, got a CPU$"):
+        build(config, mesh, torch.device("cpu"))

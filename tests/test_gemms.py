@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dlp.kernels import ops
+from dlp.kernels import gemms, loader, ops
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.fp8_rowwise import RowwiseScaling
@@ -109,3 +113,69 @@ def test_operands_of_different_contraction_are_refused():
         a, b = quantize(quantizer, matrix(1, 32, 96)), quantize(quantizer, matrix(2, 48, 64))
         with pytest.raises(ValueError, match="share their last dimension"):
             Gemm("fprop", b, torch.float32)(a)
+
+
+def test_a_missing_cublaslt_is_named(tmp_path: Path):
+    """The binding opens the library by name and says what it tried; it is compiled alone here, without CUDA."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    main = tmp_path / "main.cpp"
+    main.write_text(
+        '#include <cstdio>\n#include <exception>\n#include "cublaslt.h"\n'
+        'int main() { try { dlp::open_cublaslt({"libno-such-1.so", "/no/such-2.so"}); return 0; }'
+        " catch (const std::exception& error) { std::puts(error.what()); return 3; } }"
+    )
+    program, source = tmp_path / "main", loader.CSRC / "cublaslt.cpp"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{loader.CSRC}"]
+    subprocess.run(["c++", *flags, str(main), str(source), "-o", str(program), "-ldl"], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stdout.startswith("GEMMs need cuBLASLt, a part of CUDA that torch brings:")
+    assert all(f"{name}: cannot open" in done.stdout for name in ("libno-such-1.so", "/no/such-2.so"))
+
+
+def test_the_words_of_a_problem_are_those_the_binding_takes():
+    """What Python counts, C++ counts: the fields of GemmProblem and of the addresses of a run."""
+    a, b = torch.empty(8, 32, dtype=torch.float8_e4m3fn), torch.empty(16, 32, dtype=torch.float8_e5m2)
+    one = torch.ones(())
+    job = gemms.prepare(a, b, torch.bfloat16, gemms.Scales(one, one), bias=torch.empty(16, dtype=torch.bfloat16))
+    bindings = (loader.CSRC / "bindings.cpp").read_text()
+    assert f"ProblemWords = std::array<int64_t, {len(job.words)}>" in bindings
+    assert job.words[:-1] == (28, 29, 14, 14, 8, 16, 32, 32, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    run = bindings.split("void run_gemm(")[1].split("uintptr_t workspace")[0]
+    assert run.count("uintptr_t") == len(job.addresses)
+    flipped = gemms.prepare(torch.empty(32, 8).t(), torch.empty(16, 64)[:, :32], torch.float32)
+    assert flipped.words[7:12] == (8, 64, 16, 1, 0)
+    assert gemms.prepare(a.view(torch.uint8)[:, :16].view(a.dtype), b[:, :16], torch.float32).words[7:9] == (32, 32)
+
+
+@pytest.mark.parametrize("lines, across, tile", [(8, 3, False), (5, 2, False), (2, 4, True), (3, 5, True)])
+def test_block_scales_come_in_the_layout_of_the_gemm(lines: int, across: int, tile: bool):
+    scales = torch.arange(lines * across, dtype=torch.float32).view(lines, across)
+    expected = ops.block_2d_layout(scales) if tile else ops.block_1d_layout(scales)
+    made = gemms.block_scales(scales, tile)
+    assert torch.equal(made, expected) and made.is_contiguous()
+    if not tile:  # scales that lie so already are not copied
+        view = expected[:, :lines].t()
+        assert gemms.block_scales(view, False).data_ptr() == expected.data_ptr()
+
+
+def test_measured_choices_are_kept_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Module:
+        version = 130101
+
+        def cublaslt_version(self) -> int:
+            return self.version
+
+    module = Module()
+    monkeypatch.setattr(gemms, "_module", lambda: module)
+    monkeypatch.setattr(gemms, "choice_file", lambda device: tmp_path / "gpu.json")
+    gemms.choices.cache_clear()
+    assert gemms.choices(0) == {}
+    gemms.save_choices(0, {"1 2": 3})
+    gemms.save_choices(0, {"4 5": 6})
+    assert gemms.choices(0) == {"1 2": 3, "4 5": 6}
+    module.version = 130200
+    gemms.choices.cache_clear()
+    assert gemms.choices(0) == {}
+    gemms.choices.cache_clear()

@@ -148,7 +148,7 @@ def test_sequence_parallel_layers_are_marked():
         (
             [{"name": "norms", "match": ["layers.*.norm"], "style": "row"}],
             {},
-            "layers.0.norm: style 'row' is for linears and embeddings; LayerNorm is replicated",
+            "layers.0.norm: style 'row' is for linears; LayerNorm is replicated: 'column' where it reads features that tp cuts",
         ),
         (
             [{"name": "typo", "match": ["layers.*.atn.**"], "recipe": "bf16"}],
@@ -205,3 +205,19 @@ def test_tied_weights_must_be_cut_alike(matched, styles):
     )
     make_plan(Tied(), [{"name": "both", "match": ["head", "embed"], "style": "column"}], 2)
     make_plan(Tied(), [{"name": "none", "match": ["head"], "recipe": "bf16"}], 2)
+
+
+def test_the_reference_on_a_gpu_is_refused_unless_it_is_allowed():
+    """Scales that are no powers of two have a kernel on Hopper only; elsewhere they would run in plain torch."""
+    inexact = {"name": "fp8_block", "power_of_two": False}
+
+    def planned(recipe: Any, device: str) -> set[str]:
+        groups = [{"name": "all", "match": ["layers.**"], "recipe": recipe}]
+        rows = plan(*groups, tp=1, device_type=device).layers
+        return {kernel for row in rows for kernel in row.kernels if row.recipe.name == "fp8_block"}
+
+    assert planned(inexact, "sm_90") == planned("fp8_block", "sm_90") == {"cublaslt fp8 blocks"}
+    assert planned("fp8_block", "sm_100") == {"decode + bf16 mm"}
+    assert planned(inexact, "cpu") == planned(inexact | {"allow_reference": True}, "sm_100") == {"reference"}
+    with pytest.raises(ValueError, match="fprop: sm_100 has no kernel for .*, and the plain-torch reference is slow"):
+        planned(inexact, "sm_100")

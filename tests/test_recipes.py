@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dlp
 from dlp.quant import __main__ as support_table
 from dlp.quant.custom import ROLES, CustomRecipe
 from dlp.quant.fp8 import CurrentScaling, DelayedScaling
@@ -29,6 +30,16 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 from tests.metrics import relative_error
 
 STOCK = ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_every_recipe_runs_on_no_tokens(name):
+    layer = dlp.Linear(64, 32, recipe=name)
+    x = torch.zeros(0, 64, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 32) and x.grad is not None and x.grad.shape == (0, 64)
+    assert not layer.weight.grad.any()
 
 
 def test_every_recipe_loads_by_name_and_is_a_value():
@@ -90,9 +101,9 @@ def test_shared_options_apply_to_every_recipe():
     for name in names():
         recipe = load(
             name, accumulation={"fprop": "split", "dgrad": "fast"}, out_dtype={"wgrad": "fp32"},
-            high_precision=["wgrad"], amax_scope="all",
+            high_precision=["wgrad"], amax_scope="all", wire={"dgrad": "fp8"},
         )  # fmt: skip
-        assert recipe.fprop == GemmOptions() and recipe.dgrad == GemmOptions(fast_accumulation=True)
+        assert recipe.fprop == GemmOptions() and recipe.dgrad == GemmOptions(fast_accumulation=True, wire="fp8")
         assert recipe.wgrad == GemmOptions(out_dtype=torch.float32)
         assert recipe.amax_scope == "all"
         assert recipe.operands("wgrad") == (KeepHighPrecision(), KeepHighPrecision())
@@ -120,6 +131,8 @@ def test_shared_options_apply_to_every_recipe():
         ("bf16", {"high_precision": "dgrad"}, "high_precision must be a list, each one of fprop, dgrad, wgrad; got"),
         ("bf16", {"out_dtype": {"fprop": "fp8"}}, "out_dtype must be a table whose keys are one of fprop"),
         ("bf16", {"amax_scope": "tp"}, "amax_scope must be one of table, all; got 'tp'"),
+        ("bf16", {"wire": {"wgrad": "fp8"}}, "wire must be a table whose keys are one of fprop, dgrad and"),
+        ("bf16", {"wire": {"dgrad": "fp4"}}, "whose values are one of hp, bf16, fp8; got"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str):
@@ -193,8 +206,8 @@ def test_the_support_table_has_every_recipe_and_device():
     assert [line.split()[0] for line in lines[1:]] == STOCK
     cells = {line.split()[0]: line for line in lines[1:]}
     assert cells["fp8_current"].split()[1::2][:1] == ["emulated"]
-    assert "native (torch._scaled_mm)" in cells["fp8_rowwise"] and "emulated (decode + bf16 mm)" in cells["nvfp4"]
-    assert cells["bf16"].count("native") == 3
+    assert "native (cublaslt fp8 rowwise)" in cells["fp8_rowwise"] and "emulated (decode + bf16 mm)" in cells["nvfp4"]
+    assert cells["bf16"].count("native") == len(DEVICES)
 
 
 def test_the_table_is_a_command():
@@ -205,7 +218,8 @@ def test_the_table_is_a_command():
 def test_kernel_names_say_what_runs():
     fp8, mx, hp = CurrentScaling().format, MxScaling().format, KeepHighPrecision().format
     assert kernel_name(fp8, fp8, "cpu") == "reference" and kernel_name(hp, hp, "cpu") == "torch mm"
-    assert kernel_name(fp8, fp8, "sm_90") == "torch._scaled_mm"
+    assert kernel_name(fp8, fp8, "sm_90") == kernel_name(fp8, fp8, "sm_100") == "cublaslt fp8 tn"
+    assert kernel_name(fp8, fp8, "cuda") == "torch._scaled_mm" or torch.cuda.is_available()
     assert kernel_name(hp, fp8, "cpu") == kernel_name(mx, fp8, "sm_100") == "decode + mm"
 
 
@@ -265,7 +279,7 @@ def test_current_scaling_forward_and_mxfp8_backward():
     }  # fmt: skip
     recipe = CustomRecipe(answers.get).for_layer("any")
     kernels = [support(a.format, b.format, "sm_90").kernel for a, b in map(recipe.operands, GEMMS)]
-    assert kernels == ["torch._scaled_mm", "decode + bf16 mm", "decode + bf16 mm"]
+    assert kernels == ["cublaslt fp8 tn", "decode + bf16 mm", "decode + bf16 mm"]
     assert not any(getattr(recipe, operand).derived for operand in ("x", "w", "dy"))
 
 

@@ -59,4 +59,7 @@ def test_the_version_of_torch_is_checked(monkeypatch, version, expected):
 def test_help_lists_every_verb():
     run = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     verbs = [line.split()[0] for line in run.stdout.splitlines()[1:]]
-    assert verbs == ["help", "pretrain", "plan", "test", "multigpu", "lint", "kernels-compile", "gpu-test", "bench"]
+    assert verbs == [
+        "help", "pretrain", "plan", "ledger", "test", "multigpu", "lint", "kernels-compile", "gpu-test", "bench",
+        "bench-linear", "bench-comm",
+    ]  # fmt: skip

@@ -1,27 +1,35 @@
 """Collectives over tuples of parts, each one transfer; all return a Pending.
 
-    all_gather       x_shard [m, ...]          -> x [R*m, ...]      every part along its own dimension, or left as it is
-    reduce_scatter   y_partial [R*m, ...]      -> y_shard [m, ...]
-    all_reduce       y_partial [...]           -> y [...]
+    all_gather       part i of every rank [m, ...]       -> [R*m, ...]   along its own dimension, or left as it is
+    all_to_all       chunk j of part i [R, ...] to rank j -> [R, ...]     chunk j from rank j
+    reduce_scatter   part i [R*m, ...]                   -> [m, ...]     the sum over ranks of this rank's rows
+    all_reduce       part i [...]                        -> [...]        the sum over ranks
 
 Sums never depend on arrival: the shards of one destination are exchanged (all-to-all), summed there in fp32 in rank
 order and rounded once. NCCL's and gloo's own reductions round the running sum of a bf16 tensor at every hop, and in an
-order of their own. Whatever is gathered travels as bytes: gloo carries no FP8 type, and a grouped gather of several
-dtypes would be promoted to one of them there, silently.
+order of their own. What a contribution is carried as is its `Wire`. Everything travels as bytes: gloo carries no FP8
+type, and a grouped gather of several dtypes would be promoted to one of them there, silently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from math import prod
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from dlp.comm import wire
+from dlp.kernels.ops import sum_in_order
+
 T = TypeVar("T")
+Parts = tuple[Tensor, ...]
+FIELD = 256  # bytes: what the parts of a record are aligned to
 
 # renamed in torch 2.13; the old names warn there and the new ones do not exist before
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,91 +57,197 @@ def done(result: T) -> Pending[T]:
     return Pending((), lambda: result)
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+class Wire(NamedTuple):
+    """What the contributions to a sum are carried as: `pack`, chunks [R, ...] for the R ranks -> parts that begin with
+    [R]; `total`, such parts from the R ranks and a dtype -> the sum in rank order, rounded once to it."""
+
+    pack: Callable[[Tensor], Parts]
+    total: Callable[[Parts, torch.dtype], Tensor]
+
+
+AS_IT_IS = Wire(lambda chunks: (chunks,), lambda parts, dtype: sum_in_order(parts[0], dtype))
+
+
+# Gathers
+
+
+def room(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None], group: ProcessGroup,
+    device: torch.device,
+) -> tuple[list[Tensor | None], Parts]:  # fmt: skip
+    """Uninitialised storage for the parts of all ranks, one after the other, [R, *shape] each, None for a part that is
+    equal on all ranks; and this rank's parts, which are its segments of the storage: what is written there is gathered
+    in place."""
+    storage = [
+        None if dim is None else torch.empty((group.size(), *shape), dtype=dtype, device=device)
+        for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True)
+    ]
+    mine = (torch.empty(shape, dtype=dtype, device=device) if whole is None else whole[group.rank()]
+            for whole, shape, dtype in zip(storage, shapes, dtypes, strict=True))  # fmt: skip
+    return storage, tuple(mine)
+
+
+def all_gather(
+    parts: Sequence[Tensor],
+    dims: Sequence[int | None],
+    group: ProcessGroup,
+    into: Sequence[Tensor | None] | None = None,
+) -> Pending[Parts]:
+    """Gather part i of every rank of `group` along dimension dims[i]; a part whose dim is None is equal on all ranks
+    and stays. One launch for all parts.
+
+    `into`: storage made by `room`; parts that are its segments of this rank are not copied. A part gathered along
+    dimension 0 is ready as it arrives. Along another one it arrives rank by rank all the same and is rearranged by one
+    copy: no kernel that we call reads a contraction in slabs.
+    """
+    if group.size() == 1:
+        return done(tuple(parts))
+    storage = into
+    if storage is None:
+        storage, _ = room([part.shape for part in parts], [part.dtype for part in parts], dims, group, parts[0].device)
+    pairs = [(whole, part.contiguous()) for whole, part in zip(storage, parts, strict=True) if whole is not None]
+    with wire.default_precision(parts[0].dtype):
+        works = _gather_coalesced(pairs, group) if pairs else []
+    return Pending(works, lambda: join(storage, parts, dims))
+
+
+def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequence[int | None]) -> Parts:
+    """What has arrived in storage made by `room` -> the gathered parts, with those that did not move."""
+    return tuple(
+        part if whole is None or dim is None else _concatenated(whole, dim)
+        for whole, part, dim in zip(storage, parts, dims, strict=True)
+    )
+
+
+def _concatenated(whole: Tensor, dim: int) -> Tensor:
+    """[R, *shape] -> the R pieces concatenated along `dim`: a view for 0, a copy for others."""
+    world, *shape = whole.shape
+    shape[dim] *= world
+    return whole.movedim(0, dim).reshape(shape)
+
+
+def as_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor, flat: a view of bytes needs a last stride of 1, which [n, 1] may lack."""
     return x.view(-1).view(torch.uint8)
 
 
-def all_gather(parts: Sequence[Tensor], dims: Sequence[int | None], group: ProcessGroup) -> Pending[tuple[Tensor, ...]]:
-    """Gather part i of every rank of `group` along dimension dims[i]; a part whose dim is None is equal on all ranks
-    and stays. One launch for all parts. A part gathered along another dimension than 0 is rearranged on arrival."""
-    world = group.size()
-    moving = [i for i, dim in enumerate(dims) if dim is not None]
-    if world == 1 or not moving:
-        return done(tuple(parts))
-    sources = [parts[i].contiguous() for i in moving]
-    arrived = [torch.empty((world * s.shape[0], *s.shape[1:]), dtype=s.dtype, device=s.device) for s in sources]
-    works = _gather_coalesced(arrived, sources, group)
-
-    def finish() -> tuple[Tensor, ...]:
-        whole = list(parts)
-        for i, source, gathered in zip(moving, sources, arrived, strict=True):
-            dim = dims[i]
-            assert dim is not None
-            whole[i] = gathered if dim == 0 else _concatenate_along(gathered, world, source.shape, dim)
-        return tuple(whole)
-
-    return Pending(works, finish)
-
-
-def _gather_coalesced(arrived: list[Tensor], sources: list[Tensor], group: ProcessGroup) -> list[Any]:
-    """Start one grouped all-gather."""
-    if len(sources) == 1:
-        return [_all_gather(_as_bytes(arrived[0]), _as_bytes(sources[0]), group=group, async_op=True)]
+def _gather_coalesced(pairs: Sequence[tuple[Tensor, Tensor]], group: ProcessGroup) -> list[Any]:
+    """Start one grouped all-gather of (storage, part)."""
+    if len(pairs) == 1:
+        ((whole, part),) = pairs
+        return [_all_gather(as_bytes(whole), as_bytes(part), group=group, async_op=True)]
     with _coalescing_manager(group, async_ops=True) as manager:
-        for gathered, source in zip(arrived, sources, strict=True):
-            _all_gather(_as_bytes(gathered), _as_bytes(source), group=group)
+        for whole, part in pairs:
+            _all_gather(as_bytes(whole), as_bytes(part), group=group)
     return [manager]
 
 
-def _concatenate_along(gathered: Tensor, world: int, shape: torch.Size, dim: int) -> Tensor:
-    """[R*s0, ...] as it arrived -> the R pieces of `shape` concatenated along `dim`."""
-    joined = gathered.view(world, *shape).movedim(0, dim)
-    return joined.reshape(*shape[:dim], world * shape[dim], *shape[dim + 1 :])
+# Records: several parts as one block of bytes
 
 
-def _exchange(chunks: Tensor, group: ProcessGroup) -> tuple[Any, Tensor]:
-    """All-to-all of chunks [R, ...]: chunk j goes to rank j; arrived[j] came from rank j."""
+def fields(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
+    """Where each part starts in a record that holds them one after the other, and the record's size, in bytes."""
+    starts, end = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        starts.append(end)
+        end += -(-prod(shape) * dtype.itemsize // FIELD) * FIELD
+    return starts, end
+
+
+def parts_of(records: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Parts:
+    """Bytes [R, record] -> views [R, *shape] of the parts in them."""
+    starts, _ = fields(shapes, dtypes)
+    return tuple(
+        records[:, start : start + prod(shape) * dtype.itemsize].view(dtype).unflatten(1, tuple(shape) or (1,))
+        if shape else records[:, start : start + dtype.itemsize].view(dtype)[:, 0]
+        for start, shape, dtype in zip(starts, shapes, dtypes, strict=True)
+    )  # fmt: skip
+
+
+# Exchanges and sums
+
+
+def record(parts: Sequence[Tensor]) -> int:
+    """Bytes that go to each other rank in an `all_to_all` of these parts [R, ...]."""
+    if len(parts) == 1:
+        return parts[0].nbytes // len(parts[0])
+    return fields([part.shape[1:] for part in parts], [part.dtype for part in parts])[1]
+
+
+def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
+    """Chunk j of each part [R, ...] goes to rank j -> [R, ...], whose chunk j came from rank j. One launch: several
+    parts are first copied into one record for each rank, and what arrives are views of such records."""
+    if group.size() == 1:
+        return done(tuple(parts))
+    shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
+    if len(parts) == 1:
+        work, arrived = _exchange(as_bytes(parts[0].contiguous()).view(group.size(), -1), group, dtypes[0])
+        return Pending([work], lambda: (arrived.view(-1).view(dtypes[0]).view(parts[0].shape),))
+    records = torch.empty((group.size(), record(parts)), dtype=torch.uint8, device=parts[0].device)
+    for field, part in zip(parts_of(records, shapes, dtypes), parts, strict=True):
+        field.copy_(part)
+    work, arrived = _exchange(records, group, dtypes[0])
+    return Pending([work], lambda: parts_of(arrived, shapes, dtypes))
+
+
+def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: what the bytes are."""
     arrived = torch.empty_like(chunks)
-    all_to_all = getattr(dist, "all_to_all_single")  # noqa: B009  (the 2.13 stubs lack it)
-    return all_to_all(arrived, chunks, group=group, async_op=True), arrived
+    launch = getattr(dist, "all_to_all_single")  # noqa: B009  (the 2.13 stubs lack it)
+    with wire.default_precision(dtype):
+        return launch(arrived, chunks, group=group, async_op=True), arrived
 
 
-def sum_in_rank_order(contributions: Tensor) -> Tensor:
-    """[R, ...] -> [...]: fp32 sum over ranks 0, 1, ..., rounded once to the dtype of the contributions."""
-    total = contributions[0].float()
-    for contribution in contributions[1:]:
-        total = total + contribution
-    return total.to(contributions.dtype)
-
-
-def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
-    """x [R*m, ...], this rank's contribution to all -> [m, ...], the sum over ranks of this rank's rows.
+def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, wire: Wire = AS_IT_IS) -> Pending[Parts]:
+    """Parts [R*m, ...], this rank's contributions to all -> [m, ...], the sums over ranks of this rank's rows.
 
     Raises ValueError when the rows do not divide by the size of the group.
     """
     world = group.size()
-    if x.shape[0] % world:
-        raise ValueError(
-            f"reduce_scatter needs a number of rows divisible by the group's {world} ranks; got {x.shape[0]}"
-        )
+    for part in parts:
+        if part.shape[0] % world:
+            raise ValueError(
+                f"reduce_scatter needs a number of rows divisible by the group's {world} ranks; got {part.shape[0]}"
+            )
     if world == 1:
-        return done(x)
-    work, arrived = _exchange(x.contiguous().view(world, x.shape[0] // world, *x.shape[1:]), group)
-    return Pending([work], lambda: sum_in_rank_order(arrived))
+        return done(tuple(parts))
+    return _summed([part.reshape(world, len(part) // world, *part.shape[1:]) for part in parts], group, wire)
 
 
-def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
-    """x of any shape -> the sum over ranks, equal on all of them: a reduce-scatter and a gather of the flat tensor."""
+def _summed(chunks: Sequence[Tensor], group: ProcessGroup, wire: Wire) -> Pending[Parts]:
+    """Chunks [R, ...] of each part -> this rank's, summed over ranks in rank order."""
+    packed = [wire.pack(chunk) for chunk in chunks]
+    exchange = all_to_all([part for parts in packed for part in parts], group)
+
+    def finish() -> Parts:
+        arrived = iter(exchange.wait())
+        sums = (wire.total(tuple(next(arrived) for _ in parts), chunk.dtype)
+                for chunk, parts in zip(chunks, packed, strict=True))  # fmt: skip
+        return tuple(sums)
+
+    return Pending((), finish)
+
+
+def all_reduce(parts: Sequence[Tensor], group: ProcessGroup, wire: Wire = AS_IT_IS) -> Pending[Parts]:
+    """Parts of any shapes -> the sums over ranks, equal on all of them: a reduce-scatter of their rows, carried by
+    `wire`, and a gather."""
     world = group.size()
     if world == 1:
-        return done(x)
-    flat = x.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % world))
-    work, arrived = _exchange(padded.view(world, -1), group)
+        return done(tuple(parts))
+    scattered = _summed([shares(part, world) for part in parts], group, wire)
 
-    def finish() -> Tensor:
-        (whole,) = all_gather((sum_in_rank_order(arrived),), (0,), group).wait()
-        return whole[: flat.numel()].view(x.shape)
+    def finish() -> Parts:
+        sums = scattered.wait()
+        whole = all_gather(sums, [0] * len(sums), group).wait()
+        return tuple(total.view(-1)[: part.numel()].view(part.shape) for total, part in zip(whole, parts, strict=True))
 
-    return Pending([work], finish)
+    return Pending((), finish)
+
+
+def shares(part: Tensor, world: int) -> Tensor:
+    """[world, ...]: the rows of a part in equal shares, so that a wire that scales along features finds whole rows; or
+    its elements, with zeros appended, where the rows do not divide."""
+    rows = part.reshape(-1, part.shape[-1]) if part.dim() > 1 and part.shape[-1] else part.reshape(-1)
+    if rows.dim() == 1 or len(rows) % world:
+        rows = F.pad(part.reshape(-1), (0, -part.numel() % world))
+    return rows.unflatten(0, (world, len(rows) // world))

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dlp.comm import symmetric
+
 AXES = ("dp_replicate", "dp_shard", "tp")
 # "gloo", not "cpu:gloo": of a list of backends torch takes NCCL as the default one or none, and then warns when it leaves
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -84,5 +86,6 @@ def describe(sizes: tuple[int, int, int], device_type: str) -> str:
 
 def shutdown() -> None:
     """Leave the process group; for the end of a run that went well (after an error the group may hang)."""
+    symmetric.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()

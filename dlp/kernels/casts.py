@@ -1,34 +1,41 @@
-"""Amaxes and FP8 casts of a matrix: by the CUDA kernels where its device has them, else by the reference, same bits.
+"""Amaxes and the casts to FP8 of a matrix: by the CUDA kernels where its device has them, else by the reference, same bits.
 
-The kernels read rows of adjacent elements, in bf16 or fp32. The transposed view of such a matrix costs nothing: the
-kernel reads the matrix itself and is asked for the other orientation. A matrix that is neither is copied first, in its
-own dtype. Other dtypes, amaxes along a dimension and blocks of other sizes have no kernel and run the reference.
+Other input dtypes than bf16 and fp32, and blocks of other sizes, have no kernel and run the reference.
 
-    amax                    max |x|
-    cast_fp8_tensor         one scale a tensor, made from an amax or given         cast_fp8_tensor_both
-    cast_fp8_block          one scale 128 elements or 128x128 tile                 cast_fp8_block_both
+    amax, amax_lines        max |x|, of the matrix or of every row and column
+    cast_fp8_tensor         one scale a tensor, made from an amax or given
+    cast_fp8_rowwise        one scale a row, made from its amax
+    cast_fp8_block          one fp32 scale 128 elements or 128x128 tile
+    cast_mxfp8              one power of two 32 elements or 32x32 tile
 
-The `_both` of a cast makes the operands of x and of x.t() in one read: the bits of two casts. Its `_batch` prepares that
-for many matrices in one launch, into given outputs, and exists on CUDA only.
+A cast returns the parts of its operand, written into `out` where that is given. Its `_both` makes the operands of x and
+of x.t() in one read: the bits of two casts. Its `_batch` prepares that for many matrices in one launch, into given
+outputs, and exists on CUDA only. NVFP4 lies in casts_fp4.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda, loader, reference
+from dlp.kernels import cuda, cuda_rowwise, dispatch, loader, reference
 from dlp.kernels.cuda import BlockJob, TensorJob
+from dlp.kernels.cuda_rowwise import RowwiseJob
+from dlp.kernels.dispatch import Outs, Parts, both_into, into
 from dlp.kernels.reference import Fp8Scale
 from dlp.kernels.reference.scales import Block
 
-WITH_KERNELS = ("amax", "cast_fp8_tensor", "cast_fp8_block")
+WITH_KERNELS = (
+    "amax", "cast_fp8_tensor", "cast_fp8_rowwise", "cast_fp8_block", "cast_mxfp8", "cast_nvfp4",
+)  # fmt: skip
 TILE_OF = {(1, 128): False, (128, 128): True}  # the blocks that kernels know
-Way = tuple[bool, bool]
+MX_TILE_OF = {(1, 32): False, (32, 32): True}
 Launch = Callable[[], None]
+RowwiseWay = tuple[Parts, Tensor]  # of one orientation, with its amaxes
 
 
 def quantizer_kernels(op: str, device_type: str) -> str:
@@ -40,130 +47,244 @@ def quantizer_kernels(op: str, device_type: str) -> str:
     return f"reference ({missing})" if missing else "kernel"
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dim() == 2 and x.dtype in cuda.INPUTS and not loader.missing()
-
-
-def _adjacent(x: Tensor) -> tuple[Tensor, bool]:
-    """A matrix that kernels can read, and whether it is the transpose of x."""
-    if cuda.readable(x):
-        return x, False
-    return (x.t(), True) if cuda.readable(x.t()) else (x.contiguous(), False)
+def has_batches(x: Tensor) -> bool:
+    """Whether matrices like x can be cast in place by the batched casts: kernels, which read it as it lies."""
+    return dispatch.has_kernel(x) and cuda.readable(x)
 
 
 def amax(x: Tensor, dim: int | None = None) -> Tensor:
     """max |x| as fp32, over the whole tensor (shape []) or along `dim`; NaN is ignored, an empty tensor gives 0."""
-    if dim is not None or not _has_kernel(x):
+    if not dispatch.has_kernel(x):
         return reference.amax(x, dim)
+    matrix, flipped = dispatch.adjacent(x)
+    if dim is not None:
+        rows, cols = _amaxes_of_lines(matrix, (dim % 2 == 1) != flipped, (dim % 2 == 0) != flipped)
+        return cols if rows is None else rows
     out = torch.empty((), device=x.device)
-    cuda.amax(_adjacent(x)[0], out)
+    cuda.amax(matrix, out)
     return out
 
 
-def _cast_tensor(x: Tensor, dtype: torch.dtype, source: Fp8Scale, wanted: Way) -> TensorJob:
-    """The kernel's job, done: `codes` of x and `codes_t` of x.t(), those of the two that are wanted."""
-    matrix, flipped = _adjacent(x)
-    ways = wanted[::-1] if flipped else wanted
-    codes, codes_t = (
-        torch.empty(shape, dtype=dtype, device=x.device) if want else None
-        for shape, want in zip((matrix.shape, matrix.shape[::-1]), ways, strict=True)
-    )
-    scale_inv = torch.empty((), device=x.device)
-    job = TensorJob(matrix, scale_inv, codes, codes_t, source.amax, source.scale, source.staging)
-    cuda.cast_tensor(job, power_of_two=source.power_of_two, epsilon=source.epsilon)
-    return job._replace(codes=codes_t, codes_t=codes) if flipped else job
+def amax_lines(x: Tensor) -> tuple[Tensor, Tensor]:
+    """max |x| of every row [rows] and of every column [C], fp32, in one read."""
+    if not dispatch.has_kernel(x):
+        return reference.amax(x, 1), reference.amax(x, 0)
+    matrix, flipped = dispatch.adjacent(x)
+    lines = _amaxes_of_lines(matrix, True, True)
+    return lines[::-1] if flipped else lines
 
 
-def cast_fp8_tensor(x: Tensor, dtype: torch.dtype, source: Fp8Scale) -> tuple[Tensor, Tensor]:
-    """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv []; `source` says where the scale comes from."""
-    if not _has_kernel(x):
-        return reference.cast_fp8_tensor(x, dtype, source)
-    job = _cast_tensor(x, dtype, source, (True, False))
-    assert job.codes is not None
-    return job.codes, job.scale_inv
-
-
-def cast_fp8_tensor_both(x: Tensor, dtype: torch.dtype, source: Fp8Scale) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, C] -> codes [rows, C], their transpose [C, rows], and the scale_inv [] of both."""
-    if not _has_kernel(x):
-        codes, scale_inv = reference.cast_fp8_tensor(x, dtype, source)
-        return codes, codes.t().contiguous(), scale_inv
-    job = _cast_tensor(x, dtype, source, (True, True))
-    assert job.codes is not None and job.codes_t is not None
-    return job.codes, job.codes_t, job.scale_inv
-
-
-def _cast_block(
-    x: Tensor, tile: bool, dtype: torch.dtype, power_of_two: bool, epsilon: float, wanted: Way
-) -> list[tuple[Tensor, Tensor]]:
-    """The wanted ones of (codes, scale_inv) of x and of x.t(), by the kernel."""
-    matrix, flipped = _adjacent(x)
-    ways, shapes = wanted[::-1] if flipped else wanted, (matrix.shape, matrix.shape[::-1])
-    made = [_block_outputs(matrix, shape, tile, dtype) for shape, want in zip(shapes, ways, strict=True) if want]
-    parts = iter(made)
-    (codes, scale), (codes_t, scale_t) = (next(parts) if want else (None, None) for want in ways)
-    job = BlockJob(matrix, codes, scale, codes_t, scale_t)
-    cuda.cast_block(job, tile=tile, power_of_two=power_of_two, epsilon=epsilon)
-    return made[::-1] if flipped else made
-
-
-def _block_outputs(x: Tensor, shape: Sequence[int], tile: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Storage for codes [lines, contraction] and their scales, where x is."""
-    scales = cuda.block_scale_shape(*shape, tile=tile, gemm_layout=False)
-    return torch.empty(shape, dtype=dtype, device=x.device), torch.empty(scales, device=x.device)
-
-
-def cast_fp8_block(
-    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks]; edge blocks may be partial.
-
-    A quotient max/amax that overflows becomes the largest finite value of x's dtype.
-    """
-    if block not in TILE_OF or not _has_kernel(x):
-        return reference.cast_fp8_block(x, block, dtype, power_of_two=power_of_two, epsilon=epsilon)
-    (made,) = _cast_block(x, TILE_OF[block], dtype, power_of_two, epsilon, (True, False))
+def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool) -> tuple[Any, Any]:
+    """The amaxes of a matrix that kernels can read, of its rows and of its columns where they are wanted."""
+    sizes = [size if wanted else 0 for size, wanted in zip(matrix.shape, (rows, cols), strict=True)]
+    lines = torch.zeros(sum(sizes), device=matrix.device).split(sizes)
+    made = lines[0] if rows else None, lines[1] if cols else None
+    cuda_rowwise.amax_lines(matrix, *made)
     return made
 
 
-def cast_fp8_block_both(
-    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`cast_fp8_block` of x and of x.t()."""
-    if block not in TILE_OF or not _has_kernel(x):
-        cast = partial(reference.cast_fp8_block, block=block, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
-        return cast(x), cast(x.t())
-    row, col = _cast_block(x, TILE_OF[block], dtype, power_of_two, epsilon, (True, True))
-    return row, col
+# One scale a tensor
 
 
-def has_batches(x: Tensor) -> bool:
-    """Whether matrices like x can be cast in place by the batched casts: kernels, which read it as it lies."""
-    return _has_kernel(x) and cuda.readable(x)
+def _tensor_job(x: Tensor, row: Parts | None, col: Parts | None, source: Fp8Scale) -> TensorJob:
+    codes, codes_t = (parts[0] if parts else None for parts in (row, col))
+    scale_inv = (row or col or ())[1]
+    return TensorJob(x, scale_inv, codes, codes_t, source.amax, source.scale, source.staging)
+
+
+def _launch_tensor(source: Fp8Scale, x: Tensor, row: Parts | None, col: Parts | None) -> None:
+    job = _tensor_job(x, row, col, source)
+    cuda.cast_tensor(job, power_of_two=source.power_of_two, epsilon=source.epsilon)
+    if row and col and col[1].data_ptr() != row[1].data_ptr():
+        col[1].copy_(row[1])
+
+
+def _empty_tensor(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
+    return torch.empty(shape, dtype=dtype, device=x.device), torch.empty((), device=x.device)
+
+
+def cast_fp8_tensor(x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, out: Parts | None = None) -> Parts:
+    """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv []; `source` says where the scale comes from."""
+    if not dispatch.has_kernel(x):
+        return into(out, reference.cast_fp8_tensor(x, dtype, source))
+    return dispatch.rowwise(x, out, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source))
+
+
+def cast_fp8_tensor_both(x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None) -> tuple[Parts, Parts]:
+    """`cast_fp8_tensor` of x and of x.t(); their scale_inv share memory, except in given outputs."""
+    if not dispatch.has_kernel(x):
+        codes, scale_inv = reference.cast_fp8_tensor(x, dtype, source)
+        row, col = outs if outs is not None else (None, None)
+        return into(row, (codes, scale_inv)), into(col, (codes.t().contiguous(), scale_inv))
+    if outs is None:
+        row = _empty_tensor(x, dtype, x.shape)
+        outs = row, (torch.empty(x.shape[::-1], dtype=dtype, device=x.device), row[1])
+    return dispatch.both(x, outs, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source))
 
 
 def cast_fp8_tensor_batch(
-    xs: Sequence[Tensor], outs: Sequence[tuple[Tensor, Tensor, Tensor]], sources: Sequence[Fp8Scale]
+    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], sources: Sequence[Fp8Scale]
 ) -> list[Launch]:
-    """Prepares `cast_fp8_tensor_both` of many matrices that `has_batches`, into (codes, codes_t, scale_inv) each. A
+    """Prepares `cast_fp8_tensor_both` of many matrices that `has_batches`, into outputs whose scale_inv share memory. A
     source without amax or scale takes the amax of its matrix, of all in one more launch. Call the launches in order."""
+    assert all(row[1].data_ptr() == col[1].data_ptr() for row, col in outs)
     launches: list[Launch] = []
     if sources[0].scale is None:
         amaxes = torch.empty(len(xs), device=xs[0].device)
         launches.append(cuda.amax_batch(xs, amaxes))
         sources = [source._replace(amax=amax) for source, amax in zip(sources, amaxes.unbind(), strict=True)]
-    jobs = [
-        TensorJob(x, scale_inv, codes, codes_t, source.amax, source.scale, source.staging)
-        for x, (codes, codes_t, scale_inv), source in zip(xs, outs, sources, strict=True)
-    ]
+    jobs = [_tensor_job(x, *out, source) for x, out, source in zip(xs, outs, sources, strict=True)]
     options = sources[0]
     launches.append(cuda.cast_tensor_batch(jobs, power_of_two=options.power_of_two, epsilon=options.epsilon))
     return launches
 
 
-def cast_fp8_block_batch(
-    xs: Sequence[Tensor], outs: Sequence[Sequence[Tensor]], block: Block, *, power_of_two: bool, epsilon: float = 0.0
+# One scale a row
+
+
+def _empty_rowwise(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
+    return torch.empty(shape, dtype=dtype, device=x.device), torch.empty(shape[0], device=x.device)
+
+
+def _rowwise_job(x: Tensor, row: RowwiseWay | None, col: RowwiseWay | None) -> RowwiseJob:
+    ways = [(None,) * 3 if way is None else (way[0][0], way[1], way[0][1]) for way in (row, col)]
+    return RowwiseJob(x, *ways[0], *ways[1])
+
+
+def cast_fp8_rowwise(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0, out: Parts | None = None
+) -> Parts:
+    """x [rows, C], the amaxes of its rows -> codes [rows, C] of `dtype` and fp32 scale_inv [rows]."""
+    if not dispatch.has_kernel(x):
+        return into(out, _rowwise_by_reference(x, amax, dtype, power_of_two, epsilon))
+
+    matrix, flipped = dispatch.adjacent(x)
+    made = out if out is not None else _empty_rowwise(x, dtype, x.shape)
+    job = _rowwise_job(matrix, *((None, (made, amax)) if flipped else ((made, amax), None)))
+    cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon)
+    return made
+
+
+def cast_fp8_rowwise_both(
+    x: Tensor, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    outs: Outs = None,
+) -> tuple[Parts, Parts]:  # fmt: skip
+    """`cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
+    if not dispatch.has_kernel(x):
+        row, col = outs if outs is not None else (None, None)
+        make = partial(_rowwise_by_reference, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
+        return into(row, make(x, amaxes[0])), into(col, make(x.t(), amaxes[1]))
+
+    matrix, flipped = dispatch.adjacent(x)
+    row, col = outs if outs is not None else (_empty_rowwise(x, dtype, shape) for shape in (x.shape, x.shape[::-1]))
+    ways = (row, amaxes[0]), (col, amaxes[1])
+    job = _rowwise_job(matrix, *(ways[::-1] if flipped else ways))
+    cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon)
+    return row, col
+
+
+def _rowwise_by_reference(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool, epsilon: float) -> Parts:
+    scale = reference.scale_from_amax(amax, reference.FP8_MAX[dtype], power_of_two=power_of_two, epsilon=epsilon)
+    return reference.cast_fp8(x, scale[:, None], dtype), scale.reciprocal()
+
+
+def _zero(x: Tensor) -> None:
+    x.zero_()
+
+
+def cast_fp8_rowwise_batch(
+    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], *, power_of_two: bool, epsilon: float = 0.0
 ) -> list[Launch]:
-    """Prepares `cast_fp8_block_both` of many matrices, into (codes, scale_inv, codes_t, scale_inv_t) each."""
-    jobs = [BlockJob(x, *out) for x, out in zip(xs, outs, strict=True)]
+    """Prepares `cast_fp8_rowwise_both` of many matrices, by their own amaxes. Call the launches in order."""
+    lines = torch.zeros(sum(sum(x.shape) for x in xs), device=xs[0].device)
+    pieces = iter(lines.split([size for x in xs for size in x.shape]))
+    amaxes = [(next(pieces), next(pieces)) for _ in xs]
+    jobs = [_rowwise_job(x, *zip(out, amax, strict=True)) for x, out, amax in zip(xs, outs, amaxes, strict=True)]
+    return [
+        partial(_zero, lines),
+        cuda_rowwise.amax_lines_batch(xs, amaxes),
+        cuda_rowwise.cast_rowwise_batch(jobs, power_of_two=power_of_two, epsilon=epsilon),
+    ]
+
+
+# One scale a block
+
+
+def _block_job(x: Tensor, row: Parts | None, col: Parts | None) -> BlockJob:
+    return BlockJob(x, *(row or (None, None)), *(col or (None, None)))
+
+
+def _launch_block(kernel: Callable[[BlockJob], None], x: Tensor, row: Parts | None, col: Parts | None) -> None:
+    kernel(_block_job(x, row, col))
+
+
+def _empty_block(x: Tensor, tile: bool, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
+    scales = cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=False)
+    return torch.empty(shape, dtype=dtype, device=x.device), torch.empty(scales, device=x.device)
+
+
+def cast_fp8_block(
+    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0, out: Parts | None = None
+) -> Parts:
+    """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks]; edge blocks may be partial.
+
+    A quotient max/amax that overflows becomes the largest finite value of x's dtype.
+    """
+    options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
+    if block not in TILE_OF or not dispatch.has_kernel(x):
+        return into(out, reference.cast_fp8_block(x, block, dtype, **options))
+    kernel = partial(cuda.cast_block, tile=TILE_OF[block], **options)
+    return dispatch.rowwise(x, out, partial(_empty_block, x, TILE_OF[block], dtype), partial(_launch_block, kernel))
+
+
+def cast_fp8_block_both(
+    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0, outs: Outs = None
+) -> tuple[Parts, Parts]:
+    """`cast_fp8_block` of x and of x.t()."""
+    options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
+    if block not in TILE_OF or not dispatch.has_kernel(x):
+        return both_into(outs, partial(reference.cast_fp8_block, block=block, dtype=dtype, **options), x)
+    kernel = partial(cuda.cast_block, tile=TILE_OF[block], **options)
+    return dispatch.both(x, outs, partial(_empty_block, x, TILE_OF[block], dtype), partial(_launch_block, kernel))
+
+
+def cast_fp8_block_batch(
+    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], block: Block, *, power_of_two: bool, epsilon: float = 0.0
+) -> list[Launch]:
+    """Prepares `cast_fp8_block_both` of many matrices."""
+    jobs = [_block_job(x, *out) for x, out in zip(xs, outs, strict=True)]
     return [cuda.cast_block_batch(jobs, tile=TILE_OF[block], power_of_two=power_of_two, epsilon=epsilon)]
+
+
+# MXFP8
+
+
+def _empty_mx(x: Tensor, block: Block, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
+    scales = cuda.mx_scale_shape(shape[0], shape[1], tile=MX_TILE_OF[block])
+    return torch.empty(shape, dtype=dtype, device=x.device), torch.empty(scales, dtype=torch.uint8, device=x.device)
+
+
+def cast_mxfp8(x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None) -> Parts:
+    """x [rows, C] -> codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks], by scale rule "ceil" or "floor"."""
+    if not dispatch.has_kernel(x):
+        return into(out, reference.cast_mxfp8(x, block, dtype, rule=rule))
+    kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule)
+    return dispatch.rowwise(x, out, partial(_empty_mx, x, block, dtype), partial(_launch_block, kernel))
+
+
+def cast_mxfp8_both(
+    x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None
+) -> tuple[Parts, Parts]:
+    """`cast_mxfp8` of x and of x.t()."""
+    if not dispatch.has_kernel(x):
+        return both_into(outs, partial(reference.cast_mxfp8, block=block, dtype=dtype, rule=rule), x)
+    kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule)
+    return dispatch.both(x, outs, partial(_empty_mx, x, block, dtype), partial(_launch_block, kernel))
+
+
+def cast_mxfp8_batch(
+    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], block: Block, *, rule: str = "ceil"
+) -> list[Launch]:
+    """Prepares `cast_mxfp8_both` of many matrices."""
+    jobs = [_block_job(x, *out) for x, out in zip(xs, outs, strict=True)]
+    return [cuda.cast_mxfp8_batch(jobs, tile=MX_TILE_OF[block], rule=rule)]

@@ -7,6 +7,9 @@ a table in device memory that is written once, so preparing belongs outside of a
     amax          max |x|                                          AmaxJob
     cast_tensor   FP8, one scale a tensor, current or delayed      TensorJob
     cast_block    FP8, one scale 128 elements or 128x128 tile      BlockJob
+    cast_mxfp8    FP8, one power of two 32 elements or 32x32 tile  BlockJob
+
+Rowwise FP8 lies in cuda_rowwise.py, NVFP4 in cuda_fp4.py, what is no cast in cuda_codes.py.
 
 A matrix is bf16 or fp32 [rows, cols]; its rows may be strided, its columns are adjacent. `codes` [rows, cols] are
 scaled along the rows of x, `codes_t` [cols, rows] along its columns. Everything runs on torch's current stream and
@@ -75,12 +78,13 @@ class Batch:
 
 def _stream(tensor: Tensor) -> int:
     """The current stream, for kernels on the current device, where `tensor` has to be."""
-    if tensor.get_device() != torch.cuda.current_device():
+    device = tensor.get_device()
+    if device != torch._C._cuda_getDevice():
         raise ValueError(
             f"kernels run on the current device, cuda:{torch.cuda.current_device()}, and got a tensor on {tensor.device}; "
-            f"call inside torch.cuda.device({tensor.get_device()})"
+            f"call inside torch.cuda.device({device})"
         )
-    return torch.cuda.current_stream().cuda_stream
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def readable(x: Tensor) -> bool:
@@ -262,11 +266,15 @@ def block_scale_shape(lines: int, contraction: int, *, tile: bool, gemm_layout: 
     return (down, -(-blocks // 4) * 4) if tile else (blocks, -(-down // 4) * 4)
 
 
+def _check_together(job: BlockJob) -> None:
+    if (job.codes is None) != (job.scale is None) or (job.codes_t is None) != (job.scale_t is None):
+        raise ValueError("a block cast stores codes and their scales together: pass both of an orientation, or neither")
+
+
 def _block_words(job: BlockJob, tile: bool, gemm_layout: bool) -> Words:
     rows, cols = job.x.shape
     dtype, fp32 = [_code_dtype(job)], [torch.float32]
-    if (job.codes is None) != (job.scale is None) or (job.codes_t is None) != (job.scale_t is None):
-        raise ValueError("a block cast stores codes and their scales together: pass both of an orientation, or neither")
+    _check_together(job)
     shape, shape_t = ((lines, along) for lines, along in ((rows, cols), (cols, rows)))
     return (
         *_matrix(job.x), 0,
@@ -306,3 +314,47 @@ def cast_block_batch(
     tiles = [_tiles(job.x, module.TILE) for job in jobs]
     wide, e5m2 = source == torch.float32, dtype == torch.float8_e5m2
     return _batch(kernel, len(words[0]), words, tiles, jobs, wide, e5m2, rule, gemm_layout)
+
+
+# MXFP8
+
+
+def mx_scale_shape(lines: int, contraction: int, *, tile: bool) -> tuple[int, int]:
+    """The shape of the E8M0 bytes of codes [lines, contraction]."""
+    return (-(-lines // 32) if tile else lines), -(-contraction // 32)
+
+
+def _mx_words(job: BlockJob, tile: bool) -> Words:
+    rows, cols = job.x.shape
+    dtype, byte = [_code_dtype(job)], [torch.uint8]
+    _check_together(job)
+    return (
+        *_matrix(job.x), 0,
+        _output(job.codes, (rows, cols), dtype, "codes"),
+        _output(job.scale, mx_scale_shape(rows, cols, tile=tile), byte, "scale"),
+        _output(job.codes_t, (cols, rows), dtype, "codes_t"),
+        _output(job.scale_t, mx_scale_shape(cols, rows, tile=tile), byte, "scale_t"),
+    )  # fmt: skip
+
+
+def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str = "ceil") -> None:
+    """MXFP8, an E8M0 byte every 32 elements of the contraction or every 32x32 tile, both orientations in one read.
+
+    rule: "ceil" or "floor", see `reference.mx_scale`; the bytes are those of `mx_scale_shape`.
+    """
+    module = loader.load()
+    kernel = module.cast_mxfp8_2d if tile else module.cast_mxfp8_1d
+    words, tiles = _mx_words(job, tile), _tiles(job.x, module.TILE)
+    wide, e5m2 = job.x.dtype == torch.float32, _code_dtype(job) == torch.float8_e5m2
+    kernel(words, 0, 1, tiles, wide, e5m2, rule == "floor", _stream(job.x))
+
+
+def cast_mxfp8_batch(jobs: Sequence[BlockJob], *, tile: bool, rule: str = "ceil") -> Batch:
+    """The same for many matrices."""
+    module = loader.load()
+    e5m2 = _same([_code_dtype(job) for job in jobs], "the dtype of their codes") == torch.float8_e5m2
+    wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
+    kernel = module.cast_mxfp8_2d if tile else module.cast_mxfp8_1d
+    words = [_mx_words(job, tile) for job in jobs]
+    tiles = [_tiles(job.x, module.TILE) for job in jobs]
+    return _batch(kernel, len(words[0]), words, tiles, jobs, wide, e5m2, rule == "floor")

@@ -1,7 +1,11 @@
 """One typed wrapper per operation: checks, then the implementation for the operands' device.
 
-On CUDA, amaxes and the FP8 casts per tensor and block run kernels of this package (see `dlp.kernels.casts`), and the
-per-tensor and rowwise FP8 GEMMs run `torch._scaled_mm`. Everything else runs `reference` on every device.
+On CUDA, amaxes, casts, decoding to bf16 and transposes run kernels of this package (see `dlp.kernels.casts`, `casts_fp4`
+and `codes`), and GEMMs run cuBLASLt (`dlp.kernels.gemms`): FP8 codes as they are, MXFP8 and NVFP4 decoded to bf16, which
+is exact. Where this package's kernels cannot be built, GEMMs run torch's. Everything else runs `reference` on every device.
+
+All GEMMs take bias [cols], which is added in fp32, `accumulate` [rows, cols], to which the product is added instead of
+being returned in `out_dtype`, and `how` it shall run (`How`).
 """
 
 from __future__ import annotations
@@ -10,34 +14,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.kernels import reference
+from dlp.kernels import gemms, reference
 from dlp.kernels.casts import (
     amax,
+    amax_lines,
     cast_fp8_block,
     cast_fp8_block_batch,
     cast_fp8_block_both,
+    cast_fp8_rowwise,
+    cast_fp8_rowwise_batch,
+    cast_fp8_rowwise_both,
     cast_fp8_tensor,
     cast_fp8_tensor_batch,
     cast_fp8_tensor_both,
+    cast_mxfp8,
+    cast_mxfp8_batch,
+    cast_mxfp8_both,
     has_batches,
     quantizer_kernels,
 )
+from dlp.kernels.casts_fp4 import amax_nvfp4, amax_nvfp4_both, cast_nvfp4, cast_nvfp4_batch, cast_nvfp4_both
+from dlp.kernels.codes import (
+    DelayedSlots,
+    decode_fp8_block,
+    decode_mxfp8,
+    decode_nvfp4,
+    delayed_updates,
+    sum_in_order,
+    transpose_codes,
+    transpose_e2m1,
+)
+from dlp.kernels.dispatch import Outs, Parts
+from dlp.kernels.gemms import AS_USUAL, BLOCK_1D, BLOCK_2D, ROWWISE, How, Scales, finish
 from dlp.kernels.reference import (
     AMAX_ALGORITHMS,
     FLT_MAX,
     FP8_MAX,
+    Draw,
     Fp8Scale,
     block_1d_layout,
     block_2d_layout,
     cast_fp8,
-    cast_mxfp8,
-    cast_nvfp4,
     decode_e2m1,
     decode_e8m0,
     decode_fp8,
-    decode_fp8_block,
-    decode_mxfp8,
-    decode_nvfp4,
     delayed_scale,
     delayed_update,
     encode_e2m1,
@@ -59,26 +79,20 @@ from dlp.kernels.reference import (
 )
 
 __all__ = [
-    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout", "cast_fp8",
-    "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_tensor", "cast_fp8_tensor_batch",
-    "cast_fp8_tensor_both", "cast_mxfp8", "cast_nvfp4", "decode_e2m1", "decode_e8m0", "decode_fp8",
-    "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update", "encode_e2m1",
-    "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor",
-    "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale",
-    "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales", "quantizer_kernels", "random_bytes",
-    "rht16", "scale_from_amax", "swizzle_128x4", "unpack_e2m1",
+    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "Draw", "Fp8Scale", "How", "Outs", "Parts", "amax",
+    "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout", "cast_fp8",
+    "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",
+    "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8",
+    "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "decode_e2m1",
+    "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale",
+    "delayed_update", "delayed_updates", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8",
+    "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches",
+    "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1",
+    "pad_scales", "quantizer_kernels", "random_bytes", "rht16", "scale_from_amax", "sum_in_order", "swizzle_128x4",
+    "transpose_codes", "transpose_e2m1", "unpack_e2m1",
 ]  # fmt: skip
 
 Block = tuple[int, int]
-
-
-def _finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:
-    """Add the bias in fp32, round once to `out_dtype`; or add into `accumulate`, in its dtype, and return it."""
-    if bias is not None:
-        result = result.float() + bias.float()
-    if accumulate is not None:
-        return accumulate.add_(result)
-    return result.to(out_dtype)
 
 
 def _check_contraction(a: Tensor, b: Tensor) -> None:
@@ -87,17 +101,21 @@ def _check_contraction(a: Tensor, b: Tensor) -> None:
 
 
 def gemm_hp(
-    a: Tensor, b: Tensor, *, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None
-) -> Tensor:
-    """High-precision GEMM: a [rows, C], b [cols, C] bf16 or fp32 -> [rows, cols] in `out_dtype`, or into `accumulate`.
+    a: Tensor, b: Tensor, *, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
+    alpha: Tensor | None = None, how: How = AS_USUAL,
+) -> Tensor:  # fmt: skip
+    """High-precision GEMM: a [rows, C], b [cols, C] bf16 or fp32 -> [rows, cols] in `out_dtype`, or into `accumulate`;
+    `alpha` fp32 [] multiplies the sums.
 
     Raises ValueError when the contractions differ.
     """
     _check_contraction(a, b)
-    wide = out_dtype if bias is None and accumulate is None else torch.float32
-    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and wide == torch.float32:
-        return _finish(torch.mm(a, b.t(), out_dtype=torch.float32), out_dtype, bias, accumulate)
-    return _finish(reference.gemm_hp(a, b, wide), out_dtype, bias, accumulate)
+    result = out_dtype if accumulate is None else accumulate.dtype
+    if gemms.available(a, b) and a.dtype == b.dtype and result in (a.dtype, torch.float32):
+        return gemms.product(a, b, out_dtype, bias=bias, accumulate=accumulate, alpha=alpha, how=how)
+    wide = out_dtype if bias is None and accumulate is None and alpha is None else torch.float32
+    product = reference.gemm_hp(a, b, wide)
+    return finish(product if alpha is None else product * alpha, out_dtype, bias, accumulate)
 
 
 def _pad_to_16(codes: Tensor) -> Tensor:
@@ -111,7 +129,7 @@ def _pad_to_16(codes: Tensor) -> Tensor:
 def _scaled_mm(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    """FP8 codes a [rows, C], b [cols, C], scalar scales -> [rows, cols] by the GPU's FP8 tensor cores."""
+    """FP8 codes a [rows, C], b [cols, C], scalar scales -> [rows, cols] by the GPU's FP8 tensor cores, through torch."""
     result = torch._scaled_mm(
         _pad_to_16(a), _pad_to_16(b).t(), scale_a=a_scale_inv, scale_b=b_scale_inv, out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
@@ -121,65 +139,107 @@ def _scaled_mm(
 
 def gemm_fp8_tensor(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out_dtype: torch.dtype,
-    bias: Tensor | None = None, accumulate: Tensor | None = None, fast_accumulation: bool = False,
+    bias: Tensor | None = None, accumulate: Tensor | None = None, how: How = AS_USUAL,
 ) -> Tensor:  # fmt: skip
     """Per-tensor FP8 GEMM: codes a [rows, C], b [cols, C], scalar fp32 scale_inv -> [rows, cols] in `out_dtype`.
 
     On CUDA sizes that are not multiples of 16 are zero-padded; E5M2 times E5M2 is refused there (no such unit).
     """
     _check_contraction(a, b)
+    if gemms.available(a, b):
+        scales = Scales(a_scale_inv, b_scale_inv)
+        return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
     if not a.is_cuda:
-        return _finish(reference.gemm_fp8_tensor(a, b, a_scale_inv, b_scale_inv), out_dtype, bias, accumulate)
+        return finish(reference.gemm_fp8_tensor(a, b, a_scale_inv, b_scale_inv), out_dtype, bias, accumulate)
     wide = torch.float32 if bias is not None or accumulate is not None else out_dtype
-    return _finish(_scaled_mm(a, b, a_scale_inv, b_scale_inv, wide, fast_accumulation), out_dtype, bias, accumulate)
+    result = _scaled_mm(a, b, a_scale_inv, b_scale_inv, wide, how.fast_accumulation)
+    return finish(result, out_dtype, bias, accumulate)
 
 
 def gemm_fp8_rowwise(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out_dtype: torch.dtype,
-    bias: Tensor | None = None, accumulate: Tensor | None = None, fast_accumulation: bool = False,
+    bias: Tensor | None = None, accumulate: Tensor | None = None, how: How = AS_USUAL,
 ) -> Tensor:  # fmt: skip
     """Rowwise FP8 GEMM: codes a [rows, C], b [cols, C], fp32 scale_inv [rows] and [cols] -> [rows, cols].
 
-    On CUDA the tensor cores multiply the codes and the two vectors are applied to the fp32 result: torch's own rowwise
-    mode gives bf16 only. E5M2 times E5M2 is refused there.
+    Hopper applies the two vectors itself. Elsewhere on CUDA the tensor cores multiply the codes, and the vectors are
+    applied to the fp32 result. E5M2 times E5M2 is refused there.
     """
     _check_contraction(a, b)
     if not a.is_cuda:
-        return _finish(reference.gemm_fp8_rowwise(a, b, a_scale_inv, b_scale_inv), out_dtype, bias, accumulate)
-    one = torch.ones((), device=a.device)
-    acc = _scaled_mm(a, b, one, one, torch.float32, fast_accumulation)
-    return _finish(acc * a_scale_inv[:, None] * b_scale_inv, out_dtype, bias, accumulate)
+        return finish(reference.gemm_fp8_rowwise(a, b, a_scale_inv, b_scale_inv), out_dtype, bias, accumulate)
+    if gemms.available(a, b) and gemms.is_hopper(a):
+        scales = Scales(a_scale_inv, b_scale_inv, ROWWISE, ROWWISE)
+        return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
+    one = gemms.one(a.device)
+    sums = gemm_fp8_tensor(a, b, one, one, out_dtype=torch.float32, how=how)
+    return finish(sums.mul_(a_scale_inv[:, None]).mul_(b_scale_inv), out_dtype, bias, accumulate)
 
 
 def gemm_fp8_block(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_block: Block, b_block: Block, *,
     power_of_two: bool, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
+    how: How = AS_USUAL,
 ) -> Tensor:  # fmt: skip
     """FP8 GEMM with compact fp32 block scales: codes a [rows, C], b [cols, C], blocks (1 or 128, 128) -> [rows, cols].
 
-    `power_of_two`: all scales are. Otherwise every 128 of the contraction are promoted to fp32 with their scales.
+    Every 128 of the contraction are promoted to fp32 with their scales: by Hopper itself, whose tensor cores sum 128
+    products to about 14 bits; elsewhere, where all scales are powers of two (`power_of_two`), by decoding to bf16, which
+    is exact; else by the reference, which CUDA refuses with ValueError unless `how` allows it.
     """
     _check_contraction(a, b)
+    if gemms.available(a, b) and gemms.is_hopper(a):
+        tiled = a_block[0] > 1, b_block[0] > 1
+        layouts = gemms.block_scales(a_scale_inv, tiled[0]), gemms.block_scales(b_scale_inv, tiled[1])
+        modes = [BLOCK_2D if tile else BLOCK_1D for tile in tiled]
+        scales = Scales(layouts[0], layouts[1], modes[0], modes[1])
+        return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
+    if a.is_cuda and power_of_two:
+        bf16 = torch.bfloat16
+        values = (
+            decode_fp8_block(a, a_scale_inv, a_block, dtype=bf16),
+            decode_fp8_block(b, b_scale_inv, b_block, dtype=bf16),
+        )
+        return gemm_hp(*values, out_dtype=out_dtype, bias=bias, accumulate=accumulate, how=how)
+    check_reference(a, how)
     result = reference.gemm_fp8_block(a, b, a_scale_inv, b_scale_inv, a_block, b_block, power_of_two=power_of_two)
-    return _finish(result, out_dtype, bias, accumulate)
+    return finish(result, out_dtype, bias, accumulate)
+
+
+def check_reference(a: Tensor, how: How) -> None:
+    """ValueError where the reference would multiply on a GPU and nobody said that it may."""
+    if a.is_cuda and not how.allow_reference:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(a.device)} has no kernel for this GEMM, and the plain-torch reference is slow: "
+            f"give the recipe another option, or allow_reference = true"
+        )
 
 
 def gemm_mxfp8(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_block: Block, b_block: Block, *, out_dtype: torch.dtype,
-    bias: Tensor | None = None, accumulate: Tensor | None = None,
+    bias: Tensor | None = None, accumulate: Tensor | None = None, how: How = AS_USUAL,
 ) -> Tensor:  # fmt: skip
     """MXFP8 GEMM with compact E8M0 bytes: codes a [rows, C], b [cols, C], blocks (1 or 32, 32) -> [rows, cols]."""
     _check_contraction(a, b)
+    if a.is_cuda:
+        bf16 = torch.bfloat16
+        values = decode_mxfp8(a, a_scale, a_block, dtype=bf16), decode_mxfp8(b, b_scale, b_block, dtype=bf16)
+        return gemm_hp(*values, out_dtype=out_dtype, bias=bias, accumulate=accumulate, how=how)
     result = reference.gemm_mxfp8(a, b, a_scale, b_scale, a_block, b_block)
-    return _finish(result, out_dtype, bias, accumulate)
+    return finish(result, out_dtype, bias, accumulate)
 
 
 def gemm_nvfp4(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_amax: Tensor, b_amax: Tensor, a_block: Block,
     b_block: Block, *, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
+    how: How = AS_USUAL,
 ) -> Tensor:  # fmt: skip
     """NVFP4 GEMM: packed codes a [rows, C/2], b [cols, C/2], compact E4M3 scales, tensor amaxes, blocks (1 or 16, 16)
     -> [rows, cols]; the amaxes are applied to the fp32 accumulator."""
     _check_contraction(a, b)
+    if a.is_cuda:
+        bf16, alpha = torch.bfloat16, nvfp4_alpha(a_amax, b_amax)
+        values = decode_nvfp4(a, a_scale, a_block, dtype=bf16), decode_nvfp4(b, b_scale, b_block, dtype=bf16)
+        return gemm_hp(*values, out_dtype=out_dtype, bias=bias, accumulate=accumulate, alpha=alpha, how=how)
     result = reference.gemm_nvfp4(a, b, a_scale, b_scale, a_amax, b_amax, a_block, b_block)
-    return _finish(result, out_dtype, bias, accumulate)
+    return finish(result, out_dtype, bias, accumulate)

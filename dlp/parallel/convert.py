@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.parallel.embedding import VocabParallelEmbedding
 from dlp.parallel.grads import PartialGradients
-from dlp.parallel.linear import Linear, LinearCore, Member, ParallelLinear, SiblingLinear, make_spec, partial_names
+from dlp.parallel.linear import ConvertedLinear, Linear, LinearCore, Member, ParallelLinear, make_spec, partial_names
 from dlp.parallel.plan import LayerPlan, OtherPlan, Plan, make_plan
+from dlp.parallel.quantized_init import check_untied
 from dlp.parallel.replicated import replicate
 from dlp.parallel.runtime import Runtime, data_parallel, give_runtime
 from dlp.parallel.spec import LinearSpec
@@ -84,6 +85,7 @@ def convert(
     """
     if hasattr(model, "partial_gradients"):
         raise ValueError("this model is converted already; convert a plain one, or set_recipe on this one")
+    check_untied(model)
     tp = mesh["tp"]
     plan = make_plan(model, groups, tp.size(), device_type=mesh.device_type, batch=batch)
     tokens = batch[0] * batch[1] if batch is not None else None
@@ -97,6 +99,7 @@ def convert(
     for other in plan.others:
         _convert_other(target, other)
     model.partial_gradients = PartialGradients(model, tp.get_group())  # type: ignore[assignment]
+    runtime.plan = plan
     give_runtime(model, runtime)
     return plan
 
@@ -127,7 +130,7 @@ def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan
         weight = target.parameter(old._parameters["weight"], spec.style.shard_dim)
         bias = target.parameter(old._parameters["bias"], 0 if spec.style.shard_dim == 0 else None)
         assert weight is not None
-        modules.append(SiblingLinear(row.name, weight, bias, index))
+        modules.append(ConvertedLinear(row.name, weight, bias, index))
     members = [Member(module, "weight", "bias") for module in modules]
     core = LinearCore(spec, members)
     target.runtime.cores.append(core)
@@ -144,10 +147,12 @@ def _convert_other(target: _Target, row: OtherPlan) -> None:
     if row.style == "vocab":
         weight = target.parameter(module._parameters["weight"], 0)
         assert weight is not None
-        target.put(row.name, VocabParallelEmbedding(weight, target.tp, row.sequence_parallel))
+        target.put(row.name, VocabParallelEmbedding(weight, target.tp, row.sequence_parallel, row.name))
         return
     rows = None if target.tokens is None or target.tp.size() == 1 else target.tokens // target.tp.size()
-    replicate(module, row.name, target.tp, target.shared, partial=row.sequence_parallel, token_rows=rows)
+    replicate(
+        module, row.name, target.tp, target.shared, on_shards=row.sequence_parallel, reads_cut=row.reads_cut, token_rows=rows
+    )  # fmt: skip
 
 
 __all__ = ["Linear", "Plan", "amax_process_group", "convert"]

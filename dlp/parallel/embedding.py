@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlp.comm import collectives
+from dlp.comm import collectives, wire
 from dlp.parallel.tokens import tp_group
 from dlp.parallel.weight import local
 
@@ -23,16 +23,18 @@ class _ReduceTokens(torch.autograd.Function):
     """Rows that only one rank fills -> the whole rows on every rank ("all") or each rank's token shard ("scatter")."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str) -> Tensor:
-        ctx.group, ctx.reduce = group, reduce
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str, name: str) -> Tensor:
+        ctx.group, ctx.reduce, ctx.name = group, reduce, name
         op = collectives.all_reduce if reduce == "all" else collectives.reduce_scatter
-        return op(rows, group).wait()
+        with wire.label(layer=name, direction="fprop"):
+            return op((rows,), group).wait()[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.reduce == "all":
-            return grad, None, None
-        return collectives.all_gather((grad,), (0,), ctx.group).wait()[0], None, None
+            return grad, None, None, None
+        with wire.label(layer=ctx.name, direction="dgrad"):
+            return collectives.all_gather((grad,), (0,), ctx.group).wait()[0], None, None, None
 
 
 class _Lookup(torch.autograd.Function):
@@ -61,8 +63,9 @@ class VocabParallelEmbedding(nn.Module):
 
     tp_partial: tuple[str, ...] = ()
 
-    def __init__(self, weight: nn.Parameter, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    def __init__(self, weight: nn.Parameter, tp: DeviceMesh, sequence_parallel: bool, name: str = "embedding") -> None:
         super().__init__()
+        self.name = name
         self.weight = weight
         self.group = tp.get_group()
         self.sequence_parallel = sequence_parallel
@@ -73,9 +76,9 @@ class VocabParallelEmbedding(nn.Module):
         mine = (index >= 0) & (index < weight.shape[0])
         rows: Tensor = _Lookup.apply(weight, torch.where(mine, index, 0), mine)
         if self.sequence_parallel:
-            sharded: Tensor = _ReduceTokens.apply(rows, self.group, "scatter")
+            sharded: Tensor = _ReduceTokens.apply(rows, self.group, "scatter", self.name)
             return sharded
-        whole: Tensor = _ReduceTokens.apply(rows, self.group, "all")
+        whole: Tensor = _ReduceTokens.apply(rows, self.group, "all", self.name)
         return whole.view(*tokens.shape, -1)
 
 
@@ -95,7 +98,8 @@ class _CrossEntropy(torch.autograd.Function):
             picked[rows : rows + CHUNK] = chunk.gather(1, index[rows : rows + CHUNK, None])[:, 0]
         picked *= mine
         if group is not None and group.size() > 1:
-            (both,) = collectives.all_gather((torch.stack([lse, picked])[None],), (0,), group).wait()
+            with wire.label(layer="cross_entropy", direction="fprop"):
+                (both,) = collectives.all_gather((torch.stack([lse, picked])[None],), (0,), group).wait()
             lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
         valid = targets != IGNORED
         ctx.save_for_backward(logits, index, mine, valid, lse)

@@ -10,11 +10,21 @@ from math import lcm
 
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import Quantizer, slot_options
-from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe
+from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe, both
 from dlp.quant.tensor import UNSAID, Format
 
 DIMENSIONS = {"x": ("M", "K"), "w": ("N", "K"), "dy": ("M", "N")}
 Units = tuple[int, int, int]
+ASKED = "its recipe asks for it"
+
+
+def quantizers(recipe: Recipe, tensor: str) -> Operand | None:
+    """Those of an operand x, w, dy; of a result y, dx, which both orientations share, or None if it has none."""
+    if tensor in OPERANDS:
+        operand: Operand = getattr(recipe, tensor)
+        return operand
+    quantizer = getattr(recipe, tensor)
+    return None if quantizer is None else both(quantizer)
 
 
 @cache
@@ -42,6 +52,8 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
 
     `tokens`: of a shard; None where it is not known yet.
     """
+    if name == "dy" and recipe.gather_dy == "high_precision":
+        return ASKED
     operand: Operand = getattr(recipe, name)
     fmt: Format = (operand.columnwise if columnwise else operand.rowwise).format
     dim = int(columnwise)
@@ -51,6 +63,21 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
     if tokens is None or (fmt.concatenates(dim, tokens) and tokens % unit == 0):
         return None
     return f"{tokens} tokens a rank are no multiple of {unit}, a block of {fmt.name}"
+
+
+def saves_x(recipe: Recipe, style: ParallelStyle, tokens: int) -> bool:
+    """Forward keeps x itself and no operand of it: wgrad reads it in high precision, or it travels so. `tokens`: of this
+    rank."""
+    if recipe.x.columnwise.format.keeps_source:
+        return True
+    columnwise = not derived(recipe, "x", tokens)
+    return style.gathers == "x" and obstacle(recipe, "x", columnwise, tokens) is not None
+
+
+def saves_rowwise(recipe: Recipe, style: ParallelStyle, tokens: int) -> bool:
+    """x is kept for wgrad rowwise and transposed when wgrad consumes it: x itself, or an operand that travels again in
+    backward and whose payload may be transposed on arrival."""
+    return saves_x(recipe, style, tokens) or (derived(recipe, "x", tokens) and style.gathers == "x")
 
 
 def check(layer: str, style: ParallelStyle, recipe: Recipe) -> None:

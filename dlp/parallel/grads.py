@@ -1,8 +1,9 @@
 """tp-partial gradients: one coalesced sum over tp at the end of every backward.
 
 Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient of
-its own tokens. Summing each where it is made would cost one small all-reduce per parameter; here all of them travel as
-one buffer, after the last one (and after FSDP's reductions) has been made.
+its own tokens; norms on features that tp cuts have that of their own features. Summing each where it is made would cost one
+small all-reduce per parameter; here all of them travel as one buffer, after the last one (and after FSDP's reductions) has
+been made.
 
 Gradients may accumulate over several backwards. So that only new contributions are summed, every tp rank but the first
 clears what is already there when a backward begins:
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from dlp.comm import collectives
+from dlp.comm import collectives, wire
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -65,7 +66,7 @@ class PartialGradients:
         waiting = [path for path, parameter in self._parameters() if parameter.grad is not None]
         if waiting and self.num_sums == since and self.group.size() > 1:
             raise RuntimeError(
-                f"the gradients of {len(waiting)} parameters on token shards ({waiting[0]}, ...) were not summed over tp: "
+                f"the gradients of {len(waiting)} parameters ({waiting[0]}, ...) are parts of a sum over tp that was not made: "
                 f"the loss must come from calling the converted model itself, as model(...)"
             )
         return self.num_sums
@@ -114,6 +115,8 @@ class PartialGradients:
         grads = self._grads()
         if not grads or self.group.size() == 1:
             return
-        flat = collectives.all_reduce(torch.cat([g.reshape(-1).float() for g in grads]), self.group).wait()
+        flat = torch.cat([g.reshape(-1).float() for g in grads])
+        with wire.label(layer="", direction="grads"):
+            (flat,) = collectives.all_reduce((flat,), self.group).wait()
         for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(total.view(grad.shape))

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dlp.comm import wire
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.autocast import active_spec
-from dlp.parallel.linear_fn import QuantizedLinearFn
+from dlp.parallel.linear_fn import QuantizedLinearFn, linear_fwd, opaque
+from dlp.parallel.quantized_init import hold_quantized
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.spec import LinearSpec, Overlaps
 from dlp.parallel.style import shard_sizes, style
@@ -48,6 +50,7 @@ class LinearCore:
         self.cast_weights = CastWeights()
         self._x: Tensor | None = None
         self._ys: dict[int, Tensor] = {}
+        hold_quantized(self)
 
     def weights(self) -> list[Tensor]:
         return [local(getattr(m.module, m.weight)) for m in self.members]
@@ -59,7 +62,8 @@ class LinearCore:
     def refresh(self) -> None:
         """Cast the weights anew; called at the step boundary, for layers that have run."""
         if self.caches and self.dtype is not None:
-            self.cast_weights.refresh(self.spec, self.weights(), self.dtype)
+            with wire.label(layer=self.spec.members[0]):
+                self.cast_weights.refresh(self.spec, self.weights(), self.dtype)
 
     def specs(self) -> list[LinearSpec]:
         """The layer's own, and those it has run under in autocast regions."""
@@ -67,6 +71,7 @@ class LinearCore:
 
     def with_recipe(self, recipe: Recipe) -> LinearSpec:
         """The spec that this layer has under another recipe."""
+        self.cast_weights.check(recipe)
         stats = self.stats
         chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
         return replace(self.spec, recipe=chosen)
@@ -80,20 +85,21 @@ class LinearCore:
     def _cached(self, spec: LinearSpec, dtype: torch.dtype) -> list[Tensor]:
         """The operands that the last step boundary made for activations of `dtype`; none: cast at use."""
         if spec is not self.spec:
-            return []
+            return self.cast_weights.read(spec) or []
         if self.dtype != dtype:  # the next step boundary casts for it
             self.dtype = dtype
-            self.cast_weights.drop()
+            self.cast_weights.retype()
         return self.cast_weights.parts
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [..., K] -> y_i [..., N_i] (token shards in or out as the style says)."""
-        spec = self.spec if torch.compiler.is_compiling() else active_spec(self)
+        spec = self.spec if torch.compiler.is_dynamo_compiling() else active_spec(self)
         weights, biases, cached = self.weights(), self.biases(), self._cached(spec, x.dtype)
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (x, *weights, *biases))):
             # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
-            ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec.ticket, spec.kind, False, record)
+            run = torch.ops.dlp.linear_fwd if opaque() else linear_fwd
+            ys, _ = run(x, weights, biases, cached, spec.ticket, spec.kind, False, record)
             return tuple(ys)
         save = any(w.requires_grad for w in weights)
         results: tuple[Tensor, ...] = QuantizedLinearFn.apply(
@@ -128,8 +134,13 @@ class ParallelLinear(nn.Module):
         return f"{spec.style.name}, tp={spec.tp}, recipe={spec.recipe}"
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        super()._load_from_state_dict(*args, **kwargs)
+        with self.core.cast_weights.shown(written=True):
+            super()._load_from_state_dict(*args, **kwargs)
         self.core.cast_weights.drop()
+
+    def _save_to_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        with self.core.cast_weights.shown():
+            super()._save_to_state_dict(*args, **kwargs)
 
 
 def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:
@@ -139,8 +150,8 @@ def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...
     return tuple(weights + biases)
 
 
-class SiblingLinear(ParallelLinear):
-    """One of several linears that read the same x: it owns its parameters, the core is shared."""
+class ConvertedLinear(ParallelLinear):
+    """A linear that conversion made: it owns its parameters; the core is its own, or that of siblings with the same x."""
 
     def __init__(self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, index: int) -> None:
         super().__init__()

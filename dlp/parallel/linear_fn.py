@@ -18,8 +18,9 @@ To torch.compile a linear is the ops `dlp::linear_fwd` and `dlp::linear_bwd`: te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -27,33 +28,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dlp.comm import wire as ledger
 from dlp.comm.collectives import Pending, done
 from dlp.parallel.autocast import check_compiled
-from dlp.parallel.operands import Pair, quantize, unflatten
+from dlp.parallel.operands import Pair, quantize
 from dlp.parallel.overlap import Gather, Overlap
-from dlp.parallel.spec import LinearSpec, spec_of
+from dlp.parallel.spec import LinearSpec, remembered, spec_of
 from dlp.parallel.style import GemmComm
 from dlp.parallel.travel import Columnwise, dy_of_backward, x_of_backward, x_of_forward
+from dlp.parallel.wires import WIRES
 from dlp.quant.gemm import Gemm
-from dlp.quant.tensor import QuantizedTensor
+from dlp.quant.tensor import Format, QuantizedTensor
 
 
 def token_gemm(
     spec: LinearSpec, comm: GemmComm, overlap: Overlap, operands: Sequence[QuantizedTensor | Gather],
-    gemms: Sequence[Gemm], wire: torch.dtype,
+    gemms: Sequence[Gemm], dtype: torch.dtype,
 ) -> Pending[Tensor]:  # fmt: skip
     """fprop and dgrad, where tokens are rows of the result: the sum over i of GEMM i on operand i, reduced over tp once.
 
-    `wire`: the dtype a reduction carries, and of its result.
+    `dtype`: of the result, and of the contributions to a reduction before they are packed for its wire.
     """
     total: Tensor | None = None
     for a, gemm in zip(operands[:-1], gemms[:-1], strict=True):
-        total = _run(a, replace(gemm, accumulate=total))
-    a, last = operands[-1], replace(gemms[-1], accumulate=total)
+        total = _run(a, gemm if total is None else replace(gemm, accumulate=total))
+    a, last = operands[-1], gemms[-1] if total is None else replace(gemms[-1], accumulate=total)
     if comm.reduce is None:
-        return done(_run(a, last).to(wire))
+        return done(_run(a, last).to(dtype))
     assert isinstance(a, QuantizedTensor), "no style both gathers and reduces in one GEMM"
-    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=comm.reduce, wire=wire)
+    wire = WIRES[last.options.wire]
+    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=comm.reduce, dtype=dtype, wire=wire)
 
 
 def _run(a: QuantizedTensor | Gather, gemm: Gemm) -> Tensor:
@@ -67,9 +71,21 @@ def contract_gemm(spec: LinearSpec, dy: QuantizedTensor, x: QuantizedTensor, out
     return Gemm("wgrad", x, options.out_dtype or out_dtype, options=options)(dy)
 
 
+def _matrix(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _part(values: Tensor, rows: int, columns: int) -> Tensor:
+    """The values without what was appended to their operands; they are contiguous."""
+    if values.shape[0] == rows and values.shape[1] == columns:
+        return values.contiguous()
+    return values[:rows, :columns].contiguous()
+
+
 def _tokens_as_rows(spec: LinearSpec, x: Tensor) -> Tensor:
     """x [..., K] -> [M, K]. ValueError where sequence parallelism gets something else than equal token shards."""
-    rows, style = x.reshape(-1, x.shape[-1]), spec.style
+    rows, style = _matrix(x), spec.style
     unsplit = spec.tokens is not None and len(rows) * spec.tp != spec.tokens
     if style.cut_x == 0 and (x.dim() != 2 or unsplit):
         expected = "B*S/tp" if spec.tokens is None else f"{spec.tokens // spec.tp}"
@@ -100,10 +116,34 @@ def _weight_pairs(
     spec: LinearSpec, members: Sequence[str], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
     *, row: bool, col: bool, record: bool,
 ) -> list[Pair]:  # fmt: skip
-    """The weights' operands as the last step boundary left them, or cast here where there are none."""
+    """The weights' operands as the last step boundary left them, as FSDP gathered them, or cast here."""
     if cached:
-        return unflatten(spec.recipe.w, cached, len(weights))
-    return quantize(spec, "w", [w.to(dtype) for w in weights], row=row, col=col, members=members, record=record)
+        return [_one_way(spec, row, cached, i) for i in range(len(weights))]
+    shards = [spec.runtime.shards.get(member) for member in members]
+    ways: dict[str, Any] = {"row": row, "col": col, "record": record}
+    if not any(shards):
+        return quantize(spec, "w", [w.to(dtype) for w in weights], members=members, **ways)
+    return [
+        shard.operands(spec, w, dtype, **ways)
+        if shard
+        else quantize(spec, "w", [w.to(dtype)], members=[name], **ways)[0]
+        for name, shard, w in zip(members, shards, weights, strict=True)
+    ]
+
+
+def _one_way(spec: LinearSpec, row: bool, parts: Sequence[Tensor], i: int) -> Pair:
+    """One orientation of operand `i` among flat parts (see `operands.unflatten`)."""
+    formats, sizes = _weight_formats(spec)
+    first = i * sum(sizes) + (0 if row else sizes[0])
+    made = QuantizedTensor(formats[not row], tuple(parts[first : first + sizes[not row]]))
+    return Pair(made, None) if row else Pair(None, made)
+
+
+@remembered
+def _weight_formats(spec: LinearSpec) -> tuple[tuple[Format, Format], tuple[int, int]]:
+    """The formats of w, rowwise and columnwise, and how many parts they have."""
+    formats = spec.recipe.w.rowwise.format, spec.recipe.w.columnwise.format
+    return formats, (len(formats[0].parts), len(formats[1].parts))
 
 
 def _rounded(spec: LinearSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
@@ -113,7 +153,7 @@ def _rounded(spec: LinearSpec, tensor: str, member: str, values: Tensor, record:
         return values
     padded = quantizers.rowwise.format.padded(values)
     (pair,) = quantize(spec, tensor, [padded], row=True, col=False, members=[member], record=record)
-    return pair.rowwise().dequantize(values.dtype)[: values.shape[0], : values.shape[1]]
+    return _part(pair.rowwise().dequantize(values.dtype), *values.shape)
 
 
 def linear_fwd(
@@ -134,11 +174,15 @@ def linear_fwd(
     ys = []
     for member, weight, w, bias in zip(spec.members, weights, pairs, biases, strict=True):
         features, padded = weight.shape[0], w.rowwise().shape[0]
-        inside = None if bias is None or comm.reduce else F.pad(bias, (0, padded - features))
+        inside = (
+            None if bias is None or comm.reduce else bias if padded == features else F.pad(bias, (0, padded - features))
+        )
         gemm = Gemm("fprop", w.rowwise(), dtype, bias=inside, options=options)
-        y = token_gemm(spec, comm, spec.overlap.fprop, [operand], [gemm], dtype).wait()[:, :features]
+        y = token_gemm(spec, comm, spec.overlap.fprop, [operand], [gemm], dtype).wait()
+        y = _part(y, y.shape[0], features)
         y = y + bias.to(y.dtype) if bias is not None and comm.reduce else y
-        ys.append(_rounded(spec, "y", member, y, record).contiguous().view(_y_shape(spec, x, features)))
+        y = _rounded(spec, "y", member, y, record)
+        ys.append(y if x.dim() == 2 else y.view(_y_shape(spec, x, features)))
     return ys, kept
 
 
@@ -151,7 +195,7 @@ def linear_bwd(
     spec = spec_of(ticket)
     spec.runtime.in_layer_backward()
     members = [spec.members[i] for i in used]
-    rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+    rows = [_matrix(dy) for dy in dys]
     dy_rows, dy_cols = _start_dy(spec, members, rows, needs_dx, any(needs_dw))
     x_col = x_of_backward(spec, saved, _x_tokens(spec, len(rows[0]))) if any(needs_dw) else None
     grads, dx = [], None
@@ -166,14 +210,15 @@ def linear_bwd(
         for dy_col, w, needed in zip(dy_cols, weights, needs_dw, strict=True):
             if needed:
                 dw = contract_gemm(spec, dy_col(), x_whole, w.dtype)
-                grads.append(dw[: w.shape[0], : w.shape[1]].to(w.dtype).contiguous())
+                grads.append(_part(dw, *w.shape).to(w.dtype))
     grads += [
         dy.sum(0, dtype=torch.float32).to(w.dtype) for dy, w, need in zip(rows, weights, needs_db, strict=True) if need
     ]
     if dx is None:
         return grads
-    whole = dx.wait()[:, : weights[0].shape[1]]
-    return [_rounded(spec, "dx", spec.members[0], whole).to(dtype).contiguous(), *grads]
+    whole = dx.wait()
+    whole = _part(whole, whole.shape[0], weights[0].shape[1])
+    return [_rounded(spec, "dx", spec.members[0], whole).to(dtype), *grads]
 
 
 def _start_dy(
@@ -221,6 +266,17 @@ def _linear_bwd_fake(
     return grads + [w.new_empty(w.shape[:1]) for w, needed in zip(weights, needs_db, strict=True) if needed]
 
 
+def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
+    """The op, whose transfers belong to its layer and, where nothing finer is said, to this GEMM."""
+
+    @wraps(op)
+    def labelled(*args: Any) -> Any:
+        with ledger.label(layer=spec_of(args[4]).members[0], direction=gemm):
+            return op(*args)
+
+    return labelled
+
+
 _LIBRARY = torch.library.Library("dlp", "DEF")
 _LIBRARY.define(
     "linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor ticket, int kind, bool save,"
@@ -230,9 +286,17 @@ _LIBRARY.define(
     "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor ticket, int kind,"
     " ScalarType dtype, int[] used, bool needs_dx, bool[] needs_dw, bool[] needs_db) -> Tensor[]"
 )
-for _name, _real, _fake in (("linear_fwd", linear_fwd, _linear_fwd_fake), ("linear_bwd", linear_bwd, _linear_bwd_fake)):
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+for _name, _real, _fake, _gemm in (
+    ("linear_fwd", linear_fwd, _linear_fwd_fake, "fprop"), ("linear_bwd", linear_bwd, _linear_bwd_fake, "dgrad"),
+):  # fmt: skip
+    _LIBRARY.impl(_name, _labelled(_real, _gemm), "CompositeExplicitAutograd")
     torch.library.register_fake(f"dlp::{_name}", _fake, lib=_LIBRARY)
+
+
+def opaque() -> bool:
+    """Whether a linear has to be the opaque ops: where something traces or watches. Elsewhere the functions behind them
+    are called as they are, which spares the host more than it needs for a tiny linear."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 class QuantizedLinearFn(torch.autograd.Function):
@@ -244,7 +308,8 @@ class QuantizedLinearFn(torch.autograd.Function):
         ctx: Any, ticket: Tensor, kind: int, count: int, save: bool, record: bool, x: Tensor, *tensors: Any
     ) -> tuple[Tensor, ...]:
         weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
-        ys, saved = torch.ops.dlp.linear_fwd(x, weights, biases, cached, ticket, kind, save, record)
+        run = torch.ops.dlp.linear_fwd if opaque() else linear_fwd
+        ys, saved = run(x, weights, biases, cached, ticket, kind, save, record)
         ctx.kind, ctx.count, ctx.x_shape, ctx.x_dtype = kind, count, x.shape, x.dtype
         ctx.num_saved = len(saved) or 1
         ctx.save_for_backward(ticket, *(saved or [x if save else None]), *weights, *cached)
@@ -261,7 +326,8 @@ class QuantizedLinearFn(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:]
         needs_dw, needs_db = [needs[1 + i] for i in used], [needs[1 + count + i] for i in used]
         size = len(cached) // count
-        grads = iter(torch.ops.dlp.linear_bwd(
+        run: Any = torch.ops.dlp.linear_bwd if opaque() else linear_bwd
+        grads = iter(run(
             [dys[i] for i in used], [] if saved[0] is None else saved, [weights[i] for i in used],
             [part for i in used for part in cached[i * size : (i + 1) * size]], ticket, ctx.kind, ctx.x_dtype, used,
             needs[0], needs_dw, needs_db,

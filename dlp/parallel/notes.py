@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
+from dlp.kernels.gemms import device_kind
 from dlp.kernels.ops import quantizer_kernels
 from dlp.parallel import fit
 from dlp.parallel.style import ParallelStyle
-from dlp.quant.gemm import device_kind, support
+from dlp.quant.gemm import support
 from dlp.quant.quantizer import cast_op
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
 
@@ -28,10 +31,24 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
         return
     operand: Operand = getattr(recipe, style.gathers)
     derived = tokens is not None and fit.derived(recipe, style.gathers, tokens)
-    for columnwise in (False,) if derived or (tokens is None and operand.derived) else (False, True):
-        why = fit.obstacle(recipe, style.gathers, columnwise, tokens)
+    ways = (False,) if derived or (tokens is None and operand.derived) else (False, True)
+    whys = [fit.obstacle(recipe, style.gathers, columnwise, tokens) for columnwise in ways]
+    if fit.ASKED in whys:
+        yield f"{style.gathers} travels once, in high precision, and is quantized on arrival: {fit.ASKED}"
+        return
+    for columnwise, why in zip(ways, whys, strict=True):
         if why is not None:
             yield f"{style.gathers} {WAYS[columnwise]} travels in high precision: {why}"
+    both = _share_of_bf16(operand) if len(ways) == 2 and style.gathers == "dy" and not any(whys) else 0.0
+    if both > 1.0:
+        yield f"dy travels in two orientations, {both:.2f}x of bf16; gather_dy = 'high_precision' sends it once as it is"
+
+
+def _share_of_bf16(operand: Operand) -> float:
+    """Both orientations of a large matrix, of its bytes in bf16."""
+    size = (4096, 4096)
+    parts = [quantizer.format.nbytes(size, torch.bfloat16) for quantizer in (operand.rowwise, operand.columnwise)]
+    return sum(parts) / (2 * size[0] * size[1])
 
 
 def _mixed(recipe: Recipe) -> Iterator[str]:

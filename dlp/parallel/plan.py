@@ -16,11 +16,12 @@ from dlp.parallel import overlap as overlaps
 from dlp.parallel.embedding import VocabParallelEmbedding
 from dlp.parallel.linear import ParallelLinear
 from dlp.parallel.notes import layer_notes, support_note
+from dlp.parallel.parameters import ParameterPlan, plan_parameters
 from dlp.parallel.style import ParallelStyle, shard_sizes, style
 from dlp.quant import recipe as recipes
-from dlp.quant.gemm import kernel_name
+from dlp.quant.gemm import check_kernel, kernel_name
 from dlp.quant.groups import LayerGroup, Resolved, resolve
-from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe
+from dlp.quant.recipe import GEMMS, Recipe
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,31 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """A module with parameters that is no linear: style "vocab" or "replicated"."""
+    """A module with parameters that is no linear: style "vocab" or "replicated". `reads_cut`: it reads features that tp
+    cuts."""
 
     name: str
     kind: str
     style: str
     sequence_parallel: bool
     parameters: int
+    reads_cut: bool = False
+
+    @property
+    def partial(self) -> bool:
+        """Its gradients on each tp rank are parts of a sum."""
+        return self.style != "vocab" and (self.sequence_parallel or self.reads_cut)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All layers of a converted model; `print(plan)` shows them as tables."""
+    """All layers of a converted model; `print(plan)` shows them as tables. `weights`: every parameter, once."""
 
     layers: tuple[LayerPlan, ...]
     others: tuple[OtherPlan, ...]
     tp: int
     device_type: str = "cpu"
+    weights: tuple[ParameterPlan, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -116,8 +125,9 @@ def _layer_cells(row: LayerPlan) -> tuple[str, ...]:
 
 
 def _other_cells(row: OtherPlan) -> tuple[str, ...]:
-    gradient = "-" if row.style == "vocab" or not row.sequence_parallel else "summed at the end of backward"
-    return row.name, row.kind, row.style + "_SP" * row.sequence_parallel, gradient, f"{row.parameters:,}"
+    gradient = "summed at the end of backward" if row.partial else "-"
+    style = row.style + "_SP" * row.sequence_parallel + " on cut features" * row.reads_cut
+    return row.name, row.kind, style, gradient, f"{row.parameters:,}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -148,7 +158,10 @@ def make_plan(
     others = [_plan_other(name, modules[name], resolved[name], tp) for name in names if name not in linears]
     _check_ties(modules, layers, others)
     layers = _counted_once(modules, layers, tp)
-    return Plan(tuple(layers), tuple(others), tp, device_type)
+    styles, vocabulary = {row.name: row.row for row in layers}, {row.name for row in others if row.style == "vocab"}
+    partial = {row.name for row in others if row.partial}
+    parameters = plan_parameters(modules, styles, vocabulary, partial, tp)
+    return Plan(tuple(layers), tuple(others), tp, device_type, parameters)
 
 
 def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], tp: int) -> list[LayerPlan]:
@@ -196,8 +209,9 @@ def _plan_linear(
     tokens = batch[0] * batch[1] // tp if batch is not None else None
     overrode = [f"{f}: {', '.join(lost)}" for f, lost in chosen.overrode.items() if lost]
     return LayerPlan(
-        name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name), _kernels(recipe, device_type),
-        local[0] * local[1] + bias, _winners(chosen), "; ".join(overrode), layer_notes(recipe, row, tokens),
+        name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name),
+        _kernels(recipe, device_type, name), local[0] * local[1] + bias, _winners(chosen),
+        "; ".join(overrode), layer_notes(recipe, row, tokens),
     )  # fmt: skip
 
 
@@ -224,12 +238,12 @@ def _overlap(value: str | Mapping[str, str] | None, layer: str) -> str | dict[st
     return chosen
 
 
-def _kernels(recipe: Recipe, device_type: str) -> tuple[str, str, str]:
+def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:
     names = []
     for gemm in GEMMS:
-        a, a_way, b, b_way = GEMM_OPERANDS[gemm]
-        formats = [getattr(getattr(recipe, operand), way).format for operand, way in ((a, a_way), (b, b_way))]
-        names.append(kernel_name(formats[0], formats[1], device_type))
+        a, b = (quantizer.format for quantizer in recipe.operands(gemm))
+        check_kernel(f"{layer}: {gemm}", a, b, device_type, getattr(recipe, gemm))
+        names.append(kernel_name(a, b, device_type))
     return names[0], names[1], names[2]
 
 
@@ -286,8 +300,10 @@ def _plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> Othe
                 f"{name}: a vocabulary of {module.num_embeddings} cannot be cut over tp {tp}, which does not divide it; pad it"
             )
         return OtherPlan(name, "Embedding", "vocab", sequence_parallel, count // tp)
-    if chosen.style not in (None, "local"):
+    if chosen.style == "row":
         raise ValueError(
-            f"{name}: style {chosen.style!r} is for linears and embeddings; {type(module).__name__} is replicated"
+            f"{name}: style 'row' is for linears; {type(module).__name__} is replicated: 'column' where it reads features "
+            f"that tp cuts, else 'local'"
         )
-    return OtherPlan(name, type(module).__name__, "replicated", sequence_parallel, count)
+    reads_cut = chosen.style == "column"  # behind a column-parallel linear, where tokens are whole
+    return OtherPlan(name, type(module).__name__, "replicated", sequence_parallel and not reads_cut, count, reads_cut)

@@ -2,8 +2,8 @@
 
 Their parameters are DTensors, replicated on tp, but their code computes on plain tensors. Conversion gives such a module
 a subclass of its own class whose forward sees this rank's tensors in place of the DTensors. In a sequence-parallel
-region each rank sees its own tokens only, so the gradients are partial (`tp_partial`) and are summed over tp at the end
-of backward (`dlp.parallel.grads`).
+region each rank sees its own tokens only, behind a column-parallel linear its own features: there the gradients are
+partial (`tp_partial`) and are summed over tp at the end of backward (`dlp.parallel.grads`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class ReplicatedMixin(nn.Module):
     """forward with `_parameters` swapped for local tensors; `tp_partial` names those with partial gradients."""
 
     tp_partial: tuple[str, ...] = ()
+    on_shards = False
     token_rows: int | None = None
     layer_name: str = ""
 
@@ -42,12 +43,12 @@ class ReplicatedMixin(nn.Module):
             return
         features = x.is_floating_point()
         shard = x.dim() == 1 + features and len(x) == self.token_rows
-        if shard and features and not self.tp_partial:
+        if shard and features and not self.on_shards:
             raise ValueError(
                 f"{self.layer_name}: it gets token shards {tuple(x.shape)}, so its gradients must be summed over tp; "
                 f"add it to a layer group with sequence_parallel = true"
             )
-        if not shard and self.tp_partial:
+        if not shard and self.on_shards:
             raise ValueError(
                 f"{self.layer_name}: sequence parallelism expects token shards [{self.token_rows}{', H' * features}]; got x "
                 f"of shape {tuple(x.shape)}. Split the tokens with dlp.scatter_tokens before it, or take it out of the group"
@@ -69,12 +70,14 @@ def replicate(
     tp: DeviceMesh,
     shared: dict[int, nn.Parameter],
     *,
-    partial: bool,
+    on_shards: bool,
+    reads_cut: bool,
     token_rows: int | None,
 ) -> None:
     """Make the module's own parameters replicated DTensors, in place. `shared` keeps tied parameters tied.
 
-    `partial`: it runs on token shards. `token_rows`: tokens of a shard, checked at each call; None where tp is 1.
+    `on_shards`: it runs on token shards. `reads_cut`: it reads features that tp cuts. `token_rows`: tokens of a shard,
+    checked at each call; None where tp is 1.
     """
     for parameter_name, parameter in list(module._parameters.items()):
         if parameter is not None:
@@ -82,5 +85,6 @@ def replicate(
                 shared[id(parameter)] = place(parameter, tp, None)
             module._parameters[parameter_name] = shared[id(parameter)]
     module.__class__ = _replicated_class(type(module))
-    module.tp_partial = tuple(module._parameters) if partial else ()  # type: ignore[assignment]
-    module.token_rows, module.layer_name = token_rows, name  # type: ignore[assignment]
+    module.tp_partial = tuple(module._parameters) if on_shards or reads_cut else ()  # type: ignore[assignment]
+    module.on_shards, module.layer_name = on_shards, name  # type: ignore[assignment]
+    module.token_rows = None if reads_cut else token_rows  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ from dlp.quant.stats import StatsTable
 
 if TYPE_CHECKING:
     from dlp.parallel.linear import LinearCore
+    from dlp.parallel.plan import Plan
+    from dlp.parallel.shards import ShardedWeight
     from dlp.parallel.spec import LinearSpec
     from dlp.parallel.swap import Swap
     from dlp.parallel.weight_batch import WeightBatch
@@ -56,6 +58,8 @@ class Slots:
     agreed: Tensor
     before: Tensor  # fp32 [slots], the scales of the last forward
     held: Tensor  # fp32 [slots], amaxes of the weights that the last step boundary cast
+    views: dict[str, ScaleSlot] = field(default_factory=dict)  # of the table, by name
+    ran: dict[tuple[float, ...], Tensor] = field(default_factory=dict)  # answers of `Runtime._ran_weights`
 
 
 class Runtime:
@@ -71,12 +75,16 @@ class Runtime:
         self.attached = self.in_regions = False
         self.region_group: ProcessGroup | None = None
         self.cores: list[LinearCore] = []
+        self.made: list[LinearSpec] = []  # all specs that refer to it
+        self.shards: dict[str, ShardedWeight] = {}  # by member: the weights that FSDP gathers, once attached
         self.steps = 0
         self.swaps: list[Swap] = []
         self.scheduled: list[tuple[Swap, Any]] = []  # swaps to come, with their recipes
         self.noted: set[str] = set()
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last step boundary
         self.stats: StatsTable | None = None
+        self.plan: Plan | None = None
+        self.watches_scales = False
         self.weight_batch: WeightBatch | None = None
         self._slots: Slots | None = None
         self._task: int | None = None
@@ -145,7 +153,9 @@ class Runtime:
     def slot(self, spec: LinearSpec, tensor: str, member: str, columnwise: bool, record: bool) -> ScaleSlot:
         """What a cast of one tensor reads and writes. `record`: its amax counts."""
         name, slots = spec.slot_name(tensor, member, columnwise), self.slots
-        slot = slots.table.slot(name)
+        slot = slots.views.get(name)
+        if slot is None:
+            slot = slots.views[name] = slots.table.slot(name)
         again = self.by_regions and in_backward() and tensor in FORWARD
         if again:  # by now the region's end has taken the amax and updated the scale
             slot = ScaleSlot(slots.before[slots.table.index(name)], slot.staging)
@@ -171,8 +181,11 @@ class Runtime:
     def _ran_weights(self) -> Tensor:
         """fp32 [slots]: 1 for the weights of layers that ran since the last step boundary."""
         ran = {name for spec in self.specs() if spec.members in self.ran for name in spec.slots}
-        flags = [float(name in ran) for name in self.slots.table.names]
-        return torch.tensor(flags).to(self.slots.held.device, non_blocking=True)
+        flags = tuple(float(name in ran) for name in self.slots.table.names)
+        known = self.slots.ran
+        if flags not in known:  # kept, so that a step like others copies nothing to the device and can be captured
+            known[flags] = torch.tensor(flags).to(self.slots.held.device)
+        return known[flags]
 
     def has_slots(self) -> bool:
         return any(spec.slots for spec in self.specs())

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,11 +26,37 @@ from dlp.parallel.overlap import Overlap
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import SlotOptions, slot_options
-from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe, both
+from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe
 
-_SPECS: dict[int, LinearSpec] = {}  # an intern table: specs are values and are never changed
+Answer = TypeVar("Answer")
+Asked = ParamSpec("Asked")
+
+# Intern tables: specs are values and are never changed. A model's own go with it (its runtime keeps them, for a backward
+# that is still to come when a layer has another already); one of each kind stays, with no model behind it.
+_SPECS: WeakValueDictionary[int, LinearSpec] = WeakValueDictionary()
+_OF_KIND: dict[int, LinearSpec] = {}
 _KINDS: dict[tuple[Any, ...], int] = {}
 _NUMBERS = itertools.count()
+
+
+def remembered(
+    ask: Callable[Concatenate[LinearSpec, Asked], Answer],
+) -> Callable[Concatenate[LinearSpec, Asked], Answer]:
+    """A method of a spec, or a function of one, whose answers are kept: a spec never changes, and is asked the same with
+    every call of its layer."""
+
+    @wraps(ask)
+    def answer(spec: LinearSpec, *args: Asked.args, **none: Asked.kwargs) -> Answer:
+        key = (ask, *args)
+        try:
+            found: Answer = spec.known[key]
+        except KeyError:
+            found = spec.known[key] = ask(spec, *args, **none)
+        except TypeError:  # a symbolic size, while something traces
+            found = ask(spec, *args, **none)
+        return found
+
+    return answer
 
 
 @dataclass(frozen=True)
@@ -60,6 +88,7 @@ class LinearSpec:
     variant: str = ""
     ticket: Tensor = field(init=False)
     kind: int = field(init=False)
+    known: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         fit.check(self.name, self.style, self.recipe)
@@ -69,7 +98,11 @@ class LinearSpec:
         number = next(_NUMBERS)
         _SPECS[number] = self
         object.__setattr__(self, "ticket", torch.tensor(number, device="cpu"))  # whatever the default device is
+        self.runtime.made.append(self)
         object.__setattr__(self, "kind", _KINDS.setdefault((self.style, self.recipe, self.tp), number))
+        if self.kind == number:
+            _OF_KIND[number] = alone = object.__new__(LinearSpec)
+            vars(alone).update(vars(self) | {"runtime": Runtime(), "known": {}})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSpec:
         """A copied layer has scales of its own."""
@@ -95,65 +128,80 @@ class LinearSpec:
         assert self.group is not None, f"{self.name}: {self.style.name} communicates and needs a tp group"
         return self.group
 
+    @remembered
     def quantizers(self, tensor: str) -> Operand | None:
         """Those of an operand x, w, dy; of a result y, dx, which both orientations share, or None if it has none."""
-        if tensor in OPERANDS:
-            operand: Operand = getattr(self.recipe, tensor)
-            return operand
-        quantizer = getattr(self.recipe, tensor)
-        return None if quantizer is None else both(quantizer)
+        return fit.quantizers(self.recipe, tensor)
 
     def owners(self, tensor: str) -> tuple[str, ...]:
-        """The members that have this tensor; siblings share x, and so dx, which goes by the first one's name."""
-        return self.members[:1] if tensor in ("x", "dx") else self.members
+        """The members that have this tensor."""
+        return owners(self.members, tensor)
 
+    @remembered
     def slot_name(self, tensor: str, member: str, columnwise: bool) -> str:
-        """The name of the delayed scale of one tensor; its orientations share it where their quantizers are equal."""
-        quantizers = self.quantizers(tensor)
-        apart = columnwise and quantizers is not None and quantizers.rowwise != quantizers.columnwise
-        return f"{member}.{tensor}{'.columnwise' * apart}{self.variant}"
+        """The name of the delayed scale of one tensor."""
+        return _slot_name(self.recipe, tensor, member, columnwise) + self.variant
 
     @cached_property
     def slots(self) -> dict[str, tuple[str, SlotOptions]]:
         """Slot name -> (tensor, options) for all that this layer casts with a delayed scale."""
-        found: dict[str, tuple[str, SlotOptions]] = {}
-        for tensor in (*OPERANDS, *RESULTS):
-            quantizers = self.quantizers(tensor)
-            ways = [] if quantizers is None else [(False, quantizers.rowwise), (True, quantizers.columnwise)]
-            for columnwise, quantizer in ways:
-                options = slot_options(quantizer)
-                if options is not None:
-                    names = [self.slot_name(tensor, member, columnwise) for member in self.owners(tensor)]
-                    found |= {name: (tensor, options) for name in names}
-        return found
+        return {f"{name}{self.variant}": found for name, found in delayed_slots(self.recipe, self.members).items()}
 
-    @property
+    @cached_property
     def units(self) -> fit.Units:
         return fit.units(self.recipe)
 
+    @remembered
     def derived(self, operand: str, tokens: int) -> bool:
         """The columnwise operand is the transposed rowwise one. `tokens`: of the matrix at hand."""
         return fit.derived(self.recipe, operand, tokens)
 
+    @remembered
     def travels(self, operand: str, columnwise: bool, tokens: int) -> bool:
         """Whether the shards of x or dy, `tokens` each, concatenate to the quantized whole, so that they are gathered
         quantized; otherwise they travel in high precision and are quantized on arrival."""
         return fit.obstacle(self.recipe, operand, columnwise, tokens) is None
 
+    @remembered
     def saves_x(self, tokens: int) -> bool:
         """Forward keeps x itself and no operand of it: wgrad reads it in high precision, or it travels so. `tokens`: of
         this rank."""
-        if self.recipe.x.columnwise.format.keeps_source:
-            return True
-        columnwise = not self.derived("x", tokens)
-        return self.style.gathers == "x" and not self.travels("x", columnwise, tokens)
+        return fit.saves_x(self.recipe, self.style, tokens)
 
+    @remembered
     def saves_rowwise(self, tokens: int) -> bool:
         """x is kept for wgrad rowwise and transposed when wgrad consumes it: x itself, or an operand that travels
         again in backward and whose payload may be transposed on arrival."""
-        return self.saves_x(tokens) or (self.derived("x", tokens) and self.style.gathers == "x")
+        return fit.saves_rowwise(self.recipe, self.style, tokens)
+
+
+def owners(members: tuple[str, ...], tensor: str) -> tuple[str, ...]:
+    """The members that have this tensor; siblings share x, and so dx, which goes by the first one's name."""
+    return members[:1] if tensor in ("x", "dx") else members
+
+
+def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> str:
+    """The name of the delayed scale of one tensor; its orientations share it where their quantizers are equal."""
+    quantizers = fit.quantizers(recipe, tensor)
+    apart = columnwise and quantizers is not None and quantizers.rowwise != quantizers.columnwise
+    return f"{member}.{tensor}{'.columnwise' * apart}"
+
+
+def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[str, SlotOptions]]:
+    """Slot name -> (tensor, options) for all that a layer of these members casts with a delayed scale."""
+    found: dict[str, tuple[str, SlotOptions]] = {}
+    for tensor in (*OPERANDS, *RESULTS):
+        quantizers = fit.quantizers(recipe, tensor)
+        ways = [] if quantizers is None else [(False, quantizers.rowwise), (True, quantizers.columnwise)]
+        for columnwise, quantizer in ways:
+            options = slot_options(quantizer)
+            if options is not None:
+                names = [_slot_name(recipe, tensor, member, columnwise) for member in owners(members, tensor)]
+                found |= {name: (tensor, options) for name in names}
+    return found
 
 
 def spec_of(name: Tensor | int) -> LinearSpec:
     """The spec of a ticket; of a kind, one that stands for all of it."""
-    return _SPECS[int(name)]
+    number = int(name)
+    return _SPECS.get(number) or _OF_KIND[number]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dlp.comm.collectives import all_gather
 from dlp.parallel.runtime import Runtime, runtime_of
+from dlp.parallel.scales import check_scales
 from dlp.parallel.swap import Swap, repeat
 from dlp.quant.state import SlotState, SlotTable
 
@@ -29,8 +30,10 @@ PREFIX = "slots."
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Copies, on the model's device; all ranks call it together. ValueError before `convert` or `attach`."""
+    """Copies, on the model's device; all ranks call it together. ValueError before `convert` or `attach`; RuntimeError
+    where ranks that share scales hold different ones."""
     runtime = runtime_of(model)
+    check_scales(model)
     swaps = json.dumps([asdict(swap) for swap in runtime.swaps]).encode()
     state = {
         "steps": torch.tensor(runtime.steps),

@@ -3,6 +3,7 @@
     delayed scales are updated, all together, after one all-reduce of the amaxes of all microbatches
     recipe swaps that are due are made
     weights that are whole on this rank are cast, in both orientations, into their persistent operands
+    of weights that FSDP gathers, this rank's rows are cast, with one agreement on all their amaxes
 
 Swaps come before the casts, so that no weight is cast for a recipe it is about to leave.
 
@@ -21,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from dlp.parallel.fsdp import gather_quantized
 from dlp.parallel.grads import PartialGradients
 from dlp.parallel.linear import ParallelLinear, cores
+from dlp.parallel.replicas import check_replicas
 from dlp.parallel.runtime import Runtime, data_parallel, give_runtime
 from dlp.parallel.swap import make_due_swaps
 from dlp.parallel.weight_batch import refresh
@@ -43,8 +46,10 @@ def end_step(model: nn.Module) -> None:
 def attach(model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0) -> None:
     """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
 
-    Call it after `convert` and `fully_shard`. Layers whose weights FSDP gathers keep casting at use. A step whose
-    tp-partial gradients were not summed (the model was not called as `model(...)`) raises RuntimeError.
+    Call it after `convert` and `fully_shard`, with parameters in memory. From here on FSDP gathers weights as the step
+    boundary quantized them (see `fully_shard`). A step whose
+    tp-partial gradients were not summed (the model was not called as `model(...)`) raises RuntimeError, and so does the
+    first step if the gradients of replicated parameters differ between tp ranks.
 
     For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
     this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks.
@@ -55,9 +60,10 @@ def attach(model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = 
     sharded = {id(core) for m in model.modules() if isinstance(m, FSDPModule) for core in cores(m)}
     for core in cores(model):
         core.caches = id(core) not in sharded
+    gather_quantized(model, runtime)
     partial: PartialGradients | None = getattr(model, "partial_gradients", None)
     if partial is not None:
-        _check_before_step(optimizer, partial)
+        _check_before_step(model, optimizer, partial)
     first, runtime.attached = not runtime.attached, True  # of several optimizers, one counts the steps
     optimizer.register_step_post_hook(lambda *_: _after_step(model, runtime, first))
 
@@ -84,12 +90,16 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runti
     return runtime
 
 
-def _check_before_step(optimizer: Optimizer, partial: PartialGradients) -> None:
+def _check_before_step(model: nn.Module, optimizer: Optimizer, partial: PartialGradients) -> None:
     """Each optimizer remembers what it has seen, since several may share a model."""
     seen = partial.num_sums
+    compared = False
 
     def check(*_: Any) -> None:
-        nonlocal seen
+        nonlocal seen, compared
         seen = partial.check_summed(seen)
+        if not compared:
+            check_replicas(model, {slot.path for slot in partial.slots}, partial.group)
+            compared = True
 
     optimizer.register_step_pre_hook(check)

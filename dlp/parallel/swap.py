@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from dlp.parallel.linear import LinearCore, ParallelLinear, SiblingLinear
+from dlp.parallel.linear import ConvertedLinear, LinearCore, ParallelLinear
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.spec import LinearSpec
 from dlp.quant import recipe as recipes
@@ -127,7 +127,7 @@ def _one_recipe(members: Sequence[str], made: Any) -> Recipe:
 
 
 def _check_whole(core: LinearCore, layers: Sequence[str]) -> None:
-    siblings = [member.module.name for member in core.members if isinstance(member.module, SiblingLinear)]
+    siblings = [member.module.name for member in core.members if isinstance(member.module, ConvertedLinear)]
     missing = [name for name in siblings if name not in layers]
     if missing:
         raise ValueError(

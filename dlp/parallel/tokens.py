@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlp.comm import collectives
+from dlp.comm import collectives, wire
 
 
 def tp_group(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
@@ -31,8 +31,9 @@ def _slice(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size())[group.rank()].contiguous()
 
 
-def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    return collectives.all_gather((x,), (0,), group).wait()[0]
+def _gather(x: Tensor, group: ProcessGroup, direction: str) -> Tensor:
+    with wire.label(layer="tokens", direction=direction):
+        return collectives.all_gather((x,), (0,), group).wait()[0]
 
 
 class _Scatter(torch.autograd.Function):
@@ -43,14 +44,14 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group).view(ctx.shape), None
+        return _gather(grad, ctx.group, "dgrad").view(ctx.shape), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gather(x, group)
+        return _gather(x, group, "fprop")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

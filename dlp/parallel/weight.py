@@ -4,12 +4,14 @@ Every parameter of a converted model is a DTensor on the mesh's tp axis (FSDP ad
 checkpoints work by themselves. Layers compute on this rank's plain tensor, which `local` hands out.
 
 Weights that are whole on this rank are cast once per optimizer step, at the step boundary, into persistent operands
-that microbatches and recomputation only read (`CastWeights`). Weights gathered by FSDP are cast where they are used.
+that microbatches and recomputation only read (`CastWeights`). Of weights that FSDP gathers, each rank casts its rows at
+the step boundary (`dlp.parallel.shards`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from dlp.parallel.operands import flatten, quantize
 from dlp.parallel.spec import LinearSpec
+from dlp.quant.recipe import Recipe
 
 
 class _Local(torch.autograd.Function):
@@ -41,12 +44,25 @@ def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, as a plain tensor that autograd follows back to it."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return parameter.to_local()
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter._local_tensor
     result: Tensor = _Local.apply(parameter)
     return result
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Stands for a weight that is held in another form: no memory, NaN wherever it is read."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
+
+
+def show(parameter: Tensor, tensor: Tensor) -> None:
+    """Let a parameter hold this tensor on this rank; the parameter itself stays, a backward may be on its way to it."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = tensor
+    else:
+        parameter.data = tensor
 
 
 def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
@@ -64,6 +80,21 @@ class CastWeights:
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
+
+    def check(self, recipe: Recipe) -> None:
+        """Whether the layer may run under this recipe: always, for weights that are there to be cast."""
+
+    def read(self, spec: LinearSpec) -> list[Tensor] | None:
+        """The operands for a spec that is not the layer's own; None: cast at use."""
+        return None
+
+    def shown(self, *, written: bool = False) -> AbstractContextManager[None]:
+        """Inside, parameters have their values; `written`: which may be overwritten."""
+        return nullcontext()
+
+    def retype(self) -> None:
+        """Activations have another dtype than before."""
+        self.parts = []
 
     def drop(self) -> None:
         """Forget the operands: the recipe or the weights changed other than by a step."""

@@ -18,6 +18,7 @@ from dlp.kernels import ops
 from dlp.parallel.linear import LinearCore
 from dlp.parallel.operands import Pair, unflatten, weights_agree
 from dlp.parallel.runtime import Runtime
+from dlp.parallel.shard_casts import cast_shards
 from dlp.quant.quantizer import Quantizer, ScaleSlot, one_launch, slot_options
 
 
@@ -62,6 +63,7 @@ def refresh(runtime: Runtime, cores: Sequence[LinearCore]) -> None:
     for core in cores:
         if core not in done:
             core.refresh()
+    cast_shards(list(runtime.shards.values()))
 
 
 def _jobs(core: LinearCore) -> list[_Job]:

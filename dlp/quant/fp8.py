@@ -19,6 +19,7 @@ from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 Operands = tuple[QuantizedTensor, QuantizedTensor]  # rowwise, columnwise
+Amaxes = tuple[Tensor | None, Tensor | None]  # of the rowwise and of the columnwise operand
 Fp8Format = Literal["HYBRID", "E4M3"]
 FP8_FORMATS = {"HYBRID": ("e4m3", "e5m2"), "E4M3": ("e4m3", "e4m3")}  # elements of x and w, of dy
 PARTS = {
@@ -59,18 +60,20 @@ class Fp8Tensor(Format):
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         codes, scale_inv = q.parts
-        return QuantizedTensor(self, (codes.t().contiguous(), scale_inv))
+        return QuantizedTensor(self, (ops.transpose_codes(codes), scale_inv))
 
 
-def _pair(fmt: Format, codes: Tensor, codes_t: Tensor, scale_inv: Tensor) -> Operands:
-    """The operands of x and x.t(), which share their scale."""
-    return fmt.wrap((codes, scale_inv)), fmt.wrap((codes_t, scale_inv))
+FORMATS = {element: Fp8Tensor(element) for element in ELEMENTS}
 
 
-def _outputs(pairs: Sequence[Operands]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The parts of both operands, which share the memory of their scale."""
-    assert all(row.parts[1].data_ptr() == col.parts[1].data_ptr() for row, col in pairs)
-    return [(row.payload, col.payload, row.parts[1]) for row, col in pairs]
+def parts_of(out: QuantizedTensor | None) -> ops.Parts | None:
+    """Where a cast is to be written, if that is given."""
+    return None if out is None else out.parts
+
+
+def parts_of_both(outs: Operands | None) -> ops.Outs:
+    """The same for both orientations."""
+    return None if outs is None else (outs[0].parts, outs[1].parts)
 
 
 @dataclass(frozen=True)
@@ -85,20 +88,23 @@ class CurrentScaling:
 
     @property
     def format(self) -> Format:
-        return Fp8Tensor(self.element)
+        return FORMATS[self.element]
 
     def observe(self, x: Tensor) -> Tensor | None:
         return ops.amax(x)
 
     def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
-        return self.format.fill(out, *ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax)))
+        made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax), out=parts_of(out))
+        return self.format.fill(out, *made)
 
-    def both(self, x: Tensor, amax: Tensor | None, **_: Any) -> Operands:
-        return _pair(self.format, *ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], self._scale(amax)))
+    def both(self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, **_: Any) -> Operands:
+        source, given = self._scale(amaxes[0]), parts_of_both(outs)
+        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given)
+        return self.format.wrap(row), self.format.wrap(col)
 
     def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
         source = ops.Fp8Scale(power_of_two=self.power_of_two, epsilon=self.epsilon)
-        return ops.cast_fp8_tensor_batch(xs, _outputs(pairs), [source] * len(xs))
+        return ops.cast_fp8_tensor_batch(xs, [(row.parts, col.parts) for row, col in pairs], [source] * len(xs))
 
     def _scale(self, amax: Tensor | None) -> ops.Fp8Scale:
         assert amax is not None, "current scaling casts with an observed amax"
@@ -125,7 +131,7 @@ class DelayedScaling:
 
     @property
     def format(self) -> Format:
-        return Fp8Tensor(self.element)
+        return FORMATS[self.element]
 
     @property
     def delayed(self) -> SlotOptions:
@@ -140,15 +146,22 @@ class DelayedScaling:
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
         **_: Any,
     ) -> QuantizedTensor:  # fmt: skip
-        return self.format.fill(out, *ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot)))
+        made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot), out=parts_of(out))
+        return self.format.fill(out, *made)
 
-    def both(self, x: Tensor, amax: Tensor | None, *, slot: ScaleSlot | None = None, **_: Any) -> Operands:
-        return _pair(self.format, *ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], _slot_scale(slot)))
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None, **_: Any
+    ) -> Operands:
+        source, given = _slot_scale(slot), parts_of_both(outs)
+        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given)
+        return self.format.wrap(row), self.format.wrap(col)
 
     def batch(
         self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[ScaleSlot | None]
     ) -> list[Callable[[], None]]:
-        return ops.cast_fp8_tensor_batch(xs, _outputs(pairs), [_slot_scale(slot) for slot in slots])
+        return ops.cast_fp8_tensor_batch(
+            xs, [(row.parts, col.parts) for row, col in pairs], [_slot_scale(slot) for slot in slots]
+        )
 
 
 def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:

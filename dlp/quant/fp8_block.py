@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Operands
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, parts_of, parts_of_both
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 
 BLOCK = 128
@@ -68,12 +68,13 @@ class Fp8Block(Format):
 
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale_inv = q.parts
-        return ops.decode_fp8_block(codes, scale_inv, self.block).to(dtype)
+        return ops.decode_fp8_block(codes, scale_inv, self.block, dtype)
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         if not self.tile:
             return super().transpose(q)
-        return QuantizedTensor(self, tuple(part.t().contiguous() for part in q.parts))
+        codes, scale_inv = q.parts
+        return QuantizedTensor(self, (ops.transpose_codes(codes), scale_inv.t().contiguous()))
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,18 @@ class BlockScaling:
         return None
 
     def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
-        return self.format.fill(out, *self._made(ops.cast_fp8_block, x))
+        return self.format.fill(out, *self._made(ops.cast_fp8_block, x, out=parts_of(out)))
 
-    def both(self, x: Tensor, amax: Tensor | None, **_: Any) -> Operands:
-        row, col = self._made(ops.cast_fp8_block_both, x)
+    def both(self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, **_: Any) -> Operands:
+        row, col = self._made(ops.cast_fp8_block_both, x, outs=parts_of_both(outs))
         return self.format.wrap(row), self.format.wrap(col)
 
     def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
-        outs = [(*row.parts, *col.parts) for row, col in pairs]
+        outs = [(row.parts, col.parts) for row, col in pairs]
         return ops.cast_fp8_block_batch(
             xs, outs, self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon
         )
 
-    def _made(self, op: Callable[..., Any], x: Tensor) -> Any:
-        return op(x, self.format.block, ELEMENTS[self.element], power_of_two=self.power_of_two, epsilon=self.epsilon)
+    def _made(self, op: Callable[..., Any], x: Tensor, **into: Any) -> Any:
+        options = {"power_of_two": self.power_of_two, "epsilon": self.epsilon}
+        return op(x, self.format.block, ELEMENTS[self.element], **options, **into)

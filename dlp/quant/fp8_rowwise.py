@@ -6,6 +6,7 @@ whose shards are gathered, the row amaxes are agreed like a tensor's, as one vec
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, parts_of, parts_of_both
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 PARTS = {
@@ -59,6 +60,7 @@ class RowwiseScaling:
     power_of_two: bool = True
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = (1,)
+    op: ClassVar[str] = "cast_fp8_rowwise"
 
     @property
     def format(self) -> Format:
@@ -69,6 +71,21 @@ class RowwiseScaling:
 
     def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
         assert amax is not None, "rowwise scaling casts with observed row amaxes"
-        dtype = ELEMENTS[self.element]
-        scale = ops.scale_from_amax(amax, ops.FP8_MAX[dtype], power_of_two=self.power_of_two, epsilon=self.epsilon)
-        return self.format.fill(out, ops.cast_fp8(x, scale[:, None], dtype), scale.reciprocal())
+        made = ops.cast_fp8_rowwise(x, amax, ELEMENTS[self.element], **self._options(), out=parts_of(out))
+        return self.format.fill(out, *made)
+
+    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+        return ops.amax_lines(x)
+
+    def both(self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, **_: Any) -> Operands:
+        amax, amax_t = amaxes
+        assert amax is not None and amax_t is not None, "rowwise scaling casts with observed amaxes of rows and columns"
+        dtype, given = ELEMENTS[self.element], parts_of_both(outs)
+        row, col = ops.cast_fp8_rowwise_both(x, (amax, amax_t), dtype, **self._options(), outs=given)
+        return self.format.wrap(row), self.format.wrap(col)
+
+    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
+        return ops.cast_fp8_rowwise_batch(xs, [(row.parts, col.parts) for row, col in pairs], **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {"power_of_two": self.power_of_two, "epsilon": self.epsilon}

@@ -6,6 +6,7 @@ GEMM unit wants instead is made right before the GEMM.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, parts_of, parts_of_both
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 
 BLOCK = 32
@@ -65,12 +66,13 @@ class Mxfp8(Format):
 
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale = q.parts
-        return ops.decode_mxfp8(codes, scale, self.block).to(dtype)
+        return ops.decode_mxfp8(codes, scale, self.block, dtype)
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         if not self.tile:
             return super().transpose(q)
-        return QuantizedTensor(self, tuple(part.t().contiguous() for part in q.parts))
+        codes, scale = q.parts
+        return QuantizedTensor(self, (ops.transpose_codes(codes), scale.t().contiguous()))
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class MxScaling:
     scale_rounding: str = "ceil"
     tile: bool = False
     reduces: ClassVar[tuple[int, ...]] = ()
+    op: ClassVar[str] = "cast_mxfp8"
 
     @property
     def format(self) -> Format:
@@ -95,5 +98,17 @@ class MxScaling:
 
     def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
         self.format.check((x.shape[0], x.shape[1]))
-        made = ops.cast_mxfp8(x, self.format.block, ELEMENTS[self.element], rule=self.scale_rounding)
-        return self.format.fill(out, *made)
+        return self.format.fill(out, *self._made(ops.cast_mxfp8, x, out=parts_of(out)))
+
+    def both(self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, **_: Any) -> Operands:
+        for shape in (x.shape, x.shape[::-1]):
+            self.format.check((shape[0], shape[1]))
+        row, col = self._made(ops.cast_mxfp8_both, x, outs=parts_of_both(outs))
+        return self.format.wrap(row), self.format.wrap(col)
+
+    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
+        outs = [(row.parts, col.parts) for row, col in pairs]
+        return ops.cast_mxfp8_batch(xs, outs, self.format.block, rule=self.scale_rounding)
+
+    def _made(self, op: Callable[..., Any], x: Tensor, **into: Any) -> Any:
+        return op(x, self.format.block, ELEMENTS[self.element], rule=self.scale_rounding, **into)

@@ -8,13 +8,15 @@ position in the unsharded matrix, not to the rank. (arXiv 2509.25149.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dlp.kernels import ops
+from dlp.quant.fp8 import Amaxes, Operands, parts_of, parts_of_both
 from dlp.quant.quantizer import Origin
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
@@ -67,14 +69,13 @@ class Nvfp4(Format):
 
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale, amax = q.parts
-        return ops.decode_nvfp4(codes, scale, self.block, amax).to(dtype)
+        return ops.decode_nvfp4(codes, scale, self.block, amax, dtype)
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         if not self.transposable:
             return super().transpose(q)
         codes, scale, amax = q.parts
-        flipped = ops.pack_e2m1(ops.unpack_e2m1(codes).t())
-        return QuantizedTensor(self, (flipped, scale.t().contiguous(), amax))
+        return QuantizedTensor(self, (ops.transpose_e2m1(codes), scale.t().contiguous(), amax))
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Nvfp4Scaling:
     rht: bool = False
     stochastic: bool = False
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
+    op: ClassVar[str] = "cast_nvfp4"
 
     @property
     def format(self) -> Format:
@@ -101,18 +103,53 @@ class Nvfp4Scaling:
         return ops.rht16(x) if self.rht else x
 
     def observe(self, x: Tensor) -> Tensor | None:
-        return ops.amax(self.values(x))
+        self.format.check((x.shape[0], x.shape[1]))
+        return ops.amax_nvfp4(x, rht=self.rht)
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, at: Origin | None = None, **_: Any
     ) -> QuantizedTensor:  # fmt: skip
+        self.format.check((x.shape[0], x.shape[1]))
         assert amax is not None, "nvfp4 casts with an observed tensor amax"
-        random = self._random(x, at) if self.stochastic else None
-        codes, scale = ops.cast_nvfp4(self.values(x), amax, self.format.block, random=random)
-        return self.format.fill(out, codes, scale, amax)
+        made = ops.cast_nvfp4(x, amax, self.format.block, rht=self.rht, draw=self._draw(at), out=parts_of(out))
+        return self.format.fill(out, *made)
 
-    @staticmethod
-    def _random(x: Tensor, at: Origin | None) -> Tensor:
+    def pairs_with(self, columnwise: Any) -> bool:
+        """Whether both orientations can come from one read: the columns may be transformed, the rows may not."""
+        turned = not self.tile and columnwise == replace(self, rht=True)
+        return not self.rht and (columnwise == self or turned)
+
+    def observe_both(self, x: Tensor, columnwise: Nvfp4Scaling) -> Amaxes:
+        self._check_both(x, columnwise)
+        if columnwise.rht:
+            return ops.amax_nvfp4_both(x)
+        amax = ops.amax_nvfp4(x, rht=False)
+        return amax, amax
+
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Nvfp4Scaling, outs: Operands | None = None,
+        at: tuple[Origin, Origin] | None = None, **_: Any,
+    ) -> Operands:  # fmt: skip
+        self._check_both(x, columnwise)
+        amax, amax_t = amaxes
+        assert amax is not None and amax_t is not None, "nvfp4 casts with observed tensor amaxes"
+        origins = at or (None, None)
+        row, col = ops.cast_nvfp4_both(
+            x, (amax, amax_t), self.format.block, rht=columnwise.rht,
+            draws=(self._draw(origins[0]), self._draw(origins[1])), outs=parts_of_both(outs),
+        )  # fmt: skip
+        return self.format.wrap(row), columnwise.format.wrap(col)
+
+    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
+        return ops.cast_nvfp4_batch(xs, [(row.parts, col.parts) for row, col in pairs], self.format.block)
+
+    def _check_both(self, x: Tensor, columnwise: Nvfp4Scaling) -> None:
+        self.format.check((x.shape[0], x.shape[1]))
+        columnwise.format.check((x.shape[1], x.shape[0]))
+
+    def _draw(self, at: Origin | None) -> ops.Draw | None:
+        if not self.stochastic:
+            return None
         if at is None:
             raise ValueError(
                 "nvfp4 with stochastic rounding draws bits for a place in the unsharded matrix: "
@@ -123,7 +160,4 @@ class Nvfp4Scaling:
                 f"nvfp4: a shard starts at column {at.column} of the contraction, inside a block of {BLOCK}; "
                 f"cut the contraction at multiples of {BLOCK}, or keep this operand in high precision"
             )
-        return ops.random_bytes(
-            x.shape[0], x.shape[1], row=at.row, column=at.column, total_columns=at.columns, direction=at.direction,
-            counter=at.counter, key=(at.seed, at.tensor_id),
-        )  # fmt: skip
+        return ops.Draw(at.row, at.column, at.columns, at.direction, at.counter, (at.seed, at.tensor_id))

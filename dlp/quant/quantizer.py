@@ -116,10 +116,64 @@ def needs_origin(quantizer: Quantizer) -> bool:
     return getattr(quantizer, "stochastic", False)
 
 
-def one_read(quantizer: Quantizer) -> Callable[..., tuple[QuantizedTensor, QuantizedTensor]] | None:
-    """The method `both(x, amax, *, slot=None)` of a quantizer that has it: the operands of x and of x.t() in one read,
-    the bits of two casts. Such a quantizer observes nothing, or one value that serves both."""
-    return getattr(quantizer, "both", None)
+@dataclass(frozen=True)
+class Wrapped:
+    """A quantizer around another one, which it observes and asks as; a subclass says what its casts do. It offers neither
+    both orientations in one read nor a batch, so that every cast passes through it."""
+
+    inner: Quantizer
+
+    @property
+    def format(self) -> Format:
+        return self.inner.format
+
+    @property
+    def reduces(self) -> tuple[int, ...]:
+        return self.inner.reduces
+
+    @property
+    def delayed(self) -> Any:
+        return slot_options(self.inner)
+
+    @property
+    def stochastic(self) -> bool:
+        return needs_origin(self.inner)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return self.inner.observe(x)
+
+
+@dataclass(frozen=True)
+class OneRead:
+    """The operands of x and of x.t() in one read, the bits of `rowwise.cast(x)` and of `columnwise.cast(x.t())`."""
+
+    rowwise: Any
+    columnwise: Quantizer
+
+    def observe(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What ranks must agree on for each of the two; one tensor where one value serves both."""
+        if hasattr(self.rowwise, "observe_both"):
+            row, col = self.rowwise.observe_both(x, self.columnwise)
+            return row, col
+        amax = self.rowwise.observe(x)
+        return amax, amax
+
+    def cast(
+        self, x: Tensor, amaxes: tuple[Tensor | None, Tensor | None], *,
+        outs: tuple[QuantizedTensor, QuantizedTensor] | None = None, slot: ScaleSlot | None = None,
+        at: tuple[Origin, Origin] | None = None,
+    ) -> tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
+        """x and the agreed amaxes -> both operands, into `outs` when given. `at`: of x, of x.t()."""
+        row, col = self.rowwise.both(x, amaxes, columnwise=self.columnwise, outs=outs, slot=slot, at=at)
+        return row, col
+
+
+def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
+    """How both orientations come from one read, where the rowwise quantizer offers that by a method `both`: with an equal
+    one, or with one that its `pairs_with` accepts. What it observes for the two, if that is not one value, its
+    `observe_both` says."""
+    pairs = getattr(rowwise, "pairs_with", rowwise.__eq__)
+    return OneRead(rowwise, columnwise) if hasattr(rowwise, "both") and pairs(columnwise) is True else None
 
 
 def one_launch(quantizer: Quantizer) -> Callable[..., list[Callable[[], None]]] | None:

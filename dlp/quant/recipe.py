@@ -65,6 +65,7 @@ class Recipe:
 
     amax_scope   "table": amaxes are agreed where an operand is gathered; "all": wherever tp cuts what a scale spans
     reduce_amax  delayed scaling agrees on its amaxes at the step boundary
+    gather_dy    "quantized", or "high_precision": where dy is gathered, it travels once as it is and is then quantized
     y, dx        quantizers whose rounding is applied to the results of fprop and dgrad; None: no rounding
     options      what was asked for by name, for printing
     Raises ValueError, naming the GEMM, where two operands must not meet in it.
@@ -81,6 +82,7 @@ class Recipe:
     reduce_amax: bool = True
     y: Quantizer | None = None
     dx: Quantizer | None = None
+    gather_dy: str = "quantized"
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -112,8 +114,24 @@ def _out_dtype(recipe: Recipe, value: Mapping[GemmName, Literal["bf16", "fp32"]]
     return _with_gemm_options(recipe, {which: {"out_dtype": OUT_DTYPES[name]} for which, name in value.items()})
 
 
-def _with_gemm_options(recipe: Recipe, changes: dict[GemmName, dict[str, Any]]) -> Recipe:
+def _wire(recipe: Recipe, value: Mapping[Literal["fprop", "dgrad"], Literal["hp", "bf16", "fp8"]]) -> Recipe:
+    """Per GEMM whose result is summed over tp: what contributions travel as; "hp" is the dtype of the result."""
+    return _with_gemm_options(recipe, {which: {"wire": name} for which, name in value.items()})
+
+
+def _with_gemm_options(recipe: Recipe, changes: dict[Any, dict[str, Any]]) -> Recipe:
     return replace(recipe, **{which: replace(getattr(recipe, which), **change) for which, change in changes.items()})
+
+
+def _tuned(recipe: Recipe, value: bool) -> Recipe:
+    """GEMMs run the algorithm that was measured to be the fastest on this GPU, where one was; false: always the one that
+    cuBLASLt proposes first, so that measuring changes no bits."""
+    return _with_gemm_options(recipe, {which: {"tuned": value} for which in GEMMS})
+
+
+def _allow_reference(recipe: Recipe, value: bool) -> Recipe:
+    """GEMMs that a GPU has no kernel for may run the plain-torch reference there, which is slow."""
+    return _with_gemm_options(recipe, {which: {"allow_reference": value} for which in GEMMS})
 
 
 def _high_precision(recipe: Recipe, value: Sequence[GemmName]) -> Recipe:
@@ -131,11 +149,20 @@ def _amax_scope(recipe: Recipe, value: Literal["table", "all"]) -> Recipe:
     return replace(recipe, amax_scope=value)
 
 
+def _gather_dy(recipe: Recipe, value: Literal["quantized", "high_precision"]) -> Recipe:
+    """How dy travels where it is gathered: in its quantized orientations, or once in high precision."""
+    return replace(recipe, gather_dy=value)
+
+
 SHARED_OPTIONS: dict[str, Callable[[Recipe, Any], Recipe]] = {
     "accumulation": _accumulation,
     "out_dtype": _out_dtype,
+    "wire": _wire,
     "high_precision": _high_precision,
     "amax_scope": _amax_scope,
+    "gather_dy": _gather_dy,
+    "tuned": _tuned,
+    "allow_reference": _allow_reference,
 }
 
 

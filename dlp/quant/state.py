@@ -2,12 +2,13 @@
 
 `scale` and `staging` are one fp32 tensor each over all slots, so that one all-reduce agrees on everything and casts
 read and max views into them. Histories are kept per length and algorithm, [L, n] each, so that an update is a few
-vectorised passes however many slots there are. No process group: who calls `update` has reduced the staging row.
+vectorised passes however many slots there are, and on a GPU one launch. No process group: who calls `update` has
+reduced the staging row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,8 @@ class SlotTable:
         self.names = tuple(name for members in kinds.values() for name in members)
         self.scale = torch.ones(len(self.names), device=device)
         self.staging = torch.zeros(len(self.names), device=device)
+        self._reduced = torch.zeros_like(self.staging)
+        self._update: Callable[[], None] | None = None
         self._index = {name: i for i, name in enumerate(self.names)}
         self._kinds = [self._kind([slots[name] for name in members], members[0]) for members in kinds.values()]
 
@@ -64,13 +67,14 @@ class SlotTable:
     def update(self, reduced: Tensor) -> None:
         """The step boundary: `reduced` fp32 [slots], the staging row after its MAX all-reduce, enters the histories,
         the scales follow from them, and staging starts again at 0."""
-        for kind in self._kinds:
-            history, scale = ops.delayed_update(
-                kind.history, self.scale[kind.span], reduced[kind.span], kind.target, kind.options.amax_compute_algo
-            )
-            kind.history.copy_(history)
-            self.scale[kind.span].copy_(scale)
-        self.staging.zero_()
+        self._reduced.copy_(reduced)
+        self._update = self._update or ops.delayed_updates([self._slots(kind) for kind in self._kinds])
+        self._update()
+
+    def _slots(self, kind: _Kind) -> ops.DelayedSlots:
+        """What an update reads and writes: tensors that stay where they are."""
+        scale, reduced, staging = (table[kind.span] for table in (self.scale, self._reduced, self.staging))
+        return ops.DelayedSlots(kind.history, scale, reduced, kind.target, staging, kind.options.amax_compute_algo)
 
     def state_dict(self) -> SlotState:
         """name -> scale [] and history [L] (oldest second, newest last; the first is the empty staging row), copies."""

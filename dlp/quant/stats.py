@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.quant.quantizer import Quantizer, needs_origin, slot_options
+from dlp.quant.quantizer import Quantizer, Wrapped
 from dlp.quant.recipe import OPERANDS, Operand, Recipe
-from dlp.quant.tensor import Format, QuantizedTensor
+from dlp.quant.tensor import QuantizedTensor
 
 SUMS = ("nonzero", "underflow", "saturated", "signal", "noise")
 MAXIMA = ("amax", "scale_inv")
@@ -74,31 +74,11 @@ def _all_codes(made: QuantizedTensor, code: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Wrapped):
     """`inner`, whose casts are recorded in `table` under `name`; equal to another one of an equal `inner`."""
 
-    inner: Quantizer
     name: str = field(compare=False)
     table: StatsTable = field(compare=False)
-
-    @property
-    def format(self) -> Format:
-        return self.inner.format
-
-    @property
-    def reduces(self) -> tuple[int, ...]:
-        return self.inner.reduces
-
-    @property
-    def delayed(self) -> Any:
-        return slot_options(self.inner)
-
-    @property
-    def stochastic(self) -> bool:
-        return needs_origin(self.inner)
-
-    def observe(self, x: Tensor) -> Tensor | None:
-        return self.inner.observe(x)
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
         made = self.inner.cast(x, amax, **more)

@@ -142,6 +142,14 @@ class Format:
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         raise ValueError(f"format {self.name} cannot be transposed: quantize the transposed tensor instead")
 
+    def part_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The dtypes of the parts, for a source of `dtype`."""
+        return tuple(part.dtype or dtype for part in self.parts)
+
+    def moves_along(self, dim: int) -> list[int | None]:
+        """`Part.moves_along` of every part."""
+        return [part.moves_along(dim) for part in self.parts]
+
     def check(self, shape: tuple[int, int]) -> None:
         """ValueError where the format cannot hold a matrix [rows, contraction] of this shape."""
         for what, size, multiple in zip(("rows", "contraction"), shape, self.multiple, strict=True):
@@ -174,11 +182,12 @@ class Format:
         return QuantizedTensor(self, tuple(parts[: len(self.parts)]))
 
     def fill(self, out: QuantizedTensor | None, *parts: Tensor) -> QuantizedTensor:
-        """The parts as a QuantizedTensor of this format, copied into `out` when given."""
+        """The parts as a QuantizedTensor of this format, copied into `out` when given, unless they are its own."""
         if out is None:
             return QuantizedTensor(self, parts)
         for destination, part in zip(out.parts, parts, strict=True):
-            destination.copy_(part)
+            if destination is not part:
+                destination.copy_(part)
         return out
 
     def nbytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:

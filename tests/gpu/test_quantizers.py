@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from dlp.kernels import loader, ops
-from dlp.quant.quantizer import ScaleSlot, cast_op, one_read
+from dlp.quant.quantizer import Origin, ScaleSlot, cast_op, one_read
 from dlp.quant.recipe import load
 from dlp.quant.tensor import QuantizedTensor
 from tests.gpu.inputs import values, views
@@ -15,9 +16,13 @@ from tests.metrics import assert_bit_equal
 
 RECIPES = [
     load("fp8_current"), load("fp8_current", power_of_two=True, epsilon=1e-3), load("fp8_delayed", margin=1),
+    load("fp8_rowwise"), load("fp8_rowwise", power_of_two=False, fp8_format="HYBRID"),
     load("fp8_block"), load("fp8_block", power_of_two=False, fp8_format="HYBRID"),
+    load("mxfp8"), load("mxfp8", scale_rounding="floor", fp8_format="HYBRID", enable_2d_quantization=True),
+    load("nvfp4"), load("nvfp4", disable_rht=True), load("nvfp4", disable_stochastic_rounding=True),
+    load("nvfp4", disable_2d_quantization=True),
 ]  # fmt: skip
-QUANTIZERS = list(dict.fromkeys(operand.rowwise for recipe in RECIPES for operand in (recipe.x, recipe.w, recipe.dy)))
+PAIRS = list(dict.fromkeys((q.rowwise, q.columnwise) for recipe in RECIPES for q in (recipe.x, recipe.w, recipe.dy)))
 
 
 def assert_same(made: QuantizedTensor, expected: QuantizedTensor, what: str) -> None:
@@ -29,23 +34,38 @@ def slot(device: str) -> ScaleSlot:
     return ScaleSlot(torch.tensor(3.0, device=device), torch.zeros((), device=device))
 
 
+def at(x: Tensor, device: str) -> tuple[Origin, Origin]:
+    """Of x and of x.t()."""
+    counter = torch.tensor(11, device=device)
+    return Origin(7, 32, 900, 999, 1, 2, counter), Origin(5, 48, 999, 900, 1, 2, counter, 1)
+
+
+def fitting(pair, matrix: Tensor) -> dict[str, Tensor]:
+    """Views of a matrix that both formats hold."""
+    unit = max(max(quantizer.format.multiple) for quantizer in pair)
+    return {how: x for how, x in views(matrix).items() if all(size % unit == 0 for size in x.shape)}
+
+
 def test_there_are_kernels(device):
     assert loader.missing() == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("data", ["gauss", "specials"])
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
-def test_a_cast_on_the_gpu_is_the_one_on_the_cpu(device, quantizer, dtype, data):
-    assert cast_op(quantizer), "a quantizer of this list has a kernel"
-    matrix = values(data, 200, 300, dtype)
-    theirs = views(matrix.to(device))
-    for how, x in views(matrix).items():
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_cast_on_the_gpu_is_the_one_on_the_cpu(device, pair, dtype, data):
+    assert all(cast_op(quantizer) for quantizer in pair), "quantizers of this list have kernels"
+    block = max(max(quantizer.format.multiple) for quantizer in pair) > 1
+    matrix = values(data, *((192, 288) if block else (200, 300)), dtype)
+    theirs, (rowwise, columnwise), both = views(matrix.to(device)), pair, one_read(*pair)
+    for how, x in fitting(pair, matrix).items():
         mine, slots = theirs[how], (slot("cpu"), slot(device), slot(device))
-        one = quantizer.cast(x, quantizer.observe(x), slot=slots[0])
-        other = quantizer.cast(x.t(), quantizer.observe(x), slot=slot("cpu"))
-        assert_same(quantizer.cast(mine, quantizer.observe(mine), slot=slots[1]), one, how)
-        row, col = one_read(quantizer)(mine, quantizer.observe(mine), slot=slots[2])
+        one = rowwise.cast(x, rowwise.observe(x), slot=slots[0], at=at(x, "cpu")[0])
+        other = columnwise.cast(x.t(), columnwise.observe(x.t()), slot=slot("cpu"), at=at(x, "cpu")[1])
+        assert_same(rowwise.cast(mine, rowwise.observe(mine), slot=slots[1], at=at(x, device)[0]), one, how)
+        turned = columnwise.cast(mine.t(), columnwise.observe(mine.t()), slot=slot(device), at=at(x, device)[1])
+        assert_same(turned, other, f"columns, {how}")
+        row, col = both.cast(mine, both.observe(mine), slot=slots[2], at=at(x, device))
         assert_same(row, one, f"row of both, {how}")
         assert_same(col, other, f"column of both, {how}")
         for recorded in slots[1:]:
@@ -64,20 +84,41 @@ def test_amax_on_the_gpu_is_the_one_on_the_cpu(device, dtype):
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_cast_reads_nothing_back(device, recipe):
     """No cast waits for the device: it can be captured in a CUDA graph and replayed on other values."""
-    x, quantizer = values("gauss", 256, 512, torch.bfloat16), recipe.x.rowwise
-    mine = x.to(device)
-    one_read(quantizer)(mine, quantizer.observe(mine), slot=slot(device))  # loads the kernels
+    x, both = values("gauss", 256, 512, torch.bfloat16), one_read(recipe.dy.rowwise, recipe.dy.columnwise)
+    mine, where = x.to(device), at(x, device)
+    both.cast(mine, both.observe(mine), slot=slot(device), at=where)  # loads the kernels
     torch.cuda.synchronize()
     captured, graph = slot(device), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        row, col = one_read(quantizer)(mine, quantizer.observe(mine), slot=captured)
+        made = both.cast(mine, both.observe(mine), slot=captured, at=where)
     mine.mul_(-4)
     graph.replay()
-    assert_same(row, quantizer.cast(-4 * x, quantizer.observe(-4 * x), slot=slot("cpu")), "replayed")
-    assert_same(col, quantizer.cast(-4 * x.t(), quantizer.observe(-4 * x), slot=slot("cpu")), "replayed, transposed")
+    for q, quantizer, values_of, place in zip(
+        made, (both.rowwise, both.columnwise), (-4 * x, -4 * x.t()), at(x, "cpu"), strict=True
+    ):
+        assert_same(q, quantizer.cast(values_of, quantizer.observe(values_of), slot=slot("cpu"), at=place), "replayed")
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block"])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_casts_write_where_they_are_told(device, pair):
+    """Into rows of a larger buffer, such as a rank's segment of what is gathered."""
+    x, both = values("gauss", 192, 288, torch.bfloat16).to(device), one_read(*pair)
+    expected = both.cast(x, both.observe(x), slot=slot(device), at=at(x, device))
+
+    def leased(q: QuantizedTensor) -> QuantizedTensor:
+        whole = [torch.zeros(3, *part.shape, device=device).to(part.dtype) for part in q.parts]
+        return q.format.wrap([part[1] for part in whole])
+
+    outs = leased(expected[0]), leased(expected[1])
+    both.cast(x, both.observe(x), slot=slot(device), at=at(x, device), outs=outs)
+    for out, q, quantizer, values_of, where in zip(outs, expected, pair, (x, x.t()), at(x, device), strict=True):
+        assert_same(out, q.format.wrap([part.cpu() for part in q.parts]), "both")
+        alone = leased(q)
+        quantizer.cast(values_of, quantizer.observe(values_of), slot=slot(device), at=where, out=alone)
+        assert_same(alone, q.format.wrap([part.cpu() for part in q.parts]), "alone")
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 def test_weights_cast_together_are_those_cast_alone(device, recipe, monkeypatch):
     losses, runtime = trained(recipe, device=device)
     monkeypatch.setattr(ops, "has_batches", lambda x: False)

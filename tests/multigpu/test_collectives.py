@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlp.comm import collectives
+from dlp.comm import collectives, symmetric
 from dlp.comm.amax import agree
+from dlp.comm.exchange import by_distance
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, bit_difference
 from tests.observe import Collectives
@@ -92,8 +97,8 @@ def wait_twice() -> list[bool]:
     x = mine((4, 2), torch.float32)
     started = [
         collectives.all_gather((x, x), (0, 1), dist.group.WORLD),
-        collectives.reduce_scatter(x, dist.group.WORLD),
-        collectives.all_reduce(x, dist.group.WORLD),
+        collectives.reduce_scatter((x,), dist.group.WORLD),
+        collectives.all_reduce((x,), dist.group.WORLD),
     ]
     in_reverse = [pending.wait() for pending in reversed(started)]
     return [again.wait() is first for again, first in zip(reversed(started), in_reverse, strict=True)]
@@ -107,8 +112,8 @@ def test_pending_results_are_awaited_in_any_order_and_more_than_once(ranks, worl
 def sums(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, bool]:
     x = mine(shape, dtype)
     before = x.clone()
-    scattered = collectives.reduce_scatter(x, dist.group.WORLD).wait()
-    reduced = [collectives.all_reduce(x, dist.group.WORLD).wait() for _ in range(3)]
+    (scattered,) = collectives.reduce_scatter((x,), dist.group.WORLD).wait()
+    reduced = [collectives.all_reduce((x,), dist.group.WORLD).wait()[0] for _ in range(3)]
     same = all(torch.equal(again, reduced[0]) for again in reduced[1:]) and torch.equal(x, before)
     return scattered.clone(), reduced[0], same
 
@@ -135,7 +140,7 @@ def test_the_order_of_a_sum_can_be_seen_in_its_bits():
 
 def reduce_odd_shapes() -> list[tuple[Tensor, ...]]:
     shapes: list[tuple[int, ...]] = [(), (1,), (3, 5), (0, 4)]
-    return [(collectives.all_reduce(mine(shape, torch.float32), dist.group.WORLD).wait(),) for shape in shapes]
+    return [collectives.all_reduce((mine(shape, torch.float32),), dist.group.WORLD).wait() for shape in shapes]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -147,7 +152,7 @@ def test_all_reduce_takes_any_shape(ranks, world):
 
 def reduce_uneven_rows() -> str:
     try:
-        collectives.reduce_scatter(mine((5, 2), torch.float32), dist.group.WORLD)
+        collectives.reduce_scatter((mine((5, 2), torch.float32),), dist.group.WORLD)
     except ValueError as error:
         return str(error)
     return "no error"
@@ -176,3 +181,204 @@ def test_agree_is_one_reduction_to_the_elementwise_maximum(ranks, world):
             assert_bit_equal(value, expected)
         assert untouched
         assert launches == (world > 1)
+
+
+MIXED = [((4, 6), torch.bfloat16), ((8,), torch.float32), ((4, 3, 5), torch.float32), ((4, 0), torch.bfloat16)]
+
+
+def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[str]]]:
+    """Sums and an exchange of several parts of different dtypes, and the launches of each."""
+    world, seen = dist.get_world_size(), [Collectives() for _ in range(3)]
+    parts = [mine((world * shape[0], *shape[1:]), dtype) for shape, dtype in MIXED]
+    with seen[0]:
+        scattered = collectives.reduce_scatter(parts, dist.group.WORLD).wait()
+    with seen[1]:
+        reduced = collectives.all_reduce(parts, dist.group.WORLD).wait()
+    with seen[2]:
+        chunks = [part.unflatten(0, (world, -1)) for part in parts if part.numel()]
+        exchanged = collectives.all_to_all(chunks, dist.group.WORLD).wait()
+    return list(scattered), list(reduced), [part.contiguous() for part in exchanged], [s.names for s in seen]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_several_parts_are_summed_and_exchanged_in_one_launch(ranks, world):
+    for rank, (scattered, reduced, exchanged, names) in enumerate(ranks(world).run(sum_several)):
+        for i, (shape, dtype) in enumerate(MIXED[:3]):
+            whole = (world * shape[0], *shape[1:])
+            expected = summed(world, whole, dtype)
+            assert_bit_equal(scattered[i], expected.chunk(world)[rank], f"reduce_scatter of {dtype}")
+            assert_bit_equal(reduced[i], expected, f"all_reduce of {dtype}")
+            chunks = [of_rank(source, whole, dtype).chunk(world)[rank] for source in range(world)]
+            assert_bit_equal(exchanged[i], torch.stack(chunks), f"all_to_all of {dtype}")
+        assert (scattered[3].shape, reduced[3].shape) == ((4, 0), (4 * world, 0))
+        assert [len(launches) for launches in names] == ([0, 0, 0] if world == 1 else [1, 2, 1]), names
+
+
+def gather_in_place() -> tuple[list[bool], list[Tensor]]:
+    """Parts written into their own segments: whether what is gathered is the storage itself, and what it holds."""
+    shapes, dtypes, dims = [(4, 6), (), (4, 3)], [torch.uint8, torch.float32, torch.float32], [0, None, 0]
+    storage, own = collectives.room(shapes, dtypes, dims, dist.group.WORLD, worker.device())
+    for part, shape, dtype in zip(own, shapes, dtypes, strict=True):
+        part.copy_(mine(shape, dtype))
+    whole = collectives.all_gather(own, dims, dist.group.WORLD, storage).wait()
+    kept = [own[1] if room is None else room for room in storage]
+    return [a.data_ptr() == b.data_ptr() for a, b in zip(whole, kept, strict=True)], list(whole)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_written_into_its_segment_is_gathered_in_place(ranks, world):
+    for rank, (same, (codes, shared, scales)) in enumerate(ranks(world).run(gather_in_place)):
+        assert same == [True, True, True], "nothing is copied before or after"
+        assert_bit_equal(codes, concatenated(world, (4, 6), torch.uint8, 0))
+        assert_bit_equal(shared, of_rank(rank, (), torch.float32))
+        assert_bit_equal(scales, concatenated(world, (4, 3), torch.float32, 0))
+
+
+# Random sequences: all ranks draw the same operations, keep several in flight and await them in any order
+
+
+def value(rank: int, step: int, shape: tuple[int, ...]) -> Tensor:
+    """What `rank` gives to operation `step`."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def of_all(step: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.stack([value(rank, step, shape) for rank in range(dist.get_world_size())])
+
+
+def in_order(x: Tensor) -> Tensor:
+    total = x[0]
+    for part in x[1:]:
+        total = total + part
+    return total
+
+
+def start_collective(kind: str, step: int, shared: Tensor) -> Callable[[], bool]:
+    """Start one on `shared` [R, R, 3], whose content is this operation's; what waits for it says whether it is right."""
+    world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    own = value(rank, step, (world, 3)).to(shared.device)
+    everything = of_all(step, (world, 3))
+    if kind == "gather":
+        shared[rank] = own
+        pending = collectives.all_gather((shared[rank],), (0,), group, [shared])
+        return lambda: torch.equal(pending.wait()[0].cpu(), everything.flatten(0, 1))
+    source = shared[0].copy_(own)
+    if kind == "reduce_scatter":
+        scattered = collectives.reduce_scatter((source,), group)
+        return lambda: torch.equal(scattered.wait()[0].cpu(), in_order(everything)[rank : rank + 1])
+    if kind == "all_reduce":
+        reduced = collectives.all_reduce((source,), group)
+        return lambda: torch.equal(reduced.wait()[0].cpu(), in_order(everything))
+    exchanged = collectives.all_to_all((source,), group)
+    return lambda: torch.equal(exchanged.wait()[0].cpu(), everything[:, rank])
+
+
+def random_collectives(seed: int, steps: int) -> list[bool]:
+    """Three buffers in turn; one is written again once what it was given to has been awaited."""
+    draw, world = random.Random(seed), dist.get_world_size()
+    buffers = [torch.zeros(world, world, 3, device=worker.device()) for _ in range(3)]
+    pending: dict[int, Callable[[], bool]] = {}
+    found = []
+    for step in range(steps):
+        free = draw.randrange(3)
+        if free in pending:
+            found.append(pending.pop(free)())
+        kind = draw.choice(["gather", "reduce_scatter", "all_reduce", "all_to_all"])
+        pending[free] = start_collective(kind, step, buffers[free])
+        if draw.random() < 0.3:
+            found.append(pending.pop(draw.choice(sorted(pending)))())
+    return found + [wait() for wait in pending.values()]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_sequences_of_collectives_on_shared_buffers(ranks, world):
+    for found in ranks(world).run(random_collectives, 7, 60):
+        assert len(found) == 60 and all(found)
+
+
+# Symmetric memory: slots that are leased, copied out of by peers, and free again
+
+
+def symmetric_buffer(slots: int, nbytes: int) -> symmetric.SymmetricBuffer:
+    memory = symmetric.SharedMemory if worker.device().type == "cpu" else symmetric.CudaMemory
+    return symmetric.SymmetricBuffer(dist.group.WORLD, nbytes, worker.device(), slots=slots, memory=memory)
+
+
+def random_exchanges(seed: int, steps: int, slots: int) -> list[bool]:
+    """Gathers (one set of parts) and exchanges (a set for each rank), leased early or late and used in any order."""
+    draw, world, rank = random.Random(seed), dist.get_world_size(), dist.get_rank()
+    buffer = symmetric_buffer(slots, 1 << 14)
+    leased: list[tuple[int, Any]] = []
+    started: list[tuple[int, Any]] = []
+    found = []
+
+    def start(step: int, exchange: Any) -> None:
+        for i, (part, tail) in enumerate(exchange.outgoing):
+            part.copy_(value(rank, step, (len(exchange.outgoing), 40, 7))[i])
+            tail.copy_(part[0].bfloat16())
+        before = draw.random() < 0.5
+        exchange.keep() if before else None
+        for distance, _, _ in by_distance(dist.group.WORLD):
+            exchange.step(distance)
+        exchange.keep() if not before else None
+        started.append((step, exchange))
+
+    def check(step: int, exchange: Any) -> None:
+        for source in range(world):
+            exchange.wait(source)
+        sets = len(exchange.outgoing)
+        expected = of_all(step, (sets, 40, 7))[:, rank % sets]
+        tails = torch.equal(exchange.arrived[1].cpu(), expected[:, 0].bfloat16())
+        found.append(tails and torch.equal(exchange.arrived[0].cpu(), expected))
+
+    for step in range(steps):
+        kinds = [(40, 7), (7,)], [torch.float32, torch.bfloat16]
+        leased.append((step, symmetric.SymmetricExchange(buffer, *kinds, draw.choice([1, world]))))
+        while leased and (len(leased) >= slots - 1 or draw.random() < 0.6):
+            start(*leased.pop(0))
+        while started and draw.random() < 0.5:
+            check(*started.pop(draw.randrange(len(started))))
+    for step, exchange in leased:
+        start(step, exchange)
+    for step, exchange in started:
+        check(step, exchange)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_random_sequences_of_exchanges_in_symmetric_memory(ranks, world, slots):
+    for found in ranks(world).run(random_exchanges, 11, 60, slots):
+        assert len(found) == 60 and all(found)
+
+
+def lease_too_many() -> str:
+    buffer = symmetric_buffer(2, 1 << 12)
+    held = [buffer.lease(), buffer.lease()]
+    try:
+        buffer.lease()
+    except RuntimeError as error:
+        return str(error) * len({slot.index for slot in held})
+    return "no error"
+
+
+@pytest.mark.ranks(2)
+def test_a_slot_is_leased_to_one(ranks):
+    for message in ranks(2).run(lease_too_many):
+        assert message.count("all 2 slots of a symmetric buffer are leased") == 2
+
+
+def without_symmetric_memory() -> str:
+    try:
+        symmetric.CudaMemory(1 << 12, dist.group.WORLD, torch.device("cuda"))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks(2)
+def test_symmetric_memory_that_is_missing_is_an_error(ranks, device_type):
+    if device_type == "cuda":
+        pytest.skip("it is there")
+    for message in ranks(2).run(without_symmetric_memory):
+        assert "cannot map each other's memory" in message and "set overlap = 'serial'" in message

@@ -287,7 +287,7 @@ def refused_conversions() -> dict[str, tuple[str, bool]]:
         "narrow amax group": (sp, {"batch": batch_shape, "amax_group": alone}),
         "indivisible": ([{"name": "head", "match": ["blocks.1.up"], "style": "column"}], {}),
         "unknown name": ([{"name": "typo", "match": ["blocks.*.atn.*"], "style": "column"}], {}),
-        "norm": ([{"name": "norm", "match": ["norm"], "style": "column"}], {}),
+        "norm": ([{"name": "norm", "match": ["norm"], "style": "row"}], {}),
     }
     found = {}
     for name, (chosen, options) in attempts.items():
@@ -311,7 +311,7 @@ def test_what_conversion_refuses_it_leaves_alone(ranks):
             "narrow amax group": f"blocks.0.attn.q and siblings: its amax group has ranks [{rank}], but sequence",
             "indivisible": "blocks.1.up: COLUMN cuts out_features 31 over tp 2, which does not divide it",
             "unknown name": "layer group 'typo': pattern 'blocks.*.atn.*' matches no layer; nearest: 'blocks.0.attn.",
-            "norm": "norm: style 'column' is for linears and embeddings; LayerNorm is replicated",
+            "norm": "norm: style 'row' is for linears; LayerNorm is replicated",
         }
         assert found.keys() == expected.keys()
         for name, (message, untouched) in found.items():
@@ -455,5 +455,5 @@ def classes() -> tuple[str, str, str]:
 def test_the_plan_and_the_modules_print_themselves(ranks):
     for plan, layer, norm in ranks(2).run(classes):
         assert "blocks.0.up" in plan and "COLUMN" in plan
-        assert layer == "SiblingLinear(COLUMN, tp=2, recipe=bf16)"
+        assert layer == "ConvertedLinear(COLUMN, tp=2, recipe=bf16)"
         assert norm == "ReplicatedLayerNorm"

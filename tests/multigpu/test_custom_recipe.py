@@ -133,7 +133,7 @@ def test_odd_tokens_travel_in_high_precision_alike_on_every_rank_and_it_is_said(
     recipe = load(name, amax_scope="all", **({"disable_stochastic_rounding": True} if name == "nvfp4" else {}))
     for errors, said, _ in ranks(2).run(travelling, recipe, 2 * 43):
         for what, error in errors.items():
-            assert error < 1e-5, f"{name} {what}: {error}"
+            assert error < 2**-13, f"{name} {what}: {error}"  # what FP8 units keep of a sum, on two ranks
         expected = [
             f"{t} columnwise ({name}) travels in high precision: 43 tokens a rank are no multiple of {unit}"
             for t in ("x", "dy")

@@ -1,5 +1,5 @@
 """FSDP2 over tensor-parallel layers: which axes it works on, uneven shards, initial weights on every mesh, and when
-weights are cast: once per step where they are whole on a rank, at use where FSDP gathers them.
+weights are cast: once per step, whole or shard by shard. What FSDP gathers is in test_fsdp_gather.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.parallel import linear_fn, operands, weight
+from dlp.parallel import fsdp, linear_fn, operands, shard_casts, shards, weight, weight_batch
 from dlp.parallel.fsdp import data_parallel_mesh
 from launch.model import Llama, init_weights, initial_value, parallel_groups
 from launch.sections import Model
@@ -132,7 +132,12 @@ class Casts:
             self.weights += len(values) * (tensor == "w")
             return operands.quantize(spec, tensor, values, **options)
 
-        self._patches = [patch.object(module, "quantize", counting) for module in (linear_fn, weight)]
+        def counting_shards(weights: Any) -> None:
+            self.weights += sum(len(sharded.casts) for sharded in weights)
+            shard_casts.cast_shards(weights)
+
+        self._patches = [patch.object(module, "quantize", counting) for module in (linear_fn, weight, shards)]
+        self._patches += [patch.object(module, "cast_shards", counting_shards) for module in (weight_batch, fsdp)]
         for each in self._patches:
             each.start()
         return self
@@ -142,12 +147,12 @@ class Casts:
             each.stop()
 
 
-def casts_per_step(fsdp: bool) -> list[int]:
+def casts_per_step(under_fsdp: bool) -> list[int]:
     """Weights cast in the forwards and backwards of a step of three microbatches, and in its step boundary; twice."""
     mesh = worker.mesh(tp=1, dp_shard=dist.get_world_size())
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(worker.device())
     dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)
-    if fsdp:
+    if under_fsdp:
         dlp.fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dlp.attach(model, optimizer)
@@ -165,12 +170,11 @@ def casts_per_step(fsdp: bool) -> list[int]:
 
 
 @pytest.mark.ranks(2)
-def test_whole_weights_are_cast_once_per_step_and_gathered_ones_at_use(ranks, device_type):
+def test_weights_are_cast_once_per_step(ranks, device_type):
     (*_, second, boundary) = ranks(2).run(casts_per_step, False)[0]
     layer_by_layer = {"cpu": 2, "cuda": 0}[device_type]  # on GPUs one launch casts the weights of all layers
     assert (second, boundary) == (0, layer_by_layer), "two layers, at the boundary only"
-    per_microbatch = 2 + 1  # both in forward, and in backward that of the layer whose input needs a gradient
-    assert ranks(2).run(casts_per_step, True)[0] == [3 * per_microbatch, 0] * 2
+    assert ranks(2).run(casts_per_step, True)[0] == [0, 2] * 2, "shards, at the boundary too"
 
 
 def after_loading() -> tuple[Tensor, Tensor, Tensor]:

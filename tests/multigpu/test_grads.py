@@ -188,9 +188,9 @@ def count_sums() -> list[tuple[int, ...]]:
     """The shapes summed over tp by the end of two backwards."""
     model, shapes = make(2), []
 
-    def all_reduce(x: Tensor, group: Any) -> Any:
-        shapes.append(tuple(x.shape))
-        return collectives_all_reduce(x, group)
+    def all_reduce(parts: tuple[Tensor, ...], group: Any) -> Any:
+        shapes.extend(tuple(part.shape) for part in parts)
+        return collectives_all_reduce(parts, group)
 
     collectives_all_reduce = collectives.all_reduce
     with patch.object(grads.collectives, "all_reduce", all_reduce):
@@ -225,7 +225,8 @@ def bypass() -> str:
 def test_a_step_after_bypassing_the_model_raises(ranks):
     for message in ranks(2).run(bypass):
         assert (
-            "the gradients of 5 parameters on token shards (block.norm.weight, ...) were not summed over tp" in message
+            "the gradients of 5 parameters (block.norm.weight, ...) are parts of a sum over tp that was not made"
+            in message
         )
         assert "as model(...)" in message
 
@@ -246,3 +247,67 @@ def two_optimizers() -> None:
 @pytest.mark.ranks(2)
 def test_two_optimizers_may_share_a_model(ranks):
     ranks(2).run(two_optimizers)
+
+
+class Attention(nn.Module):
+    """x [B, S, H] -> [B, S, H], with a norm over the features of each head behind q, as in Qwen3."""
+
+    heads, head_dim = 4, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(HIDDEN, self.heads * self.head_dim)
+        self.q_norm = nn.LayerNorm(self.head_dim)
+        self.o = nn.Linear(self.heads * self.head_dim, HIDDEN)
+        self.tp: DeviceMesh | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x if self.tp is None else dlp.scatter_tokens(x, self.tp)
+        q = self.q_norm(self.q(rows).view(BATCH, SEQUENCE, -1, self.head_dim))
+        y = self.o(torch.tanh(q).flatten(-2) if self.tp is None else torch.tanh(q).view(BATCH * SEQUENCE, -1))
+        return y if self.tp is None else dlp.gather_tokens(y, self.tp).view(x.shape)
+
+
+def head_norm(tp: int, sequence_parallel: bool, told: bool) -> tuple[str, dict[str, Tensor]]:
+    """What the first step says, and the gradients before it. `told`: a group says that the norm reads cut features."""
+    torch.manual_seed(3)
+    model = Attention()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.5, 0.5)
+    model.to(worker.device())
+    if tp > 1:
+        mesh = worker.mesh(tp=tp)
+        groups = [
+            {"name": "sp", "match": ["q", "o"], "sequence_parallel": sequence_parallel},
+            {"name": "q", "match": ["q"], "style": "column"},
+            {"name": "o", "match": ["o"], "style": "row"},
+        ] + [{"name": "norm", "match": ["q_norm"], "style": "column"}] * told
+        plan = dlp.convert(model, groups, mesh, batch=(BATCH, SEQUENCE))
+        assert ("replicated on cut features" in str(plan)) == told
+        model.tp = mesh["tp"] if sequence_parallel else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    loss_of(model(batch(0))).backward()
+    found = gradients(dict(model.named_parameters()))
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), found
+    return "", found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_a_norm_on_cut_features_is_summed_where_its_group_says_so(ranks, world, sequence_parallel):
+    _, expected = ranks(1).run(head_norm, 1, False, True)[0]
+    for said, found in ranks(world).run(head_norm, world, sequence_parallel, True):
+        assert said == "" and found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, 1e-5, name)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_norm_on_cut_features_that_nobody_declared_stops_the_first_step(ranks, world):
+    for said, _ in ranks(world).run(head_norm, world, True, False):
+        assert said.startswith("q_norm.weight is replicated on tp, but its gradient differs between tp ranks (norms ")
+        assert "style = 'column'" in said

@@ -119,7 +119,8 @@ def cut_exact(seen: Seen, gemm: str, dim: int | None, tp: int) -> tuple[Tensor, 
     a_name, a_way, b_name, b_way = GEMM_OPERANDS[gemm]
     a, b = decoded(seen, a_name, a_way), decoded(seen, b_name, b_way)
     formats = [seen[name, "rowwise"][0].format for name in (a_name, b_name)]
-    native_fp8 = support(*formats, device_kind(worker.device().type)).kernel == "torch._scaled_mm"
+    kernel = support(*formats, device_kind(worker.device().type)).kernel
+    native_fp8 = kernel.startswith(("torch._scaled_mm", "cublaslt fp8"))
     unit = 2.0**-14 if native_fp8 else 2.0**-24  # Hopper's FP8 units keep about 14 bits while they add
     return cut(a @ b.t(), dim, tp), cut(a.shape[1] * unit * (a.abs() @ b.abs().t()), dim, tp)
 

@@ -54,17 +54,33 @@ def test_a_run_leaves_its_files(ranks, tmp_path, data):
 
 
 @pytest.mark.ranks(2)
+def test_a_profiled_step_tells_its_exposed_communication(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.profile=3", "--train.steps=4")
+    ranks(2).run(training.run, config)
+    records = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [record for record in records if "exposure" in record]
+    assert found["step"] == 3
+    assert 0 < found["exposure"]["transfers"] < found["exposure"]["step"]
+    assert 0 <= found["exposure"]["exposed"] <= found["exposure"]["transfers"]
+    assert (Path(config.run.dir) / "trace-step-3.json").exists()
+    assert any(line.startswith("step 3: transfers took ") for line in training.said(config))
+
+
+@pytest.mark.ranks(2)
 def test_metrics_have_every_number(ranks, tmp_path, data):
     config = training.config(tmp_path, data)
     ranks(2).run(training.run, config)
     records = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
     assert [(record["step"], "loss" in record) for record in records] == [
-        (1, True), (2, True), (3, True), (4, True), (4, False), (5, True), (6, True), (6, False),
+        (1, True), (2, True), (3, False), (3, True), (4, True), (4, False), (5, True), (6, True), (6, False),
     ]  # fmt: skip
     assert records[0].keys() == {
         "step", "loss", "gradient_norm", "lr", "tokens_per_second", "model_flops_per_second", "mfu", "seconds", "split",
-        "peak_memory_bytes",
+        "wire_bytes", "peak_memory_bytes",
     }  # fmt: skip
+    assert records[2].keys() == {"step", "ledger"}
+    counted = sum(entry["bytes"] for entry in records[2]["ledger"])
+    assert records[0]["wire_bytes"] == {"tp": counted} and counted > 0
     assert records[0]["split"].keys() == {"data", "forward", "backward", "optimizer"}
     assert [record["lr"] for record in records[:2]] == [0.005, 0.01]
     for record in records:
@@ -192,9 +208,9 @@ def begun(config: Config) -> tuple[str, int]:
 class BadGradient(Trainer):
     """The loss is finite and one gradient is not."""
 
-    def optimize(self, lr: float) -> torch.Tensor:
+    def optimize(self) -> torch.Tensor:
         next(self.built.model.parameters()).grad._local_tensor.view(-1)[0] = float("inf")
-        return super().optimize(lr)
+        return super().optimize()
 
 
 def bad_gradient(config: Config) -> str:
@@ -233,3 +249,16 @@ def test_an_exception_is_in_the_log_of_its_rank_and_no_checkpoint_follows(ranks,
         ranks(2).run(raising, config)
     assert "the disk is on fire" in Path(config.run.dir, "log", "rank1.txt").read_text()
     assert checkpoints(config) == ["step-1", "step-2"]
+
+
+@pytest.mark.ranks(2)
+def test_losses_do_not_depend_on_how_fsdp_gathers_weights(ranks, tmp_path, data):
+    seen = []
+    for quantized in ("true", "false"):
+        config = training.config(
+            tmp_path, data, "--train.steps=3", "--mesh.tp=1", "--recipe=fp8_current", f"--mesh.quantized_gather={quantized}",
+            f"--run.dir={tmp_path}/{quantized}",
+        )  # fmt: skip
+        ranks(2).run(training.run, config)
+        seen.append([training.metrics(config, key) for key in ("loss", "gradient_norm")])
+    assert seen[0] == seen[1]

@@ -5,10 +5,20 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "cublaslt.h"
 #include "kernels.h"
 
 namespace dlp {
 namespace {
+
+// A launch waits where the device's queue is full, as it is when a peer is gone. Other threads, like the one that then ends
+// the process, must go on.
+using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
+
+template <class Kernel>
+void bind(pybind11::module_& m, const char* name, Kernel kernel) {
+    m.def(name, kernel, Unlocked());
+}
 
 template <class Job>
 using Words = std::array<int64_t, sizeof(Job) / sizeof(int64_t)>;
@@ -49,6 +59,82 @@ auto block_cast(Kernel kernel) {
     };
 }
 
+// (counter, row, first, across, direction, seed, tensor); a counter of 0 draws nothing
+using DrawWords = std::array<int64_t, 7>;
+
+Draw make_draw(const DrawWords& words) {
+    return {reinterpret_cast<const int64_t*>(words[0]), words[1], words[2], words[3],
+            uint32_t(words[4]), uint32_t(words[5]), uint32_t(words[6])};
+}
+
+using MxKernel = void (*)(const Work<BlockJob>&, Input, Code, bool, Stream);
+
+auto mx_cast(MxKernel kernel) {
+    return [kernel](const Words<BlockJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
+                    bool floor, Stream stream) {
+        kernel(make_work<BlockJob>(one, many, count, items), input_of(wide), code_of(e5m2), floor, stream);
+    };
+}
+
+template <class Kernel>
+auto transpose_codes(Kernel kernel) {
+    return [kernel](const Words<CodesJob>& one, int64_t items, Stream stream) {
+        kernel(make_work<CodesJob>(one, 0, 1, items), stream);
+    };
+}
+
+void bind_lines(pybind11::module_& m) {
+    bind(m, "amax_lines", [](const Words<LinesJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
+                           Stream stream) {
+        amax_lines(make_work<LinesJob>(one, many, count, items), input_of(wide), stream);
+    });
+    bind(m, "cast_rowwise", [](const Words<RowwiseJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
+                             bool e5m2, const Rule& rule, Stream stream) {
+        const Work<RowwiseJob> work = make_work<RowwiseJob>(one, many, count, items);
+        cast_rowwise(work, input_of(wide), code_of(e5m2), make_rule(rule), stream);
+    });
+}
+
+void bind_nvfp4(pybind11::module_& m) {
+    bind(m, "amax_rht", [](const Words<RhtAmaxJob>& one, int64_t items, bool wide, Stream stream) {
+        amax_rht(make_work<RhtAmaxJob>(one, 0, 1, items), input_of(wide), stream);
+    });
+    bind(m, "cast_nvfp4_1d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool rht,
+                              const DrawWords& draw, const DrawWords& draw_t, Stream stream) {
+        const Work<Nvfp4Job> work = make_work<Nvfp4Job>(one, many, count, items);
+        cast_nvfp4_1d(work, input_of(wide), rht, make_draw(draw), make_draw(draw_t), stream);
+    });
+    bind(m, "cast_nvfp4_2d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
+                              Stream stream) {
+        cast_nvfp4_2d(make_work<Nvfp4Job>(one, many, count, items), input_of(wide), stream);
+    });
+}
+
+void bind_codes(pybind11::module_& m) {
+    bind(m, "transpose_bytes", transpose_codes(transpose_bytes));
+    bind(m, "transpose_nibbles", transpose_codes(transpose_nibbles));
+    bind(m, "decode", [](const Words<DecodeJob>& one, int32_t encoding, Stream stream) {
+        DecodeJob job;
+        std::memcpy(&job, one.data(), sizeof(job));
+        decode(job, Encoding(encoding), stream);
+    });
+}
+
+// The fields of GemmProblem, in their order.
+using ProblemWords = std::array<int64_t, 20>;
+
+GemmProblem make_problem(const ProblemWords& words) {
+    const auto small = [&](int i) { return static_cast<int32_t>(words[i]); };
+    return {small(0), small(1), small(2), small(3), words[4], words[5], words[6], words[7], words[8], words[9],
+            small(10), small(11), small(12), small(13), small(14), small(15), small(16), small(17), small(18), small(19)};
+}
+
+void run_gemm(GemmPlan& plan, uintptr_t a, uintptr_t b, uintptr_t d, uintptr_t a_scale, uintptr_t b_scale, uintptr_t bias,
+              uintptr_t alpha, uintptr_t beta, uintptr_t workspace, Stream stream) {
+    const auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+    plan.run({at(a), at(b), at(d), at(a_scale), at(b_scale), at(bias), at(alpha), at(beta)}, at(workspace), stream);
+}
+
 }  // namespace
 }  // namespace dlp
 
@@ -57,18 +143,49 @@ PYBIND11_MODULE(dlp_kernels, m) {
     m.attr("AMAX_CHUNK") = kAmaxChunk;
     m.attr("TILE") = kTile;
 
-    m.def("amax", [](const Words<AmaxJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, uintptr_t out,
+    bind(m, "amax", [](const Words<AmaxJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, uintptr_t out,
                      Stream stream) {
         amax(make_work<AmaxJob>(one, many, count, items), input_of(wide), out, count, stream);
     });
-    m.def("cast_tensor", [](const Words<TensorJob>& one, bool wide, bool e5m2, const Rule& rule, Stream stream) {
+    bind(m, "cast_tensor", [](const Words<TensorJob>& one, bool wide, bool e5m2, const Rule& rule, Stream stream) {
         cast_tensor(make_job<TensorJob>(one), input_of(wide), code_of(e5m2), make_rule(rule), stream);
     });
-    m.def("cast_transpose", [](const Words<TensorJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
+    bind(m, "cast_transpose", [](const Words<TensorJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
                                bool e5m2, const Rule& rule, bool observe, Stream stream) {
         const Work<TensorJob> work = make_work<TensorJob>(one, many, count, items);
         cast_transpose(work, input_of(wide), code_of(e5m2), make_rule(rule), observe, stream);
     });
-    m.def("cast_block_1d", block_cast<BlockJob>(cast_block_1d));
-    m.def("cast_block_2d", block_cast<BlockJob>(cast_block_2d));
+    bind(m, "cast_block_1d", block_cast<BlockJob>(cast_block_1d));
+    bind(m, "cast_block_2d", block_cast<BlockJob>(cast_block_2d));
+    bind(m, "cast_mxfp8_1d", mx_cast(cast_mxfp8_1d));
+    bind(m, "cast_mxfp8_2d", mx_cast(cast_mxfp8_2d));
+    bind_lines(m);
+    bind_nvfp4(m);
+    bind_codes(m);
+    bind(m, "delayed_update", [](const Words<DelayedJob>& one, uintptr_t many, int64_t count, int64_t items, Stream stream) {
+        delayed_update(make_work<DelayedJob>(one, many, count, items), stream);
+    });
+    bind(m, "sum_in_order", [](uintptr_t from, uintptr_t to, int64_t contributions, int64_t count, bool wide, Stream stream) {
+        const void* contributed = reinterpret_cast<const void*>(from);
+        sum_in_order(contributed, reinterpret_cast<void*>(to), contributions, count, input_of(wide), stream);
+    });
+
+    m.def("open_cublaslt", &open_cublaslt);
+    m.def("cublaslt_version", &cublaslt_version);
+    pybind11::class_<GemmPlan>(m, "GemmPlan")
+        .def(pybind11::init([](const ProblemWords& words, int device, int64_t workspace_bytes, int wanted) {
+            return std::make_unique<GemmPlan>(make_problem(words), device, workspace_bytes, wanted);
+        }))
+        .def_property_readonly("candidates", &GemmPlan::candidates)
+        .def("choose", &GemmPlan::choose)
+        .def("run", &run_gemm, Unlocked());
+    bind(m, "pack_fp8_wire", [](const std::array<int64_t, 5>& words, float least, bool wide, Stream stream) {
+        WireMatrix job{};
+        std::memcpy(&job, words.data(), sizeof(words));
+        job.least = least;
+        pack_fp8_wire(job, input_of(wide), stream);
+    });
+    bind(m, "sum_fp8_wire", [](const Words<WireSum>& words, bool wide, Stream stream) {
+        sum_fp8_wire(make_job<WireSum>(words), input_of(wide), stream);
+    });
 }

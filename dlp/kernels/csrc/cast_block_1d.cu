@@ -5,7 +5,7 @@
 // eight of its rows and the eight of its columns. A division a block, not one a thread that needs its result.
 #include "block_scales.cuh"
 #include "row_maxima.cuh"
-#include "tile.cuh"
+#include "two_scales.cuh"
 
 namespace dlp {
 namespace {
@@ -23,7 +23,7 @@ __device__ void post_maxima(const Octet<T> (&patch)[kPatch], Shared& shared) {
     uint32_t word[Rows::kWords];
 #pragma unroll
     for (int i = 0; i < Rows::kWords; ++i) {  // together, so that magnitudes need not be kept
-        word[i] = Rows::pack(patch, i);
+        word[i] = PatchRows<T>::word(patch, i);
 #pragma unroll
         for (int row = i * Rows::kRows; row < (i + 1) * Rows::kRows; ++row) columns.take(patch[row]);
     }
@@ -59,17 +59,6 @@ __device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool
     }
 }
 
-// Eight scales from shared memory.
-struct Scales {
-    float of[kPatch];
-
-    __device__ explicit Scales(const float* from) {
-        const float4 low = *reinterpret_cast<const float4*>(from), high = *reinterpret_cast<const float4*>(from + 4);
-        of[0] = low.x, of[1] = low.y, of[2] = low.z, of[3] = low.w;
-        of[4] = high.x, of[5] = high.y, of[6] = high.z, of[7] = high.w;
-    }
-};
-
 template <class T>
 constexpr size_t kShared = Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes + sizeof(Shared);
 
@@ -90,19 +79,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
         store_scale(tile, __frcp_rn(scale), gemm_layout);
         __syncthreads();
 
-        if (uint8_t* codes = tile.job->codes) {
-            const Scales scales(shared.scale + kPatch * patch_row());
-            const RowWriter writer(codes, tile);
-#pragma unroll
-            for (int i = 0; i < kPatch; ++i) writer.put(i, encode_row<F8>(patch[i], scales.of[i]));
-        }
-        if (uint8_t* codes_t = tile.job->codes_t) {
-            const Scales scales(shared.scale + kTile + kPatch * patch_column());
-#pragma unroll
-            for (int j = 0; j < kPatch; ++j) columns.put(j, encode_column<F8>(patch, j, scales.of[j]));
-            __syncthreads();
-            columns.write(codes_t, tile);
-        }
+        write_scaled<F8>(patch, shared.scale, tile, columns);
     }
 }
 

@@ -39,6 +39,86 @@ struct BlockJob {             // a scale every 128 or 32 elements along the cont
     void* scale_t;            // of `codes_t`
 };
 
+struct LinesJob {             // max |x| of every row and of every column, raised where they are
+    Matrix x;
+    float* amax;              // [rows]
+    float* amax_t;            // [cols]
+};
+
+struct RowwiseJob {           // one scale a row, made from its amax; `..._t`: of x transposed
+    Matrix x;
+    uint8_t* codes;           // [rows, cols]
+    const float* amax;        // [rows]
+    float* scale_inv;         // [rows]
+    uint8_t* codes_t;         // [cols, rows]
+    const float* amax_t;      // [cols]
+    float* scale_inv_t;       // [cols]
+};
+
+struct RhtAmaxJob {           // max |x|, and max |x| after the Hadamard transform along the columns
+    Matrix x;
+    float* out;               // []
+    float* out_t;             // []
+};
+
+struct Nvfp4Job {             // E2M1 codes, two a byte, an E4M3 scale every 16 elements or 16x16 tile, an amax a tensor
+    Matrix x;
+    uint8_t* codes;           // [rows, cols / 2]
+    uint8_t* scale;           // [rows, cols / 16], or [rows / 16, cols / 16]
+    const float* amax;        // []
+    float* amax_out;          // []: `amax` is copied there
+    uint8_t* codes_t;         // [cols, rows / 2]
+    uint8_t* scale_t;
+    const float* amax_t;
+    float* amax_t_out;
+};
+
+struct Draw {                 // whose random bits one orientation takes, see reference/fp4.py
+    const int64_t* counter;   // []; null: nothing is drawn
+    int64_t row;              // of the unsharded matrix, where this one starts
+    int64_t first;            // block of 16 there, along a row
+    int64_t across;           // blocks of 16 along a row of the unsharded matrix
+    uint32_t direction, seed, tensor;
+};
+
+struct CodesJob {             // codes to be transposed; `data` holds bytes, or two codes a byte
+    Matrix x;                 // [rows, cols] codes
+    uint8_t* out;             // [cols, rows]
+};
+
+struct DecodeJob {            // codes * scales -> bf16
+    const uint8_t* codes;     // [rows, cols] bytes, or two codes a byte
+    const void* scale;        // [rows / block_rows, cols / block_cols], rounded up
+    void* out;                // bf16 [rows, cols]
+    int64_t rows, cols, block_rows, block_cols;
+};
+
+struct DelayedJob {           // slots that have one history length and algorithm
+    Matrix x;                 // their history, fp32 [length, slots], updated in place
+    float* scale;             // [slots]
+    const float* reduced;     // [slots]
+    const float* target;      // [slots]
+    float* staging;           // [slots]: set to 0
+    int64_t most_recent;
+};
+
+struct WireMatrix {           // packed for the wire of a sum: FP8 with a scale every 128 columns
+    const void* x;            // [rows, cols], contiguous
+    int64_t rows, cols;
+    uint8_t* codes;           // [rows, cols]
+    float* scale;             // [rows, ceil(cols / 128)]
+    float least;              // smaller amaxes count as it
+};
+
+struct WireSum {              // the sum over ranks of what they packed
+    const uint8_t* codes;     // of rank 0; [rows, cols] each
+    int64_t codes_apart;      // bytes from one rank's to the next
+    const float* scale;
+    int64_t scales_apart;     // in scales
+    void* out;                // [rows, cols]
+    int64_t ranks, rows, cols;
+};
+
 template <class Job>
 struct Work {
     Job one;
@@ -56,6 +136,7 @@ struct ScaleRule {            // how a scale is made from an amax, see scale.cuh
 
 enum class Input : int32_t { kBf16, kFp32 };
 enum class Code : int32_t { kE4m3, kE5m2 };
+enum class Encoding : int32_t { kE4m3Fp32, kE5m2Fp32, kE4m3E8m0, kE5m2E8m0, kE2m1E4m3 };  // codes and their scales
 
 using Stream = uintptr_t;
 
@@ -71,5 +152,19 @@ void cast_block_1d(const Work<BlockJob>& work, Input input, Code code, const Sca
                    Stream stream);
 void cast_block_2d(const Work<BlockJob>& work, Input input, Code code, const ScaleRule& rule, bool gemm_layout,
                    Stream stream);
+void amax_lines(const Work<LinesJob>& work, Input input, Stream stream);
+void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const ScaleRule& rule, Stream stream);
+void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream);
+void cast_mxfp8_2d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream);
+void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream);
+void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const Draw& draw, const Draw& draw_t, Stream stream);
+void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, Stream stream);
+void transpose_bytes(const Work<CodesJob>& work, Stream stream);
+void transpose_nibbles(const Work<CodesJob>& work, Stream stream);
+void decode(const DecodeJob& job, Encoding encoding, Stream stream);
+void delayed_update(const Work<DelayedJob>& work, Stream stream);
+void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream);
+void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);
+void sum_fp8_wire(const WireSum& job, Input output, Stream stream);
 
 }  // namespace dlp

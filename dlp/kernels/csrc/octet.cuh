@@ -16,8 +16,10 @@ struct Octet;
 template <>
 struct Octet<__nv_bfloat16> {
     static constexpr int kVectors = 1;  // 16-byte vectors
-    uint32_t word[4];                   // even elements in the low halves
+    static constexpr int kWords = 4;
+    uint32_t word[kWords];              // even elements in the low halves
 
+    __device__ uint32_t& bits(int i) { return word[i]; }
     __device__ float operator[](int i) const {
         return __uint_as_float(i & 1 ? word[i / 2] & 0xFFFF0000u : word[i / 2] << 16);
     }
@@ -31,8 +33,10 @@ struct Octet<__nv_bfloat16> {
 template <>
 struct Octet<float> {
     static constexpr int kVectors = 2;
-    float element[8];
+    static constexpr int kWords = 8;
+    float element[kWords];
 
+    __device__ uint32_t& bits(int i) { return reinterpret_cast<uint32_t&>(element[i]); }
     __device__ float operator[](int i) const { return element[i]; }
     __device__ void set(int i, float x) { element[i] = x; }
     __device__ void set_vector(int which, uint4 v) {
@@ -133,10 +137,21 @@ struct Magnitude<float> {
     static __device__ uint32_t widen(uint32_t word, int) { return word; }
 };
 
-// The running max |x| of the eight columns of octets; 0 before the first.
+// The same, where a NaN wins against any number: magnitudes compared by their bits.
 template <class T>
+struct NanMagnitude : Magnitude<T> {
+    static __device__ uint32_t of(const Octet<T>& x, int i) {
+        if constexpr (Magnitude<T>::kPerWord == 2) return x.word[i] & 0x7FFF7FFFu;
+        else return __float_as_uint(x[i]) & 0x7FFFFFFFu;
+    }
+    static __device__ uint32_t larger(uint32_t a, uint32_t b) {
+        return Magnitude<T>::kPerWord == 2 ? __vmaxu2(a, b) : max(a, b);
+    }
+};
+
+// The running max |x| of the eight columns of octets; 0 before the first.
+template <class T, class M = Magnitude<T>>
 struct Maxima {
-    using M = Magnitude<T>;
     static constexpr int kWords = 8 / M::kPerWord;
     uint32_t word[kWords] = {};
 

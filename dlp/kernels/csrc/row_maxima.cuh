@@ -8,13 +8,36 @@
 
 namespace dlp {
 
+// Maxima within each of the eight rows of a patch, as words of one row (fp32) or two (bf16).
+template <class T, class M = Magnitude<T>>
+struct PatchRows {
+    static constexpr int kWords = 8 / M::kPerWord;
+
+    static __device__ uint32_t word(const Octet<T> (&row)[8], int i) {
+        if constexpr (M::kPerWord == 1) {
+            Maxima<T, M> maxima;
+            maxima.take(row[i]);
+            return maxima.largest();
+        } else {
+            const uint32_t a = pair(row[2 * i]), b = pair(row[2 * i + 1]);
+            const uint32_t joined = M::larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+            return M::larger(joined, 0);  // a row of NaNs counts as 0
+        }
+    }
+
+   private:
+    static __device__ uint32_t pair(const Octet<T>& x) {
+        return M::larger(M::larger(M::of(x, 0), M::of(x, 1)), M::larger(M::of(x, 2), M::of(x, 3)));
+    }
+};
+
 template <class T, int kLanes>
 class RowMaxima {
    public:
     using M = Magnitude<T>;
-    static constexpr int kWords = 8 / M::kPerWord;  // each with one row (fp32) or two (bf16)
+    static constexpr int kWords = PatchRows<T>::kWords;
 
-    // Maxima within each of eight rows, as words made by `pack`.
+    // Maxima within each of eight rows, as words of PatchRows.
     __device__ explicit RowMaxima(uint32_t (&word)[kWords]) {
         int words = kWords;
 #pragma unroll
@@ -36,28 +59,11 @@ class RowMaxima {
         word_ = word[0];
     }
 
-    // Word `i`: the rows from i * kRows on.
-    static __device__ uint32_t pack(const Octet<T> (&row)[8], int i) {
-        if constexpr (M::kPerWord == 1) {
-            Maxima<T> maxima;
-            maxima.take(row[i]);
-            return maxima.largest();
-        } else {
-            const uint32_t a = pair(row[2 * i]), b = pair(row[2 * i + 1]);
-            const uint32_t joined = M::larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
-            return M::larger(joined, 0);  // a row of NaNs counts as 0
-        }
-    }
-
     static constexpr int kRows = M::kPerWord;      // that this lane ends with,
     __device__ int first() const { return first_; }  // from this one on,
     __device__ uint32_t operator[](int i) const { return M::widen(word_, i); }  // as bits of an fp32
 
    private:
-    static __device__ uint32_t pair(const Octet<T>& x) {
-        return M::larger(M::larger(M::of(x, 0), M::of(x, 1)), M::larger(M::of(x, 2), M::of(x, 3)));
-    }
-
     uint32_t word_;
     int first_ = 0;
 };

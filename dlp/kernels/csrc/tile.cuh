@@ -4,30 +4,14 @@
 // bytes a lane. The codes of a patch row are 8 adjacent bytes and go straight to memory. Those of a patch column are 8
 // adjacent bytes of the transposed matrix; they meet in shared memory, from where whole 128-byte rows are written.
 //
-// Blocks are persistent. While a tile is worked on, the next one is on its way to shared memory by asynchronous copies;
-// each thread copies what it will read itself, so no barrier guards them. The copies hold as many bytes in flight as
-// registers would, and leave the registers to a third block a multiprocessor.
+// Blocks are persistent. While a tile is worked on, the next one is on its way to shared memory (tile_copies.cuh).
 #pragma once
 
-#include <cuda_pipeline.h>
-
 #include "fp8.cuh"
+#include "tile_copies.cuh"
 #include "walk.cuh"
 
 namespace dlp {
-
-constexpr int kTileThreads = 256;
-constexpr int kTileWarps = kTileThreads / 32;
-constexpr int kPatch = 8;
-constexpr int kAcross = kTile / kPatch;  // patches
-static_assert(kAcross * kAcross == kTileThreads, "a patch a thread");
-
-template <class T>
-constexpr int kTileBlocks = sizeof(T) == 2 ? 3 : 2;  // a multiprocessor
-
-// The patch of this thread: its column and row among the patches of a tile.
-__device__ inline int patch_column() { return threadIdx.x % kAcross; }
-__device__ inline int patch_row() { return threadIdx.x / kAcross; }
 
 // One tile of one job. Tiles of a matrix are counted row by row; there is at least one, so that an empty matrix gets its
 // scale written.
@@ -47,29 +31,23 @@ struct Tile {
 };
 
 // The tiles of this block in turn, each fetched while the one before is worked on.
-template <class T, class Job>
+template <class T, class Job, class Copies = TileCopies<T>>
 class Tiles {
    public:
-    static constexpr int kVectors = Octet<T>::kVectors;
-    static constexpr size_t kBytes = sizeof(uint4) * kPatch * kVectors * kTileThreads;
+    static constexpr size_t kBytes = Copies::kBytes;
 
     __device__ Tiles(const Work<Job>& work, uint8_t* bytes)
-        : walk_(work), items_(uint32_t(work.items)), item_(blockIdx.x), slots_(reinterpret_cast<uint4*>(bytes) + threadIdx.x) {
+        : walk_(work), items_(uint32_t(work.items)), item_(blockIdx.x), copies_(bytes) {
         fetch();
     }
-    // Hands out the next tile and its patch; false after the last.
+    // Hands out the next tile and its patch; false after the last. May contain a barrier.
     __device__ bool next(Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
         if (item_ >= items_) return false;
         tile = ahead_;
-        if (tile.copied) {
-            __pipeline_wait_prior(0);
-#pragma unroll
-            for (int i = 0; i < kPatch; ++i)
-#pragma unroll
-                for (int v = 0; v < kVectors; ++v) patch[i].set_vector(v, *slot(i, v));
-        } else {
+        if (tile.copied)
+            copies_.finish(patch);
+        else
             read(tile, patch);
-        }
         item_ += gridDim.x;
         fetch();
         return true;
@@ -85,32 +63,21 @@ class Tiles {
         ahead_.down = number / wide, ahead_.across = number - ahead_.down * wide;
         ahead_.whole = ahead_.row() + kTile <= x.rows && ahead_.col() + kTile <= x.cols;
         ahead_.copied = ahead_.whole && rows_aligned<T>(x);
-        if (!ahead_.copied) return;
-        const T* from = first(x, ahead_);
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i)
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v)
-                __pipeline_memcpy_async(slot(i, v), reinterpret_cast<const uint4*>(from + i * x.stride) + v, sizeof(uint4));
-        __pipeline_commit();
+        if (ahead_.copied) copies_.start(static_cast<const T*>(x.data) + ahead_.row() * x.stride + ahead_.col(), x.stride);
     }
     static __device__ void read(const Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
         const Matrix x = tile.job->x;
         const bool aligned = rows_aligned<T>(x);
-        const T* from = first(x, tile);
+        const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
+        const T* from = static_cast<const T*>(x.data) + row * x.stride + col;
         const int64_t rows = tile.patch_rows(), cols = tile.patch_cols();
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) patch[i] = load_octet(from + i * x.stride, i < rows ? cols : 0, aligned);
     }
-    static __device__ const T* first(const Matrix& x, const Tile<T, Job>& tile) {
-        const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
-        return static_cast<const T*>(x.data) + row * x.stride + col;
-    }
-    __device__ uint4* slot(int i, int v) const { return slots_ + (i * kVectors + v) * kTileThreads; }
 
     Walk<Job> walk_;
     uint32_t items_, item_;
-    uint4* slots_;
+    Copies copies_;
     Tile<T, Job> ahead_;
 };
 
@@ -136,44 +103,58 @@ class RowWriter {
     bool fast_;
 };
 
-// Codes of patch columns, through shared memory to codes [cols, rows] of the transposed matrix. Between the last `put` of
-// a tile and its `write`, and between that and the next `put`, lies a barrier.
+// Codes of tile columns, through shared memory to codes [cols, rows] of the transposed matrix: a column of the tile is
+// kPieces pieces of 8 bytes, 16 for codes of a byte and 8 for codes of half a byte. Between the last `put` of a tile and
+// its `write`, and between that and the next `put`, lies a barrier.
 //
-// Column c of the tile is a row of sixteen 8-byte pieces; piece g is kept at g ^ (c / 8). So the 16 lanes of a patch row
-// write to 16 different bank pairs, and 8 lanes that read a row with 16 bytes each cover all banks, too.
-class ColumnWriter {
+// Piece g of column c is kept at g ^ (c / 8); with half bytes, neighbouring columns change places in the upper half of
+// the tile, too. So lanes that hold every eighth column write to all banks, and 8 lanes that read with 16 bytes each
+// cover all banks.
+template <int kPieces>
+class PieceWriter {
    public:
-    static constexpr size_t kBytes = kTile * kTile;
+    static constexpr size_t kBytes = size_t(8) * kPieces * kTile;
 
-    __device__ explicit ColumnWriter(uint8_t* bytes) : bytes_(bytes) {}
+    __device__ explicit PieceWriter(uint8_t* bytes) : bytes_(bytes) {}
 
-    __device__ void put(int j, uint2 codes) {
-        const int column = kPatch * patch_column() + j;
-        reinterpret_cast<uint2*>(bytes_)[column * kAcross + (patch_row() ^ patch_column())] = codes;
+    __device__ void put(int column, int piece, uint2 codes) {
+        reinterpret_cast<uint2*>(bytes_)[line(column) * kPieces + (piece ^ twist(column))] = codes;
     }
     template <class T, class Job>
     __device__ void write(uint8_t* codes_t, const Tile<T, Job>& tile) const {
-        const int64_t rows = tile.rows();
-        const bool fast = tile.whole && rows % 16 == 0 && reinterpret_cast<uintptr_t>(codes_t) % 16 == 0;
-        const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
-        uint8_t* to = codes_t + (tile.col() + first) * rows + tile.row() + 16 * piece;
+        const int64_t pitch = tile.rows() * kPieces / kAcross, start = tile.row() * kPieces / kAcross;  // bytes
+        const bool fast = tile.whole && pitch % 16 == 0 && reinterpret_cast<uintptr_t>(codes_t) % 16 == 0;
+        constexpr int kLanes = kPieces / 2;  // a column
+        const int pair = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
+        uint8_t* to = codes_t + (tile.col() + first) * pitch + start + 16 * pair;
 #pragma unroll
-        for (int i = 0; i < kTile; i += kTileThreads / 8) {
-            const int column = first + i, twist = column / kPatch;
-            uint4 codes = reinterpret_cast<const uint4*>(bytes_)[column * 8 + (piece ^ twist / 2)];
-            if (twist & 1) codes = make_uint4(codes.z, codes.w, codes.x, codes.y);
+        for (int i = 0; i < kTile; i += kTileThreads / kLanes) {
+            const int column = first + i, twisted = twist(column);
+            uint4 codes = reinterpret_cast<const uint4*>(bytes_)[line(column) * kLanes + (pair ^ twisted / 2)];
+            if (twisted & 1) codes = make_uint4(codes.z, codes.w, codes.x, codes.y);
             if (fast) {
-                *reinterpret_cast<uint4*>(to + i * rows) = codes;
+                *reinterpret_cast<uint4*>(to + i * pitch) = codes;
             } else if (tile.col() + column < tile.cols()) {
-                const int64_t left = rows - tile.row() - 16 * piece;
-                store_bytes(to + i * rows, make_uint2(codes.x, codes.y), left);
-                store_bytes(to + i * rows + 8, make_uint2(codes.z, codes.w), left - 8);
+                const int64_t left = pitch - start - 16 * pair;
+                store_bytes(to + i * pitch, make_uint2(codes.x, codes.y), left);
+                store_bytes(to + i * pitch + 8, make_uint2(codes.z, codes.w), left - 8);
             }
         }
     }
 
    private:
+    static __device__ int twist(int column) { return column / kPatch % kPieces; }
+    static __device__ int line(int column) { return kPieces < kAcross ? column ^ (column / (kTile / 2)) : column; }
+
     uint8_t* bytes_;
+};
+
+// Of codes of a byte, from patch columns: column `j` of this thread's patch is one piece.
+class ColumnWriter : public PieceWriter<kAcross> {
+   public:
+    using PieceWriter::PieceWriter;
+    using PieceWriter::put;
+    __device__ void put(int j, uint2 codes) { put(kPatch * patch_column() + j, patch_row(), codes); }
 };
 
 }  // namespace dlp

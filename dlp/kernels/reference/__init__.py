@@ -4,7 +4,7 @@ Scale arithmetic is IEEE binary32, round to nearest even, denormals kept, in the
 scale flips codes at ties. Inputs are widened to fp32 before the one multiply of a cast. An amax starts at 0, ignores
 NaN and keeps Inf (the semantics of CUDA's fmax). Nothing here reads a value back to the host.
 
-    scales.py   amax, blocks, the FP8 scale rule, the delayed-scaling update
+    scales.py   amax, blocks, the FP8 scale rule, the delayed-scaling update, sums over ranks
     fp8.py      E4M3 and E5M2: elements, casts per tensor, row and block
     mx.py       E8M0 scales and MXFP8
     fp4.py      E2M1: elements, packing, stochastic rounding and its Philox bits
@@ -14,12 +14,14 @@ NaN and keeps Inf (the semantics of CUDA's fmax). Nothing here reads a value bac
 """
 
 from dlp.kernels.reference.fp4 import (
+    Draw,
     decode_e2m1,
     encode_e2m1,
     encode_e2m1_stochastic,
     pack_e2m1,
     philox_4x32,
     random_bytes,
+    transpose_e2m1,
     unpack_e2m1,
 )
 from dlp.kernels.reference.fp8 import (
@@ -64,14 +66,15 @@ from dlp.kernels.reference.scales import (
     delayed_scale,
     delayed_update,
     scale_from_amax,
+    sum_in_order,
 )
 
 __all__ = [
-    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout", "cast_fp8",
+    "AMAX_ALGORITHMS", "Draw", "FLT_MAX", "FP8_MAX", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout", "cast_fp8",
     "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "decode_e2m1", "decode_e8m0", "decode_fp8",
     "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update", "encode_e2m1",
     "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor",
     "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "matmul_bf16_exact", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale",
     "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales", "philox_4x32", "random_bytes", "rht16",
-    "scale_from_amax", "swizzle_128x4", "unpack_e2m1",
+    "scale_from_amax", "sum_in_order", "swizzle_128x4", "transpose_e2m1", "unpack_e2m1",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ matrix: shards round as the whole does, and recomputation rounds as the first ti
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,13 +70,18 @@ def encode_e2m1_stochastic(y: Tensor, random: Tensor) -> Tensor:
 
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Codes 0..15 [..., C], one a byte, C even -> [..., C/2] bytes, even elements in the low nibbles."""
-    pairs = codes.contiguous().view(torch.int16)  # low byte: even element
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    pairs = codes.contiguous().view(-1).view(torch.int16)  # low byte: even element (flat: no tokens, odd strides)
+    return (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """The inverse of `pack_e2m1`."""
     return torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
+
+
+def transpose_e2m1(packed: Tensor) -> Tensor:
+    """Packed codes [rows, C/2] of a matrix [rows, C], rows even -> [C, rows/2], of its transpose."""
+    return pack_e2m1(unpack_e2m1(packed).t())
 
 
 @lru_cache(maxsize=8)
@@ -120,3 +126,18 @@ def random_bytes(
     counters = index & WORD, index >> 32, torch.full_like(index, direction), (counter & WORD).expand_as(index)
     words = torch.stack(philox_4x32(counters, (key[0] & WORD, key[1] & WORD)), -1)
     return words.to(torch.int32).view(torch.uint8).view(rows, columns)
+
+
+class Draw(NamedTuple):
+    """Whose random bits a shard takes, see `random_bytes`: its place in the unsharded matrix, and what keys the bits."""
+
+    row: int
+    column: int
+    total_columns: int
+    direction: int
+    counter: Tensor
+    key: tuple[int, int]
+
+    def bytes(self, rows: int, columns: int) -> Tensor:
+        """The random bytes [rows, columns] of the shard."""
+        return random_bytes(rows, columns, **self._asdict())

@@ -118,3 +118,11 @@ def delayed_update(
     rolled = torch.cat([torch.zeros_like(last)[None], window[1:]])
     new = delayed_scale(window, scale, target, algorithm)
     return torch.where(used, rolled, history), torch.where(used, new, scale)
+
+
+def sum_in_order(contributions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[R, ...] -> [...]: the fp32 sum of contributions 0, 1, ..., rounded once to `dtype`, by default theirs."""
+    total = contributions[0].float()
+    for contribution in contributions[1:]:
+        total = total + contribution
+    return total.to(dtype or contributions.dtype)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.collectives import Pending
+from dlp.comm.collectives import Pending, Wire
 from dlp.quant.gemm import Gemm
-from dlp.quant.tensor import QuantizedTensor
+from dlp.quant.tensor import Format, QuantizedTensor
+
+Sent = list[tuple[torch.dtype, int]]  # bytes, by the dtype they are of
 
 
 class Gather(Protocol):
@@ -32,17 +34,41 @@ class Gather(Protocol):
         ...
 
 
+class Lease(Protocol):
+    """`mine`: this rank's segment of the storage that a gather arrives in. Quantize into it, then start the gather; what
+    is kept for longer does not belong there, since it would keep the whole storage alive."""
+
+    @property
+    def mine(self) -> QuantizedTensor: ...
+
+    def gather(self) -> Gather:
+        """Start gathering: `mine` has been written."""
+        ...
+
+
 class Overlap(Protocol):
     name: str
+
+    def lease(
+        self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
+        device: torch.device,
+    ) -> Lease:  # fmt: skip
+        """Storage to gather shards of `shape` [rows, contraction] along `dim`; `dtype`: of high-precision parts."""
+        ...
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> Gather:
         """Start gathering this rank's shard along the operand's dimension `dim` (0 rows, 1 contraction)."""
         ...
 
     def gemm_reduce(
-        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, wire: torch.dtype
+        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, wire: Wire
     ) -> Pending[Tensor]:
-        """Run the GEMM and sum its result over the group, carried in `wire`: reduce "all", or "scatter" over rows."""
+        """Run the GEMM, round its result to `dtype` and sum it over the group: reduce "all", or "scatter" over rows."""
+        ...
+
+    def sent(self, y: Tensor, ranks: int, *, reduce: str, wire: Wire) -> Sent:
+        """What one rank of so many sends in `gemm_reduce` of a result like y [M, N], which needs no memory. A strategy
+        that does not say it works all the same; what its layers send is then not compared with a plan."""
         ...
 
 

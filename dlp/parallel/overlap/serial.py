@@ -16,36 +16,63 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import Pending
+from dlp.comm.collectives import Parts, Pending, Wire
+from dlp.parallel.overlap import Sent
 from dlp.quant.gemm import Gemm
-from dlp.quant.tensor import QuantizedTensor
+from dlp.quant.tensor import Format, QuantizedTensor
 
 _REDUCE = {"all": collectives.all_reduce, "scatter": collectives.reduce_scatter}
 
 
 @dataclass(frozen=True)
 class SerialGather:
-    shard: QuantizedTensor
-    pending: Pending[tuple[Tensor, ...]]
+    format: Format
+    pending: Pending[Parts]
 
     def whole(self) -> QuantizedTensor:
-        return self.shard.format.wrap(self.pending.wait())
+        return self.format.wrap(self.pending.wait())
 
     def gemm(self, gemm: Gemm) -> Tensor:
         return gemm(self.whole())
 
 
+@dataclass(frozen=True)
+class SerialLease:
+    mine: QuantizedTensor
+    dims: list[int | None]
+    group: ProcessGroup
+    storage: list[Tensor | None] | None = None
+
+    def gather(self) -> SerialGather:
+        pending = collectives.all_gather(self.mine.parts, self.dims, self.group, self.storage)
+        return SerialGather(self.mine.format, pending)
+
+
 class Serial:
     name = "serial"
 
+    def lease(
+        self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
+        device: torch.device,
+    ) -> SerialLease:  # fmt: skip
+        dims = fmt.moves_along(dim)
+        storage, mine = collectives.room(fmt.part_shapes(shape), fmt.part_dtypes(dtype), dims, group, device)
+        return SerialLease(fmt.wrap(mine), dims, group, storage)
+
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> SerialGather:
-        dims = [part.moves_along(dim) for part in a.format.parts]
-        return SerialGather(a, collectives.all_gather(a.parts, dims, group))
+        return SerialLease(a, a.format.moves_along(dim), group).gather()
 
     def gemm_reduce(
-        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, wire: torch.dtype
+        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, wire: Wire
     ) -> Pending[Tensor]:
-        return _REDUCE[reduce](gemm(a).to(wire), group)
+        reduced = _REDUCE[reduce]((gemm(a).to(dtype),), group, wire)
+        return Pending((), lambda: reduced.wait()[0])
+
+    def sent(self, y: Tensor, ranks: int, *, reduce: str, wire: Wire) -> Sent:
+        chunks = collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
+        packed = wire.pack(chunks)
+        whole = [(y.dtype, (ranks - 1) * chunks[0].nbytes)] if reduce == "all" else []
+        return [(packed[0].dtype, (ranks - 1) * collectives.record(packed)), *whole]
 
 
 STRATEGY = Serial()

@@ -1,0 +1,82 @@
+"""An exchange: parts that travel directly from every rank of a group to every other, step by step.
+
+    step j (1 ... R-1)    this rank sends to rank + j and receives from rank - j
+
+A step sends what has been written until then, so it may start while the parts of later steps are still being made, and
+what arrives is used rank by rank. All ranks start the same exchanges in the same order, one after the other.
+
+`DirectExchange` sends and receives. `dlp.comm.symmetric` copies from peer to peer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm.collectives import Parts
+
+
+class Exchange(Protocol):
+    """`outgoing`: memory for what this rank sends, one set of parts for all ranks or R sets, set i for rank i.
+    `arrived`: [R, *shape] of each part; row i came from rank i, this rank's own too."""
+
+    outgoing: list[Parts]
+    arrived: Parts
+
+    def keep(self) -> None:
+        """This rank's own parts, which have been written, arrive: before the steps or after them."""
+        ...
+
+    def step(self, distance: int) -> None:
+        """Start step `distance`; every rank starts all steps, in order. What it sends has been written."""
+        ...
+
+    def wait(self, source: int) -> None:
+        """Order the current stream after the arrival of what rank `source` sent. Every rank's is awaited."""
+        ...
+
+
+def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
+    """(distance, the rank it sends to, the rank it receives from) of each step."""
+    rank, world = group.rank(), group.size()
+    return ((j, (rank + j) % world, (rank - j) % world) for j in range(1, world))
+
+
+class DirectExchange:
+    """By `batch_isend_irecv`. What a rank sends itself is written where it arrives."""
+
+    def __init__(
+        self, group: ProcessGroup, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], sets: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.group = group
+        kinds = list(zip(shapes, dtypes, strict=True))
+        self.arrived = tuple(torch.empty((group.size(), *s), dtype=dtype, device=device) for s, dtype in kinds)
+        own = tuple(part[group.rank()] for part in self.arrived)
+        self.outgoing: list[Parts] = [
+            own if i == group.rank() % sets else tuple(torch.empty(s, dtype=dtype, device=device) for s, dtype in kinds)
+            for i in range(sets)
+        ]
+        self._works: dict[int, list[Any]] = {}
+
+    def keep(self) -> None:
+        pass
+
+    def step(self, distance: int) -> None:
+        to, source = ((self.group.rank() + way * distance) % self.group.size() for way in (1, -1))
+        sent, received = self.outgoing[to % len(self.outgoing)], [part[source] for part in self.arrived]
+        ops = [self._op(dist.isend, part, to) for part in sent] + [self._op(dist.irecv, p, source) for p in received]
+        ops = [op for op in ops if op.tensor.numel()]
+        self._works[source] = dist.batch_isend_irecv(ops) if ops else []
+
+    def _op(self, what: Any, part: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(what, part, group=self.group, group_peer=peer)
+
+    def wait(self, source: int) -> None:
+        for work in self._works.pop(source, []):
+            work.wait()

@@ -1,0 +1,127 @@
+"""NVFP4 of a matrix, by the CUDA kernels where its device has them, else by the reference, same bits; see casts.py.
+
+    amax_nvfp4, amax_nvfp4_both     max |x|, of x as it is or after its Hadamard transform
+    cast_nvfp4                      packed codes, E4M3 scales and the amax
+
+The kernel transforms along the columns of the matrix that it reads, which is the way a columnwise operand goes. Tiles
+have kernels where they are rounded to nearest and not transformed, as weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import cuda, cuda_fp4, dispatch, reference
+from dlp.kernels.cuda_fp4 import Nvfp4Job
+from dlp.kernels.dispatch import Outs, Parts, into
+from dlp.kernels.reference import Draw
+from dlp.kernels.reference.scales import Block
+
+TILE = (16, 16)
+Draws = tuple[Draw | None, Draw | None]  # of x, of x.t()
+Way = tuple[Parts, Tensor]  # of one orientation, with its amax
+
+
+def amax_nvfp4(x: Tensor, *, rht: bool) -> Tensor:
+    """max |x| of x [rows, C] as fp32 []; `rht`: of rht16(x)."""
+    if not dispatch.has_kernel(x):
+        return reference.amax(reference.rht16(x) if rht else x)
+    if rht:
+        return _amax_rht(_columns_of(x))[1]
+    out = torch.empty((), device=x.device)
+    cuda.amax(dispatch.adjacent(x)[0], out)
+    return out
+
+
+def amax_nvfp4_both(x: Tensor) -> tuple[Tensor, Tensor]:
+    """max |x| and max |rht16(x.t())|, in one read."""
+    if not dispatch.has_kernel(x):
+        return reference.amax(x), reference.amax(reference.rht16(x.t()))
+    amaxes = _amax_rht(x if cuda.readable(x) else x.contiguous())
+    return amaxes[0], amaxes[1]
+
+
+def _amax_rht(matrix: Tensor) -> Tensor:
+    amaxes = torch.empty(2, device=matrix.device)
+    cuda_fp4.amax_rht(matrix, amaxes)
+    return amaxes
+
+
+def _columns_of(x: Tensor) -> Tensor:
+    """A matrix that kernels can read whose columns are the rows of x."""
+    return x.t() if cuda.readable(x.t()) else x.t().contiguous()
+
+
+def _kernel_takes(x: Tensor, block: Block, rht: bool, drawn: bool) -> bool:
+    return dispatch.has_kernel(x) and not (block == TILE and (rht or drawn))
+
+
+def _empty(x: Tensor, block: Block, shape: Sequence[int]) -> Parts:
+    scales = cuda_fp4.scale_shape(shape[0], shape[1], tile=block == TILE)
+    return (
+        torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=x.device),
+        torch.empty(scales, dtype=torch.float8_e4m3fn, device=x.device),
+        torch.empty((), device=x.device),
+    )
+
+
+def _job(x: Tensor, row: Way | None, col: Way | None) -> Nvfp4Job:
+    ways = [(None,) * 4 if way is None else (way[0][0], way[0][1], way[1], way[0][2]) for way in (row, col)]
+    return Nvfp4Job(x, *ways[0], *ways[1])
+
+
+def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws) -> None:
+    if block == TILE:
+        cuda_fp4.cast_nvfp4_tile(job)
+    else:
+        cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws)
+
+
+def _by_reference(x: Tensor, amax: Tensor, block: Block, rht: bool, draw: Draw | None) -> Parts:
+    random = None if draw is None else draw.bytes(x.shape[0], x.shape[1])
+    return (*reference.cast_nvfp4(reference.rht16(x) if rht else x, amax, block, random=random), amax)
+
+
+def cast_nvfp4(
+    x: Tensor, amax: Tensor, block: Block, *, rht: bool = False, draw: Draw | None = None, out: Parts | None = None
+) -> Parts:
+    """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
+    amax. `rht`: of rht16(x); `draw`: the random bits of stochastic rounding, None rounds to nearest."""
+    if not _kernel_takes(x, block, rht, draw is not None):
+        return into(out, _by_reference(x, amax, block, rht, draw))
+    matrix, flipped = (_columns_of(x), True) if rht else dispatch.adjacent(x)
+    made = out if out is not None else _empty(x, block, x.shape)
+    job = _job(matrix, *((None, (made, amax)) if flipped else ((made, amax), None)))
+    _run(job, block, rht, (None, draw) if flipped else (draw, None))
+    return made
+
+
+def cast_nvfp4_both(
+    x: Tensor, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
+    outs: Outs = None,
+) -> tuple[Parts, Parts]:  # fmt: skip
+    """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
+    if not _kernel_takes(x, block, rht, draws != (None, None)):
+        row, col = outs if outs is not None else (None, None)
+        made = _by_reference(x, amaxes[0], block, False, draws[0])
+        return into(row, made), into(col, _by_reference(x.t(), amaxes[1], block, rht, draws[1]))
+    matrix, flipped = (x if cuda.readable(x) else x.contiguous(), False) if rht else dispatch.adjacent(x)
+    row, col = outs if outs is not None else (_empty(x, block, shape) for shape in (x.shape, x.shape[::-1]))
+    ways = (row, amaxes[0]), (col, amaxes[1])
+    if flipped:
+        ways, draws = ways[::-1], draws[::-1]
+    _run(_job(matrix, *ways), block, rht, draws)
+    return row, col
+
+
+def cast_nvfp4_batch(
+    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], block: Block
+) -> list[Callable[[], None]]:
+    """Prepares `cast_nvfp4_both` of many matrices, by their own amaxes, to nearest and not transformed. Call the launches
+    in order."""
+    amaxes = torch.empty(len(xs), device=xs[0].device)
+    jobs = [_job(x, (row, amax), (col, amax)) for x, (row, col), amax in zip(xs, outs, amaxes.unbind(), strict=True)]
+    return [cuda.amax_batch(xs, amaxes), cuda_fp4.cast_nvfp4_batch(jobs, tile=block == TILE)]

@@ -1,0 +1,77 @@
+// MXFP8 with a scale every 32x32 tile, both orientations in one read: they hold the same codes, and the scales of the
+// second are the transpose of the first's.
+#include "e8m0.cuh"
+#include "transpose.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kBlocks = 2;              // a multiprocessor
+constexpr int kPatches = 32 / kPatch;   // that a block spans, each way
+constexpr int kBlocksAcross = kTile / 32;
+
+template <class T>
+constexpr size_t kShared =
+    Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * kBlocksAcross * sizeof(uint32_t);
+
+// The amax, as bits, of the 32x32 block this thread's patch lies in: eight lanes of this warp and of its neighbour.
+// Contains one barrier; the next call's is what frees `scratch`.
+template <class T, class M>
+__device__ uint32_t block_amax(const Octet<T> (&patch)[kPatch], uint32_t* scratch) {
+    Maxima<T, M> maxima;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) maxima.take(patch[i]);
+    uint32_t bits = maxima.largest();
+#pragma unroll
+    for (int lanes = 1; lanes < kPatches; lanes *= 2) bits = max(bits, __shfl_xor_sync(kAllLanes, bits, lanes));
+    bits = max(bits, __shfl_xor_sync(kAllLanes, bits, kAcross));
+    const int warp = threadIdx.x / 32, block = patch_column() / kPatches;
+    scratch[warp * kBlocksAcross + block] = bits;  // from eight lanes, which agree
+    __syncthreads();
+    return max(bits, scratch[(warp ^ 1) * kBlocksAcross + block]);
+}
+
+template <class T>
+__device__ void store_scale(const Tile<T, BlockJob>& tile, uint32_t byte) {
+    const int64_t down = (tile.rows() + 31) / 32, across = (tile.cols() + 31) / 32;
+    const int64_t row = tile.row() / 32 + patch_row() / kPatches, col = tile.col() / 32 + patch_column() / kPatches;
+    if (patch_row() % kPatches || patch_column() % kPatches || row >= down || col >= across) return;
+    if (tile.job->scale) static_cast<uint8_t*>(tile.job->scale)[row * across + col] = uint8_t(byte);
+    if (tile.job->scale_t) static_cast<uint8_t*>(tile.job->scale_t)[col * down + row] = uint8_t(byte);
+}
+
+template <class T, class F8, bool kFloor>
+__global__ void __launch_bounds__(kTileThreads, kBlocks) cast_mxfp8_2d_kernel(const __grid_constant__ Work<BlockJob> work) {
+    using M = std::conditional_t<kFloor, NanMagnitude<T>, Magnitude<T>>;
+    Tiles<T, BlockJob> tiles(work, shared_memory());
+    ColumnWriter columns(shared_memory() + Tiles<T, BlockJob>::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes);
+
+    Tile<T, BlockJob> tile;
+    Octet<T> patch[kPatch];
+    while (tiles.next(tile, patch)) {
+        const uint32_t byte = e8m0_from_amax<F8, kFloor>(block_amax<T, M>(patch, scratch));
+        store_scale(tile, byte);
+        uint2 codes[kPatch];
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) codes[i] = encode_row<F8>(patch[i], e8m0_reciprocal(byte));
+        write_codes(codes, tile, columns);
+        __syncthreads();
+    }
+}
+
+}  // namespace
+
+void cast_mxfp8_2d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream) {
+    if (work.items == 0) return;
+    with_types(input, code, [&](auto element, auto f8) {
+        using T = decltype(element);
+        using F8 = decltype(f8);
+        if (floor)
+            launch_persistent<cast_mxfp8_2d_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work);
+        else
+            launch_persistent<cast_mxfp8_2d_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work);
+    });
+}
+
+}  // namespace dlp

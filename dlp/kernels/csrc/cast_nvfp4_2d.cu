@@ -1,0 +1,102 @@
+// NVFP4 with a scale every 16x16 tile, for weights, both orientations in one read: they hold the same codes, and the
+// scales of the second are the transpose of the first's.
+#include "fp4.cuh"
+#include "nibbles.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kBlocks = 2;  // a multiprocessor
+
+template <class T>
+constexpr size_t kShared = Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes;
+
+template <class T, class M>
+__device__ uint32_t largest_bits(const Octet<T> (&patch)[kPatch]) {
+    Maxima<T, M> maxima;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) maxima.take(patch[i]);
+    return maxima.largest();
+}
+
+// The amax of the 16x16 tile that this thread's patch, whose own amax has these bits, is a quarter of.
+__device__ inline float quad_amax(uint32_t bits) {
+    bits = max(bits, __shfl_xor_sync(kAllLanes, bits, kBeside));
+    bits = max(bits, __shfl_xor_sync(kAllLanes, bits, kBelow));
+    return __uint_as_float(bits);
+}
+
+template <class T>
+__device__ void store_scale(const Tile<T, Nvfp4Job>& tile, uint8_t scale) {
+    const int64_t down = (tile.rows() + kSixteen - 1) / kSixteen, across = (tile.cols() + kSixteen - 1) / kSixteen;
+    const int64_t row = tile.row() / kSixteen + patch_row() / kPair, col = tile.col() / kSixteen + patch_column() / kPair;
+    if (threadIdx.x & (kBeside | kBelow) || row >= down || col >= across) return;
+    if (tile.job->scale) tile.job->scale[row * across + col] = scale;
+    if (tile.job->scale_t) tile.job->scale_t[col * down + row] = scale;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kTileThreads, kBlocks) cast_nvfp4_2d_kernel(const __grid_constant__ Work<Nvfp4Job> work) {
+    Tiles<T, Nvfp4Job> tiles(work, shared_memory());
+    NibbleWriter columns(shared_memory() + Tiles<T, Nvfp4Job>::kBytes);
+
+    const Nvfp4Job* scaled = nullptr;  // whose amax this is
+    TensorScale tensor(0.0f);
+
+    Tile<T, Nvfp4Job> tile;
+    Octet<T> patch[kPatch];
+    while (tiles.next(tile, patch)) {
+        const Nvfp4Job& job = *tile.job;
+        if (scaled != &job) {
+            scaled = &job;
+            tensor = TensorScale(*job.amax);
+        }
+        if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) {
+            if (job.amax_out) *job.amax_out = *job.amax;
+            if (job.amax_t_out) *job.amax_t_out = *job.amax;
+        }
+        uint32_t bits = largest_bits<T, NanMagnitude<T>>(patch);
+        const bool has_nan = bits > 0x7F800000u;
+        if (has_nan) bits = largest_bits<T, Magnitude<T>>(patch);
+        const uint8_t scale = tensor.scale(quad_amax(bits));
+        const float multiplier = tensor.multiplier(scale);
+        store_scale(tile, scale);
+
+        uint32_t row[kPatch];
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            float x[8];
+#pragma unroll
+            for (int k = 0; k < 8; ++k) x[k] = patch[i][k];
+            row[i] = encode_nearest(x, multiplier);
+            if (has_nan) row[i] = mend_nan(x, row[i]);
+        }
+        if (job.codes) {
+            const NibbleRowWriter writer(job.codes, tile);
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) {
+                uint32_t low = row[i], high = row[i + kHalf];
+                exchange(low, high, kBeside);
+                writer.put(i, make_uint2(low, high));
+            }
+        }
+        if (job.codes_t) {
+            put_nibbles(row, columns);
+            __syncthreads();
+            columns.write(job.codes_t, tile);
+        }
+        __syncthreads();
+    }
+}
+
+}  // namespace
+
+void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, Stream stream) {
+    if (work.items == 0) return;
+    with_input(input, [&](auto element) {
+        using T = decltype(element);
+        launch_persistent<cast_nvfp4_2d_kernel<T>>(work.items, kTileThreads, kShared<T>, stream, work);
+    });
+}
+
+}  // namespace dlp

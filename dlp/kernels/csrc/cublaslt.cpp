@@ -1,0 +1,224 @@
+// See cublaslt.h. cuBLASLt is column-major, so it is asked for D.T = B @ A.T: its A is our B and its B is our A.
+#include "cublaslt.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <map>
+
+#include "check.h"
+
+namespace dlp {
+namespace {
+
+// What cublasLt.h and library_types.h declare, as far as it is used here. These numbers are ABI and do not change.
+using Status = int;
+using Handle = void*;
+using Opaque = void*;
+
+constexpr int kTypeFp32 = 0;
+constexpr int kComputeFp32 = 68, kComputeTf32 = 77;
+constexpr int kOpN = 0, kOpT = 1;
+constexpr int kPointersOnDevice = 1;
+constexpr int kEpilogueBias = 4;
+
+enum DescAttribute {
+    kPointerMode = 2, kTransA = 3, kTransB = 4, kEpilogue = 7, kBiasPointer = 8, kSmCountTarget = 15, kScalePointerA = 17,
+    kScalePointerB = 18, kFastAccumulation = 25, kBiasType = 26, kScaleModeA = 31, kScaleModeB = 32,
+};
+enum PreferenceAttribute { kMaxWorkspace = 1, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8 };
+
+struct Algorithm {
+    uint64_t data[8];
+};
+
+struct Candidate {  // cublasLtMatmulHeuristicResult_t
+    Algorithm algorithm;
+    size_t workspace;
+    Status status;
+    float waves;
+    int reserved[4];
+};
+static_assert(sizeof(Candidate) == 96, "cuBLASLt writes an array of these");
+
+constexpr const char* kStatusNames[16] = {
+    "success", "not initialized", "", "allocation failed", "", "", "", "invalid value", "architecture mismatch", "", "",
+    "mapping error", "", "execution failed", "internal error", "not supported"};
+
+struct Library {
+    Status (*Create)(Handle*);
+    size_t (*GetVersion)();
+    Status (*MatmulDescCreate)(Opaque*, int compute, int scale_type);
+    Status (*MatmulDescDestroy)(Opaque);
+    Status (*MatmulDescSetAttribute)(Opaque, int attribute, const void*, size_t);
+    Status (*MatrixLayoutCreate)(Opaque*, int type, uint64_t rows, uint64_t cols, int64_t stride);
+    Status (*MatrixLayoutDestroy)(Opaque);
+    Status (*MatmulPreferenceCreate)(Opaque*);
+    Status (*MatmulPreferenceDestroy)(Opaque);
+    Status (*MatmulPreferenceSetAttribute)(Opaque, int attribute, const void*, size_t);
+    Status (*MatmulAlgoGetHeuristic)(Handle, Opaque desc, Opaque a, Opaque b, Opaque c, Opaque d, Opaque preference,
+                                     int wanted, Candidate*, int* found);
+    Status (*Matmul)(Handle, Opaque desc, const void* alpha, const void* a, Opaque a_layout, const void* b,
+                     Opaque b_layout, const void* beta, const void* c, Opaque c_layout, void* d, Opaque d_layout,
+                     const Algorithm*, void* workspace, size_t workspace_bytes, void* stream);
+};
+
+Library library{};
+
+void check(Status status, const char* call) {
+    if (status == 0) return;
+    const char* name = status > 0 && status < 16 ? kStatusNames[status] : "";
+    throw std::runtime_error(std::string("cublasLt") + call + " failed with status " + std::to_string(status) + " (" +
+                             name + ")");
+}
+#define LT(call, ...) check(library.call(__VA_ARGS__), #call)
+
+template <class T>
+void set(Opaque desc, DescAttribute attribute, const T& value) {
+    LT(MatmulDescSetAttribute, desc, attribute, &value, sizeof(value));
+}
+
+// A handle belongs to the device that is current when it is made.
+Handle handle_of(int device) {
+    static std::map<int, Handle> handles;
+    Handle& handle = handles[device];
+    if (handle == nullptr) LT(Create, &handle);
+    return handle;
+}
+
+// The layout of a matrix [lines, along] whose lines are `stride` apart; flipped: whose columns are.
+Opaque make_layout(int type, int64_t lines, int64_t along, int64_t stride, bool flipped) {
+    Opaque layout = nullptr;
+    LT(MatrixLayoutCreate, &layout, type, flipped ? lines : along, flipped ? along : lines, stride);
+    return layout;
+}
+
+}  // namespace
+
+void open_cublaslt(const std::vector<std::string>& names) {
+    if (library.Create != nullptr) return;
+    std::string said;
+    void* opened = nullptr;
+    for (const auto& name : names) {
+        opened = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (opened != nullptr) break;
+        said += std::string("\n  ") + dlerror();
+    }
+    if (opened == nullptr) throw std::runtime_error("GEMMs need cuBLASLt, a part of CUDA that torch brings:" + said);
+    Library found{};
+    const auto find = [&](auto& function, const char* name) {
+        void* symbol = dlsym(opened, (std::string("cublasLt") + name).c_str());
+        if (symbol == nullptr) throw std::runtime_error(std::string("cuBLASLt has no function cublasLt") + name);
+        function = reinterpret_cast<std::decay_t<decltype(function)>>(symbol);
+    };
+    find(found.GetVersion, "GetVersion");
+    find(found.MatmulDescCreate, "MatmulDescCreate");
+    find(found.MatmulDescDestroy, "MatmulDescDestroy");
+    find(found.MatmulDescSetAttribute, "MatmulDescSetAttribute");
+    find(found.MatrixLayoutCreate, "MatrixLayoutCreate");
+    find(found.MatrixLayoutDestroy, "MatrixLayoutDestroy");
+    find(found.MatmulPreferenceCreate, "MatmulPreferenceCreate");
+    find(found.MatmulPreferenceDestroy, "MatmulPreferenceDestroy");
+    find(found.MatmulPreferenceSetAttribute, "MatmulPreferenceSetAttribute");
+    find(found.MatmulAlgoGetHeuristic, "MatmulAlgoGetHeuristic");
+    find(found.Matmul, "Matmul");
+    find(found.Create, "Create");
+    library = found;
+}
+
+int64_t cublaslt_version() { return static_cast<int64_t>(library.GetVersion()); }
+
+struct GemmPlan::State {
+    Handle handle = nullptr;
+    Opaque desc = nullptr, a = nullptr, b = nullptr, d = nullptr;
+    std::vector<Candidate> candidates;
+    size_t chosen = 0;
+    size_t workspace_bytes = 0;
+    bool scaled_a = false, scaled_b = false, biased = false, device_alpha = false;
+    float beta = 0.0f;
+
+    ~State() {
+        if (desc != nullptr) library.MatmulDescDestroy(desc);
+        for (Opaque layout : {a, b, d})
+            if (layout != nullptr) library.MatrixLayoutDestroy(layout);
+    }
+    void describe(const GemmProblem& problem);
+    void search(int alignment, int wanted);
+};
+
+void GemmPlan::State::describe(const GemmProblem& problem) {
+    LT(MatmulDescCreate, &desc, problem.tf32 ? kComputeTf32 : kComputeFp32, kTypeFp32);
+    set(desc, kTransA, problem.b_flipped ? kOpN : kOpT);
+    set(desc, kTransB, problem.a_flipped ? kOpT : kOpN);
+    if (problem.fast_accumulation) set(desc, kFastAccumulation, int8_t{1});
+    if (problem.sms > 0) set(desc, kSmCountTarget, problem.sms);
+    // Scale modes other than a scalar, and scales and bias at all, are told by attributes: the pointers come with a run,
+    // but the heuristics want to see that there will be one.
+    const void* placeholder = reinterpret_cast<const void*>(uintptr_t{256});
+    scaled_a = problem.b_scale >= 0, scaled_b = problem.a_scale >= 0;
+    if (scaled_a) set(desc, kScalePointerA, placeholder);
+    if (scaled_b) set(desc, kScalePointerB, placeholder);
+    if (problem.b_scale > 0) set(desc, kScaleModeA, problem.b_scale);
+    if (problem.a_scale > 0) set(desc, kScaleModeB, problem.a_scale);
+    biased = problem.bias_type >= 0;
+    if (biased) {
+        set(desc, kEpilogue, kEpilogueBias);
+        set(desc, kBiasType, problem.bias_type);
+        set(desc, kBiasPointer, placeholder);
+    }
+    device_alpha = problem.device_alpha != 0;
+    if (device_alpha) set(desc, kPointerMode, kPointersOnDevice);
+    beta = problem.accumulate ? 1.0f : 0.0f;
+    a = make_layout(problem.b_type, problem.cols, problem.contraction, problem.b_stride, problem.b_flipped);
+    b = make_layout(problem.a_type, problem.rows, problem.contraction, problem.a_stride, problem.a_flipped);
+    d = make_layout(problem.d_type, problem.rows, problem.cols, problem.d_stride, false);
+}
+
+void GemmPlan::State::search(int alignment, int wanted) {
+    Opaque preference = nullptr;
+    LT(MatmulPreferenceCreate, &preference);
+    LT(MatmulPreferenceSetAttribute, preference, kMaxWorkspace, &workspace_bytes, sizeof(workspace_bytes));
+    const uint32_t bytes = static_cast<uint32_t>(alignment);
+    for (int attribute : {kAlignmentA, kAlignmentB, kAlignmentC, kAlignmentD})
+        LT(MatmulPreferenceSetAttribute, preference, attribute, &bytes, sizeof(bytes));
+    candidates.resize(wanted);
+    int found = 0;
+    const Status status = library.MatmulAlgoGetHeuristic(handle, desc, a, b, d, d, preference, wanted,
+                                                         candidates.data(), &found);
+    library.MatmulPreferenceDestroy(preference);
+    candidates.resize(status == 0 ? found : 0);
+    while (!candidates.empty() && candidates.back().status != 0) candidates.pop_back();
+}
+
+GemmPlan::GemmPlan(const GemmProblem& problem, int device, int64_t workspace_bytes, int wanted) : state_(new State) {
+    DLP_CHECK_LT(0, wanted);
+    state_->handle = handle_of(device);
+    state_->workspace_bytes = static_cast<size_t>(workspace_bytes);
+    state_->describe(problem);
+    state_->search(problem.alignment, wanted);
+}
+
+GemmPlan::~GemmPlan() = default;
+
+int GemmPlan::candidates() const { return static_cast<int>(state_->candidates.size()); }
+
+void GemmPlan::choose(int candidate) {
+    DLP_CHECK_LE(0, candidate);
+    DLP_CHECK_LT(candidate, candidates());
+    state_->chosen = static_cast<size_t>(candidate);
+}
+
+void GemmPlan::run(const GemmPointers& pointers, void* workspace, uintptr_t stream) {
+    State& plan = *state_;
+    DLP_CHECK_LT(plan.chosen, plan.candidates.size());
+    if (plan.scaled_a) set(plan.desc, kScalePointerA, pointers.b_scale);
+    if (plan.scaled_b) set(plan.desc, kScalePointerB, pointers.a_scale);
+    if (plan.biased) set(plan.desc, kBiasPointer, pointers.bias);
+    const float one = 1.0f;
+    const void* alpha = plan.device_alpha ? pointers.alpha : &one;
+    const void* beta = plan.device_alpha ? pointers.beta : &plan.beta;
+    LT(Matmul, plan.handle, plan.desc, alpha, pointers.b, plan.a, pointers.a, plan.b, beta, pointers.d, plan.d, pointers.d,
+       plan.d, &plan.candidates[plan.chosen].algorithm, workspace, plan.workspace_bytes, reinterpret_cast<void*>(stream));
+}
+
+}  // namespace dlp

@@ -1,0 +1,60 @@
+// GEMMs by cuBLASLt, as plans: descriptors and an algorithm, made once for a problem and run many times.
+//
+// cuBLASLt's header is part of a 400 MB package that a machine with nvcc need not have. The library itself is: torch has
+// loaded it. So it is opened by name, and the few types and numbers that plans need are declared in cublaslt.cpp.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace dlp {
+
+// One GEMM, D = A @ B.T with A [rows, contraction], B [cols, contraction] and D [rows, cols]. Types are cudaDataType,
+// strides are elements between rows, or between columns where `*_flipped` says that rows are adjacent instead.
+struct GemmProblem {
+    int32_t a_type, b_type, d_type;
+    int32_t bias_type;              // of a vector [cols] added to D; -1: none
+    int64_t rows, cols, contraction;
+    int64_t a_stride, b_stride, d_stride;
+    int32_t a_flipped, b_flipped;
+    int32_t a_scale, b_scale;       // cublasLtMatmulMatrixScale_t of fp32 factors; -1: none
+    int32_t accumulate;             // D += instead of D =
+    int32_t device_alpha;           // D is multiplied by a factor in device memory
+    int32_t fast_accumulation, tf32;
+    int32_t sms;                    // multiprocessors to use; 0: all
+    int32_t alignment;              // bytes, of all pointers
+};
+
+struct GemmPointers {
+    const void *a, *b;
+    void* d;
+    const void *a_scale, *b_scale, *bias;
+    const void *alpha, *beta;       // fp32 in device memory, where the problem has device_alpha
+};
+
+// Opens the first of `names` that there is. Throws, saying what the loader said of each, if there is none.
+void open_cublaslt(const std::vector<std::string>& names);
+
+// The version of the library, as 130101.
+int64_t cublaslt_version();
+
+class GemmPlan {
+public:
+    // Asks the heuristics for at most `wanted` algorithms, best first by their guess. `device` is the current one.
+    GemmPlan(const GemmProblem& problem, int device, int64_t workspace_bytes, int wanted);
+    ~GemmPlan();
+    GemmPlan(const GemmPlan&) = delete;
+    GemmPlan& operator=(const GemmPlan&) = delete;
+
+    int candidates() const;         // 0: cuBLASLt cannot do this problem
+    void choose(int candidate);
+    void run(const GemmPointers& pointers, void* workspace, uintptr_t stream);
+
+private:
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+}  // namespace dlp

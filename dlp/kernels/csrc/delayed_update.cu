@@ -1,0 +1,73 @@
+// One step of delayed scaling for all slots of a model in one launch: this step's amaxes enter the histories, and the
+// scales follow from them. The rule is `delayed_update` of the reference.
+//
+// A block takes 32 slots, a lane each, and its warps share the rows of their history: a warp moves its rows up by one, all
+// but the last of which lie in its own hands.
+#include <cfloat>
+
+#include "launch.cuh"
+#include "walk.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kSlots = 32, kWarps = 32;
+constexpr int kInFlight = 8;  // rows
+
+// Rows [begin, end) of one slot become the rows after them, the last one `next`; their largest is returned.
+__device__ float roll(float* row, int64_t begin, int64_t end, int64_t pitch, float next, bool used) {
+    float largest = 0.0f;
+    for (int64_t at = begin; at < end; at += kInFlight) {
+        float value[kInFlight + 1];
+#pragma unroll
+        for (int i = 0; i <= kInFlight; ++i) value[i] = at + i < end ? row[(at + i) * pitch] : next;
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            if (at + i >= end) break;
+            largest = fmaxf(largest, fabsf(value[i]));
+            if (used) row[(at + i) * pitch] = value[i + 1];
+        }
+    }
+    return largest;
+}
+
+__global__ void __launch_bounds__(kSlots* kWarps) delayed_update_kernel(const __grid_constant__ Work<DelayedJob> work) {
+    __shared__ float largest[kWarps][kSlots];
+    Walk<DelayedJob> walk(work);
+    const DelayedJob& job = *walk.to(blockIdx.x);
+    const int warp = threadIdx.x / kSlots;
+    const int64_t slot = (blockIdx.x - job.x.first) * kSlots + threadIdx.x % kSlots;
+    const int64_t length = job.x.rows, slots = job.x.cols;
+    const int64_t share = (length - 1 + kWarps - 1) / kWarps, begin = min(1 + warp * share, length);
+    const int64_t end = min(begin + share, length);
+    float* history = static_cast<float*>(const_cast<void*>(job.x.data)) + slot;
+    const bool mine = slot < slots;
+
+    float last = 0.0f, next = 0.0f;
+    if (mine) {
+        last = job.reduced[slot] != 0.0f ? job.reduced[slot] : *history;
+        next = end < length ? history[end * slots] : last;
+    }
+    __syncthreads();  // every warp has read what its neighbour overwrites
+    const bool used = last != 0.0f;
+    largest[warp][threadIdx.x % kSlots] = mine ? roll(history, begin, end, slots, next, used) : 0.0f;
+    __syncthreads();
+    if (warp != 0 || !mine) return;
+
+    job.staging[slot] = 0.0f;
+    if (!used) return;
+    *history = 0.0f;
+    float amax = fmaxf(0.0f, fabsf(last));
+    for (int i = 0; i < kWarps; ++i) amax = fmaxf(amax, largest[i][threadIdx.x]);
+    if (job.most_recent) amax = last;
+    if (amax > 0.0f && amax <= FLT_MAX) job.scale[slot] = fminf(__fdiv_rn(job.target[slot], amax), FLT_MAX);
+}
+
+}  // namespace
+
+// Pieces of work: 32 slots of one job.
+void delayed_update(const Work<DelayedJob>& work, Stream stream) {
+    if (work.items) launch<delayed_update_kernel>(work.items, kSlots * kWarps, 0, stream, work);
+}
+
+}  // namespace dlp

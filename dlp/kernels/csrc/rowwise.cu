@@ -1,0 +1,103 @@
+// FP8 with a scale a row, and a scale a column in the transposed copy: the amaxes of all lines in one read, and after
+// whatever ranks have to agree on the casts of both orientations in one more.
+#include "row_maxima.cuh"
+#include "two_scales.cuh"
+
+namespace dlp {
+namespace {
+
+template <class T>
+constexpr size_t kAmaxShared = Tiles<T, LinesJob>::kBytes + kTileWarps * kTile * sizeof(uint32_t);
+
+// A tile's maxima: rows by shuffles, columns through shared memory, then at most one atomic a line.
+template <class T>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
+    amax_lines_kernel(const __grid_constant__ Work<LinesJob> work) {
+    using Rows = RowMaxima<T, kAcross>;
+    Tiles<T, LinesJob> tiles(work, shared_memory());
+    auto column_max = reinterpret_cast<uint32_t(*)[kTile]>(shared_memory() + Tiles<T, LinesJob>::kBytes);
+
+    Tile<T, LinesJob> tile;
+    Octet<T> patch[kPatch];
+    while (tiles.next(tile, patch)) {
+        Maxima<T> columns;
+        uint32_t word[Rows::kWords];
+#pragma unroll
+        for (int i = 0; i < Rows::kWords; ++i) word[i] = PatchRows<T>::word(patch, i);
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) columns.take(patch[i]);
+        const Rows rows(word);
+        const int64_t row = tile.row() + kPatch * patch_row() + rows.first();
+        if (tile.job->amax && patch_column() % (kAcross / Rows::kWords) == 0)  // of lanes that end with the same rows, one
+#pragma unroll
+            for (int i = 0; i < Rows::kRows; ++i)
+                if (row + i < tile.rows()) raise(tile.job->amax + row + i, rows[i]);
+        columns.join(kAcross);
+        if (threadIdx.x % 32 < kAcross)
+#pragma unroll
+            for (int j = 0; j < kPatch; ++j) column_max[threadIdx.x / 32][kPatch * patch_column() + j] = columns.column(j);
+        __syncthreads();
+        if (tile.job->amax_t && threadIdx.x < kTile && tile.col() + threadIdx.x < tile.cols()) {
+            uint32_t bits = 0;
+#pragma unroll
+            for (int warp = 0; warp < kTileWarps; ++warp) bits = max(bits, column_max[warp][threadIdx.x]);
+            raise(tile.job->amax_t + tile.col() + threadIdx.x, bits);
+        }
+        __syncthreads();
+    }
+}
+
+template <class T>
+constexpr size_t kCastShared = Tiles<T, RowwiseJob>::kBytes + ColumnWriter::kBytes + 2 * kTile * sizeof(float);
+
+// The scale of row t or column t - 128 of the tile; the first tile along a line writes its inverse.
+template <class T>
+__device__ float line_scale(const Tile<T, RowwiseJob>& tile, const ScaleRule& rule) {
+    const bool is_row = threadIdx.x < kTile;
+    const int64_t line = is_row ? tile.row() + threadIdx.x : tile.col() + threadIdx.x - kTile;
+    const float* amax = is_row ? tile.job->amax : tile.job->amax_t;
+    if (!amax || line >= (is_row ? tile.rows() : tile.cols())) return 1.0f;
+    const float scale = scale_from_amax(amax[line], rule);
+    float* out = is_row ? tile.job->scale_inv : tile.job->scale_inv_t;
+    if ((is_row ? tile.across : tile.down) == 0) out[line] = __frcp_rn(scale);
+    return scale;
+}
+
+template <class T, class F8>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
+    cast_rowwise_kernel(const __grid_constant__ Work<RowwiseJob> work, const ScaleRule rule) {
+    Tiles<T, RowwiseJob> tiles(work, shared_memory());
+    ColumnWriter columns(shared_memory() + Tiles<T, RowwiseJob>::kBytes);
+    float* scale = reinterpret_cast<float*>(shared_memory() + Tiles<T, RowwiseJob>::kBytes + ColumnWriter::kBytes);
+
+    Tile<T, RowwiseJob> tile;
+    Octet<T> patch[kPatch];
+    while (tiles.next(tile, patch)) {
+        scale[threadIdx.x] = line_scale(tile, rule);
+        __syncthreads();
+        write_scaled<F8>(patch, scale, tile, columns);
+        __syncthreads();
+    }
+}
+
+}  // namespace
+
+// Amaxes are raised: what they point to is set to 0 before.
+void amax_lines(const Work<LinesJob>& work, Input input, Stream stream) {
+    if (work.items == 0) return;
+    with_input(input, [&](auto element) {
+        using T = decltype(element);
+        launch_persistent<amax_lines_kernel<T>>(work.items, kTileThreads, kAmaxShared<T>, stream, work);
+    });
+}
+
+void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const ScaleRule& rule, Stream stream) {
+    if (work.items == 0) return;
+    with_types(input, code, [&](auto element, auto f8) {
+        using T = decltype(element);
+        constexpr auto kernel = cast_rowwise_kernel<T, decltype(f8)>;
+        launch_persistent<kernel>(work.items, kTileThreads, kCastShared<T>, stream, work, rule);
+    });
+}
+
+}  // namespace dlp

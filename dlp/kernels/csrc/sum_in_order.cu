@@ -1,0 +1,68 @@
+// The end of a reduce-scatter: contributions [R, count] of R ranks -> their sum [count], in fp32, in the order of the
+// ranks, rounded once.
+#include "octet.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kInFlight = 4;  // contributions
+
+template <class T>
+__device__ T rounded(float x) {
+    if constexpr (std::is_same_v<T, float>) return x;
+    else return __float2bfloat16_rn(x);
+}
+
+template <class T>
+__device__ void store(T* to, const float (&total)[8], int64_t valid, bool aligned) {
+    alignas(16) T out[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) out[k] = rounded<T>(total[k]);
+    if (aligned && valid >= 8) {
+#pragma unroll
+        for (int v = 0; v < Octet<T>::kVectors; ++v)
+            reinterpret_cast<uint4*>(to)[v] = reinterpret_cast<const uint4*>(out)[v];
+    } else {
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+            if (k < valid) to[k] = out[k];
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    sum_in_order_kernel(const T* from, T* to, int64_t contributions, int64_t count) {
+    const int64_t at = 8 * (int64_t(blockIdx.x) * kThreads + threadIdx.x), valid = count - at;
+    if (valid <= 0) return;
+    const bool rows = reinterpret_cast<uintptr_t>(from) % 16 == 0 && count * sizeof(T) % 16 == 0;
+    const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+    float total[8];
+    for (int64_t first = 0; first < contributions; first += kInFlight) {
+        Octet<T> x[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            if (first + i < contributions) x[i] = load_octet(from + (first + i) * count + at, valid, rows);
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            if (first + i < contributions)
+#pragma unroll
+                for (int k = 0; k < 8; ++k) total[k] = first + i ? __fadd_rn(total[k], x[i][k]) : x[i][k];
+    }
+    store(to + at, total, valid, aligned);
+}
+
+}  // namespace
+
+void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream) {
+    DLP_CHECK_LT(0, contributions);
+    const int64_t blocks = (count + 8 * kThreads - 1) / (8 * kThreads);
+    if (blocks == 0) return;
+    with_input(input, [&](auto element) {
+        using T = decltype(element);
+        launch<sum_in_order_kernel<T>>(blocks, kThreads, 0, stream, static_cast<const T*>(from), static_cast<T*>(to),
+                                       contributions, count);
+    });
+}
+
+}  // namespace dlp

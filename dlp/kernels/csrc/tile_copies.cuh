@@ -1,0 +1,103 @@
+// A tile on its way from global to shared memory, and from there to the patches of 256 threads.
+//
+// Two ways. Copies of 16 bytes a lane start soonest. But the threads that start them are held up until the memory system
+// takes them, and with them the work that should run meanwhile: with tiles of fp32, of 64 KB, casts reached 0.6 of a
+// copy's speed. Bulk copies of whole rows hold up nobody, and take longer to start. On an H200 fp32 gained by them (0.59
+// to 0.85) and bf16 lost (NVFP4 in tiles 0.74 to 0.66).
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include "arrivals.cuh"
+#include "octet.cuh"
+
+namespace dlp {
+
+constexpr int kTileThreads = 256;
+constexpr int kTileWarps = kTileThreads / 32;
+constexpr int kPatch = 8;
+constexpr int kAcross = kTile / kPatch;  // patches
+static_assert(kAcross * kAcross == kTileThreads, "a patch a thread");
+
+template <class T>
+constexpr int kTileBlocks = sizeof(T) == 2 ? 3 : 2;  // a multiprocessor
+
+// The patch of this thread: its column and row among the patches of a tile.
+__device__ inline int patch_column() { return threadIdx.x % kAcross; }
+__device__ inline int patch_row() { return threadIdx.x / kAcross; }
+
+// `start` a tile whose rows are aligned to 16 bytes, `finish` it in every thread, `start` the next.
+template <class T>
+class LaneCopies {
+   public:
+    static constexpr int kVectors = Octet<T>::kVectors;
+    static constexpr size_t kBytes = sizeof(uint4) * kPatch * kVectors * kTileThreads;
+
+    __device__ explicit LaneCopies(uint8_t* bytes) : slots_(reinterpret_cast<uint4*>(bytes)) {}
+
+    // Each warp copies what it will read itself, adjacent lanes adjacent bytes: no barrier of the block is needed.
+    __device__ void start(const T* tile, int64_t stride) const {
+        const T* from = tile + kPatch * patch_row() * stride;
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i)
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                const int vector = v * kAcross + patch_column(), owner = vector / kVectors;
+                __pipeline_memcpy_async(slot(i, vector % kVectors, threadIdx.x - patch_column() + owner),
+                                        reinterpret_cast<const uint4*>(from + i * stride) + vector, sizeof(uint4));
+            }
+        __pipeline_commit();
+    }
+    __device__ void finish(Octet<T> (&patch)[kPatch]) const {
+        __pipeline_wait_prior(0);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i)
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) patch[i].set_vector(v, *slot(i, v, threadIdx.x));
+        __syncwarp();
+    }
+
+   private:
+    __device__ uint4* slot(int i, int v, int thread) const { return slots_ + (i * kVectors + v) * kTileThreads + thread; }
+
+    uint4* slots_;
+};
+
+template <class T>
+class BulkCopies {
+   public:
+    static constexpr uint32_t kRowBytes = kTile * sizeof(T);
+    static constexpr size_t kBytes = kTile * kRowBytes + 16;  // the tile, and what counts the bytes that have arrived
+
+    __device__ explicit BulkCopies(uint8_t* bytes) : bytes_(bytes), arrived_(bytes + kTile * kRowBytes) {
+        if (threadIdx.x == 0) arrived_.init();
+        __syncthreads();
+    }
+    // Every other thread copies a row: a warp starts them one by one.
+    __device__ void start(const T* tile, int64_t stride) {
+        if (threadIdx.x == 0) arrived_.expect(kTile * kRowBytes);
+        if (threadIdx.x % 2) return;
+        const int row = threadIdx.x / 2;
+        arrived_.copy(bytes_ + row * kRowBytes, tile + row * stride, kRowBytes);
+    }
+    __device__ void finish(Octet<T> (&patch)[kPatch]) {
+        arrived_.wait();
+        const uint4* from = reinterpret_cast<const uint4*>(bytes_ + kPatch * patch_row() * kRowBytes) +
+                            patch_column() * Octet<T>::kVectors;
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i)
+#pragma unroll
+            for (int v = 0; v < Octet<T>::kVectors; ++v) patch[i].set_vector(v, from[i * (kRowBytes / 16) + v]);
+        __syncthreads();  // all have read what the next tile overwrites
+    }
+
+   private:
+    uint8_t* bytes_;
+    Arrivals arrived_;
+};
+
+template <class T>
+using TileCopies = std::conditional_t<sizeof(T) == 4, BulkCopies<T>, LaneCopies<T>>;
+
+}  // namespace dlp

@@ -1,0 +1,84 @@
+// Transposes of codes, of a byte or of half a byte, tile by tile: what becomes of an operand on arrival, if it may be
+// transposed.
+#include "nibbles.cuh"
+#include "transpose.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kBlocks = 4;  // a multiprocessor
+
+// A tile of codes; nothing is fetched ahead, other blocks hide the loads.
+__device__ Tile<uint8_t, CodesJob> tile_at(const CodesJob& job, int64_t item) {
+    const int64_t number = item - job.x.first, wide = max((job.x.cols + kTile - 1) / kTile, int64_t(1));
+    const int64_t down = divide(number, wide), across = number - down * wide;
+    const bool whole = (down + 1) * kTile <= job.x.rows && (across + 1) * kTile <= job.x.cols;
+    return {&job, uint32_t(down), uint32_t(across), whole, false};
+}
+
+// Up to kBytes bytes, the rest is 0.
+template <class Word>
+__device__ Word load_codes(const uint8_t* from, int64_t valid) {
+    if (valid >= int64_t(sizeof(Word)) && reinterpret_cast<uintptr_t>(from) % sizeof(Word) == 0)
+        return __ldcs(reinterpret_cast<const Word*>(from));
+    uint64_t bytes = 0;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Word)); ++i)
+        if (i < valid) bytes |= uint64_t(from[i]) << 8 * i;
+    if constexpr (sizeof(Word) == 8) return make_uint2(uint32_t(bytes), uint32_t(bytes >> 32));
+    else return uint32_t(bytes);
+}
+
+// The codes of this thread's patch, a row in each word; `kPerByte` codes a byte.
+template <int kPerByte, class Word>
+__device__ void load_patch(Word (&row)[kPatch], const Tile<uint8_t, CodesJob>& tile) {
+    const int64_t pitch = tile.cols() / kPerByte, left = tile.patch_cols() / kPerByte;
+    const int64_t first = (tile.row() + kPatch * patch_row()) * pitch + pitch - left;
+    const uint8_t* from = static_cast<const uint8_t*>(tile.job->x.data) + first;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) row[i] = load_codes<Word>(from + i * pitch, i < tile.patch_rows() ? left : 0);
+}
+
+__global__ void __launch_bounds__(kTileThreads, kBlocks)
+    transpose_bytes_kernel(const __grid_constant__ Work<CodesJob> work) {
+    ColumnWriter columns(shared_memory());
+    Walk<CodesJob> walk(work);
+    for (int64_t item = blockIdx.x; item < work.items; item += gridDim.x) {
+        const auto tile = tile_at(*walk.to(item), item);
+        uint2 row[kPatch];
+        load_patch<1>(row, tile);
+        transpose_8x8(row);
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) columns.put(j, row[j]);
+        __syncthreads();
+        columns.write(tile.job->out, tile);
+        __syncthreads();
+    }
+}
+
+__global__ void __launch_bounds__(kTileThreads, kBlocks)
+    transpose_nibbles_kernel(const __grid_constant__ Work<CodesJob> work) {
+    NibbleWriter columns(shared_memory());
+    Walk<CodesJob> walk(work);
+    for (int64_t item = blockIdx.x; item < work.items; item += gridDim.x) {
+        const auto tile = tile_at(*walk.to(item), item);
+        uint32_t row[kPatch];
+        load_patch<2>(row, tile);
+        put_nibbles(row, columns);
+        __syncthreads();
+        columns.write(tile.job->out, tile);
+        __syncthreads();
+    }
+}
+
+}  // namespace
+
+void transpose_bytes(const Work<CodesJob>& work, Stream stream) {
+    launch_persistent<transpose_bytes_kernel>(work.items, kTileThreads, ColumnWriter::kBytes, stream, work);
+}
+
+void transpose_nibbles(const Work<CodesJob>& work, Stream stream) {
+    launch_persistent<transpose_nibbles_kernel>(work.items, kTileThreads, NibbleWriter::kBytes, stream, work);
+}
+
+}  // namespace dlp

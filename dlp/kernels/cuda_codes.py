@@ -1,0 +1,80 @@
+"""The CUDA kernels that are no casts, see cuda.py: codes back to values, codes transposed, and what ends a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import loader
+from dlp.kernels.cuda import INPUTS, Batch, Words, _batch, _output, _stream
+
+# Codes and scales, numbered as in csrc/kernels.h.
+ENCODINGS = {
+    (torch.float8_e4m3fn, torch.float32): 0, (torch.float8_e5m2, torch.float32): 1,
+    (torch.float8_e4m3fn, torch.uint8): 2, (torch.float8_e5m2, torch.uint8): 3,
+    (torch.uint8, torch.float8_e4m3fn): 4,
+}  # fmt: skip
+
+
+def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) -> None:
+    """codes [rows, C], or packed [rows, C/2], and a scale a block [row blocks, C blocks] -> out bf16 [rows, C]."""
+    encoding = ENCODINGS.get((codes.dtype, scale.dtype))
+    if encoding is None:
+        raise ValueError(f"no kernel decodes codes of {codes.dtype} with scales of {scale.dtype}; ask the reference")
+    rows, cols = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
+    blocks = [-(-size // length) for size, length in zip((rows, cols), block, strict=True)]
+    words = (
+        _output(codes, codes.shape, [codes.dtype], "codes"), _output(scale, blocks, [scale.dtype], "scale"),
+        _output(out, [rows, cols], [torch.bfloat16], "out"), rows, cols, *block,
+    )  # fmt: skip
+    loader.load().decode(words, encoding, _stream(codes))
+
+
+def transpose(codes: Tensor, out: Tensor) -> None:
+    """codes of a byte [rows, C] -> out [C, rows], of the same dtype; or packed E2M1 (uint8) [rows, C/2] -> [C, rows/2]."""
+    module, packed = loader.load(), codes.dtype == torch.uint8
+    rows, cols = codes.shape[0], codes.shape[1] * (2 if packed else 1)
+    if packed and rows % 2:
+        raise ValueError(f"packed codes are transposed in pairs of rows; got {rows} rows: append zeros")
+    data = _output(codes, codes.shape, [codes.dtype], "codes")
+    target = _output(out, [cols, rows // 2 if packed else rows], [codes.dtype], "out")
+    tiles = -(-rows // module.TILE) * -(-cols // module.TILE)
+    if tiles:
+        kernel = module.transpose_nibbles if packed else module.transpose_bytes
+        kernel((data, rows, cols, cols, 0, target), tiles, _stream(codes))
+
+
+class DelayedJob(NamedTuple):
+    """Slots with one history length and algorithm: history fp32 [L, n]; scale, reduced, target, staging fp32 [n]."""
+
+    x: Tensor
+    scale: Tensor
+    reduced: Tensor
+    target: Tensor
+    staging: Tensor
+    most_recent: bool
+
+
+def _delayed_words(job: DelayedJob) -> Words:
+    length, slots = job.x.shape
+    fp32 = [torch.float32]
+    history = _output(job.x, [length, slots], fp32, "history")
+    vectors = [_output(getattr(job, name), [slots], fp32, name) for name in ("scale", "reduced", "target", "staging")]
+    return (history, length, slots, slots, 0, *vectors, int(job.most_recent))
+
+
+def delayed_update_batch(jobs: Sequence[DelayedJob]) -> Batch:
+    """`reference.delayed_update` of all slots, in place, by one launch; staging becomes 0."""
+    words = [_delayed_words(job) for job in jobs]
+    return _batch(loader.load().delayed_update, len(words[0]), words, [-(-row[2] // 32) for row in words], jobs)
+
+
+def sum_in_order(contributions: Tensor, out: Tensor) -> None:
+    """contributions bf16 or fp32 [R, ...] -> out [...]: their fp32 sum, first to last, rounded once."""
+    pointer = _output(contributions, contributions.shape, INPUTS, "contributions")
+    target = _output(out, contributions.shape[1:], [contributions.dtype], "out")
+    wide = contributions.dtype == torch.float32
+    loader.load().sum_in_order(pointer, target, len(contributions), out.numel(), wide, _stream(out))

@@ -1,0 +1,68 @@
+"""The way from a cast to its kernel: which matrix a kernel reads, and where the parts of both orientations come from.
+
+Kernels read rows of adjacent elements, in bf16 or fp32. The transposed view of such a matrix costs nothing: the kernel
+reads the matrix itself and is asked for the other orientation. A matrix that is neither is copied first, in its own
+dtype. Parts are written where a caller wants them (`out`: the tensors of one orientation, such as its segment of a
+gather buffer), or into new storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import cuda, loader
+
+Parts = Sequence[Tensor]
+Outs = tuple[Parts, Parts] | None  # of x, of x.t()
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether kernels can read x, a matrix on a device that they run on."""
+    return x.is_cuda and x.dim() == 2 and x.dtype in cuda.INPUTS and not loader.missing()
+
+
+def adjacent(x: Tensor) -> tuple[Tensor, bool]:
+    """A matrix that kernels can read, and whether it is the transpose of x."""
+    if cuda.readable(x):
+        return x, False
+    return (x.t(), True) if cuda.readable(x.t()) else (x.contiguous(), False)
+
+
+def rowwise(
+    x: Tensor, out: Parts | None, empty: Callable[[Sequence[int]], Parts],
+    launch: Callable[[Tensor, Parts | None, Parts | None], None],
+) -> Parts:  # fmt: skip
+    """The parts of x [rows, C]. `empty`: storage for an operand of a shape; `launch`: the kernel, for a matrix, into the
+    parts of its rows and those of its columns, None where they are not wanted."""
+    matrix, flipped = adjacent(x)
+    made = out if out is not None else empty(x.shape)
+    launch(matrix, *((None, made) if flipped else (made, None)))
+    return made
+
+
+def both(
+    x: Tensor, outs: Outs, empty: Callable[[Sequence[int]], Parts],
+    launch: Callable[[Tensor, Parts, Parts], None],
+) -> tuple[Parts, Parts]:  # fmt: skip
+    """The parts of x and of x.t(), by one launch."""
+    matrix, flipped = adjacent(x)
+    row, col = outs if outs is not None else (empty(x.shape), empty(x.shape[::-1]))
+    launch(matrix, *((col, row) if flipped else (row, col)))
+    return row, col
+
+
+def into(out: Parts | None, parts: Parts) -> Parts:
+    """Parts that a reference made, copied to where they are wanted."""
+    if out is None:
+        return parts
+    torch._foreach_copy_(list(out), list(parts))
+    return out
+
+
+def both_into(outs: Outs, cast: Callable[[Tensor], Parts], x: Tensor) -> tuple[Parts, Parts]:
+    """Two casts by a reference, of x and of x.t()."""
+    row, col = outs if outs is not None else (None, None)
+    return into(row, cast(x)), into(col, cast(x.t()))

@@ -1,0 +1,361 @@
+"""GEMMs by cuBLASLt on plain CUDA tensors: D = A @ B.T, contraction last in both operands.
+
+    product       any pair of dtypes and scales that cuBLASLt takes as it lies        its pieces: prepare, plan_of, launch
+    product_fp8   FP8 codes with scales, of any size: what is not aligned is padded
+
+A plan is cuBLASLt's descriptors and its algorithm for one problem: types, sizes, strides, scale modes, epilogue, flags.
+Plans are made once, by asking the heuristics, and kept; which of their candidates runs is the first, or the one that
+`python -m dlp.kernels.tune` measured to be the fastest on a device of this name. A measured choice may sum in another
+order, so it can be declined (`How.tuned`). Every stream has a workspace of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.kernels import loader, reference
+
+CACHE = Path.home() / ".cache" / "dlp" / "gemms"
+WORKSPACE = 32 * 2**20  # bytes, what cuBLAS advises for Hopper
+CANDIDATES = 8  # algorithms a choice is made among
+ALIGNMENT = 16  # bytes: FP8 pointers and rows lie at multiples of it
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+NONE, TENSOR, ROWWISE, BLOCK_1D, BLOCK_2D = -1, 0, 3, 4, 5  # scale modes
+Words = tuple[int, ...]
+
+
+class How(NamedTuple):
+    """How a GEMM runs. `fast_accumulation`: FP8 products are summed in the tensor core only. `tuned`: by the measured
+    choice, if there is one. `allow_reference`: by the plain-torch reference on a GPU, where nothing else can. `sms`: on so
+    many multiprocessors, 0 for all."""
+
+    fast_accumulation: bool = False
+    tuned: bool = True
+    allow_reference: bool = False
+    sms: int = 0
+
+
+AS_USUAL = How()
+
+
+class Scales(NamedTuple):
+    """fp32 factors of A and B in the layouts of their modes: [] TENSOR, [lines] ROWWISE, [C/128, lines filled up to 4]
+    BLOCK_1D, [lines/128, C/128 filled up to 4] BLOCK_2D."""
+
+    a: Tensor
+    b: Tensor
+    a_mode: int = TENSOR
+    b_mode: int = TENSOR
+
+
+class Job(NamedTuple):
+    """A GEMM that is ready to run: the problem's words (csrc/cublaslt.h), addresses (csrc/bindings.cpp) and its result."""
+
+    words: Words
+    addresses: Words
+    out: Tensor
+
+
+def library_names() -> list[str]:
+    """Where cuBLASLt may be: as torch has loaded it, or in the package that pip installs beside torch."""
+    name = f"libcublasLt.so.{(torch.version.cuda or '13').split('.')[0]}"
+    package = importlib.util.find_spec("nvidia")
+    folders = list(package.submodule_search_locations or ()) if package else []
+    return [name, *(str(file) for folder in folders for file in sorted(Path(folder).glob(f"*/lib/{name}")))]
+
+
+@functools.cache
+def _module() -> ModuleType:
+    module = loader.load()
+    module.open_cublaslt(library_names())
+    return module
+
+
+def available(a: Tensor, b: Tensor) -> bool:
+    """Whether these operands can be multiplied here: on a GPU with kernels, and not empty."""
+    return a.is_cuda and not loader.missing() and a.numel() > 0 and b.numel() > 0
+
+
+def device_kind(device_type: str) -> str:
+    """What a device is to GEMMs: "cuda" for a GPU on which this package has no kernels, else sm_90 or sm_100 for the
+    current one; other names stand for themselves."""
+    if device_type != "cuda" or loader.missing():
+        return device_type
+    return "sm_100" if torch.cuda.get_device_capability() >= (10, 0) else "sm_90"
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether x lies on a GPU that scales rows and blocks of FP8 operands itself."""
+    return _capability(x.get_device())[0] == 9
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+# Problems
+
+
+def _lines(x: Tensor) -> tuple[Tensor, int, int]:
+    """A matrix [lines, along] that cuBLASLt can read, its stride, and 1 where its lines, not its columns, are adjacent."""
+    (lines, along), (stride, step) = x.shape, x.stride()
+    if step == 1 and stride >= along:
+        return x, stride, 0
+    if stride == 1 and step >= lines:
+        return x, step, 1
+    return x.contiguous(), along, 0
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """Scales of lines as cuBLASLt reads them, which may be some of a longer vector."""
+    return scale if scale.dim() == 0 or scale.data_ptr() % ALIGNMENT == 0 else scale.clone()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def prepare(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales | None = None, *, bias: Tensor | None = None,
+    accumulate: Tensor | None = None, alpha: Tensor | None = None, how: How = AS_USUAL,
+) -> Job:  # fmt: skip
+    """A [rows, C], B [cols, C] -> the job that writes [rows, cols] of `out_dtype`, or adds to `accumulate`.
+
+    bias [cols] in the dtype of the result is added to it; `alpha` fp32 [] multiplies the product.
+    """
+    (rows, contraction), cols = a.shape, b.shape[0]
+    out = a.new_empty((rows, cols), dtype=out_dtype) if accumulate is None else accumulate
+    a, a_stride, a_flipped = _lines(a)
+    b, b_stride, b_flipped = _lines(b)
+    a_scale, b_scale = (None, None) if scales is None else (_aligned(scales.a), _aligned(scales.b))
+    at = (
+        a.data_ptr(), b.data_ptr(), out.data_ptr(), _address(a_scale), _address(b_scale), _address(bias), _address(alpha),
+        0 if alpha is None else _address((_zero if accumulate is None else one)(a.device)),
+    )  # fmt: skip
+    anywhere = at[0] | at[1] | at[2] | 256
+    words = (
+        TYPES[a.dtype], TYPES[b.dtype], TYPES[out.dtype], NONE if bias is None else TYPES[bias.dtype], rows, cols,
+        contraction, a_stride, b_stride, out.stride(0), a_flipped, b_flipped,
+        scales.a_mode if scales else NONE, scales.b_mode if scales else NONE,
+        int(accumulate is not None), int(alpha is not None), int(how.fast_accumulation),
+        int(a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32), how.sms, anywhere & -anywhere,
+    )  # fmt: skip
+    return Job(words, at, out)
+
+
+@functools.cache
+def one(device: torch.device) -> Tensor:
+    """1 in the memory of a device, fp32 []."""
+    return torch.ones((), device=device)
+
+
+@functools.cache
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), device=device)
+
+
+# Plans
+
+_PLANS: dict[tuple[Words, int, bool], Any] = {}
+_WORKSPACES: dict[tuple[int, int], tuple[Tensor, int]] = {}
+
+
+def plan_of(words: Words, device: int, tuned: bool) -> Any:
+    """The plan of a problem, from the table or made. ValueError where cuBLASLt has none."""
+    plan = _PLANS.get((words, device, tuned))
+    if plan is None:
+        choice = choices(device).get(key_of(words), 0) if tuned else 0
+        plan = new_plan(words, device, choice + 1)
+        if plan.candidates <= choice:
+            raise ValueError(
+                f"cuBLASLt {_module().cublaslt_version()} has no algorithm {choice} for the GEMM {describe(words)}"
+                + (f"; remove {choice_file(device)}" if choice else "")
+            )
+        plan.choose(choice)
+        _PLANS[words, device, tuned] = plan
+    return plan
+
+
+def plans() -> dict[tuple[Words, int, bool], Any]:
+    """The table of plans, for those who measure."""
+    return _PLANS
+
+
+def new_plan(words: Words, device: int, candidates: int) -> Any:
+    return _module().GemmPlan(words, device, WORKSPACE, candidates)
+
+
+def describe(words: Words) -> str:
+    """A problem as a person reads it."""
+    names = {number: str(dtype).removeprefix("torch.") for dtype, number in TYPES.items()}
+    a, b, d, bias, rows, cols, contraction = words[:7]
+    scales = f", scale modes {words[12]} and {words[13]}" if words[12] != NONE else ""
+    return (
+        f"[{rows}, {contraction}] {names[a]} x [{cols}, {contraction}] {names[b]} -> {names[d]}{scales}, strides {words[7:10]}"
+        f"{', with bias' if bias != NONE else ''}{', accumulating' if words[14] else ''}, {words[19]} bytes aligned"
+    )
+
+
+def launch(job: Job, device: int, tuned: bool = True) -> Tensor:
+    """Run a job on torch's current stream; returns its result."""
+    if device != torch._C._cuda_getDevice():
+        raise ValueError(
+            f"GEMMs run on the current device, cuda:{torch.cuda.current_device()}, and got operands on cuda:{device}; call "
+            f"inside torch.cuda.device({device})"
+        )
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    plan = _PLANS.get((job.words, device, tuned)) or plan_of(job.words, device, tuned)
+    plan.run(*job.addresses, workspace(device, stream), stream)
+    return job.out
+
+
+def workspace(device: int, stream: int) -> int:
+    """The address of the memory that GEMMs on this stream may use."""
+    found = _WORKSPACES.get((device, stream))
+    if found is None:
+        memory = torch.empty(WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", device))
+        found = _WORKSPACES[device, stream] = memory, memory.data_ptr()
+    return found[1]
+
+
+# Measured choices
+
+
+def key_of(words: Words) -> str:
+    return " ".join(map(str, words))
+
+
+def choice_file(device: int) -> Path:
+    return CACHE / f"{torch.cuda.get_device_name(device).replace(' ', '_')}.json"
+
+
+@functools.cache
+def choices(device: int) -> dict[str, int]:
+    """Problem -> the candidate that was the fastest of CANDIDATES, as far as measured with this version of cuBLASLt."""
+    file = choice_file(device)
+    saved = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, int] = saved.get(str(_module().cublaslt_version()), {})
+    return found
+
+
+def save_choices(device: int, measured: dict[str, int]) -> Path:
+    """Add to the measured choices of this device and version; what was measured before of others stays."""
+    file = choice_file(device)
+    saved = json.loads(file.read_text()) if file.exists() else {}
+    saved.setdefault(str(_module().cublaslt_version()), {}).update(measured)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(saved, indent=1))
+    part.replace(file)
+    choices.cache_clear()
+    _PLANS.clear()
+    return file
+
+
+# Products
+
+
+def product(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales | None = None, *, bias: Tensor | None = None,
+    accumulate: Tensor | None = None, alpha: Tensor | None = None, how: How = AS_USUAL,
+) -> Tensor:  # fmt: skip
+    """A [rows, C] @ B [cols, C].T, scaled, summed in fp32, plus bias [cols] -> [rows, cols], rounded once to `out_dtype`;
+    or added to `accumulate`, which is returned. Bias and accumulator that cuBLASLt does not take are added apart."""
+    if bias is None and accumulate is None:
+        return launch(prepare(a, b, out_dtype, scales, alpha=alpha, how=how), a.get_device(), how.tuned)
+    inside = bias is None or _takes_bias(bias, out_dtype if accumulate is None else accumulate.dtype)
+    direct = accumulate is None or _takes_output(accumulate)
+    if inside and direct:
+        job = prepare(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha, how=how)
+        return launch(job, a.get_device(), how.tuned)
+    wide = launch(prepare(a, b, torch.float32, scales, alpha=alpha, how=how), a.get_device(), how.tuned)
+    return finish(wide, out_dtype, bias, accumulate)
+
+
+def _takes_bias(bias: Tensor, out_dtype: torch.dtype) -> bool:
+    """A bias is added inside where it has the result's own 16-bit dtype and whole rows are aligned: elsewhere the product
+    would be rounded before the sum."""
+    aligned = (2 * bias.shape[0] | bias.data_ptr()) % ALIGNMENT == 0
+    return bias.dtype == out_dtype != torch.float32 and bias.is_contiguous() and aligned
+
+
+def _takes_output(out: Tensor) -> bool:
+    """An accumulator is added to inside if it is fp32: with a bf16 one the product would be rounded before the sum."""
+    stride, step = out.stride()
+    aligned = (4 * stride | out.data_ptr()) % ALIGNMENT == 0
+    return out.dtype == torch.float32 and step == 1 and stride >= out.shape[1] and aligned
+
+
+def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:
+    """Add the bias in fp32, round once to `out_dtype`; or add into `accumulate`, in its dtype, and return it."""
+    if bias is not None:
+        result = result.float() + bias.float()
+    if accumulate is not None:
+        return accumulate.add_(result)
+    return result.to(out_dtype)
+
+
+def product_fp8(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
+    accumulate: Tensor | None = None, how: How = AS_USUAL,
+) -> Tensor:  # fmt: skip
+    """`product` of FP8 codes of any size and alignment: zero codes are appended where it wants more."""
+    (rows, contraction), cols = a.shape, b.shape[0]
+    unit = 1 if scales.a_mode <= ROWWISE else 8
+    (a_stride, a_step), (b_stride, b_step) = a.stride(), b.stride()
+    together = contraction | cols | a_stride | b_stride | a.data_ptr() | b.data_ptr()
+    if together % ALIGNMENT == rows % unit == 0 and a_step == b_step == 1 and min(a_stride, b_stride) >= contraction:
+        if bias is None and accumulate is None:
+            return launch(prepare(a, b, out_dtype, scales, how=how), a.get_device(), how.tuned)
+        return product(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
+    whole_a, whole_b = _padded(a, unit), _padded(b, ALIGNMENT)
+    if whole_a.shape[0] == rows and whole_b.shape[0] == cols:
+        return product(whole_a, whole_b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
+    wide = out_dtype if bias is None and accumulate is None else torch.float32
+    result = product(whole_a, whole_b, wide, _padded_scales(scales, whole_a, whole_b), how=how)
+    return finish(result[:rows, :cols], out_dtype, bias, accumulate)
+
+
+def _padded(codes: Tensor, lines: int) -> Tensor:
+    """Codes [lines, C] as FP8 units read them: C and the distance of lines multiples of 16, lines of `lines`."""
+    below, right = -codes.shape[0] % lines, -codes.shape[1] % ALIGNMENT
+    if below or right:
+        return F.pad(codes.view(torch.uint8), (0, right, 0, below)).view(codes.dtype)
+    stride, step = codes.stride()
+    adjacent = step == 1 and stride >= codes.shape[1] and (stride | codes.data_ptr()) % ALIGNMENT == 0
+    return codes if adjacent else codes.clone(memory_format=torch.contiguous_format)
+
+
+def _padded_scales(scales: Scales, a: Tensor, b: Tensor) -> Scales:
+    """Scales for as many lines as the padded operands have; what is scaled by the new ones is 0."""
+
+    def grown(scale: Tensor, mode: int, lines: int) -> Tensor:
+        missing = lines - scale.shape[-1] if mode in (ROWWISE, BLOCK_1D) else 0
+        return F.pad(scale, (0, missing)) if missing > 0 else scale
+
+    return Scales(
+        grown(scales.a, scales.a_mode, a.shape[0]),
+        grown(scales.b, scales.b_mode, b.shape[0]),
+        scales.a_mode,
+        scales.b_mode,
+    )
+
+
+def block_scales(scale_inv: Tensor, tile: bool) -> Tensor:
+    """Compact scales of 128x128 tiles, or of 1x128 blocks, as BLOCK_2D or BLOCK_1D wants them; a view where they lie so."""
+    lines, across = scale_inv.shape
+    if tile:
+        return scale_inv.contiguous() if across % 4 == 0 else reference.block_2d_layout(scale_inv)
+    if scale_inv.stride() == (1, lines + -lines % 4):
+        return scale_inv.t()
+    return scale_inv.t().contiguous() if lines % 4 == 0 else reference.block_1d_layout(scale_inv)

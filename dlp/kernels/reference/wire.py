@@ -1,0 +1,47 @@
+"""FP8 on the wire of a sum: E4M3 with an fp32 scale every 128 features, and the sum of what arrived.
+
+A contribution is quantized once, with scales of its own, and summed decoded in fp32: no hop rounds a running sum. Of an
+element x in a block of largest magnitude A the decoded value is off by at most |x| * 2**-4 + A / 448 * 2**-10: half a
+step of E4M3 above its subnormals, or half a step of those.
+
+The scale word also carries what FP8 does not: a block with a NaN has the scale NaN, one with an Inf the scale Inf, and
+nothing in it decodes to a finite value. A block of zeros has the scale 1. Scales are never denormal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.kernels.reference.fp8 import FP8_MAX, decode_fp8, encode_fp8
+
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+LEAST_AMAX = FP8_MAX[E4M3] * 2.0**-126  # of a smaller one the scale would be denormal
+
+
+def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., F] -> codes [..., F] in E4M3, fp32 scale_inv [..., ceil(F/128)]; the last block may be partial."""
+    features = x.shape[-1]
+    blocks = F.pad(x.float(), (0, -features % BLOCK)).unflatten(-1, (-1, BLOCK))
+    amax = blocks.abs().amax(-1)  # NaN and Inf go through
+    usual = amax.isfinite() & (amax > 0)
+    largest = torch.full_like(amax, FP8_MAX[E4M3])  # a number divided by a tensor is multiplied by its reciprocal
+    scale = torch.where(usual, largest / amax.clamp_min(LEAST_AMAX), 1.0)
+    codes = encode_fp8(blocks * scale[..., None], E4M3).flatten(-2)[..., :features]
+    return codes.contiguous(), torch.where(amax.isfinite(), scale.reciprocal(), amax)
+
+
+def unpack_fp8(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """The inverse of `pack_fp8`, up to its rounding: fp32 [..., F]."""
+    features = codes.shape[-1]
+    return decode_fp8(codes.contiguous()) * scale_inv.repeat_interleave(BLOCK, -1)[..., :features]
+
+
+def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """codes [R, ..., F] and their scales -> [..., F]: fp32 sum over ranks 0, 1, ..., rounded once to `dtype`."""
+    total = unpack_fp8(codes[0], scale_inv[0])
+    for of_rank in zip(codes[1:], scale_inv[1:], strict=True):
+        total = total + unpack_fp8(*of_rank)
+    return total.to(dtype)

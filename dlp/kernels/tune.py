@@ -1,0 +1,153 @@
+"""Measures which of cuBLASLt's algorithms is the fastest for each GEMM of a config, and keeps the answers.
+
+    python -m dlp.kernels.tune CONFIG [--world N] [--section.key value ...]      as `python -m launch.shapes` takes them
+    python -m dlp.kernels.tune FILE.json                                         what that printed with --json
+
+The answers lie in the user's cache, in a file named after the device, by version of cuBLASLt and problem; from then on
+GEMMs run by them, in other processes too. The recipe option `tuned = false` leaves them out.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import gemms, loader
+
+ROUNDS, RUNS = 3, 5
+BETTER = 0.98  # of the first candidate's time, below which another one is taken
+
+
+class Fastest(NamedTuple):
+    """Of the problem that a call ran: the times of its candidates, the first one's among them, and the least of them."""
+
+    words: gemms.Words
+    times_ms: list[float]
+
+    @property
+    def choice(self) -> int:
+        best = self.times_ms.index(min(self.times_ms))
+        return best if self.times_ms[best] < BETTER * self.times_ms[0] else 0
+
+    @property
+    def best_ms(self) -> float:
+        return min(self.times_ms)
+
+
+def fastest(call: Callable[[], Tensor]) -> Fastest:
+    """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts."""
+    device, plans = torch.cuda.current_device(), gemms.plans()
+    kept = dict(plans)
+    plans.clear()
+    call()
+    (((words, _, tuned), first),) = plans.items()
+    plan = gemms.new_plan(words, device, gemms.CANDIDATES)
+    plans[words, device, tuned] = plan
+    times = []
+    for candidate in range(plan.candidates):
+        plan.choose(candidate)
+        times.append(_time_ms(call))
+    plans.clear()
+    plans.update(kept)
+    return Fastest(words, times)
+
+
+def _time_ms(call: Callable[[], Tensor]) -> float:
+    call()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000)  # the host is ahead of the device by the time it is done
+        start.record()
+        for _ in range(RUNS):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / RUNS)
+    return statistics.median(times)
+
+
+# Problems of a config
+
+MODES = {(0, 0): gemms.TENSOR, (1, 0): gemms.ROWWISE, (1, 128): gemms.BLOCK_1D, (128, 128): gemms.BLOCK_2D}
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def _operand(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor, Tensor | None, int]:
+    """A matrix of this dtype and layout, its scales and their mode; the values are noise."""
+    along, name = problem["contraction"], problem[f"{side}_dtype"]
+    shape = (along, lines) if problem[f"{side}_flipped"] else (lines, along)
+    x = torch.randn(shape, device="cuda").clamp(-4, 4).to(getattr(torch, name))
+    matrix = x.t() if problem[f"{side}_flipped"] else x
+    if name not in FP8:
+        return matrix, None, gemms.NONE
+    mode = MODES[tuple(problem[f"{side}_block"])]
+    across = -(-along // 128)
+    sizes = {gemms.TENSOR: (), gemms.ROWWISE: (lines,), gemms.BLOCK_1D: (lines, across),
+             gemms.BLOCK_2D: (-(-lines // 128), across)}  # fmt: skip
+    scales = torch.ones(sizes[mode], device="cuda")
+    return matrix, gemms.block_scales(scales, mode == gemms.BLOCK_2D) if scales.dim() == 2 else scales, mode
+
+
+def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """A call that runs one GEMM of `python -m launch.shapes --json`, on operands made here."""
+    rows, cols, out_dtype = problem["rows"], problem["cols"], getattr(torch, problem["out_dtype"])
+    (a, a_scale, a_mode), (b, b_scale, b_mode) = _operand(problem, "a", rows), _operand(problem, "b", cols)
+    into = torch.zeros(rows, cols, dtype=out_dtype, device="cuda") if problem["accumulate"] else None
+    how = gemms.How(problem["fast_accumulation"])
+    if a_scale is None or b_scale is None:
+        alpha = torch.ones((), device="cuda") if problem["alpha"] else None
+        return lambda: gemms.product(a, b, out_dtype, accumulate=into, alpha=alpha, how=how)
+    if a_mode == gemms.ROWWISE and out_dtype != torch.bfloat16:  # scaled after the GEMM
+        a_scale, b_scale, a_mode, b_mode, into = (
+            gemms.one(a.device),
+            gemms.one(a.device),
+            gemms.TENSOR,
+            gemms.TENSOR,
+            None,
+        )
+    scales = gemms.Scales(a_scale, b_scale, a_mode, b_mode)
+    return lambda: gemms.product_fp8(a, b, out_dtype, scales, accumulate=into, how=how)
+
+
+def problems_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """The GEMMs of a config, from the program that knows configs, or of a file. Raises SystemExit as that does."""
+    if arguments and arguments[0].endswith(".json"):
+        return json.loads(Path(arguments[0]).read_text())
+    world = [] if "--world" in arguments else ["--world", str(torch.cuda.device_count())]
+    done = subprocess.run([sys.executable, "-m", "launch.shapes", *arguments, *world, "--json"], stdout=subprocess.PIPE)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return json.loads(done.stdout)
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        loader.load()
+    except loader.BuildError as error:
+        print(error, file=sys.stderr)
+        return 2
+    measured: dict[str, int] = {}
+    print(f"{torch.cuda.get_device_name()}: microseconds of the first candidate, of the fastest, which that is")
+    for problem in (
+        each for each in problems_of(arguments) if each["kernel"].startswith(("cublaslt", "decode + bf16"))
+    ):
+        found = fastest(problem_call(problem))
+        measured[gemms.key_of(found.words)] = found.choice
+        print(f"{found.times_ms[0] * 1e3:9.1f} {found.times_ms[found.choice] * 1e3:9.1f} {found.choice:3}  "
+              f"{problem['gemm']} {gemms.describe(found.words)}", flush=True)  # fmt: skip
+    print(f"kept in {gemms.save_choices(torch.cuda.current_device(), measured)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""FP8 on the wire of a sum, by the kernels of csrc/wire.cu where the device has them, else by the reference: same bits,
+but for the payload of a NaN."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import cuda, loader
+from dlp.kernels.reference import wire as reference
+from dlp.kernels.reference.wire import BLOCK, E4M3, LEAST_AMAX
+
+
+def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
+    return x.is_cuda and dtype in cuda.INPUTS and not loader.missing()
+
+
+def _blocks(features: int) -> int:
+    return -(-features // BLOCK)
+
+
+def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., F] -> codes [..., F] in E4M3, fp32 scale_inv [..., ceil(F/128)]; the last block may be partial."""
+    if not _has_kernel(x, x.dtype):
+        return reference.pack_fp8(x)
+    x, (*lead, features) = x.contiguous(), x.shape
+    codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    scale_inv = torch.empty((*lead, _blocks(features)), device=x.device)
+    job = (x.data_ptr(), prod(lead), features, codes.data_ptr(), scale_inv.data_ptr())
+    loader.load().pack_fp8_wire(job, LEAST_AMAX, x.dtype == torch.float32, torch.cuda.current_stream().cuda_stream)
+    return codes, scale_inv
+
+
+def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """codes [R, ..., F] and their scales -> [..., F]: fp32 sum over ranks 0, 1, ..., rounded once to `dtype`. What came
+    from one rank lies together."""
+    if not _has_kernel(codes, dtype):
+        return reference.sum_fp8(codes, scale_inv, dtype)
+    assert codes[0].is_contiguous() and scale_inv[0].is_contiguous()
+    ranks, *lead, features = codes.shape
+    out = torch.empty((*lead, features), dtype=dtype, device=codes.device)
+    job = (codes.data_ptr(), codes.stride(0), scale_inv.data_ptr(), scale_inv.stride(0), out.data_ptr(), ranks,
+           prod(lead), features)  # fmt: skip
+    loader.load().sum_fp8_wire(job, dtype == torch.float32, torch.cuda.current_stream().cuda_stream)
+    return out

@@ -1,0 +1,108 @@
+"""What FSDP sends in a step, foretold: weights, what their casts agree on, gradients.
+
+    forward      each unit's weights, as `dlp.parallel.shards` lets them travel: codes and scales, or values
+    backward     the same, but for the root's, which stay: the other orientation, and that of a forward that runs again
+    step         gradients over dp_shard and dp_replicate; one agreement on the amaxes of all shards
+
+A pass that needed more than its transfer brought has gathered it apart, once; from then on both travel together. That is
+what is foretold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+
+from torch import Tensor
+
+from dlp.comm import collectives, wire
+from dlp.parallel.operands import agrees
+from dlp.parallel.parameters import ParameterPlan
+from dlp.parallel.plan import LayerPlan, Plan
+from dlp.parallel.ways import VALUES, Way, Ways, travel
+from dlp.parallel.wires import WIRES
+from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, observed, precision_of, within
+from dlp.quant.quantizer import slot_options
+
+
+def fsdp_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
+    """All that FSDP sends, and what our hooks send for it. Raises Unforeseen."""
+    total: Counter[Sent] = Counter()
+    for unit in load.units:
+        own = [p for p in plan.weights if load.unit_of(p.name) == unit]
+        for parameter in own:
+            with foretelling(f"the gathers of {parameter.name}"):
+                total.update(_gathers(plan, parameter, load, bool(unit)))
+        total.update(_gradients(sum(prod(load.shard(p.shape, padded=True)) for p in own), load))
+    with foretelling("what the casts of shards agree on"):
+        total.update(_agreements(plan, load))
+    return dict(total)
+
+
+def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Ways | None:
+    """How the orientations of a linear's weight travel; None: as values."""
+    refused = "other modules share it" if parameter.shared else None if load.gather else "it was asked for"
+    shape, own_group = (parameter.shape[0], parameter.shape[1]), load.amax_group is not None
+    return travel(row.recipe, shape, load.ranks("dp_shard"), refused=refused, own_group=own_group)[0]
+
+
+def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
+    """The weights of linears, by parameter name."""
+    weights = {p.name: p for p in plan.weights}
+    named = ((f"{row.name}.weight", row) for row in plan.layers)
+    return {name: (row, weights[name]) for name, row in named if name in weights}
+
+
+def _gathers(plan: Plan, parameter: ParameterPlan, load: Workload, again: bool) -> Counter[Sent]:
+    """A parameter's shard on its way to all ranks, in all passes of a step. `again`: backward gathers it once more."""
+    found = linear_weights(plan).get(parameter.name)
+    row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
+    passes = [(row,), (col, row) if within(parameter.name, load.recomputed) else (col,)] if again else [(row, col)]
+    first, *rest = load.shard(parameter.shape, padded=True)
+    total: Counter[Sent] = Counter()
+    for way in (way for ways in passes for way in dict.fromkeys(ways)):
+        shape = way.of((first, prod(rest)))
+        nbytes = wire.gathered(moved(way.format, shape, int(way.flipped), load.weight_dtype), load.ranks("dp_shard"))
+        precision = precision_of(way.format, load.weight_dtype)
+        total[Sent(load.named("dp_shard"), "", "weights", precision)] += nbytes * load.microbatches
+    return total
+
+
+def _gradients(numel: int, load: Workload) -> Counter[Sent]:
+    """A unit's gradients, `numel` of them for each rank: once a step over dp_shard, then over dp_replicate."""
+    ranks, dtype = load.ranks("dp_shard"), load.reduce_dtype
+    flat = nothing((ranks, numel), dtype)
+    parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)
+    scattered = Sent(load.named("dp_shard"), "", "grads", wire.dtype_name(parts[0].dtype))
+    summed = Sent(load.named("dp_replicate"), "", "grads", wire.dtype_name(dtype))
+    total = Counter({scattered: wire.gathered(collectives.record(parts), ranks)})
+    total[summed] += wire.reduced(numel, dtype.itemsize, load.ranks("dp_replicate"))
+    return total
+
+
+def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:
+    """The step boundary's all-reduces of what the casts of all shards observed: over dp_shard, over the group that has a
+    wider say, and over dp_shard of delayed amaxes that no wider group agrees on."""
+    shards, wider, staged = 0, 0, 0
+    for row, parameter, way in _casts(plan, load):
+        first, columns = load.shard(parameter.shape, padded=True)
+        numbers = observed(way.quantizer, nothing(way.of((first, columns))))
+        shards += numbers * way.spans_rows
+        agreed = load.amax_group is not None or agrees(row.row, row.recipe, "w", way.quantizer, way.flipped)
+        wider += numbers * agreed
+        covered = row.recipe.reduce_amax and load.amax_group in (None, "world", "dp_shard")
+        staged += slot_options(way.quantizer) is not None and not covered
+    total: Counter[Sent] = Counter()
+    for group, elements in (("dp_shard", shards), (load.amax_group or "tp", wider), ("dp_shard", staged)):
+        total[Sent(load.named(group), "", "amax", "float32")] += wire.reduced(elements, 4, load.ranks(group))
+    return total
+
+
+def _casts(plan: Plan, load: Workload) -> Iterator[tuple[LayerPlan, ParameterPlan, Way]]:
+    """The casts that a step boundary makes of weights over dp_shard."""
+    if not load.units or load.ranks("dp_shard") == 1:
+        return
+    for row, parameter in linear_weights(plan).values():
+        ways = travels_as(row, parameter, load) or ()
+        yield from ((row, parameter, way) for way in dict.fromkeys(ways) if not way.format.keeps_source)

@@ -1,0 +1,297 @@
+"""What a step sends, foretold from the plan alone: bytes by group, layer, direction and precision.
+
+    plan      styles, recipes and shapes      ─┐
+    Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, direction, precision): bytes}
+
+A layer's row of the style table says which GEMM gathers what and reduces how; the recipe's formats say what an operand
+weighs and which of its parts move; its quantizers say, asked with a tensor without memory, what ranks must agree on. What
+is sent is then counted by somebody else (`dlp.comm.wire`), and the two are compared (`dlp.parallel.ledger`).
+
+Bytes are those one rank sends, as `dlp.comm.wire` defines them. All parameters are taken to have gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from dlp.comm import wire
+from dlp.parallel import fit
+from dlp.parallel import overlap as overlaps
+from dlp.parallel.fsdp_traffic import fsdp_traffic, linear_weights, travels_as
+from dlp.parallel.operands import agrees, matrices, observed_by_casts
+from dlp.parallel.plan import LayerPlan, OtherPlan, Plan
+from dlp.parallel.spec import delayed_slots
+from dlp.parallel.style import ParallelStyle, shard_sizes
+from dlp.parallel.wires import WIRES
+from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, precision_of, within
+from dlp.quant import recipe as recipes
+from dlp.quant.recipe import GEMMS, Recipe
+
+
+def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
+    """The bytes of one optimizer step, from the first forward through the step boundary, without the loss and what a
+    program adds. Groups of one rank send nothing and are not there. Raises Unforeseen."""
+    total: Counter[Sent] = Counter()
+    for layer in _layers(plan, load):
+        with foretelling(layer.name):
+            forwards = load.microbatches * (1 + within(layer.name, load.recomputed))
+            total.update(_times(_forward(layer), forwards))
+            total.update(_times(_backward(layer), load.microbatches))
+            if layer.cached:
+                total.update(dict(layer.agreement("w", layer.weight_shapes(), row=True, col=True)))
+    for other in plan.others:
+        total.update(_times(_embedding(plan, other, load), load.microbatches))
+    total.update(dict(_delayed(plan, load)))
+    total.update(_partial_gradients(plan, load))
+    total.update(fsdp_traffic(plan, load))
+    return {sent: nbytes for sent, nbytes in total.items() if nbytes}
+
+
+def cross_entropy(load: Workload) -> dict[Sent, int]:
+    """Of the vocab-parallel loss: two fp32 numbers a token."""
+    nbytes = wire.gathered(2 * load.tokens * 4, load.ranks("tp")) * load.microbatches
+    return {Sent(load.named("tp"), "cross_entropy", "fprop", "float32"): nbytes} if nbytes else {}
+
+
+def in_bf16(plan: Plan) -> Plan:
+    """The same plan without quantization, to compare with."""
+    bf16 = recipes.load("bf16")
+    return replace(plan, layers=tuple(replace(row, recipe=bf16) for row in plan.layers))
+
+
+def _times(sent: Iterator[tuple[Sent, int]], count: int) -> Counter[Sent]:
+    total: Counter[Sent] = Counter()
+    for key, nbytes in sent:
+        total[key] += nbytes * count
+    return total
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear, or siblings, as one rank runs it. `features` K and `outs` N_i of its shard of the weights; `dtype` of x;
+    `overlap`: the name of each GEMM's strategy; `cached`: weights are cast once, at the step boundary; `at_use`: those
+    that are cast where they are used, by what is cast together."""
+
+    name: str
+    style: ParallelStyle
+    recipe: Recipe
+    features: int
+    outs: tuple[int, ...]
+    dtype: torch.dtype
+    overlap: Mapping[str, str]
+    cached: bool
+    at_use: tuple[tuple[tuple[int, int], ...], ...]
+    load: Workload
+
+    def tokens(self, tensor: str) -> int:
+        """Rows of x or dy, or of y or dx, on this rank."""
+        return self.load.tokens // (self.load.ranks("tp") if self.style.cut(tensor) == 0 else 1)
+
+    def weight_shapes(self) -> list[tuple[int, int]]:
+        return [(out, self.features) for out in self.outs]
+
+    def agreement(
+        self, tensor: str, shapes: Sequence[tuple[int, int]], *, row: bool, col: bool, whole: bool = False
+    ) -> Iterator[tuple[Sent, int]]:
+        """The all-reduce of what the casts of values of these shapes observe. `whole`: they have been gathered."""
+        quantizers = fit.quantizers(self.recipe, tensor)
+        assert quantizers is not None
+        agreed = [
+            self.load.amax_group is not None
+            or (not whole and agrees(self.style, self.recipe, tensor, quantizer, flipped))
+            for flipped, quantizer in ((False, quantizers.rowwise), (True, quantizers.columnwise))
+        ]
+        elements = 0
+        for shape in shapes:
+            seen = observed_by_casts(self.recipe, tensor, nothing(shape), row, col)
+            distinct = {id(amax): amax for flipped, amax in seen if amax is not None and agreed[flipped]}
+            elements += sum(amax.numel() for amax in distinct.values())
+        group = self.load.amax_group or "tp"
+        nbytes = wire.reduced(elements, 4, self.load.ranks(group))
+        yield Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
+
+    def gather(self, gemm: str, tensor: str, columnwise: bool, features: int) -> tuple[Sent, int]:
+        """An operand of x or dy [tokens, features] that travels quantized for `gemm`."""
+        quantizers = fit.quantizers(self.recipe, tensor)
+        assert quantizers is not None
+        fmt = (quantizers.columnwise if columnwise else quantizers.rowwise).format
+        matrix = matrices(self.recipe, tensor, nothing((self.tokens(tensor), features)))[columnwise]
+        dtype = self.dtype if tensor == "x" else self.y_dtype
+        return self._over_tp(gemm, precision_of(fmt, dtype), moved(fmt, matrix.shape, int(columnwise), dtype))
+
+    def gather_hp(self, gemm: str, tensor: str, features: int) -> tuple[Sent, int]:
+        """x or dy itself that travels for `gemm`, and perhaps for another."""
+        dtype = self.dtype if tensor == "x" else self.y_dtype
+        return self._over_tp(gemm, wire.dtype_name(dtype), self.tokens(tensor) * features * dtype.itemsize)
+
+    def _over_tp(self, gemm: str, precision: str, shard: int) -> tuple[Sent, int]:
+        """A gather by any strategy: the shard goes to each other rank."""
+        self._reduction(gemm)
+        return Sent(self.load.named("tp"), self.name, gemm, precision), wire.gathered(shard, self.load.ranks("tp"))
+
+    def _reduction(self, gemm: str) -> Callable[..., overlaps.Sent]:
+        """`sent` of the GEMM's strategy. Raises ValueError where there is none."""
+        found: Callable[..., overlaps.Sent] | None = getattr(overlaps.load(self.overlap[gemm]), "sent", None)
+        if found is None:
+            raise ValueError(f"the overlap strategy {self.overlap[gemm]!r} does not say what it sends")
+        return found
+
+    def reduction(self, gemm: str, reduce: str | None, features: int) -> Iterator[tuple[Sent, int]]:
+        """The sum over tp of fprop's or dgrad's result, the tokens of a microbatch x `features`."""
+        if reduce is None or self.load.ranks("tp") == 1:
+            return
+        y, carried_as = nothing((self.load.tokens, features), self.result_dtype(gemm)), getattr(self.recipe, gemm).wire
+        sent = self._reduction(gemm)(y, self.load.ranks("tp"), reduce=reduce, wire=WIRES[carried_as])
+        for dtype, nbytes in sent:
+            yield Sent(self.load.named("tp"), self.name, gemm, wire.dtype_name(dtype)), nbytes
+
+    def result_dtype(self, gemm: str) -> torch.dtype:
+        """What a reduction of this GEMM's result carries."""
+        chosen: torch.dtype | None = getattr(self.recipe, gemm).out_dtype
+        return chosen or self.dtype
+
+    @property
+    def y_dtype(self) -> torch.dtype:
+        """Also that of dy."""
+        return self.result_dtype("fprop")
+
+    def rounding(self, tensor: str, features: int) -> Iterator[tuple[Sent, int]]:
+        """The agreement for a result that its recipe rounds."""
+        quantizers = fit.quantizers(self.recipe, tensor)
+        if quantizers is not None:
+            padded = quantizers.rowwise.format.padded(nothing((self.tokens(tensor), features)))
+            yield from self.agreement(tensor, [(padded.shape[0], padded.shape[1])], row=True, col=False)
+
+
+def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
+    rows, weights = {row.name: row for row in plan.layers}, linear_weights(plan)
+    by_fsdp = bool(load.units) and load.ranks("dp_shard") > 1
+    for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
+        members: list[LayerPlan] = [rows[name] for name in names]
+        first, tp = members[0], load.ranks("tp")
+        sizes = tuple(shard_sizes(row.row, *row.shape, tp, row.name) for row in members)
+        at_use: tuple[tuple[tuple[int, int], ...], ...] = (sizes,) if load.units else ()
+        if by_fsdp:  # each by itself, unless its shards have been cast
+            found = [weights.get(f"{row.name}.weight") for row in members]
+            with foretelling(first.name):
+                apart = [not (its and travels_as(*its, load)) for its in found]
+            at_use = tuple((size,) for size, whole in zip(sizes, apart, strict=True) if whole)
+        overlap = first.overlap if isinstance(first.overlap, dict) else dict.fromkeys(GEMMS, first.overlap)
+        yield _Layer(
+            first.name, first.row, first.recipe, sizes[0][1], tuple(n for n, _ in sizes),
+            load.dtypes.get(first.name, load.dtype), dict.fromkeys(GEMMS, "serial") | overlap, not load.units, at_use, load,
+        )  # fmt: skip
+
+
+def _forward(layer: _Layer) -> Iterator[tuple[Sent, int]]:
+    """One forward of a layer: x travels if the style says so, and y is reduced."""
+    recipe, style, tokens = layer.recipe, layer.style, layer.tokens("x")
+    gathered, x = style.gathers == "x", [(tokens, layer.features)]
+    quantized = not gathered or fit.obstacle(recipe, "x", False, tokens) is None
+    kept = not fit.saves_x(recipe, style, tokens) and not fit.saves_rowwise(recipe, style, tokens)
+    yield from layer.agreement("x", x, row=quantized, col=kept)
+    if gathered and quantized:
+        yield layer.gather("fprop", "x", False, layer.features)
+    elif gathered:
+        yield layer.gather_hp("fprop", "x", layer.features)
+        yield from layer.agreement("x", [(layer.load.tokens, layer.features)], row=True, col=False, whole=True)
+    for shapes in layer.at_use:
+        yield from layer.agreement("w", shapes, row=True, col=False)
+    unit = fit.units(recipe)[1]
+    for out in layer.outs:
+        yield from layer.reduction("fprop", style.fprop.reduce, out + -out % unit)
+        yield from layer.rounding("y", out)
+
+
+def _backward(layer: _Layer) -> Iterator[tuple[Sent, int]]:
+    """One backward of a layer: dy or x travels if the style says so, and dx is reduced."""
+    yield from _dy(layer)
+    yield from _x_again(layer)
+    for shapes in layer.at_use:
+        yield from layer.agreement("w", shapes, row=False, col=True)
+    features = layer.features + -layer.features % fit.units(layer.recipe)[2]
+    yield from layer.reduction("dgrad", layer.style.dgrad.reduce, features)
+    yield from layer.rounding("dx", layer.features)
+
+
+def _dy(layer: _Layer) -> Iterator[tuple[Sent, int]]:
+    """dy for dgrad and wgrad: one transfer where the columnwise operand is derived on arrival, or where neither travels
+    quantized, else two."""
+    recipe, tokens = layer.recipe, layer.tokens("dy")
+    if layer.style.gathers != "dy":
+        yield from layer.agreement("dy", [(tokens, out) for out in layer.outs], row=True, col=True)
+        return
+    (out,) = layer.outs
+    here = [fit.obstacle(recipe, "dy", columnwise, tokens) is None for columnwise in (False, True)]
+    if fit.derived(recipe, "dy", tokens) and here[0]:
+        yield from layer.agreement("dy", [(tokens, out)], row=True, col=False)
+        yield layer.gather("dgrad", "dy", False, out)
+        return
+    yield from layer.agreement("dy", [(tokens, out)], row=here[0], col=here[1])
+    for columnwise, gemm in ((False, "dgrad"), (True, "wgrad")):
+        if here[columnwise]:
+            yield layer.gather(gemm, "dy", columnwise, out)
+    if not all(here):
+        yield layer.gather_hp("wgrad" if here[0] else "dgrad", "dy", out)
+        whole = [(layer.load.tokens, out)]
+        yield from layer.agreement("dy", whole, row=not here[0], col=not here[1], whole=True)
+
+
+def _x_again(layer: _Layer) -> Iterator[tuple[Sent, int]]:
+    """x for wgrad, from what forward kept."""
+    recipe, style, tokens = layer.recipe, layer.style, layer.tokens("x")
+    saves_x = fit.saves_x(recipe, style, tokens)
+    if style.gathers != "x":
+        if saves_x:
+            yield from layer.agreement("x", [(tokens, layer.features)], row=False, col=True)
+    elif saves_x:
+        yield layer.gather_hp("wgrad", "x", layer.features)
+        yield from layer.agreement("x", [(layer.load.tokens, layer.features)], row=False, col=True, whole=True)
+    else:
+        yield layer.gather("wgrad", "x", not fit.saves_rowwise(recipe, style, tokens), layer.features)
+
+
+def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Iterator[tuple[Sent, int]]:
+    """A vocab-parallel embedding: rows that one rank has are summed over tp; their gradients are gathered."""
+    if other.style != "vocab":
+        return
+    hidden = next(p.shape[1] for p in plan.weights if p.name == f"{other.name}.weight")
+    ranks, size = load.ranks("tp"), load.weight_dtype.itemsize
+    numel, key = load.tokens * hidden, (load.named("tp"), other.name)
+    precision = wire.dtype_name(load.weight_dtype)
+    if not other.sequence_parallel:
+        yield Sent(*key, "fprop", precision), wire.reduced(numel, size, ranks)
+        return
+    yield Sent(*key, "fprop", precision), wire.scattered(numel * size, ranks)
+    yield Sent(*key, "dgrad", precision), wire.gathered(numel // ranks * size, ranks)
+
+
+def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:
+    """The step boundary of delayed scaling: one amax a slot, all slots of the model at once."""
+    sets = dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
+    recipe = {row.name: row.recipe for row in plan.layers}
+    slots = [(recipe[names[0]], delayed_slots(recipe[names[0]], names)) for names in sets]
+    if any(found and made.reduce_amax for made, found in slots):
+        group = load.amax_group or "world"
+        elements = sum(len(found) for _, found in slots)
+        yield Sent(load.named(group), "", "amax", "float32"), wire.reduced(elements, 4, load.ranks(group))
+
+
+def _partial_gradients(plan: Plan, load: Workload) -> dict[Sent, int]:
+    """Gradients that cover a rank's own tokens, summed over tp in fp32 at the end of each backward that leaves some.
+
+    Under FSDP the last microbatch's does, when it has reduced them. The others leave what the root still holds gathered,
+    unless FSDP sums it apart in another dtype.
+    """
+    partial = [p for p in plan.weights if p.partial]
+    whole = [p for p in partial if not load.units or load.unit_of(p.name) == ""]
+    early = sum(prod(p.shape) for p in whole) if not load.units or load.weight_dtype == load.reduce_dtype else 0
+    last = sum(prod(load.shard(p.shape)) if load.units else prod(p.shape) for p in partial)
+    each = [early] * (load.microbatches - 1) + [last]
+    nbytes = sum(wire.reduced(numel, 4, load.ranks("tp")) for numel in each)
+    return {Sent(load.named("tp"), "", "grads", "float32"): nbytes}

@@ -1,0 +1,122 @@
+"""What a step adds to a plan, and the words in which its bytes are foretold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlp.comm import wire
+from dlp.quant.quantizer import Quantizer
+from dlp.quant.tensor import SHARED, Format
+
+
+class Unforeseen(ValueError):
+    """What a step sends cannot be told from its plan: a format or a strategy of a user does not say it."""
+
+
+@contextmanager
+def foretelling(what: str) -> Iterator[None]:
+    """Inside, formats, quantizers and strategies are asked about `what`. Raises Unforeseen where one has no answer."""
+    try:
+        yield
+    except Exception as error:  # whatever a user's own code does
+        raise Unforeseen(f"the bytes of {what} cannot be foretold: {error or type(error).__name__}") from error
+
+
+class Sent(NamedTuple):
+    """What bytes are planned by; see `dlp.comm.wire.Key`."""
+
+    group: str
+    layer: str
+    direction: str
+    precision: str
+
+
+Traffic = Mapping[Sent, int]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step adds to a plan.
+
+    sizes          ranks of dp_replicate, dp_shard, tp
+    tokens         B*S of a microbatch
+    microbatches   of one rank in a step
+    dtype          of activations; `dtypes`: of the x of single layers, by name, where it is another
+    weight_dtype   of weights as embeddings read them and FSDP gathers those that travel as values
+    reduce_dtype   of gradients that FSDP reduces
+    units          FSDP's units by module name, "" for the root; () without FSDP
+    gather         whether FSDP gathers weights as their recipes quantize them
+    grad_wire      what carries FSDP's gradients over dp_shard (see `dlp.parallel.wires`); None: FSDP's own reduction
+    recomputed     modules whose forward runs again in backward
+    amax_group     an axis or "world" that agrees on every scale; None: the style table decides
+    dp_shard_rank  whose part of uneven shards is meant
+    """
+
+    sizes: Mapping[str, int]
+    tokens: int
+    microbatches: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    weight_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    units: tuple[str, ...] = ()
+    gather: bool = True
+    grad_wire: str | None = None
+    recomputed: tuple[str, ...] = ()
+    amax_group: str | None = None
+    dp_shard_rank: int = 0
+
+    def ranks(self, group: str) -> int:
+        return prod(self.sizes.values()) if group == "world" else self.sizes.get(group, 1)
+
+    def named(self, group: str) -> str:
+        return wire.name_of(group, self.sizes)
+
+    def unit_of(self, name: str) -> str:
+        """The innermost of FSDP's units that a parameter lies in."""
+        return max((unit for unit in self.units if within(name, (unit,))), key=len)
+
+    def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
+        """What FSDP leaves on this rank of a parameter of this shape: rows in equal parts, the last ones shorter."""
+        first, *rest = shape
+        rows = -(-first // self.ranks("dp_shard"))
+        here = rows if padded else min(max(first - rows * self.dp_shard_rank, 0), rows)
+        return here, *rest
+
+
+def within(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module or parameter lies in one of these modules."""
+    return any(not module or f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def nothing(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def moved(fmt: Format, shape: Sequence[int], dim: int, dtype: torch.dtype) -> int:
+    """Bytes of the parts of an operand of this shape that move when it is gathered along `dim`."""
+    shapes = fmt.part_shapes((shape[0], shape[1]))
+    return sum(
+        prod(size) * (part.dtype or dtype).itemsize
+        for part, size in zip(fmt.parts, shapes, strict=True)
+        if part.moves_along(dim) is not SHARED
+    )
+
+
+def observed(quantizer: Quantizer, matrix: Tensor) -> int:
+    """How many numbers ranks agree on before the cast of a matrix, which may be without memory."""
+    numbers = quantizer.observe(matrix)
+    return 0 if numbers is None else numbers.numel()
+
+
+def precision_of(fmt: Format, dtype: torch.dtype) -> str:
+    """What an operand of values of `dtype` travels as."""
+    return wire.dtype_name(dtype) if fmt.keeps_source else fmt.name

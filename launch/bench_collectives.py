@@ -1,0 +1,272 @@
+"""What it costs to have an operand gathered, a result summed, and a pair of linears run, beside bf16 in the same run.
+
+    torchrun --nproc-per-node 4 -m launch.bench_collectives [--sizes 8192x8192] [--only gather] [--json FILE] [--plot FILE]
+
+    gather    bf16 tokens of each rank -> the operand of all tokens that fprop reads: quantize, agree, gather;
+              against the gather of the same tokens in bf16 by torch's own collective
+    reduce    a bf16 contribution [tokens, features] -> this rank's rows of the sum, on each wire;
+              against torch's own reduce-scatter in bf16
+    linear    forward and backward of a column and a row, serial and chunked; against serial bf16
+
+Sizes are tokens of all ranks x features. Times are of the device: the host runs ahead behind a sleeping kernel; variants
+alternate, inputs rotate, and what is printed is the median over repetitions of the slowest rank. On CPUs (gloo) they are
+wall times, and show that everything runs. Bytes are what a rank receives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import dlp
+from dlp.comm import collectives
+from dlp.comm.mesh import init_process_group, shutdown
+from dlp.parallel.operands import quantize
+from dlp.parallel.overlap import names as strategies
+from dlp.parallel.spec import LinearSpec
+from dlp.parallel.travel import x_of_forward
+from dlp.parallel.wires import WIRES
+from dlp.parallel.workload import moved
+from dlp.quant.recipe import names as recipe_names
+from dlp.quant.tensor import QuantizedTensor
+
+Run = Callable[[], Any]
+# torch's own, renamed in 2.13
+plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+BUFFERS = 4  # inputs in turn; at the sizes of interest together more than the L2 cache
+REPETITIONS = 9
+SLEEP = 60_000_000  # cycles that the device sleeps while the host runs ahead, about 30 ms
+# Shares of the time of the bf16 gather that must be reached with 4 ranks and 8192x8192.
+TARGETS = {"fp8_delayed": 0.72, "fp8_block": 0.72, "fp8_current": 0.80, "nvfp4": 0.60}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One printed line. `share`: of the baseline's time; `quantize_us`: of that, what comes before the gather."""
+
+    kind: str
+    name: str
+    size: str
+    microseconds: float
+    share: float
+    megabytes: float
+    bytes_share: float
+    quantize_us: float | None = None
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where it runs. `calls` between two looks at the clock."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    calls: int
+
+    @property
+    def world(self) -> int:
+        return self.mesh.size()
+
+    def once(self, run: Run, calls: int) -> float:
+        """Microseconds a call."""
+        dist.barrier()
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            return (time.perf_counter() - start) * 1e6 / calls
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP)
+        dist.all_reduce(torch.ones(1, device=self.device))  # the devices wake together
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / calls
+
+    def times(self, runs: Sequence[Run], calls: int | None = None) -> list[float]:
+        """Of each run, the median over repetitions of the slowest rank."""
+        rows = [[self.once(run, calls or self.calls) for run in runs] for _ in range(REPETITIONS + 2)][2:]
+        slowest = torch.tensor(rows, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return [statistics.median(column) for column in slowest.t().tolist()]
+
+    def inputs(self, rows: int, columns: int) -> Callable[[], Tensor]:
+        """bf16 matrices in turn."""
+        torch.manual_seed(dist.get_rank())
+        made = (torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16) for _ in range(BUFFERS))
+        turn = itertools.cycle(list(made))
+        return lambda: next(turn)
+
+
+def column(bench: Bench, recipe: str, features: int) -> LinearSpec:
+    """The spec of a sequence-parallel column with that recipe."""
+    options: dict[str, Any] = {"tp": bench.mesh, "sequence_parallel": True, "device": bench.device}
+    return dlp.ColumnParallelLinear(features, 16 * bench.world, recipe=recipe, **options).core.spec
+
+
+def gathered(spec: LinearSpec, x: Tensor) -> QuantizedTensor:
+    """What a linear does with x before its fprop."""
+    operand, _ = x_of_forward(spec, x, keep=False, record=True)
+    assert not isinstance(operand, QuantizedTensor)
+    return operand.whole()
+
+
+def received(bench: Bench, spec: LinearSpec, shape: tuple[int, int]) -> float:
+    """Bytes that a rank receives for x of `shape` from each rank."""
+    return moved(spec.recipe.x.rowwise.format, shape, 0, torch.bfloat16) * (bench.world - 1)
+
+
+def bench_gathers(bench: Bench, tokens: int, features: int) -> list[Line]:
+    rows, size = tokens // bench.world, f"{tokens}x{features}"
+    x = bench.inputs(rows, features)
+    whole = torch.empty(tokens, features, dtype=torch.bfloat16, device=bench.device)
+    specs = {recipe: column(bench, recipe, features) for recipe in recipe_names()}
+    for spec in specs.values():
+        spec.runtime.begin_forward(spec, True)
+    full: list[Run] = [lambda spec=spec: gathered(spec, x()) for spec in specs.values()]  # type: ignore[misc]
+    casts: list[Run] = [
+        lambda spec=spec: quantize(spec, "x", [x()], row=True, col=False)  # type: ignore[misc]
+        for spec in specs.values()
+    ]
+    baseline, *times = bench.times([lambda: plain_gather(whole, x()), *full, *casts])
+    plain = 2.0 * rows * features * (bench.world - 1)
+    lines = [Line("gather", "torch bf16", size, baseline, 1.0, plain / 1e6, 1.0)]
+    judged = bench.world == 4 and bench.device.type == "cuda" and size == "8192x8192"
+    for (recipe, spec), took, cast in zip(specs.items(), times, times[len(specs) :], strict=False):
+        nbytes = received(bench, spec, (rows, features))
+        target = TARGETS.get(recipe) if judged else None
+        lines.append(Line("gather", recipe, size, took, took / baseline, nbytes / 1e6, nbytes / plain, cast, target))
+    return lines
+
+
+def bench_reductions(bench: Bench, tokens: int, features: int) -> list[Line]:
+    rows, size, group = tokens // bench.world, f"{tokens}x{features}", bench.mesh.get_group()
+    y = bench.inputs(tokens, features)
+    mine = torch.empty(rows, features, dtype=torch.bfloat16, device=bench.device)
+    runs: list[Run] = [
+        lambda wire=wire: collectives.reduce_scatter((y(),), group, wire).wait()  # type: ignore[misc]
+        for wire in WIRES.values()
+    ]
+    baseline, *times = bench.times([lambda: plain_reduce(mine, y()), *runs])
+    plain = 2.0 * rows * features * (bench.world - 1)
+    lines = [Line("reduce", "torch bf16", size, baseline, 1.0, plain / 1e6, 1.0)]
+    for (name, wire), took in zip(WIRES.items(), times, strict=True):
+        nbytes = sum(part.nbytes for part in wire.pack(y()[None, :rows])) * (bench.world - 1)
+        lines.append(Line("reduce", name, size, took, took / baseline, nbytes / 1e6, nbytes / plain))
+    return lines
+
+
+def bench_linears(bench: Bench, tokens: int, features: int) -> list[Line]:
+    """A column K -> 2K and a row back, for recipes whose GEMMs the device has units for."""
+    size, lines = f"{tokens}x{features}", []
+    x = bench.inputs(tokens // bench.world, features)
+
+    def step(recipe: str, overlap: str) -> Run:
+        options: dict[str, Any] = {
+            "tp": bench.mesh, "sequence_parallel": True, "recipe": recipe, "overlap": overlap,
+            "device": bench.device, "dtype": torch.bfloat16,
+        }  # fmt: skip
+        up = dlp.ColumnParallelLinear(features, 2 * features, **options)
+        down = dlp.RowParallelLinear(2 * features, features, **options)
+
+        def run() -> None:
+            shard = x().requires_grad_()
+            down(up(shard)).backward(shard.detach())
+            for parameter in (shard, *up.parameters(), *down.parameters()):
+                parameter.grad = None
+
+        return run
+
+    variants = [(recipe, overlap) for recipe in ("bf16", "fp8_current") for overlap in reversed(strategies())]
+    times = bench.times([step(*variant) for variant in variants], calls=2)
+    for (recipe, overlap), took in zip(variants, times, strict=True):
+        lines.append(Line("linear", f"{recipe} {overlap}", size, took, took / times[0], 0, 0))
+    return lines
+
+
+KINDS: dict[str, Callable[[Bench, int, int], list[Line]]] = {
+    "gather": bench_gathers,
+    "reduce": bench_reductions,
+    "linear": bench_linears,
+}
+
+
+def show(line: Line) -> None:
+    cast = "" if line.quantize_us is None else f"{line.quantize_us:9.1f}"
+    verdict = "" if line.target is None else f"  {'ok' if line.share <= line.target else 'MISSED'} ({line.target})"
+    print(f"{line.kind:7} {line.name:20} {line.size:11} {line.microseconds:10.1f} {line.share:6.3f} {cast:>9}"
+          f" {line.megabytes:9.2f} {line.bytes_share:6.3f}{verdict}", flush=True)  # fmt: skip
+
+
+def plot(lines: Sequence[Line], title: str, file: Path) -> None:
+    """Share of the baseline's time, a bar for each variant, in panels by kind and size."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((line.kind, line.size) for line in lines))
+    figure = Figure(figsize=(4 * len(panels) + 1, 4.5))
+    axes = figure.subplots(1, len(panels), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        shown = [line for line in lines if (line.kind, line.size) == panel][::-1]
+        axis.barh([line.name for line in shown], [line.share for line in shown])
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(title=" ".join(panel), xlabel=f"time / that of {shown[-1].name}")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def sizes(text: str) -> tuple[int, int]:
+    tokens, features = map(int, text.split("x"))
+    return tokens, features
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="torchrun -m launch.bench_collectives", description=__doc__.split("\n")[0])
+    default = [(8192, 8192), (8192, 4096), (2048, 4096)] if on_gpu else [(256, 256)]
+    parser.add_argument("--sizes", type=sizes, nargs="+", default=default, help="tokens of all ranks x features")
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    init_process_group("cuda" if on_gpu else "cpu")
+    mesh = dlp.build_mesh(dp_shard=1, tp=dist.get_world_size())["tp"]
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    bench, lines = Bench(mesh, device, calls=8 if on_gpu else 1), []
+    where = torch.cuda.get_device_name() if on_gpu else "CPU"
+    title = f"{bench.world} x {where}, torch {torch.__version__}"
+    if dist.get_rank() == 0:
+        print(title)
+        print(f"{'':7} {'':20} {'size':11} {'us':>10} {'share':>6} {'quantize':>9} {'MB':>9} {'bytes':>6}")
+    for (tokens, features), kind in itertools.product(options.sizes, options.only):
+        for line in KINDS[kind](bench, tokens, features):
+            lines.append(line)
+            if dist.get_rank() == 0:
+                show(line)
+    if dist.get_rank() == 0 and options.json:
+        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    if dist.get_rank() == 0 and options.plot:
+        plot(lines, title, options.plot)
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

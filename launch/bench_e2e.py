@@ -1,0 +1,190 @@
+"""Whole training steps of one model under FSDP: dlp's recipes beside a plain FSDP2 + torch.compile script, in one run.
+
+    torchrun --nproc-per-node 4 -m launch.bench_e2e [CONFIG] [--subjects A,B,...] [--section.key value ...]
+
+CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 tokens a rank. A subject is
+
+    peer_bf16                      launch.bench_e2e_peer, the baseline of all ratios
+    peer_tensorwise, peer_rowwise  the same with torchao's float8, where it is installed
+    RECIPE                         dlp with this recipe in the blocks, weights gathered quantized
+    RECIPE:hp_gather               the same, weights gathered in high precision
+
+Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps.
+Losses are printed too: those of a recipe with both gathers must be equal bit for bit, and the exit code is 1 if not. On GPUs
+that needs `--train.deterministic true`, since attention sums its gradients in the order in which they come.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import dlp
+from dlp.comm.mesh import shutdown, world_size
+from launch import overrides
+from launch.bench_e2e_peer import FLOAT8, Peer
+from launch.build import build
+from launch.config import Config, command_line
+from launch.sections import SCHEMA
+from launch.stop import refuse
+from launch.train import make_mesh
+
+BASELINE = "peer_bf16"
+HP_GATHER = ":hp_gather"
+DEFAULT = [BASELINE, "bf16", f"fp8_current{HP_GATHER}", "fp8_current"]
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one subject: tokens/s of one rank, peak memory in GiB, the losses of this rank step by step."""
+
+    subject: str
+    tokens_per_second: float
+    peak: float
+    losses: list[float]
+
+
+def ours(config: Config, recipe: str, mesh: DeviceMesh, device: torch.device, quantized_gather: bool) -> Step:
+    """dlp's step, the launcher's model and optimizer without its clipping."""
+    groups = tuple(replace(group, recipe=recipe) if group.name == "default" else group for group in config.groups)
+    mesh_section = replace(config.mesh, quantized_gather=quantized_gather)
+    built = build(replace(config, groups=groups, mesh=mesh_section), mesh, device)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = dlp.cross_entropy(built.model(tokens), targets, mesh) / targets.numel()
+        loss.backward()
+        built.optimizer.step()
+        built.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def make_step(subject: str, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
+    kind = subject.removeprefix("peer_")
+    if kind == subject:
+        return ours(config, subject.removesuffix(HP_GATHER), mesh, device, not subject.endswith(HP_GATHER))
+    return Peer(config, mesh, device, float8=kind if kind in FLOAT8 else None).step
+
+
+def measure(subject: str, config: Config, mesh: DeviceMesh, device: torch.device, warmup: int, steps: int) -> Result:
+    """Build a subject, run it, and let it go again."""
+    torch._dynamo.reset()
+    step = make_step(subject, config, mesh, device)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (config.train.micro_batch, config.train.sequence + 1)
+    text = [torch.randint(0, config.model.vocab, shape, generator=generator).to(device) for _ in range(2)]
+    losses, times = [], []
+    for i in range(warmup + steps):
+        if i == warmup:
+            _synchronize(device)
+            dist.barrier()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+        times.append(_mark(device))
+        losses.append(step(text[i % 2][:, :-1], text[i % 2][:, 1:]))
+    times.append(_mark(device))
+    _synchronize(device)
+    seconds = statistics.median(_between(a, b) for a, b in zip(times[warmup:-1], times[warmup + 1 :], strict=True))
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    tokens = config.train.micro_batch * config.train.sequence
+    return Result(subject, tokens / slowest.item(), peak, [loss.item() for loss in losses])
+
+
+def _mark(device: torch.device) -> float | torch.cuda.Event:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
+    """Seconds."""
+    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3  # type: ignore[operator,arg-type]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def rows(results: Sequence[Result]) -> list[str]:
+    """As a table; ratios to the baseline and to dlp's own bf16, where they were run."""
+    by_name = {result.subject: result.tokens_per_second for result in results}
+    lines = [f"{'subject':24} {'tokens/s/rank':>14} {'x peer':>7} {'x bf16':>7} {'peak GiB':>9} {'last loss':>10}"]
+    for result in results:
+        ratios = [f"{result.tokens_per_second / by_name[b]:.3f}" if b in by_name else "-" for b in (BASELINE, "bf16")]
+        lines.append(
+            f"{result.subject:24} {result.tokens_per_second:14,.0f} {ratios[0]:>7} {ratios[1]:>7} {result.peak:9.2f} "
+            f"{result.losses[-1]:10.4f}"
+        )
+    return lines
+
+
+def differing(results: Sequence[Result]) -> list[str]:
+    """Recipes whose losses depend on how weights were gathered."""
+    losses = {result.subject: result.losses for result in results}
+    names = [name for name in losses if name + HP_GATHER in losses and losses[name] != losses[name + HP_GATHER]]
+    return [f"{name}: losses differ between quantized and high-precision gathers" for name in names]
+
+
+def plot(results: Sequence[Result], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.6 * len(results) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([r.subject for r in results], [r.tokens_per_second for r in results])
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens/s a rank")
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str]) -> None:
+    description = "Times whole training steps under FSDP, beside plain FSDP2 + torch.compile."
+    parser = overrides.make_parser("launch.bench_e2e", description, "bench_8b", SCHEMA)
+    parser.add_argument("--subjects", default=",".join(DEFAULT), help="comma-separated, see above")
+    parser.add_argument("--warmup", type=int, default=4, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are")
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--plot", help="PNG for the results")
+    try:
+        known, config = command_line(parser, ["--train.global_batch", str(world_size()), *arguments])
+        mesh = make_mesh(config)
+    except ValueError as error:
+        refuse(str(error))
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    leader, results = dist.get_rank() == 0, []
+    for subject in known.subjects.split(","):
+        results.append(measure(subject, config, mesh, device, known.warmup, known.steps))
+        if leader:
+            print(rows(results)[-1], flush=True)
+    repeatable = config.train.deterministic or device.type == "cpu"
+    problems = differing(results) if repeatable else []
+    if leader:
+        print("", *rows(results), *problems, sep="\n")
+        if known.json:
+            Path(known.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
+        if known.plot:
+            plot(results, known.plot)
+    shutdown()
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,75 @@
+"""The peer of launch.bench_e2e: the same Llama without dlp, by FSDP2 and torch.compile, and torchao's float8 if asked.
+
+    torchrun --nproc-per-node N -m launch.bench_e2e_peer [CONFIG] [--float8 tensorwise|rowwise] [--no-float8-gather]
+
+It is what somebody would write from PyTorch's own documentation: bf16 parameters gathered and gradients reduced in fp32
+by `fully_shard`, each block compiled, a fused AdamW.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import AdamW
+
+from launch.config import Config
+from launch.model import DTYPES, Llama, init_weights
+
+FLOAT8 = ("tensorwise", "rowwise")
+
+
+def convert_to_float8(model: nn.Module, recipe: str, float8_gather: bool) -> None:
+    """torchao's training conversion of the blocks' linears. ModuleNotFoundError where it is not installed."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == "tensorwise":
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=float8_gather)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
+
+
+class Peer:
+    """A model and its step; `float8` is one of FLOAT8 or None for bf16."""
+
+    def __init__(
+        self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None, float8_gather: bool = True
+    ) -> None:  # fmt: skip
+        with torch.device("meta"):
+            self.model = Llama(config.model, DTYPES[config.train.dtype])
+        if float8 is not None:
+            convert_to_float8(self.model, float8, float8_gather)
+        self.after_step = None
+        if float8 == "tensorwise" and float8_gather:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            self.after_step = precompute_float8_dynamic_scale_for_fsdp
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.train.dtype], reduce_dtype=torch.float32)
+        for block in self.model.model.layers:
+            if config.train.compile:
+                block.compile()
+            fully_shard(block, mesh=mesh["dp_shard"], mp_policy=policy)
+        fully_shard(self.model, mesh=mesh["dp_shard"], mp_policy=policy)
+        self.model.to_empty(device=device)
+        init_weights(self.model, config.train.seed)
+        self.optimizer = AdamW(self.model.parameters(), lr=config.train.lr, fused=True)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """One optimizer step on tokens and targets [B, S]; the loss of this rank, fp32 []."""
+        loss = F.cross_entropy(self.model(tokens).float(), targets.flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.after_step is not None:
+            self.after_step(self.model)
+        return loss.detach()
+
+
+if __name__ == "__main__":
+    from launch.bench_e2e import main
+
+    main(["--subjects", "peer_bf16", *sys.argv[1:]])

@@ -1,0 +1,99 @@
+"""Every GEMM of a config, as one rank runs it: sizes, types and kernel, and the linears as `make bench-linear` takes them.
+
+    python -m launch.shapes CONFIG [--world 8] [--section.key value ...]
+    python -m launch.shapes CONFIG --json        for `python -m dlp.kernels.tune`
+
+A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. Nothing is started: the plan says it all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dlp.comm.wire import dtype_name
+from dlp.kernels.gemms import device_kind
+from dlp.parallel.plan import LayerPlan
+from dlp.parallel.style import shard_sizes
+from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
+from launch.build import plan_for
+from launch.config import Config, command_line, make_parser, validate_world
+from launch.model import DTYPES
+
+SIZES = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}  # rows, cols, contraction
+Problem = dict[str, Any]
+
+
+def linear_sizes(layer: LayerPlan, tp: int, tokens: int) -> tuple[int, int, int]:
+    """M, K, N of the GEMMs of one rank. `tokens`: of a microbatch."""
+    n, k = shard_sizes(layer.row, *layer.shape, tp, layer.name)
+    alone = layer.row.cut_x == layer.row.cut_dy == 0  # nothing is gathered: each rank has its own tokens
+    return tokens // tp if alone else tokens, k, n
+
+
+def problems(
+    layer: LayerPlan, sizes: tuple[int, int, int], dtype: torch.dtype, w_dtype: torch.dtype
+) -> Iterator[Problem]:
+    """The GEMMs of one layer: sizes, and of each operand its dtype, block of scales and whether rows are adjacent."""
+    of = dict(zip("MKN", sizes, strict=True))
+    summed = len(layer.siblings) > 1  # dgrads of siblings add up in fp32
+    for which, kernel in zip(GEMMS, layer.kernels, strict=True):
+        options = getattr(layer.recipe, which)
+        rows, cols, contraction = (of[letter] for letter in SIZES[which])
+        out = options.out_dtype or (w_dtype if which == "wgrad" else dtype)
+        problem = {"gemm": which, "rows": rows, "cols": cols, "contraction": contraction, "kernel": kernel,
+                   "fast_accumulation": options.fast_accumulation, "accumulate": False, "alpha": False}  # fmt: skip
+        ways = GEMM_OPERANDS[which][1::2]
+        for side, way, quantizer in zip("ab", ways, layer.recipe.operands(which), strict=True):
+            fmt = quantizer.format
+            decoded = "fp8" not in kernel  # both operands are in high precision by the time they are multiplied
+            problem[f"{side}_dtype"] = dtype_name(dtype if decoded else fmt.parts[0].dtype or dtype)
+            problem[f"{side}_block"] = [1, 1] if decoded else list(fmt.block)
+            problem[f"{side}_flipped"] = fmt.keeps_source and way == "columnwise"
+            problem["alpha"] |= fmt.gemm_kind == "nvfp4" and kernel.startswith("decode + bf16")
+        kept = [torch.float32, *[torch.float32] * summed] if which == "dgrad" and summed else [out]
+        for turn, result in enumerate(kept):
+            yield {**problem, "out_dtype": dtype_name(result), "accumulate": turn > 0}
+
+
+def of_config(config: Config, world: int, device_type: str) -> tuple[Counter[str], Counter[str]]:
+    """The GEMMs, as JSON texts, and the linears, as "MxKxN", of one rank, each with how many layers have it."""
+    batch = validate_world(config, world)
+    plan, dtype = plan_for(config, world, device_type), DTYPES[config.train.dtype]
+    w_dtype = dtype if batch.dp_size > 1 else torch.float32  # FSDP gathers weights in the dtype of activations
+    gemms, linears = Counter[str](), Counter[str]()
+    for layer in plan.layers:
+        sizes = linear_sizes(layer, plan.tp, batch.micro * config.train.sequence)
+        linears["x".join(map(str, sizes))] += 1
+        gemms.update(json.dumps(problem) for problem in problems(layer, sizes, dtype, w_dtype))
+    return gemms, linears
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = make_parser("launch.shapes", "Prints the GEMMs of a config.")
+    parser.add_argument("--world", type=int, default=8, help="the number of ranks")
+    parser.add_argument("--json", action="store_true", help="as a list of problems")
+    known, config = command_line(parser, arguments)
+    gemms, linears = of_config(config, known.world, device_kind("cuda") if torch.cuda.is_available() else "sm_90")
+    if known.json:
+        print(json.dumps([json.loads(text) for text in gemms], indent=1))
+        return
+    print(f"{'gemm':6} {'rows':>7} {'cols':>7} {'contraction':>11}  {'A':14} {'B':14} {'D':10} {'layers':>6}  kernel")
+    for text, count in gemms.items():
+        each = json.loads(text)
+        result = each["out_dtype"] + " +=" * each["accumulate"]
+        print(f"{each['gemm']:6} {each['rows']:7} {each['cols']:7} {each['contraction']:11}  {each['a_dtype']:14} "
+              f"{each['b_dtype']:14} {result:10} {count:6}  {each['kernel']}")  # fmt: skip
+    print(f'\nmake bench-linear ARGS="--shapes {" ".join(linears)}"')
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(str(error))

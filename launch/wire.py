@@ -1,0 +1,151 @@
+"""What a training step of this launcher sends: the plan's bytes, and those of its loss, norm and metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlp import Plan
+from dlp.comm import wire
+from dlp.comm.mesh import resolve_axes
+from dlp.parallel.ledger import Ledger, activation_dtypes, plan_of
+from dlp.parallel.runtime import runtime_of
+from dlp.parallel.traffic import cross_entropy, in_bf16, step_traffic
+from dlp.parallel.workload import Sent, Traffic, Unforeseen, Workload
+from launch.build import Built
+from launch.config import Config, validate_world
+from launch.model import DTYPES
+
+WARM = 2  # steps before one is watched: by then weights are cast at the step boundary, and compiled code is compiled
+# fp32 numbers that ranks share in a step: valid tokens, the norm's square, loss and wish to stop
+SHARED_NUMBERS = (1, 1, 2)
+OWN = {"layer": "launch", "direction": "other"}
+
+
+def workload(config: Config, world: int) -> Workload:
+    """A step of this config on so many ranks. Raises ConfigError where they do not fit."""
+    batch, mesh = validate_world(config, world), config.mesh
+    sizes = resolve_axes(world, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
+    blocks = tuple(f"model.layers.{i}" for i in range(config.model.layers))
+    dtype, sharded = DTYPES[config.train.dtype], batch.dp_size > 1
+    return Workload(
+        dict(zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)), batch.micro * config.train.sequence,
+        batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
+        units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather,
+        grad_wire=None if mesh.grad_wire == "fp32" else mesh.grad_wire,
+        recomputed=blocks if config.train.checkpointing == "full" else (),
+        amax_group={"auto": None, "tp": "tp"}.get(mesh.amax_group, "world"),
+    )  # fmt: skip
+
+
+def planned(plan: Plan, load: Workload) -> dict[Sent, int]:
+    """All bytes that a rank sends in a step. Raises Unforeseen."""
+    total = Counter(step_traffic(plan, load))
+    total.update(cross_entropy(load))
+    shared = sum(wire.reduced(numel, 4, load.ranks("world")) for numel in SHARED_NUMBERS)
+    total[Sent(load.named("world"), OWN["layer"], OWN["direction"], "float32")] += shared
+    return {sent: nbytes for sent, nbytes in total.items() if nbytes}
+
+
+def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
+    """Bytes by group."""
+    sums = wire.totals(sent, "group")
+    return {group: sums[group] for group in wire.GROUPS if sums.get(group)}
+
+
+def describe(plan: Plan, load: Workload) -> list[str]:
+    """The plan's lines on the wire: bytes a rank sends in a step, by group and pass, beside the same plan in bf16."""
+    try:
+        ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
+    except Unforeseen as why:
+        return [f"wire: {why}"]
+    if not ours:
+        return ["wire: one rank, nothing is sent"]
+    lines = [f"wire: each rank sends {_amount(ours, bf16)} a step"]
+    keys = dict.fromkeys((sent.group, sent.direction) for sent in (*ours, *bf16))
+    for group, direction in sorted(keys, key=lambda key: (key[0], wire.DIRECTIONS.index(key[1]))):
+        chosen = [{s: n for s, n in t.items() if s[::2] == (group, direction)} for t in (ours, bf16)]
+        precisions = ", ".join(dict.fromkeys(sent.precision for sent in chosen[0])) or "nothing"
+        lines.append(f"  {group:12} {direction:8} {_amount(chosen[0], chosen[1], 15)}   {precisions}")
+    return lines
+
+
+def _amount(ours: Mapping[Sent, int], bf16: Mapping[Sent, int], width: int = 0) -> str:
+    mine, other = sum(ours.values()), sum(bf16.values())
+    share = f"{mine / other:.3f} of bf16" if other else "0 in bf16"
+    return f"{mine:>{width},} bytes, {share}"
+
+
+class WireWatch:
+    """The ledger of one run: what its steps send, and which of them are watched."""
+
+    def __init__(self, config: Config, built: Built) -> None:
+        world = dist.get_world_size()
+        self._mode, self._model = config.train.ledger if world > 1 else "off", built.model
+        self._load = replace(workload(config, world), dp_shard_rank=built.mesh["dp_shard"].get_local_rank())
+        self._runtime, self._ledger = runtime_of(built.model), Ledger(built.mesh)
+        self._ran = self._swaps = 0
+        self.watches = False  # the step that runs or has just run
+        self._told = False  # whether `_traffic` is that of the model as it is now
+        self._traffic: Traffic | None = None
+        self.unforeseen = ""  # why the bytes of a step cannot be told from the plan
+
+    @contextmanager
+    def step(self) -> Iterator[bool]:
+        """One step runs inside; yields whether it is watched: it is then counted and, at its end, compared with what is
+        planned, if that can be told. A swap begins the count of steps anew, and the step that ends with one is not watched:
+        half of it is of either recipe. Raises LedgerError on all ranks."""
+        if len(self._runtime.swaps) != self._swaps:
+            self._ran, self._swaps, self._told = 0, len(self._runtime.swaps), False
+        self._ran += 1
+        if self._ran == WARM + 1:
+            self._told = False  # by now it is known which dtypes layers see
+        swaps = any(swap.step <= self._runtime.steps + 1 for swap, _ in self._runtime.scheduled)  # at its boundary
+        asked = self._ran == WARM + 1 if self._mode == "first" else self._mode == "always"
+        self.watches = asked and self._ran > WARM and not swaps
+        with self._ledger.step(self.planned()) if self.watches else nullcontext():
+            yield self.watches
+
+    def planned(self) -> Traffic | None:
+        """Of a step of the model as it is now; None where its plan does not tell, and `unforeseen` says why."""
+        if not self._told:
+            self._told = True
+            try:
+                self._traffic, self.unforeseen = planned(plan_of(self._model), self.load()), ""
+            except Unforeseen as why:
+                self._traffic, self.unforeseen = None, str(why)
+        return self._traffic
+
+    def load(self) -> Workload:
+        return replace(self._load, dtypes=activation_dtypes(self._model))
+
+    def seen(self) -> wire.Observer:
+        """What was counted in the last step that was watched."""
+        assert self._ledger.last is not None, "no step was watched yet"
+        return self._ledger.last
+
+    def bytes(self) -> dict[str, int]:
+        """Planned for the step, by group; nothing where that is unforeseen."""
+        return by_group(self.planned() or {})
+
+    def account(self) -> list[dict[str, Any]]:
+        """What was counted in the watched step: a record for each group, pass, kind of collective and precision."""
+        fields = ("group", "direction", "kind", "precision")
+        sums = wire.totals(self.seen().sent, *fields)
+        return [{**dict(zip(fields, key, strict=True)), "bytes": n} for key, n in sorted(sums.items()) if n]
+
+    def said(self) -> str:
+        """One sentence on the watched step."""
+        ours = self.planned()
+        if ours is None:
+            return f"WARNING: bytes on the wire were counted, but compared with nothing: {self.unforeseen}"
+        bf16 = planned(in_bf16(plan_of(self._model)), self.load())
+        groups = ", ".join(f"{group} {nbytes:,}" for group, nbytes in by_group(ours).items()) or "nothing"
+        share = sum(ours.values()) / sum(bf16.values()) if bf16 else 1.0
+        return f"the wire carried what the plan says: bytes from each rank {groups}; {share:.3f} of bf16"

@@ -1,0 +1,127 @@
+"""What is no cast, against the reference: decoding to bf16, transposes of codes, delayed scaling's update, ordered sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlp.kernels import cuda_codes, ops, reference
+from dlp.kernels.ops import DelayedSlots
+from tests.gpu.inputs import CODES, DTYPES, values
+from tests.metrics import assert_bit_equal
+
+SIZES = [(128, 128), (256, 384), (1, 16), (1, 300), (300, 1), (77, 304), (129, 131), (136, 264), (0, 128), (128, 0)]
+
+
+def some_bytes(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, shape, generator=generator, dtype=torch.int32).to(torch.uint8)
+
+
+def without_nan(x: Tensor) -> Tensor:
+    """Devices differ in the bits of a NaN; it is one value here."""
+    return torch.where(x.isnan(), torch.tensor(torch.nan, dtype=x.dtype), x)
+
+
+def decoded(poisoned, codes: Tensor, scale: Tensor, block: tuple[int, int], cols: int) -> Tensor:
+    out = poisoned((codes.shape[0], cols), torch.bfloat16)
+    cuda_codes.decode(codes.cuda(), scale.cuda(), block, out)
+    return without_nan(out.cpu())
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("height", [1, 32])
+def test_mxfp8_decodes_to_the_reference(device, poisoned, code, height):
+    for rows, cols in [(32, 32), (64, 1024), (256, 96), (256, 8192), (0, 32)]:
+        codes, scale = some_bytes(rows, cols).view(code), some_bytes(rows // height, cols // 32, seed=1)
+        want = without_nan(reference.decode_mxfp8(codes, scale, (height, 32)).bfloat16())
+        assert_bit_equal(decoded(poisoned, codes, scale, (height, 32), cols), want, f"{rows} {cols}")
+
+
+@pytest.mark.parametrize("height", [1, 16])
+def test_nvfp4_decodes_to_the_reference(device, poisoned, height):
+    for rows, cols in [(16, 16), (64, 1024), (256, 80), (256, 8192), (0, 16)]:
+        packed = some_bytes(rows, cols // 2)
+        scale = some_bytes(rows // height, cols // 16, seed=1).view(torch.float8_e4m3fn)
+        want = without_nan(reference.decode_nvfp4(packed, scale, (height, 16)).bfloat16())
+        assert_bit_equal(decoded(poisoned, packed, scale, (height, 16), cols), want, f"{rows} {cols}")
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("height", [1, 128])
+def test_fp8_blocks_decode_to_the_reference(device, poisoned, code, height):
+    for rows, cols in SIZES:
+        codes = some_bytes(rows, cols).view(code)
+        exponents = torch.randint(
+            -60, 60, (-(-rows // height), -(-cols // 128)), generator=torch.Generator().manual_seed(2)
+        )
+        scale = torch.exp2(exponents.float())
+        want = without_nan(reference.decode_fp8_block(codes, scale, (height, 128)).bfloat16())
+        assert_bit_equal(decoded(poisoned, codes, scale, (height, 128), cols), want, f"{rows} {cols}")
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_codes_transposed(device, poisoned, offset):
+    for rows, cols in [*SIZES, (1000, 2000)]:
+        codes, out = some_bytes(rows, cols).view(CODES[0]), poisoned((cols, rows), CODES[0], offset)
+        cuda_codes.transpose(codes.cuda(), out)
+        assert_bit_equal(out.cpu(), codes.t().contiguous(), f"{rows} {cols}")
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_nibbles_transposed(device, poisoned, offset):
+    for rows, cols in [
+        (128, 128),
+        (256, 384),
+        (2, 2),
+        (2, 300),
+        (300, 2),
+        (78, 304),
+        (130, 132),
+        (0, 16),
+        (1000, 2000),
+    ]:
+        packed, out = some_bytes(rows, cols // 2), poisoned((cols, rows // 2), torch.uint8, offset)
+        cuda_codes.transpose(packed.cuda(), out)
+        assert_bit_equal(out.cpu(), reference.transpose_e2m1(packed), f"{rows} {cols}")
+
+
+def slots(length: int, count: int, algorithm: str, device: str) -> DelayedSlots:
+    """Slots in every state: unused, growing, with 0, tiny amaxes, Inf and NaN in the window or in this step."""
+    generator = torch.Generator().manual_seed(length + count)
+    history = torch.rand(length, count, generator=generator) * 10
+    reduced = torch.rand(count, generator=generator) * 10
+    special = torch.tensor([0.0, torch.inf, torch.nan, 1e-45, 3e38, 1e-38])
+    for row in (history[0], history[-1], history[length // 2], reduced):
+        drawn = special[torch.randint(len(special), (count,), generator=generator)]
+        row.copy_(torch.where(torch.rand(count, generator=generator) < 0.4, drawn, row))
+    history[0] *= torch.rand(count, generator=generator) < 0.3
+    tensors = (history, torch.rand(count, generator=generator), reduced, torch.full((count,), 448.0), reduced.clone())
+    return DelayedSlots(*(tensor.to(device) for tensor in tensors), algorithm)
+
+
+def test_delayed_update_is_the_reference(device):
+    kinds = [(1, 5, "max"), (2, 40, "most_recent"), (3, 33, "max"), (16, 300, "max"), (1024, 70, "max"), (1024, 1, "max"),
+             (47, 64, "most_recent")]  # fmt: skip
+    mine, theirs = ([slots(*kind, where) for kind in kinds] for where in (device, "cpu"))
+    update, expected = ops.delayed_updates(mine), ops.delayed_updates(theirs)
+    for _ in range(3):
+        update()
+        expected()
+        for kind, left, right in zip(kinds, mine, theirs, strict=True):
+            for name in ("history", "scale", "staging"):
+                assert_bit_equal(getattr(left, name).cpu(), getattr(right, name), f"{name} of {kind}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_in_order(device, poisoned, dtype):
+    for contributions in (1, 2, 3, 4, 5, 8, 17):
+        for size in ((1,), (7,), (33, 8), (1000, 1001), (0, 4)):
+            x = torch.stack(
+                [values("gauss", 1, max(1, torch.Size(size).numel()), dtype, seed)[0] for seed in range(contributions)]
+            )
+            x = x[:, : torch.Size(size).numel()].reshape(contributions, *size)
+            out = poisoned(size, dtype)
+            cuda_codes.sum_in_order(x.to(device), out)
+            assert_bit_equal(out.cpu(), reference.sum_in_order(x), f"{contributions} {size}")

@@ -1,0 +1,164 @@
+"""GEMMs on a GPU against the float64 product of their decoded operands: every recipe, odd sizes, bias, accumulation.
+
+Bounds, in terms of m = sum |a||b|: bf16 products are exact and fp32 sums lose less than K 2^-24 m. FP8 units of Hopper
+keep about 14 bits of what 32 products add up to: 2^-11 m is allowed with promotion to fp32 every 128 of the contraction
+(split accumulation, and block scales), 2^-10 m without it (fast).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlp.kernels import gemms, loader
+from dlp.quant.gemm import Gemm, support
+from dlp.quant.quantizer import Origin, ScaleSlot
+from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe, load
+from dlp.quant.tensor import QuantizedTensor
+
+RECIPES = [
+    load("bf16"), load("fp8_current"), load("fp8_current", fp8_format="E4M3"), load("fp8_delayed"), load("fp8_rowwise"),
+    load("fp8_rowwise", fp8_format="HYBRID"), load("fp8_block"), load("fp8_block", power_of_two=False),
+    load("fp8_block", fp8_format="HYBRID"), load("mxfp8"), load("nvfp4"),
+]  # fmt: skip
+SHAPES = [(256, 384, 512), (64, 80, 96), (1040, 208, 2064), (8, 16, 128)]
+ODD = [(37, 51, 200), (129, 1, 130), (1, 136, 24)]
+
+
+def quantized(quantizer, x: Tensor) -> QuantizedTensor:
+    slot = ScaleSlot(torch.tensor(40.0, device="cuda"), torch.zeros((), device="cuda"))
+    counter = torch.zeros((), dtype=torch.int64, device="cuda")
+    at = Origin(0, 0, *x.shape, seed=0, tensor_id=1, counter=counter)
+    return quantizer.cast(x, quantizer.observe(x), slot=slot, at=at)
+
+
+def operands(
+    recipe: Recipe, which: str, rows: int, cols: int, contraction: int
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """A and B as a linear makes them: columnwise ones from a transposed view; grown to whole blocks where need be."""
+    generator = torch.Generator("cuda").manual_seed(rows + cols + contraction)
+    made = []
+    for lines, quantizer, side in zip((rows, cols), recipe.operands(which), GEMM_OPERANDS[which][1::2], strict=True):
+        x = (
+            torch.randn(lines, contraction, device="cuda", generator=generator)
+            * torch.logspace(-2, 2, lines, device="cuda")[:, None]
+        )
+        x = quantizer.format.padded(x.bfloat16())
+        made.append(quantized(quantizer, x if side == "rowwise" else x.t().contiguous().t()))
+    return made[0], made[1]
+
+
+def unit(recipe: Recipe, which: str, contraction: int) -> float:
+    """The bound of the sums, relative to sum |a||b|."""
+    kernel = support(*(quantizer.format for quantizer in recipe.operands(which)), gemms.device_kind("cuda")).kernel
+    if "fp8" not in kernel:
+        return (contraction + 8) * 2.0**-24
+    return 2.0**-10 if getattr(recipe, which).fast_accumulation else 2.0**-11
+
+
+def excess(made: Tensor, exact: Tensor, bound: Tensor) -> float:
+    """How far beyond the bound, in bounds; at most 0 is fine."""
+    return float((((made.double() - exact).abs() - bound) / bound.clamp(min=1e-30)).max())
+
+
+def test_the_gemms_run_by_cublaslt(device):
+    assert loader.missing() == "" and gemms.device_kind("cuda") == "sm_90"
+    assert gemms._module().cublaslt_version() >= 120900
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *ODD], ids=str)
+@pytest.mark.parametrize("which", GEMMS)
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_gemm_is_the_float64_product_within_its_bound(device, recipe, which, shape, record_property):
+    a, b = operands(recipe, which, *shape)
+    left, right = a.dequantize().double(), b.dequantize().double()
+    exact, sums = left @ right.t(), left.abs() @ right.abs().t()
+    share = unit(recipe, which, a.shape[1])
+    options = getattr(recipe, which)
+    wide = Gemm(which, b, torch.float32, options=options)(a)
+    worst = float(((wide.double() - exact).abs() / sums.clamp(min=1e-30)).max())
+    record_property("worst", worst / share)
+    print(f"WORST {recipe} {which} {shape}: {worst:.2e} of sum |a||b|, {worst / share:.3f} of the bound")
+    assert wide.dtype == torch.float32 and worst <= share
+    rounding = exact.abs() * 2.0**-8
+    half = Gemm(which, b, torch.bfloat16, options=options)(a)
+    assert half.dtype == torch.bfloat16 and excess(half, exact, share * sums + rounding) <= 0
+    bias = torch.randn(b.shape[0], device=device)
+    for dtype in (torch.bfloat16, torch.float32):
+        biased = Gemm(which, b, dtype, bias=bias.to(dtype), options=options)(a)
+        target = exact + bias.to(dtype).double()
+        assert (
+            excess(biased, target, share * sums + target.abs() * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-22))
+            <= 0
+        )
+        into = torch.randn_like(wide).to(dtype)
+        target = exact + into.double()
+        assert Gemm(which, b, dtype, accumulate=into, options=options)(a) is into
+        assert (
+            excess(into, target, share * sums + target.abs() * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-22)) <= 0
+        )
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise", "fp8_block", "bf16"])
+def test_the_same_call_gives_the_same_bits(device, name):
+    recipe = load(name)
+    a, b = operands(recipe, "wgrad", 512, 768, 1024)
+    gemm = Gemm("wgrad", b, torch.float32, options=recipe.wgrad)
+    assert torch.equal(gemm(a), gemm(a))
+
+
+def test_strided_operands_and_results_are_taken_as_they_lie(device):
+    big = torch.randn(64, 512, device=device).bfloat16()
+    a, b = big[:, 128:384], torch.randn(96, 512, device=device).bfloat16()[:, ::1][:, 256:]
+    exact = a.double() @ b.double().t()
+    into = torch.zeros(64, 256, device=device)[:, :96]
+    gemms.product(a, b, torch.float32, accumulate=into)
+    assert float((into.double() - exact).abs().max()) < 1e-3
+    columns = gemms.product(torch.randn(256, 64, device=device).bfloat16().t(), b, torch.float32)
+    assert columns.shape == (64, 96)
+
+
+def test_fewer_multiprocessors_give_the_same_product(device):
+    recipe = load("fp8_current")
+    a, b = operands(recipe, "fprop", 1024, 1024, 1024)
+    whole = Gemm("fprop", b, torch.float32, options=recipe.fprop)(a)
+    some = Gemm("fprop", b, torch.float32, options=recipe.fprop, sms=64)(a)
+    assert float((whole - some).abs().max()) <= 1e-2 * float(whole.abs().max())
+
+
+def test_a_gemm_is_captured_and_replayed(device):
+    recipe = load("fp8_block")
+    a, b = operands(recipe, "fprop", 256, 256, 256)
+    gemm = Gemm("fprop", b, torch.bfloat16)
+    before, graph = gemm(a), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = gemm(a)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, before)
+
+
+def test_what_cublaslt_cannot_do_is_refused(device):
+    codes = torch.zeros(64, 64, device=device, dtype=torch.float8_e5m2)
+    one = torch.ones((), device=device)
+    with pytest.raises(ValueError, match="has no algorithm 0 for the GEMM"):
+        gemms.product(codes, codes, torch.bfloat16, gemms.Scales(one, one))
+
+
+def test_candidates_agree(device):
+    """What a measured choice chooses among: every algorithm is a correct one."""
+    recipe = load("fp8_current")
+    a, b = operands(recipe, "dgrad", 512, 512, 1024)
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    scales = gemms.Scales(a.parts[1], b.parts[1])
+    job = gemms.prepare(a.payload, b.payload, torch.float32, scales)
+    plan = gemms.new_plan(job.words, 0, gemms.CANDIDATES)
+    assert plan.candidates >= 1
+    for candidate in range(plan.candidates):
+        job.out.zero_()
+        plan.choose(candidate)
+        plan.run(*job.addresses, gemms.workspace(0, 0), 0)
+        torch.cuda.synchronize()
+        assert float((job.out.double() - exact).abs().max()) <= 1e-2 * float(exact.abs().max())

@@ -1,0 +1,53 @@
+"""The kernels of the FP8 wire against the reference, bit for bit; NaNs are compared as NaNs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlp.kernels import wire
+from dlp.kernels.reference import wire as reference
+from tests.metrics import assert_bit_equal
+
+SHAPES = [(1, 8), (3, 128), (5, 300), (2, 3, 129), (64, 4096), (7, 1)]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Gauss with an outlier, zeros, tiny values and, in some blocks, NaN and Inf."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    flat = x.view(-1)
+    flat[:: max(1, flat.numel() // 5)] *= 1e6
+    x[..., -1, :] *= 1e-36
+    if flat.numel() > 1000:
+        x[0, :128] = 0
+        flat[500], flat[700], flat[900] = math.nan, math.inf, -math.inf
+    return x.to(dtype).cuda()
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert_bit_equal(actual.nan_to_num(nan=0, posinf=math.inf, neginf=-math.inf),
+                     expected.nan_to_num(nan=0, posinf=math.inf, neginf=-math.inf))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packing_is_that_of_the_reference(device, shape, dtype):
+    x = values(shape, dtype)
+    codes, scale = wire.pack_fp8(x)
+    expected_codes, expected_scale = reference.pack_fp8(x.cpu())
+    assert_bit_equal(codes.cpu(), expected_codes)
+    same(scale.cpu(), expected_scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_sum_is_that_of_the_reference(device, shape, ranks, dtype):
+    packed = [wire.pack_fp8(values(shape, torch.bfloat16) * (i + 1)) for i in range(ranks)]
+    codes, scale = (torch.stack(parts) for parts in zip(*packed, strict=True))
+    total = wire.sum_fp8(codes, scale, dtype)
+    same(total.cpu(), reference.sum_fp8(codes.cpu(), scale.cpu(), dtype))

@@ -1,0 +1,476 @@
+"""FSDP gathers weights as codes and scales: the bits of casting the whole weight, half the bytes or less, for every
+recipe; what cannot travel so says why."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import dlp
+from dlp.comm.collectives import all_gather
+from dlp.parallel import shards
+from dlp.parallel.operands import quantize
+from dlp.parallel.runtime import data_parallel, runtime_of
+from tests import pool as worker
+from tests.cases import RECIPES
+from tests.metrics import assert_bit_equal
+from tests.shardnet import BATCH, SEQUENCE, ShardNet, backward, shardnet, tensors, train, whole
+
+QUANTIZED = [recipe for recipe in RECIPES if recipe != "bf16"]
+MESHES = [({"dp_shard": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Inside it, `total` counts the bytes that all-gathers of more than `least` bytes leave on this rank."""
+
+    def __init__(self, least: int = 1 << 14) -> None:
+        super().__init__()
+        self.total, self._least = 0, least
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allgather_base" in func._schema.name:
+            self.total += args[0].nbytes * (args[0].nbytes > self._least)
+        return func(*args, **(kwargs or {}))
+
+
+def trained(recipe: Any, sizes: dict[str, int], keywords: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses, whole parameters and gradients after three steps of two microbatches and one more backward, and the bytes
+    gathered in that."""
+    mesh = worker.mesh(**sizes)
+    model = shardnet(recipe, mesh, **keywords)
+    losses = train(model, mesh, range(3), microbatches=2)
+    with GatheredBytes() as gathered:
+        losses.append(backward(model, mesh, 99))
+    return losses, tensors(model), gathered.total
+
+
+@pytest.mark.parametrize(("sizes", "world"), MESHES, ids=["dp2", "dp2-tp2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, sizes, world):
+    quantized = ranks(world).run(trained, recipe, sizes, {})
+    plain = ranks(world).run(trained, recipe, sizes, {"quantized_gather": False})
+    for (losses, found, gathered), (losses_off, expected, gathered_off) in zip(quantized, plain, strict=True):
+        assert losses == losses_off
+        for name, value in expected.items():
+            assert_bit_equal(found[name], value, name)
+        share = {"bf16": 1.0, "nvfp4": 0.285}.get(recipe, 0.52)
+        if sizes == MESHES[0][0]:  # under sequence parallelism activations are gathered too
+            assert gathered <= share * gathered_off, "of what would be gathered in bf16"
+
+
+def spoil(model: ShardNet, how: str, rank: int) -> None:
+    """Shards that differ: rows of growing size, and on one rank nothing but zeros, or a NaN."""
+    for parameter in model.parameters():
+        local = parameter.to_local()
+        local.mul_((1 + rank * torch.rand(local.shape[:1], device=local.device)).view(-1, *[1] * (local.dim() - 1)))
+        if how == "zero shard" and rank == 1:
+            local.zero_()
+        if how == "nan" and rank == 0:
+            local.view(-1)[5] = torch.nan
+
+
+def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
+    """Compare what forward's and backward's gathers bring with the cast of the whole weight, part by part."""
+    mesh = worker.mesh(**sizes)
+    model = shardnet(recipe, mesh)
+    train(model, mesh, range(1))
+    with torch.no_grad():
+        spoil(model, how, mesh["dp_shard"].get_local_rank())
+    dlp.end_step(model)
+    compared = 0
+    for backwards in (False, True):
+        with patch.object(shards, "in_backward", lambda now=backwards: now):
+            for block in model.blocks:
+                block.unshard()
+        for shard in runtime_of(model).shards.values():
+            assert shard.why is None, shard.why
+            assert len(shard.layout.shard()) * 2 == shard.layout.shape[0]
+            (values,) = all_gather((shard.layout.shard(),), (0,), shard.layout.group).wait()
+            ways = {"row": not backwards, "col": backwards, "record": False}
+            spec, weight = shard.core.spec, values.bfloat16()
+            (expected,) = quantize(spec, "w", [weight], members=[shard.name], **ways)
+            found = shard.operands(spec, values.new_zeros(()), torch.bfloat16, **ways)
+            assert shard._more == {False: [], True: []}, "it was there"
+            pairs = (found.columnwise(), expected.columnwise()) if backwards else (found.rowwise(), expected.rowwise())
+            for part, a, b in zip(pairs[0].format.parts, pairs[0].parts, pairs[1].parts, strict=True):
+                assert_bit_equal(a, b, f"{shard.name} {part.name}")
+                compared += 1
+        for block in model.blocks:
+            block.reshard()
+    return compared
+
+
+@pytest.mark.parametrize(("sizes", "world"), [*MESHES, ({"dp_shard": 2, "dp_replicate": 2}, 4)], ids=str)
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_what_arrives_is_the_cast_of_the_whole_weight(ranks, recipe, sizes, world):
+    assert min(ranks(world).run(arrivals, recipe, sizes, "gauss")) >= 2 * 6 * 2, "two passes, six weights, two parts"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["zero shard", "nan"])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_zero_shards_and_nan_arrive_as_they_would_be_cast(ranks, recipe, how):
+    ranks(2).run(arrivals, recipe, MESHES[0][0], how)
+
+
+Scenario = Callable[[ShardNet, DeviceMesh], list[float]]
+
+
+def scenario(name: str, recipe: Any, sizes: dict[str, int], on: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Run one of SCENARIOS with a model of these options; what came out of it."""
+    mesh = worker.mesh(**sizes)
+    model = shardnet(recipe, mesh, quantized_gather=on, **options)
+    losses = SCENARIOS[name](model, mesh)
+    runtime = runtime_of(model)
+    why = {shard.name: shard.why for shard in runtime.shards.values()}
+    return {"losses": losses, "tensors": tensors(model), "why": why, "said": sorted(runtime.noted)}
+
+
+def both_ways(
+    ranks: Any, world: int, name: str, recipe: Any, sizes: dict[str, int], **options: Any
+) -> list[dict[str, Any]]:
+    """The scenario with weights gathered quantized, whose bits are those of the one without."""
+    quantized, plain = (ranks(world).run(scenario, name, recipe, sizes, on, options) for on in (True, False))
+    for found, expected in zip(quantized, plain, strict=True):
+        assert found["losses"] == expected["losses"]
+        for key, value in expected["tensors"].items():
+            assert_bit_equal(found["tensors"][key], value, key)
+        assert all(torch.isfinite(value).all() for value in found["tensors"].values())
+    return quantized
+
+
+def plain_training(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    return [*train(model, mesh, range(3), microbatches=2), backward(model, mesh, 99)]
+
+
+def accumulation(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    """Three microbatches, between which weights stay gathered and gradients are not reduced."""
+    losses = []
+    for step in range(2):
+        for i in range(3):
+            model.set_requires_gradient_sync(i == 2)
+            model.set_reshard_after_backward(i == 2)
+            losses.append(backward(model, mesh, 3 * step + i))
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return [*losses, backward(model, mesh, 99)]
+
+
+def recomputation(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    model.wrap = lambda block, x: checkpoint(block, x, use_reentrant=False)
+    return plain_training(model, mesh)
+
+
+def recomputation_inside(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return plain_training(model, mesh)
+
+
+def frozen(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("gate" not in name)
+    return plain_training(model, mesh)
+
+
+def swaps(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    """The recipe changes after every step, with an evaluation and a pass without gradients before."""
+    losses = []
+    for step, recipe in enumerate(("fp8_current", "nvfp4", "mxfp8", "bf16", "fp8_delayed", "bf16", "fp8_block")):
+        losses += train(model, mesh, range(2 * step, 2 * step + 2))
+        with torch.no_grad():
+            losses.append(backward_free(model, mesh))
+        dlp.set_recipe(model, "blocks.1.**" if step % 2 else "**", recipe)
+    return [*losses, *plain_training(model, mesh)]
+
+
+def backward_free(model: ShardNet, mesh: DeviceMesh) -> float:
+    x = torch.ones(BATCH // data_parallel(mesh)[1], SEQUENCE, model.size, dtype=torch.bfloat16, device=worker.device())
+    return model(x).float().sum().item()
+
+
+def swaps_in_flight(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    """Between a forward and its backward; the gradients are those of the forward's recipe."""
+    losses = train(model, mesh, range(1))
+    for recipe in ("nvfp4", "bf16", "fp8_current", "mxfp8"):
+        x = torch.full((BATCH // data_parallel(mesh)[1], SEQUENCE, model.size), 0.5, device=worker.device())
+        loss = model(x.bfloat16()).float().square().sum()
+        dlp.set_recipe(model, "**", recipe)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def regions(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    """Forwards under other recipes than the layers', and in high precision."""
+    losses = []
+    for i, asked in enumerate(
+        ({"recipe": dlp.recipe("mxfp8")}, {}, {"recipe": dlp.recipe("nvfp4")}, {"enabled": False})
+    ):
+        with dlp.autocast(**asked):
+            losses += train(model, mesh, range(i, i + 1))
+    return losses + train(model, mesh, range(9, 10))
+
+
+def loading(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+    """Weights are loaded between steps, and once written by hand."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = train(model, mesh, range(2))
+    model.load_state_dict(before)
+    losses += train(model, mesh, range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().mul_(1.5)
+    dlp.end_step(model)
+    return losses + plain_training(model, mesh)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "loading": loading,
+    "plain": plain_training, "accumulation": accumulation, "recomputation": recomputation, "frozen": frozen,
+    "recomputation inside": recomputation_inside, "swaps": swaps, "in flight": swaps_in_flight, "regions": regions,
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_rowwise"])
+@pytest.mark.parametrize("name", ["accumulation", "recomputation", "recomputation inside", "frozen", "loading"])
+def test_training_that_reads_weights_in_other_ways(ranks, name, recipe):
+    (first, _) = both_ways(ranks, 2, name, recipe, {"dp_shard": 2})
+    assert not any(first["why"].values())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8"])
+def test_weights_that_stay_gathered_through_forward_and_backward(ranks, recipe):
+    both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, reshard_after_forward=False)
+
+
+def late_gathers(recipe: str) -> list[int]:
+    """Weights gathered when they were read, step by step, where they stay gathered from forward to backward."""
+    mesh = worker.mesh(dp_shard=2)
+    model = shardnet(recipe, mesh, reshard_after_forward=False)
+    counts = []
+    for step in range(3):
+        with patch.object(shards, "all_gather", wraps=all_gather) as late:
+            train(model, mesh, range(step, step + 1))
+        counts.append(late.call_count)
+    return counts
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "first"), [("fp8_current", 0), ("mxfp8", 6)])
+def test_what_was_missing_once_travels_with_the_rest(ranks, recipe, first):
+    assert ranks(2).run(late_gathers, recipe) == [[first, 0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world"), [({"dp_shard": 1}, 1), ({"dp_shard": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
+)
+@pytest.mark.parametrize("name", ["swaps", "in flight"])
+def test_recipe_swaps(ranks, name, sizes, world):
+    both_ways(ranks, world, name, "bf16", sizes)
+
+
+@pytest.mark.ranks(2)
+def test_regions_under_other_recipes_gather_values(ranks):
+    first, _ = both_ways(ranks, 2, "regions", "fp8_current", {"dp_shard": 2})
+    assert "layers that run under mxfp8, not their own recipe, gather their weights once more" in first["said"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_uneven_and_empty_shards(ranks, recipe, world):
+    """9 rows over 4 ranks leave none to the last."""
+    first, *_ = both_ways(ranks, world, "plain", recipe, {"dp_shard": world}, size=9)
+    refused = set(first["why"].values())
+    assert (refused == {None}) == (recipe in ("fp8_current", "fp8_delayed")), refused
+    assert all(any(why in said for said in first["said"]) for why in refused if why), "the plan says so"
+
+
+def compiled_training(recipe: str, backend: str, on: bool) -> tuple[list[float], dict[str, Tensor], int]:
+    """Blocks compiled before they are sharded, as the launcher does; and the graphs that this took."""
+    torch._dynamo.utils.counters.clear()
+    mesh = worker.mesh(dp_shard=2)
+    model = shardnet(recipe, mesh, compiled=backend, quantized_gather=on, size=64)
+    losses = train(model, mesh, range(3))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    return losses, tensors(model), graphs
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [("fp8_current", "aot_eager"), ("mxfp8", "aot_eager"), ("fp8_current", "inductor")]
+)
+def test_compiled_blocks_read_gathered_weights(ranks, recipe, backend):
+    """Inductor's own sums differ, but not by what travels."""
+    quantized, plain = (ranks(2).run(compiled_training, recipe, backend, on) for on in (True, False))
+    for (losses, found, graphs), (losses_off, expected, graphs_off) in zip(quantized, plain, strict=True):
+        assert losses == losses_off and graphs == graphs_off
+        for name, value in expected.items():
+            assert_bit_equal(found[name], value, name)
+
+
+VARIANTS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    ({"name": "fp8_current", "amax_scope": "all"}, {}, None),
+    ({"name": "fp8_rowwise", "amax_scope": "all"}, {}, None),
+    ({"name": "fp8_current"}, {"amax_group": "world"}, None),
+    ({"name": "fp8_delayed", "amax_history_len": 2}, {"amax_group": "tp"}, None),
+    ({"name": "nvfp4", "disable_2d_quantization": True}, {}, None),
+    ({"name": "fp8_current", "high_precision": ["dgrad"]}, {}, None),
+    ({"name": "mxfp8", "high_precision": ["fprop"]}, {}, None),
+    ({"name": "fp8_rowwise"}, {"amax_group": "world"},
+     "its amax group would mix the scales of different rows of fp8_rowwise[e4m3]"),
+]  # fmt: skip
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("recipe", "options", "why"), VARIANTS, ids=str)
+def test_options_that_concern_weights(ranks, recipe, options, why):
+    first, *_ = both_ways(ranks, 4, "plain", recipe, {"dp_shard": 2, "tp": 2}, options=options)
+    assert set(first["why"].values()) == {why}
+
+
+@pytest.mark.ranks(2)
+def test_delayed_scales_of_weights_are_shared_though_ranks_share_no_others(ranks):
+    recipe = {"name": "fp8_delayed", "reduce_amax": False, "amax_history_len": 2}
+    first, _ = both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2})
+    assert set(first["why"].values()) == {None}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_casts_from_the_master_weights(ranks, recipe):
+    """Not rounded before the cast; neither where the values travel, which of 17 rows they do for nvfp4."""
+    first, _ = both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, quantize_from_master=True)
+    rounded = ranks(2).run(scenario, "plain", recipe, {"dp_shard": 2}, True, {})[0]
+    assert first["losses"] != rounded["losses"], "the option does something"
+    uneven, _ = both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, quantize_from_master=True, size=17)
+    assert (set(uneven["why"].values()) == {None}) == (recipe == "fp8_current")
+
+
+@pytest.mark.parametrize(("sizes", "world"), MESHES, ids=["dp2", "dp2-tp2"])
+@pytest.mark.parametrize("down", ["mxfp8", "bf16"])
+def test_several_recipes_in_one_unit(ranks, down, sizes, world):
+    both_ways(ranks, world, "plain", "fp8_current", sizes, down=down)
+
+
+class Tied(nn.Module):
+    """Embedding, a linear, and a head that shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList([nn.Linear(32, 32, bias=False)])
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.embedding(tokens)))
+
+
+def tied(on: bool) -> tuple[dict[str, Tensor], dict[str, str | None]]:
+    mesh = worker.mesh(dp_shard=2)
+    torch.manual_seed(0)
+    model = Tied().to(worker.device())
+    dlp.convert(model, [{"name": "all", "match": ["**"], "recipe": "fp8_current"}], mesh)
+    for module in (*model.blocks, model):
+        dlp.fully_shard(module, mesh=mesh, quantized_gather=on)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    for step in range(2):
+        model(torch.arange(step, 16 + step, device=worker.device())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return tensors(model), {shard.name: shard.why for shard in runtime_of(model).shards.values()}
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_weight_travels_in_high_precision(ranks):
+    for (found, why), (expected, _) in zip(ranks(2).run(tied, True), ranks(2).run(tied, False), strict=True):
+        assert why == {"blocks.0": None, "head": "other modules share it"}
+        for name, value in expected.items():
+            assert_bit_equal(found[name], value, name)
+
+
+def saved(recipe: str, path: str) -> dict[str, Tensor]:
+    """Train on all ranks as dp_shard, save with torch's own means; the tensors as they were."""
+    mesh = worker.mesh(dp_shard=dist.get_world_size())
+    model = shardnet(recipe, mesh, adamw=True)
+    train(model, mesh, range(2))
+    parameters, states = get_state_dict(model, model.optimizer)
+    assert {type(part) for part in tree_leaves((parameters, states)) if isinstance(part, Tensor)} <= {DTensor, Tensor}
+    locals_ = [part._local_tensor for part in tree_leaves((parameters, states)) if isinstance(part, DTensor)]
+    assert locals_ and all(type(part) is Tensor and not vars(part) for part in locals_)
+    dcp.save({"model": parameters, "optimizer": states}, checkpoint_id=path)
+    return {**tensors(model), "state": whole(model.optimizer.state[model.blocks[0].up.weight]["exp_avg"])}
+
+
+def loaded(recipe: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Load into a model that has run and holds casts of other weights; then go on."""
+    mesh = worker.mesh(dp_shard=dist.get_world_size())
+    model = shardnet(recipe, mesh, adamw=True)
+    train(model, mesh, range(5, 6))
+    parameters, states = get_state_dict(model, model.optimizer)
+    dcp.load({"model": parameters, "optimizer": states}, checkpoint_id=path)
+    set_state_dict(model, model.optimizer, model_state_dict=parameters, optim_state_dict=states)
+    restored = {**tensors(model), "state": whole(model.optimizer.state[model.blocks[0].up.weight]["exp_avg"])}
+    return restored, train(model, mesh, range(7, 8))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("recipe", "other"), [("fp8_current", "mxfp8"), ("nvfp4", "bf16")])
+def test_checkpoints_are_plain_and_know_no_recipe(ranks, tmp_path, recipe, other):
+    written = ranks(2).run(saved, recipe, str(tmp_path / "checkpoint"))[0]
+    for world, using in ((1, recipe), (2, other), (4, recipe), (4, other)):
+        results = ranks(world).run(loaded, using, str(tmp_path / "checkpoint"))
+        for name, value in written.items():
+            assert_bit_equal(results[0][0][name], value, name)
+        assert sum(results[0][1]) > 0
+
+
+def freed(on: bool) -> list[bool]:
+    mesh = worker.mesh(dp_shard=2)
+    model = shardnet("fp8_current", mesh, quantized_gather=on)
+    train(model, mesh, range(2))
+    watched = [weakref.ref(kept) for kept in (model, model.blocks[0].up.core, model.blocks[0].up.weight._local_tensor)]
+    del model
+    gc.collect()
+    return [reference() is None for reference in watched]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("on", [True, False])
+def test_a_model_that_is_let_go_frees_its_memory(ranks, on):
+    assert ranks(2).run(freed, on) == [[True] * 3] * 2
+
+
+def unattached() -> list[str]:
+    mesh = worker.mesh(dp_shard=2)
+    model = nn.Sequential(nn.Linear(32, 32)).to(worker.device())
+    dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)
+    dlp.fully_shard(model, mesh=mesh)
+    model(torch.ones(4, 32, device=worker.device()))
+    return sorted(runtime_of(model).noted)
+
+
+@pytest.mark.ranks(2)
+def test_without_a_step_boundary_the_plan_says_what_travels(ranks):
+    assert ranks(2).run(unattached) == [["w is gathered in high precision: dlp.attach has not been called"]] * 2

@@ -1,0 +1,386 @@
+"""Planned and counted bytes of whole training steps, on every mesh and in every case that the plan foretells: equal; and
+what is not in the plan raises on all ranks. Shares of bf16 are of counted bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dlp
+from dlp.parallel import travel
+from dlp.parallel.ledger import Ledger, LedgerError, plan_of
+from dlp.parallel.overlap.serial import Serial
+from dlp.parallel.runtime import runtime_of
+from dlp.parallel.shards import VALUES
+from dlp.parallel.traffic import in_bf16, step_traffic
+from dlp.quant.tensor import HighPrecision, QuantizedTensor
+from launch.config import Config
+from launch.ledger import COLUMNS, gather_shares, rows, watch, weight_share
+from launch.trainer import Step, Trainer
+from launch.wire import WARM, planned
+from tests import pool as worker
+from tests import training
+from tests.cases import RECIPES
+
+# of bf16, of one gathered orientation; recipes that are not here have none
+MOST = {
+    "fp8_current": 0.501,
+    "fp8_delayed": 0.501,
+    "fp8_rowwise": 0.52,
+    "fp8_block": 0.52,
+    "mxfp8": 0.52,
+    "nvfp4": 0.285,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.shards(tmp_path_factory.mktemp("data"))
+
+
+def steps(config: Config, count: int = WARM + 1) -> Trainer:
+    """A trainer that has done so many steps; raises where the ledger does."""
+    made, _ = training.trainer(config)
+    for step in range(count):
+        made.watched_step(step)
+    assert made.wire.seen().sent
+    return made
+
+
+def shares(config: Config) -> tuple[list[float], list[float]]:
+    """Of the gathers of x and dy over tp, and of those of weights over dp_shard."""
+    made = steps(config)
+    seen, plan, load = made.wire.seen(), plan_of(made.built.model), made.wire.load()
+    ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
+    return gather_shares(seen, bf16, "tp"), weight_share(seen, ours, bf16, "dp_shard")
+
+
+WHOLE_BLOCKS = ["--model.hidden=128", "--model.ffn=256", "--model.head_dim=32"]  # of 128, in every operand
+OVER_DP = ["--mesh.tp=1", "--mesh.dp_shard=2", "--train.micro_batch=1"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_sends_what_its_plan_says_and_gathers_its_share_of_bf16(ranks, tmp_path, data, recipe):
+    config = training.config(tmp_path, data, "--groups.default.recipe", recipe, *WHOLE_BLOCKS)
+    for found, _ in ranks(2).run(shares, config):
+        assert max(found, default=0.0) <= MOST.get(recipe, 0.0)
+        assert len(found) >= 12 or recipe not in MOST  # 2 blocks: x of qkv and gate/up twice, dy of o and down
+        print(f"{recipe}: {len(found)} gathers of {sorted(set(found))} of bf16")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path, data, recipe):
+    """What was counted, without the embedding, the head and the norms; all recipes have whole blocks to a rank here."""
+    wide = [option.replace("hidden=128", "hidden=256").replace("head_dim=32", "head_dim=64") for option in WHOLE_BLOCKS]
+    config = training.config(tmp_path, data, "--groups.default.recipe", recipe, *wide, *OVER_DP)
+    for _, found in ranks(2).run(shares, config):
+        assert len(found) == (recipe in MOST) and 0.25 <= max(found, default=0.25) <= MOST.get(recipe, 0.25)
+
+
+CHUNKED = "--groups.default.overlap=chunked"
+IN_FP8 = "--groups.default.recipe={name='fp8_current', wire={fprop='fp8', dgrad='fp8'}}"
+CASES = {
+    "fp8 sums": [IN_FP8],
+    "fp8 sums of whole tokens": [IN_FP8, "--mesh.sequence_parallel=false"],
+    "chunked": [CHUNKED, "--groups.default.recipe=mxfp8"],
+    "chunked fp8 sums": [CHUNKED, IN_FP8],
+    "chunked fp8 sums of whole tokens": [CHUNKED, IN_FP8, "--mesh.sequence_parallel=false"],
+    "fsdp in both orientations at once": [
+        *OVER_DP,
+        *WHOLE_BLOCKS,
+        "--train.checkpointing=full",
+        "--groups.default.recipe=mxfp8",
+    ],
+    "fsdp with a quantized head": [
+        *OVER_DP,
+        *WHOLE_BLOCKS,
+        "--groups.default.match=['**']",
+        "--groups.default.recipe=mxfp8",
+    ],
+    "fsdp and shards that cut blocks": [*OVER_DP, "--groups.default.recipe=fp8_block"],
+    "fsdp and scales of rows": [*OVER_DP, "--groups.default.recipe=fp8_rowwise"],
+    "fsdp and one gemm in bf16": [*OVER_DP, "--groups.default.recipe={name='nvfp4', high_precision=['dgrad']}"],
+    "fsdp of values": [*OVER_DP, "--mesh.quantized_gather=false"],
+    "fsdp and the world agrees": [*OVER_DP, "--mesh.amax_group=world"],
+    "fsdp of values and the world agrees": [*OVER_DP, "--mesh.quantized_gather=false", "--mesh.amax_group=world"],
+    "fsdp and scales of one rank": [
+        *OVER_DP,
+        "--mesh.sequence_parallel=false",
+        "--groups.default.recipe={name='fp8_delayed', reduce_amax=false}",
+    ],
+    "fsdp tied": [*OVER_DP, "--model.tie_embeddings=true", "--groups.default.match=['**']"],
+    "fsdp with gradients in fp8": [*OVER_DP, "--mesh.grad_wire=fp8"],
+    "fsdp with gradients in bf16": [*OVER_DP, "--mesh.grad_wire=bf16"],
+    "microbatches": ["--train.micro_batch=2"],
+    "recomputed": ["--train.checkpointing=full"],
+    "no sequence parallelism": ["--mesh.sequence_parallel=false"],
+    "odd tokens": ["--train.sequence=66", "--groups.default.recipe=nvfp4"],
+    "world agrees": ["--mesh.amax_group=world", "--groups.default.recipe=nvfp4"],
+    "scope": ["--groups.default.recipe={name='fp8_rowwise', amax_scope='all'}"],
+    "fp32 results": ["--groups.default.recipe={name='fp8_current', out_dtype={fprop='fp32', dgrad='fp32'}}"],
+    "one gemm in bf16": ["--groups.default.recipe={name='nvfp4', high_precision=['dgrad']}"],
+    "dy as it is": ["--groups.default.recipe={name='mxfp8', gather_dy='high_precision'}"],
+    "tied": ["--model.tie_embeddings=true"],
+    "fsdp": ["--mesh.tp=1", "--train.micro_batch=1"],
+    "fsdp in fp32": ["--mesh.tp=1", "--train.micro_batch=1", "--train.dtype=fp32"],
+    "replicas that agree": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1", "--mesh.amax_group=world"],
+    "replicas": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1"],
+}
+ON_FOUR = {
+    "fsdp and tp": ["--train.micro_batch=1", "--groups.default.recipe=fp8_delayed"],
+    "fsdp and tp in fp32": ["--train.micro_batch=1", "--train.dtype=fp32"],
+    "fsdp and tp agree everywhere": [
+        "--train.micro_batch=1",
+        "--groups.default.recipe={name='fp8_current', amax_scope='all'}",
+    ],
+    "hsdp with gradients in fp8": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=2", "--mesh.grad_wire=fp8"],
+    "hsdp": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=2"],
+}
+
+
+def goes_through(config: Config) -> int:
+    return sum(steps(config).wire.seen().sent.values())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_cases_send_what_their_plan_says(ranks, tmp_path, data, case):
+    assert min(ranks(2).run(goes_through, training.config(tmp_path, data, *CASES[case]))) > 0
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", ON_FOUR)
+def test_cases_on_four_ranks_send_what_their_plan_says(ranks, tmp_path, data, case):
+    assert min(ranks(4).run(goes_through, training.config(tmp_path, data, *ON_FOUR[case]))) > 0
+
+
+class Stray(Trainer):
+    """Its third step sends something that nobody planned, from one rank."""
+
+    def train_step(self, step: int) -> Step:
+        if step == WARM:
+            dist.broadcast(torch.ones(100, device=worker.device()), src=1)
+        return super().train_step(step)
+
+
+def message_of(config: Config, cls: type[Trainer]) -> str:
+    made, _ = training.trainer(config, cls)
+    try:
+        for step in range(WARM + 1):
+            made.watched_step(step)
+    except LedgerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks(2)
+def test_a_stray_collective_raises_on_all_ranks_with_both_numbers(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    expected = (
+        "other bytes crossed the wire than planned: on rank 1, tp other: planned 0 bytes, counted 400 (first in no single "
+        "layer)"
+    )
+    assert ranks(2).run(message_of, config, Stray) == [expected, expected]
+
+
+class Silent(Trainer):
+    """In its third step fprop gathers in bf16, whatever the recipe says."""
+
+    def train_step(self, step: int) -> Step:
+        start = travel._start
+
+        def silent(spec: Any, which: str, mine: QuantizedTensor, lease: Any, dim: int) -> Any:
+            whole = QuantizedTensor(HighPrecision(), (mine.dequantize(torch.bfloat16),))
+            return start(spec, which, *((whole, None) if which == "fprop" else (mine, lease)), dim)
+
+        with patch.object(travel, "_start", silent if step == WARM else start):
+            return super().train_step(step)
+
+
+@pytest.mark.ranks(2)
+def test_a_silent_gather_in_bf16_raises(ranks, tmp_path, data):
+    x = 256 * 64 * 4  # this rank's tokens x hidden, of qkv and of gate/up in two blocks
+    expected = (
+        f"other bytes crossed the wire than planned: on rank 0, tp fprop: planned {x:,} bytes, counted {2 * x:,} (first in "
+        f"model.layers.0.mlp.gate_proj)"
+    )
+    assert ranks(2).run(message_of, training.config(tmp_path, data), Silent) == [expected, expected]
+
+
+class SilentWeights(Trainer):
+    """In its third step FSDP gathers one weight in bf16, whatever its recipe says."""
+
+    def train_step(self, step: int) -> Step:
+        if step == WARM:
+            runtime_of(self.built.model).shards["model.layers.1.mlp.down_proj"].travel = (VALUES, VALUES)
+        return super().train_step(step)
+
+
+@pytest.mark.ranks(2)
+def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, *OVER_DP)
+    made = ranks(2).run(by_dp_shard, config)[0]
+    more = (
+        made + 64 * 128 // 2 * 2 * 4
+    )  # half of [64, 128] is on a rank; a byte an element more, two passes, 4 microbatches
+    told = ranks(2).run(message_of, config, SilentWeights)
+    assert told[0] == told[1]
+    assert f"dp_shard weights: planned {made:,} bytes, counted {more:,} (first in no single layer)" in told[0]
+
+
+def by_dp_shard(config: Config) -> int:
+    """The bytes of the gathers of weights."""
+    seen = steps(config).wire.seen()
+    return sum(n for key, n in seen.sent.items() if (key.group, key.direction) == ("dp_shard", "weights"))
+
+
+def untold(config: Config) -> tuple[str, int, dict[str, int]]:
+    """A run whose strategy does not say what it sends: its warning, bytes counted, bytes planned."""
+    with patch.object(Serial, "sent", None):
+        made = steps(config)
+        return made.wire.said(), sum(made.wire.seen().sent.values()), made.wire.bytes()
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_foretold_is_said_and_stops_no_run(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    for said, counted, foretold in ranks(2).run(untold, config):
+        assert (
+            counted > 0
+            and not foretold
+            and said
+            == (
+                "WARNING: bytes on the wire were counted, but compared with nothing: the bytes of "
+                "model.layers.0.self_attn.q_proj cannot be foretold: the overlap strategy 'serial' does not say what it sends"
+            )
+        )
+    assert sum("compared with nothing" in line for line in training.said(config)) == 1
+
+
+def watches(config: Config) -> bool:
+    made, _ = training.trainer(config)
+    for step in range(WARM + 1):
+        made.watched_step(step)
+    return made.wire.watches
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_watches_nothing(ranks, tmp_path, data):
+    assert ranks(1).run(watches, training.config(tmp_path, data, "--mesh.tp=1")) == [False]
+
+
+def watched(config: Config) -> tuple[list[int], list[int]]:
+    """The steps of eight that were watched, and the planned bytes of each."""
+    made, _ = training.trainer(config)
+    seen, sent = [], []
+    for step in range(8):
+        sent.append(made.watched_step(step).wire["tp"])
+        seen += [step + 1] * made.wire.watches
+    return seen, sent
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("mode", "steps"), [("first", [3, 7]), ("always", [3, 7, 8]), ("off", [])])
+def test_which_steps_are_watched(ranks, tmp_path, data, mode, steps):
+    swap = "[{at_step = 4, recipe = 'fp8_block'}]"
+    config = training.config(tmp_path, data, f"--train.ledger={mode}", "--train.steps=8", "--groups.default.swap", swap)
+    for seen, sent in ranks(2).run(watched, config):
+        assert seen == steps
+        assert len(set(sent[:4])) == len(set(sent[4:])) == 1 and sent[4] > sent[3]  # fp8_block sends more
+
+
+@pytest.mark.ranks(2)
+def test_steps_after_a_swap_of_weights_over_dp_shard(ranks, tmp_path, data):
+    """Its first steps gather apart what a forward that runs again needs; by the third it travels with the rest."""
+    swap = "[{at_step = 4, recipe = 'mxfp8'}]"
+    options = [*OVER_DP, *WHOLE_BLOCKS, "--train.checkpointing=full", "--train.steps=8", "--train.ledger=always"]
+    config = training.config(tmp_path, data, *options, "--groups.default.swap", swap)
+    assert ranks(2).run(watched_steps, config) == [[3, 7, 8]] * 2
+
+
+def watched_steps(config: Config) -> list[int]:
+    made, _ = training.trainer(config)
+    return [step + 1 for step in range(8) if made.watched_step(step) and made.wire.watches]
+
+
+def after_validation(config: Config) -> int:
+    made, _ = training.trainer(config)
+    for step in range(WARM):
+        made.watched_step(step)
+    made.validate()
+    made.watched_step(WARM)
+    return sum(made.wire.seen().sent.values())
+
+
+@pytest.mark.ranks(2)
+def test_a_step_after_a_validation_gathers_like_any_other(ranks, tmp_path, data):
+    assert min(ranks(2).run(after_validation, training.config(tmp_path, data, "--mesh.tp=1"))) > 0
+
+
+def report(config: Config) -> tuple[dict[str, dict[str, int]], int]:
+    made = steps(config)
+    load = made.wire.load()
+    return dlp.wire_report(made.built.model, load), sum(step_traffic(plan_of(made.built.model), load).values())
+
+
+@pytest.mark.ranks(2)
+def test_the_report_has_bytes_by_layer_and_pass(ranks, tmp_path, data):
+    for found, total in ranks(2).run(report, training.config(tmp_path, data, "--groups.default.recipe=fp8_block")):
+        assert sum(sum(passes.values()) for passes in found.values()) == total
+        m, k = 256, 64
+        down = found["model.layers.1.mlp.down_proj"]
+        quantized = m * k + m * 4  # a scale for each row of 64, one block
+        assert down == {"fprop": m * k * 2, "dgrad": quantized, "wgrad": m * k + 2 * k * 4}
+
+
+def by_hand() -> str:
+    mesh = worker.mesh(tp=2)
+    layer = dlp.ColumnParallelLinear(16, 16, tp=mesh["tp"], device=worker.device())
+    dlp.attach(layer, torch.optim.SGD(layer.parameters()))
+    with pytest.raises(ValueError, match="this model has no plan: its layers were made by hand") as error:
+        plan_of(layer)
+    Ledger(mesh)
+    return str(error.value)
+
+
+@pytest.mark.ranks(2)
+def test_layers_made_by_hand_have_no_plan(ranks):
+    assert all("not by dlp.convert" in message for message in ranks(2).run(by_hand))
+
+
+def table(config: Config, cls: type[Trainer]) -> tuple[str, list[dict[str, str]]]:
+    made, _ = training.trainer(config, cls)
+    differs = watch(made)
+    return differs, [dict(zip(COLUMNS, row.split("\t"), strict=True)) for row in rows("fp8_current", "tp=2", made)]
+
+
+@pytest.mark.ranks(2)
+def test_rows_of_the_ledger_program(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    for differs, (row,) in ranks(2).run(table, config, Trainer):
+        assert (
+            not differs and row["planned"] == row["counted"] and int(row["amax"]) == 8 * 8
+        )  # x, x, dy, dy of 2 blocks
+        assert row["group"] == "tp" and float(row["share_of_bf16"]) < 0.9 and row["gathers_of_bf16"] == "0.5000"
+    told = ranks(2).run(table, config, Stray)
+    assert all("planned 0 bytes, counted 400" in differs for differs, _ in told)
+    assert [int(row["counted"]) - int(row["planned"]) for _, (row,) in told] == [0, 400]
+
+
+def labels_of_gathers(config: Config) -> set[Any]:
+    made = steps(config)
+    return {(key.direction, key.precision) for key in made.wire.seen().sent if "o_proj" in key.layer}
+
+
+@pytest.mark.ranks(2)
+def test_dy_travels_once_where_its_recipe_asks(ranks, tmp_path, data):
+    recipe = "--groups.default.recipe={name='fp8_block', gather_dy='high_precision'}"
+    for found in ranks(2).run(labels_of_gathers, training.config(tmp_path, data, recipe)):
+        assert found == {("fprop", "bfloat16"), ("dgrad", "bfloat16")}

@@ -1,0 +1,187 @@
+"""chunked against serial: the same layer, for every style and recipe, on 2 and 4 ranks.
+
+On lattice data products and sums are exact, so there the bits are equal whatever the order. On gauss data a GEMM over
+fewer rows may sum in another order, and nothing else differs: the results agree within a few roundings, or where those
+flip a code of what is quantized next, within the recipe's own error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlp.comm import symmetric, wire
+from dlp.comm.amax import agree
+from dlp.parallel import operands
+from dlp.parallel import overlap as overlaps
+from dlp.parallel.linear import ColumnParallelLinear
+from dlp.parallel.overlap import Overlap
+from dlp.parallel.spec import Overlaps
+from dlp.parallel.wires import WIRES
+from dlp.quant.gemm import Gemm
+from dlp.quant.quantizer import KeepHighPrecision
+from tests import pool as worker
+from tests.cases import EPSILON, RECIPES, STYLE_KEYS, LinearCase, linear_cases, matrix, style_id
+from tests.metrics import relative_error
+from tests.multigpu.test_linear import Full, build, cut, make_full, run, whole_partials
+
+
+def strategy(name: str) -> Overlap:
+    """A strategy by name; "symmetric": chunked by copies out of shared memory, as on GPUs."""
+    if name != "symmetric":
+        return overlaps.load(name)
+    exchange = symmetric.exchange
+    if worker.device().type == "cpu":
+        exchange = partial(symmetric.exchange, memory=symmetric.SharedMemory)
+    return type(overlaps.load("chunked"))({worker.device().type: exchange})
+
+
+def results(case: LinearCase, full: Full, fprop: str, dgrad: str, wgrad: str, wire: str = "hp") -> dict[str, Tensor]:
+    """y, dx, dw and db of this rank, under these strategies."""
+    mesh = worker.mesh(tp=dist.get_world_size())["tp"]
+    layer = build(case, mesh, full)
+    spec = layer.core.spec
+    chosen = Overlaps(*(strategy(name) for name in (fprop, dgrad, wgrad)))
+    options = {gemm: replace(getattr(spec.recipe, gemm), wire=wire) for gemm in ("fprop", "dgrad")}
+    layer.core.set_spec(replace(spec, overlap=chosen, recipe=replace(spec.recipe, **options)))
+    x = cut(full.x, case.style.cut_x, mesh.size())
+    x = x if case.style.cut_x == 0 else x.view(case.batch, case.sequence, -1)
+    return whole_partials(layer, run(layer, x, [cut(dy, case.style.cut_dy, mesh.size()) for dy in full.dys]))
+
+
+Compared = list[dict[str, tuple[bool, float, float]]]
+
+
+def compare(cases: list[LinearCase], names: tuple[str, str, str], wire: str = "hp") -> Compared:
+    """Per case and result: equal bits, and squared norms of the difference and of serial's."""
+    found = []
+    for case in cases:
+        full = make_full(case)
+        expected = results(case, full, "serial", "serial", "serial", wire)
+        actual = results(case, full, *names, wire)
+        assert actual.keys() == expected.keys()
+        found.append({
+            name: (torch.equal(value, expected[name]), *(
+                t.double().square().sum().item() for t in (value.double() - expected[name].double(), expected[name])))
+            for name, value in actual.items()
+        })  # fmt: skip
+    return found
+
+
+def bound(case: LinearCase, device_type: str) -> float:
+    """FP8 units keep about 14 bits of a sum, so its order shows there."""
+    native = device_type == "cuda" and case.recipe != "bf16"
+    return max(EPSILON[case.dtype], 2.0**-10 if native else 0.0)
+
+
+def check(cases: list[LinearCase], of_ranks: list[Compared], device_type: str) -> None:
+    for case, *ranks_of_case in zip(cases, *of_ranks, strict=True):
+        for name in ranks_of_case[0]:
+            equal, squared, norm = zip(*(found[name] for found in ranks_of_case), strict=True)
+            if case.data == "lattice":
+                assert all(equal), f"{case} {name}: bits differ"
+            error = math.sqrt(sum(squared) / sum(norm))
+            assert error <= bound(case, device_type), f"{case} {name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("style_key", STYLE_KEYS, ids=style_id)
+def test_chunked_is_serial(ranks, device_type, world, recipe, style_key):
+    cases = list(linear_cases(style_key, recipe))
+    check(cases, ranks(world).run(compare, cases, ("chunked", "chunked", "chunked")), device_type)
+
+
+SEQUENCE_PARALLEL = [("column", True), ("row", True)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block", "nvfp4"])
+def test_copies_out_of_symmetric_memory_are_serial(ranks, device_type, world, recipe):
+    cases = [case for key in SEQUENCE_PARALLEL for case in linear_cases(key, recipe)]
+    check(cases, ranks(world).run(compare, cases, ("symmetric", "symmetric", "symmetric")), device_type)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "names", [("chunked", "serial", "serial"), ("serial", "chunked", "serial"), ("serial", "serial", "chunked")]
+)
+def test_each_gemm_has_a_strategy_of_its_own(ranks, device_type, names):
+    cases = [case for key in SEQUENCE_PARALLEL for case in linear_cases(key, "fp8_block")]
+    check(cases, ranks(2).run(compare, cases, names), device_type)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("wire", ["hp", "fp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "nvfp4"])
+def test_rows_that_do_not_divide_over_ranks_are_summed_too(ranks, device_type, world, wire, recipe):
+    """15 tokens, and 3: some ranks have fewer rows of the sum, or none."""
+    keys, shapes = (("column", False), ("row", False)), ((3, 5), (1, 3))
+    cases = [LinearCase(key, recipe, batch=b, sequence=s) for key in keys for b, s in shapes]
+    if wire == "hp":
+        check(cases, ranks(world).run(compare, cases, ("chunked", "chunked", "chunked")), device_type)
+        return
+    for found in ranks(world).run(compare, cases, ("chunked", "chunked", "chunked"), wire):
+        for case, errors in zip(cases, found, strict=True):  # blocks of 128 lie along rows, or along the flat result
+            assert all(math.sqrt(squared / norm) < 0.06 for _, squared, norm in errors.values()), case
+
+
+def gathered_error(strategy_name: str, axis: str) -> float:
+    """Of x gathered over tp with amaxes agreed over `axis`; the other ranks of dp_shard have the same shard."""
+    mesh = worker.mesh(dp_shard=2, tp=2)
+    options: dict[str, Any] = {"tp": mesh["tp"], "sequence_parallel": True, "device": worker.device()}
+    spec = ColumnParallelLinear(64, 64, recipe="fp8_current", **options).core.spec
+    full = matrix("gauss", 128, 64, 3).to(worker.device())
+    mine = full.chunk(2)[mesh["tp"].get_local_rank()]
+    with patch.object(operands, "agree", lambda observed, group: agree(observed, mesh[axis].get_group())):
+        (pair,) = operands.quantize(spec, "x", [mine], row=True, col=False)
+    whole = strategy(strategy_name).gather(pair.rowwise(), 0, spec.tp_group).whole()
+    return relative_error(whole.dequantize(), full)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["serial", "chunked"])
+def test_scales_agreed_over_the_wrong_group_are_noticed(ranks, name):
+    right, wrong = (ranks(4).run(gathered_error, name, axis) for axis in ("tp", "dp_shard"))
+    assert max(right) < 0.05 and max(wrong) > 0.5, (right, wrong)
+
+
+REDUCTIONS = [("scatter", 16), ("all", 16), ("all", 13)]
+
+
+def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
+    """What each strategy says a reduction sends, and what was counted."""
+    mesh, found = worker.mesh(tp=dist.get_world_size()), {}
+    device, group, quantizer = worker.device(), mesh["tp"].get_group(), KeepHighPrecision()
+    w = quantizer.cast(torch.ones(24, 8, device=device), None)
+    for name in ("serial", "chunked", "symmetric"):
+        for carried in WIRES:
+            for reduce, rows in REDUCTIONS:
+                chosen, a = strategy(name), quantizer.cast(torch.ones(rows, 8, device=device), None)
+                how: dict[str, Any] = {"reduce": reduce, "wire": WIRES[carried]}
+
+                def total(chosen: Any = chosen, a: Any = a, how: dict[str, Any] = how) -> Tensor:
+                    reduced = chosen.gemm_reduce(a, Gemm("fprop", w, torch.float32), group, dtype=torch.bfloat16, **how)
+                    return reduced.wait()
+
+                total()  # the first use of symmetric memory allocates it
+                with wire.Observer(wire.group_names(mesh)) as seen:
+                    total()
+                y = torch.empty((rows, 24), dtype=torch.bfloat16, device="meta")
+                said = chosen.sent(y, group.size(), **how)
+                found[name, carried, reduce, rows] = (sum(n for _, n in said), sum(seen.sent.values()))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_strategies_say_what_their_reductions_send(ranks, world):
+    for of_rank in ranks(world).run(said_and_sent):
+        assert len(of_rank) == 27 and all(said == sent > 0 for said, sent in of_rank.values()), of_rank

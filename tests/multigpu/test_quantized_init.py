@@ -1,0 +1,170 @@
+"""Layers whose weights are held quantized only: what they compute, how much memory that takes, how they are trained,
+saved and loaded."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import dlp
+from dlp.parallel.swap import recipes_of
+from tests import pool as worker
+from tests.cases import RECIPES
+from tests.metrics import assert_bit_equal, relative_error
+
+HELD = [recipe for recipe in RECIPES if recipe not in ("bf16", "fp8_delayed")]
+
+
+def mlp(recipe: str = "bf16", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"recipe": recipe, "dtype": dtype}
+    return nn.Sequential(dlp.Linear(64, 128, True, **options), nn.ReLU(), dlp.Linear(128, 64, **options))
+
+
+def held(recipe: str, preserve: bool = False) -> nn.Sequential:
+    with dlp.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
+        return mlp()
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("recipe", HELD)
+def test_held_weights_compute_what_cast_ones_do(recipe):
+    plain, quantized = mlp(recipe), held(recipe)
+    assert recipes_of(quantized) == {"0": recipe, "2": recipe}
+    for model in (plain, quantized):
+        model.y = model(batch())
+        model.y.square().sum().backward()
+    assert_bit_equal(quantized.y, plain.y)
+    for (name, expected), (_, found) in zip(plain.named_parameters(), quantized.named_parameters(), strict=True):
+        assert_bit_equal(found.grad, expected.grad, name)
+    assert quantized[0].weight.isnan().all(), "nobody reads the placeholder unnoticed"
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Of all tensors that a model reaches, each memory once."""
+    parts = [*model.parameters(), *(part for module in model.modules() if hasattr(module, "core")
+                                    for part in module.core.cast_weights.parts)]  # fmt: skip
+    return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("fp8_current", 1.01), ("mxfp8", 1.05), ("nvfp4", 0.52)])
+def test_memory_is_that_of_two_orientations_of_codes(recipe, most):
+    """Against bf16 weights, without the operands that a step boundary would keep beside those."""
+    gc.collect()
+    share = resident_bytes(held(recipe)) / resident_bytes(mlp())
+    assert share <= most, share
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_steps_on_master_weights(preserve):
+    model, plain = held("fp8_current", preserve), mlp("fp8_current", torch.bfloat16)
+    optimizer = dlp.with_master_weights(model, lambda parameters: torch.optim.SGD(parameters, lr=2**-10))
+    dlp.attach(model, optimizer)
+    masters = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    assert [m.dtype for m in masters] == [torch.float32, torch.bfloat16, torch.float32]
+    equal = torch.equal(masters[0], plain[0].weight.float())
+    assert equal == preserve, "the values that were quantized, or what codes say of them"
+    model(batch()).square().sum().backward()
+    gradient = model[0].weight.grad.float()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = masters[0] - 2**-10 * gradient
+    assert_bit_equal(optimizer.param_groups[0]["params"][0].detach(), expected)
+    assert model[0].weight.grad is None
+    quantizer = model[0].core.spec.recipe.w.rowwise
+    rounded = expected.bfloat16()
+    assert_bit_equal(model[0].core.cast_weights.parts[0], quantizer.cast(rounded, quantizer.observe(rounded)).payload)
+    losses = []
+    for _ in range(20):
+        losses.append(model(batch()).square().sum())
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_state_dicts_hold_values():
+    model, other = held("mxfp8"), mlp("mxfp8")
+    state = model.state_dict()
+    assert not any(value.isnan().any() for value in state.values())
+    assert relative_error(state["0.weight"], other[0].weight) < 0.05
+    y = model(batch())
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    model.load_state_dict(other.state_dict())
+    assert_bit_equal(model(batch()), other(batch()))
+    model.load_state_dict(state)
+    assert_bit_equal(model(batch()), y), "codes of decoded values are those codes"
+    assert model[0].weight.isnan().all()
+
+
+def test_what_cannot_be_held_or_run_is_refused():
+    with pytest.raises(ValueError, match="^Linear: fp8_delayed scales weights by their history, of which a held"):
+        held("fp8_delayed")
+    with (
+        pytest.raises(ValueError, match="quantized_model_init quantizes values, and the meta device has none"),
+        dlp.quantized_model_init(recipe="nvfp4"),
+    ):
+        dlp.Linear(64, 64, device="meta")
+    model = held("fp8_current")
+    with pytest.raises(
+        ValueError, match=re.escape("its weights are held as fp8_current only, from which nvfp4 cannot")
+    ):
+        dlp.set_recipe(model, "0", "nvfp4")
+    assert model[0].core.spec.recipe == dlp.recipe("fp8_current")
+    with dlp.autocast(recipe="nvfp4"), pytest.raises(ValueError, match="are held as fp8_current only"):
+        model(batch())
+    with dlp.quantized_model_init(enabled=False, recipe="fp8_current"):
+        assert not mlp()[0].weight.isnan().any()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def converted() -> tuple[list[Tensor], list[Tensor], bool]:
+    """A converted model on tp ranks, held and not: y and a whole gradient after a step each."""
+    mesh = worker.mesh(tp=dist.get_world_size())
+    results: list[list[Tensor]] = []
+    for hold in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(worker.device(), torch.bfloat16)
+        groups = [{"name": "all", "match": ["*"], "recipe": "fp8_current", "style": "column"}]
+        groups += [{"name": "second", "match": ["1"], "style": "row"}]
+        with dlp.quantized_model_init(enabled=hold, preserve_high_precision_init_val=True):
+            dlp.convert(model, groups, mesh)
+        found = []
+        optimizer = dlp.with_master_weights(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        for _ in range(2):
+            y = model(batch().to(worker.device()))
+            y.float().mean().backward()
+            found += [y, model[1].weight.grad.full_tensor()]
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+        assert isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+        results.append(found)
+    with pytest.raises(ValueError, match="embedding and head share a parameter, of which codes"):
+        with dlp.quantized_model_init():
+            dlp.convert(Tied(), [{"name": "all", "match": ["**"], "recipe": "fp8_current"}], mesh)
+    return results[0], results[1], True
+
+
+@pytest.mark.ranks(2)
+def test_converted_models_are_held_quantized_too(ranks):
+    for first, second, _ in ranks(2).run(converted):
+        for found, expected in zip(first[:2], second[:2], strict=True):
+            assert_bit_equal(found, expected)
+        assert relative_error(first[2], second[2]) < 0.05, "bf16 weights round each step, fp32 masters do not"

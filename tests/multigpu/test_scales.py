@@ -1,0 +1,160 @@
+"""Ranks that share scales hold the same ones: agreed in one reduction, checked on demand and at checkpoints, and a wrong
+group is noticed. 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import dlp
+from dlp.comm import wire
+from dlp.parallel import operands
+from dlp.parallel.runtime import runtime_of
+from tests import pool as worker
+
+HIDDEN, TOKENS = 64, 128
+
+
+def model(recipe: Any, *, sizes: dict[str, int], amax_group: Any = "auto") -> tuple[nn.Module, Any]:
+    """Two sequence-parallel layers, COLUMN_SP and ROW_SP."""
+    mesh = worker.mesh(**sizes)
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(HIDDEN, 128), nn.ReLU(), nn.Linear(128, HIDDEN)).to(worker.device())
+    groups = [
+        dlp.LayerGroup("up", "0", style="column", sequence_parallel=True, recipe=recipe),
+        dlp.LayerGroup("down", "2", style="row", sequence_parallel=True, recipe=recipe),
+    ]
+    dlp.convert(made, groups, mesh, batch=(1, TOKENS), amax_group=amax_group)
+    dlp.attach(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    return made, mesh
+
+
+def step(made: nn.Module, mesh: Any) -> None:
+    """Ranks see tokens of very different size."""
+    tp = mesh["tp"]
+    x = torch.randn(TOKENS // tp.size(), HIDDEN, device=worker.device()) * 4 ** tp.get_local_rank()
+    made(x.requires_grad_()).square().mean().backward()
+
+
+def watched(recipe: str, forget: bool) -> str:
+    made, mesh = model(recipe, sizes={"tp": 2})
+    own = (
+        patch.object(operands, "agree", lambda observed, group: list(observed))
+        if forget
+        else patch.object(made, "x", 0, create=True)
+    )
+    try:
+        with own, dlp.watch_scales(made):
+            step(made, mesh)
+            step(made, mesh)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "where"), [("fp8_current", "0 fprop"), ("fp8_rowwise", "2 wgrad"), ("nvfp4", "0 fprop")]
+)
+def test_a_forgotten_agreement_is_noticed_where_the_operand_is_gathered(ranks, recipe, where):
+    assert ranks(2).run(watched, recipe, False) == ["", ""]
+    first, second = ranks(2).run(watched, recipe, True)
+    assert first == second
+    assert f"scales differ between ranks that must share them, first {where} " in first
+
+
+def wrong_group() -> str:
+    """The layers agree over dp_shard in place of tp."""
+    made, mesh = model("fp8_current", sizes={"tp": 2, "dp_shard": 2})
+    agree, wrong = operands.agree, mesh["dp_shard"].get_group()
+    try:
+        with patch.object(operands, "agree", lambda observed, group: agree(observed, wrong)), dlp.watch_scales(made):
+            step(made, mesh)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks(4)
+def test_a_wrong_group_is_noticed(ranks):
+    assert all("the amax group lacks ranks" in message for message in ranks(4).run(wrong_group))
+
+
+def kept(recipe: Any, amax_group: str, spoil: bool) -> tuple[int, str]:
+    """check_scales after a step; `spoil`: rank 1's state has parted from that of the others."""
+    made, mesh = model(recipe, sizes={"tp": 2}, amax_group=amax_group)
+    step(made, mesh)
+    dlp.end_step(made)
+    step(made, mesh)
+    runtime = runtime_of(made)
+    if spoil and mesh["tp"].get_local_rank() == 1:
+        scales = [runtime.slots.table.scale] if runtime.has_slots() else runtime.cores[0].cast_weights.parts[1:2]
+        for scale in scales:
+            scale.mul_(2)
+    try:
+        count = dlp.check_scales(made)
+        dlp.state_dict(made)
+        return count, ""
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError):
+            dlp.state_dict(made)
+        return 0, str(error)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "group", "count"), [("fp8_delayed", "auto", 6), ("fp8_current", "world", 4), ("mxfp8", "auto", 0)]
+)
+def test_kept_scales_are_compared_at_checkpoints(ranks, recipe, group, count):
+    assert ranks(2).run(kept, recipe, group, False) == [(count, "")] * 2
+    if count:
+        (_, first), (_, second) = ranks(2).run(kept, recipe, group, True)
+        assert first == second and "scales differ between ranks that must share them, first 0." in first
+
+
+def kept_over_shards(recipe: str, spoil: bool) -> tuple[int, str]:
+    """check_scales of a weight that FSDP gathers; `spoil`: rank 1's cast has another scale."""
+    mesh = worker.mesh(dp_shard=2)
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(HIDDEN, 128, bias=False)).to(worker.device())
+    dlp.convert(made, [dlp.LayerGroup("all", "0", recipe=recipe)], mesh)
+    dlp.fully_shard(made, mesh=mesh)
+    dlp.attach(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    dlp.end_step(made)
+    (weight,) = runtime_of(made).shards.values()
+    if spoil and mesh["dp_shard"].get_local_rank() == 1:
+        for mine in weight.mine.values():
+            mine.parts[-1].mul_(2)
+    try:
+        return dlp.check_scales(made), ""
+    except RuntimeError as error:
+        return 0, str(error)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "count"), [("fp8_current", 1), ("nvfp4", 1), ("mxfp8", 0)])
+def test_scales_of_shards_that_are_gathered_are_compared(ranks, recipe, count):
+    assert ranks(2).run(kept_over_shards, recipe, False) == [(count, "")] * 2
+    if count:
+        (_, first), (_, second) = ranks(2).run(kept_over_shards, recipe, True)
+        assert first == second and "scales differ between ranks that must share them, first 0.w " in first
+
+
+def agreements(recipe: str) -> dict[str, int]:
+    """Launches of amax agreements by layer, in one forward and backward."""
+    made, mesh = model(recipe, sizes={"tp": 2})
+    step(made, mesh)
+    with wire.Observer(wire.group_names(mesh)) as seen:
+        step(made, mesh)
+    return {key.layer: n for key, n in seen.launches.items() if key.direction == "amax"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "nvfp4"])
+def test_all_that_a_layer_observes_is_agreed_at_once(ranks, recipe):
+    """NVFP4's two amaxes and rowwise FP8's vectors travel together: one for x of the first layer, one for dy of the other."""
+    assert ranks(2).run(agreements, recipe) == [{"0": 1, "2": 1}] * 2

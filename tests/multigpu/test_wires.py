@@ -1,0 +1,175 @@
+"""Sums over ranks on each wire: of collectives, of the GEMMs of a linear, of FSDP's gradients.
+
+What a wire rounds is bounded without ranks in tests/test_wires.py; here the sum of what ranks really exchanged is
+compared with that of the same contributions packed and summed on one, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import dlp
+from dlp.comm import collectives
+from dlp.parallel.grad_wire import WireReduceScatter, set_grad_wire
+from dlp.parallel.overlap import load
+from dlp.parallel.wires import WIRES
+from dlp.quant.fp8_block import BlockScaling
+from dlp.quant.gemm import Gemm
+from dlp.quant.quantizer import KeepHighPrecision
+from tests import pool as worker
+from tests.cases import EPSILON, LinearCase
+from tests.metrics import assert_bit_equal, relative_error
+from tests.multigpu.test_linear import make_full
+from tests.multigpu.test_overlap import results
+from tests.observe import Collectives
+
+
+def contribution(rank: int, rows: int) -> Tensor:
+    """[rows, 200] bf16: gauss with an outlier in a block, a block of zeros, and on rank 1 a NaN and an Inf."""
+    x = torch.randn(rows, 200, generator=torch.Generator().manual_seed(rank))
+    x[0, 3], x[1, :128] = 1e4, 0
+    if rank == 1:
+        x[2, 5], x[3, 150] = math.nan, math.inf
+    return x.bfloat16()
+
+
+def sums(wire: str, rows: int) -> tuple[Tensor, Tensor, bool]:
+    group = dist.group.WORLD
+    x = contribution(dist.get_rank(), rows).to(worker.device())
+    (scattered,) = collectives.reduce_scatter((x,), group, WIRES[wire]).wait()
+    (again,) = collectives.reduce_scatter((x,), group, WIRES[wire]).wait()
+    (whole,) = collectives.all_reduce((x,), group, WIRES[wire]).wait()
+    return scattered, whole, torch.equal(scattered.view(torch.int16), again.view(torch.int16))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("wire", list(WIRES))
+def test_a_sum_is_what_was_packed_summed_in_rank_order(ranks, world, wire):
+    rows = 4 * world
+    pack, total = WIRES[wire]
+    expected = total(pack(torch.stack([contribution(rank, rows) for rank in range(world)])), torch.bfloat16)
+    assert expected[2, 5].isnan() and not expected[3, 150].isfinite()
+    everywhere = [whole for _, whole, _ in ranks(world).run(sums, wire, rows)]
+    for rank, (scattered, whole, same) in enumerate(ranks(world).run(sums, wire, rows)):
+        assert same, "two runs give the same bits"
+        finite = expected.chunk(world)[rank].isfinite()
+        assert torch.equal(scattered.isfinite(), finite)
+        assert_bit_equal(scattered[finite], expected.chunk(world)[rank][finite])
+        assert torch.equal(whole.nan_to_num(), everywhere[0].nan_to_num()), "equal on all ranks"
+        assert not whole[2, 5].isfinite() and not whole[3, 150].isfinite() and whole[1].isfinite().all()
+
+
+def linear_errors(recipe: str, names: list[str]) -> list[dict[str, float]]:
+    """For each case: how far y and dx on the fp8 wire are from those on hp, for each strategy, and a repetition."""
+    found = []
+    for key in (("column", True), ("row", True), ("column", False), ("row", False)):
+        full = make_full(case := LinearCase(key, recipe, torch.bfloat16, batch=3, sequence=20))
+        exact = results(case, full, "serial", "serial", "serial")
+        for name in names:
+            actual, again = (results(case, full, name, name, name, wire="fp8") for _ in range(2))
+            assert all(torch.equal(actual[key], again[key]) for key in actual), "the bits repeat"
+            found.append({key: relative_error(actual[key], exact[key]) for key in actual})
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_a_linear_sums_on_the_wire_of_its_recipe(ranks, world, recipe):
+    """One E4M3 rounding is 2.6 % of a gauss block; only what is summed over ranks has it."""
+    for found in ranks(world).run(linear_errors, recipe, ["serial", "chunked"]):
+        for i, errors in enumerate(found):
+            on_wire, other_order = ("dx", "y0")[(i // 2) % 2], i % 2
+            assert 0.01 < errors.pop(on_wire) < 0.05, found
+            assert max(errors.values()) <= EPSILON[torch.bfloat16] * other_order, found
+
+
+def launches(wire: str) -> list[str]:
+    full = make_full(case := LinearCase(("row", True), "bf16", torch.bfloat16))
+    with Collectives() as seen:
+        results(case, full, "serial", "serial", "serial", wire)
+    return seen.names
+
+
+@pytest.mark.ranks(2)
+def test_codes_and_scales_are_one_exchange(ranks):
+    for wire in ("hp", "fp8"):
+        for names in ranks(2).run(launches, wire):
+            assert sum("alltoall" in name for name in names) == 1, names
+
+
+def cut_inside_a_block() -> str:
+    x = torch.randn(192 * dist.get_world_size(), 128, device=worker.device())
+    tiles, w = BlockScaling(tile=True).cast(x, None), KeepHighPrecision().cast(x[:64], None)
+    gemm = Gemm("fprop", w, torch.float32)
+    try:
+        load("chunked").gemm_reduce(
+            tiles, gemm, dist.group.WORLD, reduce="scatter", dtype=torch.float32, wire=WIRES["hp"]
+        )
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_cannot_be_cut_are_an_error(ranks):
+    for message in ranks(2).run(cut_inside_a_block):
+        assert message.startswith("fprop: chunked cuts 384 rows at ")
+        assert " 192" in message and "inside a block of fp8_block[e4m3, 128x128]; " in message
+        assert "set overlap = 'serial' for this GEMM" in message
+
+
+def fsdp_gradients(wires: list[str | None]) -> list[dict[str, Tensor]]:
+    """Full gradients of one step of an FSDP model, on FSDP's own reduce-scatter (None) or on a wire."""
+    mesh, found = worker.mesh(dp_shard=dist.get_world_size()), []
+    for wire in wires:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 31)).to(worker.device())
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for module in (model[0], model[2], model):
+            dlp.fully_shard(module, mesh=mesh, mp_policy=policy)
+        if wire is not None:
+            set_grad_wire(model, wire)
+        x = torch.randn(24, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(worker.device())
+        model(x).square().mean().backward()
+        gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+        found.append({name: gradient.full_tensor() for name, gradient in gradients.items()})
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_of_fsdp_travel_on_a_wire(ranks, world):
+    bounds = {"hp": 1e-6, "bf16": 4e-3, "fp8": 0.04}
+    for own, *others in ranks(world).run(fsdp_gradients, [None, *bounds]):
+        for (wire, most), gradients in zip(bounds.items(), others, strict=True):
+            for name, gradient in gradients.items():
+                error = relative_error(gradient, own[name])
+                assert most / 100 * (wire != "hp") < error <= most or wire == "hp" and error <= most, (
+                    f"{wire} {name}: {error}"
+                )
+
+
+def refusals() -> list[str]:
+    messages = []
+    for wrong in (
+        lambda: set_grad_wire(nn.Linear(2, 2), "fp4"),
+        lambda: WireReduceScatter(WIRES["fp8"])(torch.ones(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX),
+    ):
+        try:
+            wrong()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.ranks(2)
+def test_impossible_wires_are_refused(ranks):
+    for unknown, op in ranks(2).run(refusals):
+        assert unknown == "unknown gradient wire 'fp4': the wires are hp, bf16, fp8"
+        assert op.startswith("gradients on a wire are summed or averaged; got")

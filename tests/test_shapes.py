@@ -1,0 +1,59 @@
+"""`python -m launch.shapes`: the GEMMs that one rank runs, from the plan alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from launch.config import load
+from launch.shapes import of_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def problems(tp: int) -> list[tuple[dict, int]]:
+    config = load("tiny", ["--mesh.tp", str(tp)])
+    return [(json.loads(text), count) for text, count in of_config(config, tp, "sm_90")[0].items()]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_gemms_of_a_microbatch_are_there(tp: int):
+    """Over the tp ranks the work is that of the model: 6 operations for a token and weight, whatever cuts it."""
+    config = load("tiny")
+    model, train = config.model, config.train
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    block = model.hidden * (2 * q + 2 * kv + 3 * model.ffn)
+    weights = model.layers * block + model.hidden * model.vocab
+    work = sum(2 * prod(each[size] for size in ("rows", "cols", "contraction")) * count
+               for each, count in problems(tp) if not each["accumulate"])  # fmt: skip
+    assert work * tp == 6 * weights * train.global_batch * train.sequence
+
+
+def test_what_a_gemm_reads_and_writes():
+    found = {(each["gemm"], each["accumulate"]): each for each, _ in problems(1) if each["kernel"] == "cublaslt fp8 tn"}
+    assert set(found) == {("fprop", False), ("dgrad", False), ("dgrad", True), ("wgrad", False)}
+    fprop, dgrad, wgrad = (found[which, which == "dgrad"] for which in ("fprop", "dgrad", "wgrad"))
+    assert (fprop["a_dtype"], fprop["out_dtype"], fprop["fast_accumulation"]) == ("float8_e4m3fn", "bfloat16", True)
+    assert (dgrad["a_dtype"], dgrad["b_dtype"], dgrad["out_dtype"]) == ("float8_e5m2", "float8_e4m3fn", "float32")
+    assert (wgrad["out_dtype"], wgrad["fast_accumulation"]) == ("float32", False)  # no FSDP: master weights in fp32
+    high = [each for each, _ in problems(1) if each["kernel"] == "cublaslt hp"]
+    assert {each["gemm"]: (each["a_flipped"], each["b_flipped"]) for each in high} == {
+        "fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True),
+    }  # fmt: skip
+
+
+def test_it_is_a_command():
+    command = [sys.executable, "-m", "launch.shapes", "tiny", "--world", "2", "--recipe", "nvfp4"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "decode + bf16 mm" in printed and printed.splitlines()[-1].startswith('make bench-linear ARGS="--shapes ')
+    listed = json.loads(
+        subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
+    assert any(each["alpha"] and each["a_dtype"] == "bfloat16" for each in listed)
+    refused = subprocess.run([*command, "--world", "3"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 1 and "world size 3" in refused.stderr and "Traceback" not in refused.stderr

@@ -1,0 +1,200 @@
+"""What the plan says of the wire, against bytes written out here. No ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dlp
+from dlp.comm import wire
+from dlp.parallel.traffic import in_bf16, step_traffic
+from dlp.parallel.workload import Sent, Unforeseen, Workload
+from dlp.quant.recipe import both
+from dlp.quant.tensor import HighPrecision
+from launch.config import load
+from launch.train import plan_text
+
+M, K, N = 512, 128, 256  # tokens, in_features, out_features
+
+
+def traffic(recipe: Any, style: str, *, sp: bool = True, tp: int = 2, **more: Any) -> dict[tuple[str, str], int]:
+    """(direction, precision) -> bytes of one linear K -> N on tp ranks."""
+    group = dlp.LayerGroup("all", "0", style=style, sequence_parallel=sp, recipe=recipe)
+    plan = dlp.make_plan(nn.Sequential(nn.Linear(K, N, bias=False)), [group], tp, batch=(1, M))
+    sent = step_traffic(plan, Workload({"tp": tp}, M, **more))
+    assert all((key.group, key.layer) in (("tp", "0"), ("tp", "")) for key in sent)
+    return {(key.direction, key.precision): nbytes for key, nbytes in sent.items()}
+
+
+def test_column_sp_gathers_x_twice_and_scatters_dx():
+    m = M // 2
+    assert traffic("fp8_block", "column") == {
+        ("fprop", "fp8_block[e4m3, 1x128]"): m * K + m * 4,
+        ("wgrad", "fp8_block[e4m3, 1x128]"): m * K + K * (m // 128) * 4,
+        ("dgrad", "bfloat16"): M * K * 2 // 2,
+    }
+
+
+def test_row_sp_gathers_dy_and_scatters_y():
+    m = M // 2
+    assert traffic("fp8_current", "row") == {
+        ("fprop", "bfloat16"): M * N * 2 // 2,
+        ("dgrad", "fp8_tensor[e5m2]"): m * N,
+        ("amax", "float32"): 2 * 4,
+    }
+    twice = traffic("mxfp8", "row")
+    assert twice["dgrad", "mxfp8[e4m3, 1x32]"] == twice["wgrad", "mxfp8[e4m3, 1x32]"] == m * N + m * N // 32
+    once = traffic({"name": "mxfp8", "gather_dy": "high_precision"}, "row")
+    assert once == {("fprop", "bfloat16"): M * N, ("dgrad", "bfloat16"): m * N * 2}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_without_sequence_parallelism_only_reductions(tp):
+    assert traffic("nvfp4", "column", sp=False, tp=tp) == {("dgrad", "bfloat16"): 2 * (tp - 1) * (M * K // tp) * 2}
+    assert traffic("nvfp4", "row", sp=False, tp=tp) == {("fprop", "bfloat16"): 2 * (tp - 1) * (M * N // tp) * 2}
+
+
+def test_microbatches_and_recomputation_multiply():
+    once, more = traffic("nvfp4", "column"), traffic("nvfp4", "column", microbatches=3, recomputed=("0",))
+    row, col = "nvfp4[1x16]", "nvfp4[1x16, rht]"
+    assert more["fprop", row] == 6 * once["fprop", row]
+    assert more["wgrad", col] == 3 * once["wgrad", col]
+    assert once["amax", "float32"] == 2 * 1 * 4  # both amaxes, one part for each rank
+    assert more["amax", "float32"] == 6 * once["amax", "float32"]
+
+
+def test_tokens_off_the_block_travel_in_high_precision():
+    group = dlp.LayerGroup("all", "0", style="column", sequence_parallel=True, recipe="fp8_block")
+    plan = dlp.make_plan(nn.Sequential(nn.Linear(K, N)), [group], 2, batch=(1, 100))
+    sent = step_traffic(plan, Workload({"tp": 2}, 100))
+    assert sent[Sent("tp", "0", "wgrad", "bfloat16")] == 50 * K * 2
+    assert sent[Sent("tp", "0", "fprop", "fp8_block[e4m3, 1x128]")] == 50 * K + 50 * 4
+
+
+def test_fsdp_units():
+    """Two linears of which one is a unit and one is the root's; 5 rows over 2 ranks are padded to 3 each."""
+    plan = dlp.make_plan(nn.Sequential(nn.Linear(8, 5, bias=False), nn.Linear(5, 4, bias=False)), [], 1)
+    load = Workload({"dp_shard": 2, "dp_replicate": 2}, M, 3, weight_dtype=torch.bfloat16, units=("0", ""))
+    shards = 3 * 8, 2 * 5
+    assert step_traffic(plan, load) == {
+        Sent("dp_shard", "", "weights", "bfloat16"): (2 * shards[0] + shards[1]) * 2 * 3,
+        Sent("dp_shard", "", "grads", "float32"): sum(shards) * 4,
+        Sent("dp_replicate", "", "grads", "float32"): sum(shards) * 4,
+    }
+
+
+def over_dp(recipe: Any, shape: tuple[int, int] = (N, K), **more: Any) -> dict[tuple[str, str], int]:
+    """(direction, precision) -> bytes of one linear K -> N that is a unit over 2 ranks, where gradients send nothing."""
+    group = dlp.LayerGroup("all", "0", recipe=recipe)
+    plan = dlp.make_plan(nn.Sequential(nn.Linear(shape[1], shape[0], bias=False)), [group], 1)
+    options: dict[str, Any] = {"weight_dtype": torch.bfloat16, "units": ("0", "")} | more
+    sent = step_traffic(plan, Workload({"dp_shard": 2}, M, **options))
+    return {(key.direction, key.precision): n for key, n in sent.items() if key.direction != "grads"}
+
+
+def test_weights_over_dp_shard_travel_as_each_pass_needs_them():
+    """Half of the [N, K] codes and scales in each of two passes; one scale of the tensor is known everywhere."""
+    n = N // 2
+    assert over_dp("fp8_current") == {("weights", "fp8_tensor[e4m3]"): 2 * n * K, ("amax", "float32"): 2 * 4}
+    assert over_dp("fp8_block") == {("weights", "fp8_block[e4m3, 128x128]"): 2 * (n * K + 4)}
+    row, col = n * K + n * K // 32, K * n + K * n // 32
+    assert over_dp("mxfp8") == {("weights", "mxfp8[e4m3, 1x32]"): row + col}
+    assert over_dp("mxfp8", recomputed=("0",)) == {("weights", "mxfp8[e4m3, 1x32]"): row + 2 * col}
+    assert over_dp("mxfp8", microbatches=3) == {("weights", "mxfp8[e4m3, 1x32]"): 3 * (row + col)}
+    assert over_dp("mxfp8", units=("",)) == {("weights", "mxfp8[e4m3, 1x32]"): row + col}
+    assert over_dp("fp8_current", units=("",))["weights", "fp8_tensor[e4m3]"] == n * K
+    mixed = over_dp({"name": "fp8_current", "high_precision": ["dgrad"]})
+    assert mixed["weights", "fp8_tensor[e4m3]"] == n * K and mixed["weights", "bfloat16"] == n * K * 2
+
+
+def test_weights_that_cannot_be_cast_apart_travel_as_values():
+    values = {("weights", "bfloat16"): 2 * 2 * (N // 2) * K}
+    assert over_dp("bf16") == over_dp("fp8_current", gather=False) == values
+    assert over_dp("fp8_block", (128, K)) == {("weights", "bfloat16"): 2 * 2 * 64 * K}
+    agreed = over_dp("fp8_current", gather=False, amax_group="world")
+    assert agreed == values | {("amax", "float32"): 4 * 2 * 4}  # x and w in forward, dy and w in backward
+
+
+def test_a_weight_that_two_linears_share_travels_as_values():
+    layers = nn.Sequential(nn.Linear(K, K, bias=False), nn.Linear(K, K, bias=False))
+    layers[1].weight = layers[0].weight
+    plan = dlp.make_plan(layers, [dlp.LayerGroup("all", "**", recipe="fp8_current")], 1)
+    sent = step_traffic(plan, Workload({"dp_shard": 2}, M, weight_dtype=torch.bfloat16, units=("",)))
+    assert {key.precision: n for key, n in sent.items() if key.direction == "weights"} == {"bfloat16": K * K}
+
+
+@pytest.mark.parametrize(("carried", "nbytes"), [(None, 4 * K * N // 2), ("bf16", K * N), ("fp8", K * N // 2 + 512)])
+def test_gradients_over_dp_shard_on_their_wire(carried, nbytes):
+    """In fp8 a scale for each 128 of the flat shard follows its codes, both in whole 256 bytes."""
+    plan = dlp.make_plan(nn.Sequential(nn.Linear(K, N, bias=False)), [], 1)
+    load = Workload({"dp_shard": 2}, M, units=("",), grad_wire=carried)
+    assert sum(n for key, n in step_traffic(plan, load).items() if key.direction == "grads") == nbytes
+
+
+def test_sums_over_tp_on_the_wire_of_their_recipe():
+    """In fp8 a rank's record has codes, then scales in whole 256 bytes; a whole sum is then gathered as it is."""
+    fp8 = {"name": "bf16", "wire": {"fprop": "fp8"}}
+    m = M // 2
+    assert traffic(fp8, "row")["fprop", "float8_e4m3fn"] == m * N + m * (N // 128) * 4
+    whole = traffic(fp8, "row", sp=False)
+    assert whole == {("fprop", "float8_e4m3fn"): m * N + m * (N // 128) * 4, ("fprop", "bfloat16"): m * N * 2}
+
+
+@dataclass(frozen=True)
+class Hesitant:
+    """A quantizer that cannot be asked without values."""
+
+    format = HighPrecision()
+    reduces = (0, 1)
+
+    def observe(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([x.max().item()])
+
+    def cast(self, x: torch.Tensor, amax: Any, **_: Any) -> Any:
+        return self.format.fill(None, x)
+
+
+def test_a_quantizer_that_cannot_be_asked_makes_its_layer_unforeseen():
+    recipe = replace(dlp.recipe("bf16"), x=both(Hesitant()))
+    with pytest.raises(Unforeseen, match="the bytes of 0 cannot be foretold: .*meta"):
+        traffic(recipe, "column")
+
+
+def test_delayed_scales_are_agreed_by_all():
+    layers = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
+    plan = dlp.make_plan(layers, [dlp.LayerGroup("all", "**", recipe="fp8_delayed")], 2)
+    load = Workload({"tp": 2, "dp_shard": 2}, M)
+    assert step_traffic(plan, load) == {Sent("world", "", "amax", "float32"): 2 * 3 * 2 * 4}  # 6 slots, 2 for each of 4
+
+
+def test_bf16_and_one_rank():
+    plan = dlp.make_plan(
+        nn.Sequential(nn.Linear(K, N)), [dlp.LayerGroup("all", "0", style="column", recipe="nvfp4")], 2
+    )
+    assert {row.recipe.name for row in in_bf16(plan).layers} == {"bf16"}
+    assert step_traffic(plan, Workload({"tp": 1}, M)) == {}
+
+
+def test_groups_have_one_name():
+    assert wire.name_of("world", {"tp": 2, "dp_shard": 1}) == "tp"
+    assert wire.name_of("world", {"tp": 2, "dp_shard": 2}) == "world"
+    assert wire.name_of("dp_shard", {"tp": 2, "dp_shard": 2}) == "dp_shard"
+
+
+def test_the_plan_prints_the_wire_and_names_how_dy_travels():
+    text = plan_text(load("tiny", ["--recipe", "mxfp8"]), 4, "cpu")
+    lines = [line.split() for line in text.splitlines()]
+    assert any(line[:3] == ["wire:", "each", "rank"] and line[-4:-1] == ["of", "bf16", "a"] for line in lines)
+    assert any(line[:2] == ["tp", "dgrad"] for line in lines) and any(
+        line[:2] == ["dp_shard", "weights"] for line in lines
+    )
+    assert "note: dy travels in two orientations, 1.03x of bf16; gather_dy = 'high_precision' sends it once" in text
+    asked = plan_text(load("tiny", ["--groups.default.recipe", "{name='mxfp8', gather_dy='high_precision'}"]), 4, "cpu")
+    assert "note: dy travels once, in high precision, and is quantized on arrival: its recipe asks for it" in asked
+    assert "two orientations" not in asked + plan_text(load("tiny", ["--recipe", "nvfp4"]), 4, "cpu")
+    alone = plan_text(load("tiny", ["--mesh.tp=1"]), 1, "cpu")
+    assert "wire: one rank, nothing is sent" in alone
