@@ -94,7 +94,7 @@ def all_gather(
     into: Sequence[Tensor | None] | None = None,
 ) -> Pending[Parts]:
     """Gather part i of every rank of `group` along dimension dims[i]; a part whose dim is None is equal on all ranks
-    and stays. One launch for all parts.
+    and stays. One launch for all parts on NCCL.
 
     `into`: storage made by `room`; parts that are its segments of this rank are not copied. A part gathered along
     dimension 0 is ready as it arrives. Along another one it arrives rank by rank all the same and is rearranged by one
@@ -107,7 +107,7 @@ def all_gather(
         storage, _ = room([part.shape for part in parts], [part.dtype for part in parts], dims, group, parts[0].device)
     pairs = [(whole, part.contiguous()) for whole, part in zip(storage, parts, strict=True) if whole is not None]
     with wire.default_precision(parts[0].dtype):
-        works = _gather_coalesced(pairs, group) if pairs else []
+        works = _launch_gathers(pairs, group)
     return Pending(works, lambda: join(storage, parts, dims))
 
 
@@ -131,11 +131,11 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _gather_coalesced(pairs: Sequence[tuple[Tensor, Tensor]], group: ProcessGroup) -> list[Any]:
-    """Start one grouped all-gather of (storage, part)."""
-    if len(pairs) == 1:
-        ((whole, part),) = pairs
-        return [_all_gather(as_bytes(whole), as_bytes(part), group=group, async_op=True)]
+def _launch_gathers(pairs: Sequence[tuple[Tensor, Tensor]], group: ProcessGroup) -> list[Any]:
+    """Start the all-gathers of (storage, part): as one group on NCCL. One by one on gloo, whose grouped all-gather
+    corrupts the heap when two are in flight (pytorch#65231; docs/log.md, 2026-11-22)."""
+    if len(pairs) < 2 or not pairs[0][0].is_cuda:
+        return [_all_gather(as_bytes(whole), as_bytes(part), group=group, async_op=True) for whole, part in pairs]
     with _coalescing_manager(group, async_ops=True) as manager:
         for whole, part in pairs:
             _all_gather(as_bytes(whole), as_bytes(part), group=group)

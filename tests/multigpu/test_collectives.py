@@ -69,14 +69,16 @@ def test_one_part_is_gathered_along_a_dimension(ranks, world, dim, dtype):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_several_parts_are_one_launch_and_shared_parts_stay(ranks, world):
+def test_several_parts_are_one_launch_and_shared_parts_stay(ranks, world, device_type):
+    """On gloo a launch each: its grouped all-gather corrupts the heap when two are in flight."""
     shapes, dims = [(4, 6), (), (4, 3), (6, 4), (7,), (2, 3, 2)], [0, None, 1, 1, 0, 1]
     dtypes = [torch.float8_e4m3fn, torch.float32, torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2]
     for rank, (whole, names) in enumerate(ranks(world).run(gather, shapes, dtypes, dims)):
         for part, shape, dtype, dim in zip(whole, shapes, dtypes, dims, strict=True):
             expected = of_rank(rank, shape, dtype) if dim is None else concatenated(world, shape, dtype, dim)
             assert_bit_equal(part.view(dtype), expected, f"{dtype} along {dim}")
-        assert len(names) == 1, names
+        assert len(names) == (1 if device_type == "cuda" else 5), names
+        assert any("coalesced" in name for name in names) == (device_type == "cuda"), names
 
 
 def gather_odd_strides() -> tuple[Tensor, ...]:
@@ -201,7 +203,9 @@ def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[s
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_several_parts_are_summed_and_exchanged_in_one_launch(ranks, world):
+def test_several_parts_are_summed_and_exchanged_in_one_launch(ranks, world, device_type):
+    """The gather at the end of an all-reduce is a launch for each part on gloo."""
+    gathers = 1 if device_type == "cuda" else len(MIXED)
     for rank, (scattered, reduced, exchanged, names) in enumerate(ranks(world).run(sum_several)):
         for i, (shape, dtype) in enumerate(MIXED[:3]):
             whole = (world * shape[0], *shape[1:])
@@ -211,7 +215,7 @@ def test_several_parts_are_summed_and_exchanged_in_one_launch(ranks, world):
             chunks = [of_rank(source, whole, dtype).chunk(world)[rank] for source in range(world)]
             assert_bit_equal(exchanged[i], torch.stack(chunks), f"all_to_all of {dtype}")
         assert (scattered[3].shape, reduced[3].shape) == ((4, 0), (4 * world, 0))
-        assert [len(launches) for launches in names] == ([0, 0, 0] if world == 1 else [1, 2, 1]), names
+        assert [len(launches) for launches in names] == ([0, 0, 0] if world == 1 else [1, 1 + gathers, 1]), names
 
 
 def gather_in_place() -> tuple[list[bool], list[Tensor]]:
