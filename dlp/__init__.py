@@ -13,6 +13,7 @@ from dlp.parallel.autocast import autocast
 from dlp.parallel.convert import convert
 
 # layers
+from dlp.parallel.delayed_wgrad import backward_dw
 from dlp.parallel.embedding import VocabParallelEmbedding, cross_entropy
 from dlp.parallel.fsdp import fully_shard
 from dlp.parallel.ledger import wire_report
@@ -35,7 +36,7 @@ from dlp.quant.recipe import load as recipe
 
 __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
-    "VocabParallelEmbedding", "Workload", "attach", "autocast", "build_mesh", "check_scales", "convert",
+    "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "check_scales", "convert",
     "cross_entropy", "end_step", "fully_shard", "gather_tokens", "load_state_dict", "make_plan", "quantized_model_init",
     "read_stats", "recipe", "record_stats", "scatter_tokens", "set_recipe", "state_dict", "watch_scales", "wire_report",
     "with_master_weights",

@@ -152,6 +152,7 @@ class Group(Section):
     sequence_parallel: bool | None = setting(flag(), "its tokens are cut over the tp ranks", None)
     siblings: bool | None = setting(flag(), "layers of one parent read the same x and share its quantization", None)
     overlap: str | dict[str, str] | None = setting(OVERLAP, "who schedules GEMMs and collectives", None)
+    delay_wgrad: bool | None = setting(flag(), "weight gradients wait until the rest of backward is done", None)
     swap: tuple[dict[str, Any], ...] | None = setting(
         SWAP,
         "recipes that take over when so many steps are done; a later group's recipe ends them for its layers",

@@ -17,7 +17,7 @@ All that is private in FSDP2 is touched in this file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -70,6 +70,10 @@ def fully_shard(
     The other keywords, and all the rest (gradients are averaged over data-parallel ranks), are those of
     `torch.distributed.fsdp.fully_shard`. Call it after `convert`, for each block, then for the model.
     """
+    for core in cores(module):
+        if core.spec.delay_wgrad:
+            core.set_spec(replace(core.spec, delay_wgrad=False))
+            core.spec.runtime.note("wgrad does not wait under FSDP, which reduces gradients within backward")
     sharded = fsdp.fully_shard(module, mesh=data_parallel_mesh(mesh), **fsdp2_keywords)
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     early = module.register_forward_pre_hook(_before_attach)

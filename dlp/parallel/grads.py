@@ -27,7 +27,7 @@ from dlp.comm import collectives, wire
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
-def _local_grad(parameter: Tensor) -> Tensor | None:
+def local_grad(parameter: Tensor) -> Tensor | None:
     grad = parameter.grad
     return grad._local_tensor if isinstance(grad, DTensor) else grad
 
@@ -85,7 +85,7 @@ class PartialGradients:
 
     def _grads(self) -> list[Tensor]:
         """This rank's gradients, in an order that all tp ranks share."""
-        return [g for _, parameter in self._parameters() if (g := _local_grad(parameter)) is not None]
+        return [g for _, parameter in self._parameters() if (g := local_grad(parameter)) is not None]
 
     def _watch(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and self.slots:

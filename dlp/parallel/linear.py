@@ -236,7 +236,7 @@ def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | 
 def make_spec(
     name: str, style_name: str, sequence_parallel: bool, recipe: Any, overlap: str | dict[str, str],
     tp: DeviceMesh | None, runtime: Runtime, members: tuple[str, ...], *, amax_group: ProcessGroup | None = None,
-    tokens: int | None = None,
+    tokens: int | None = None, delay_wgrad: bool = False,
 ) -> LinearSpec:  # fmt: skip
     """A spec from the words users write. `recipe`: a name, a Recipe or a CustomRecipe. `overlap`: one strategy's name,
     or one per GEMM."""
@@ -245,8 +245,9 @@ def make_spec(
     group = None if tp is None else tp.get_group()
     resolved = recipes.made(recipe).for_layer(members[0])
     return LinearSpec(
-        name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, runtime, members
-    )
+        name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, runtime, members,
+        delay_wgrad=delay_wgrad,
+    )  # fmt: skip
 
 
 def cores(model: nn.Module) -> Iterator[LinearCore]:

@@ -10,7 +10,7 @@ operand of x, and their dgrads accumulate into one fp32 buffer that is reduced o
     forward   quantize x, y = token_gemm(x rowwise, w rowwise), save this rank's tokens of x in low precision
     backward  quantize dy; start the gathers in order of need (`dlp.parallel.travel`)
               dx = token_gemm(dy rowwise, w columnwise); its reduction runs under wgrad
-              dw = contract_gemm(dy columnwise, x columnwise)
+              dw = contract_gemm(dy columnwise, x columnwise); now, or in `backward_dw`
 
 To torch.compile a linear is the ops `dlp::linear_fwd` and `dlp::linear_bwd`: tensors plus the name of a frozen
 `LinearSpec`. Streams, groups and collectives stay inside.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -191,7 +191,7 @@ def linear_bwd(
     dtype: torch.dtype, used: list[int], needs_dx: bool, needs_dw: list[bool], needs_db: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """dy_i [..., N_i] of the `used` members and what forward saved -> those gradients that are needed, in the order
-    dx [M, K] in `dtype`, that of x, dw_i, db_i."""
+    dx [M, K] in `dtype`, that of x, dw_i, db_i. Without dw_i where they wait (`delay_wgrad`)."""
     spec = spec_of(ticket)
     spec.runtime.in_layer_backward()
     members = [spec.members[i] for i in used]
@@ -207,10 +207,14 @@ def linear_bwd(
         dx = token_gemm(spec, spec.style.dgrad, spec.overlap.dgrad, dy_rows, gemms, out)
     if x_col is not None:
         x_whole = x_col()
-        for dy_col, w, needed in zip(dy_cols, weights, needs_dw, strict=True):
-            if needed:
-                dw = contract_gemm(spec, dy_col(), x_whole, w.dtype)
-                grads.append(_part(dw, *w.shape).to(w.dtype))
+        wgrads = (
+            (member, partial(_wgrad, spec, dy_col(), x_whole, w.shape, w.dtype))
+            for member, dy_col, w, needed in zip(members, dy_cols, weights, needs_dw, strict=True) if needed
+        )  # fmt: skip
+        if _waits(spec, needs_dx):
+            spec.runtime.waiting.extend(wgrads)
+        else:
+            grads += [wgrad() for _, wgrad in wgrads]
     grads += [
         dy.sum(0, dtype=torch.float32).to(w.dtype) for dy, w, need in zip(rows, weights, needs_db, strict=True) if need
     ]
@@ -219,6 +223,19 @@ def linear_bwd(
     whole = dx.wait()
     whole = _part(whole, whole.shape[0], weights[0].shape[1])
     return [_rounded(spec, "dx", spec.members[0], whole).to(dtype), *grads]
+
+
+def _wgrad(
+    spec: LinearSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The gradient of a weight of this shape [N, K] and dtype, from operands that may be padded."""
+    return _part(contract_gemm(spec, dy, x, dtype), shape[0], shape[1]).to(dtype)
+
+
+def _waits(spec: LinearSpec, needs_dx: bool) -> bool:
+    """Whether wgrad is left to `backward_dw`. Nobody waits for a layer without dx, and an op without a result would be
+    dropped from a compiled graph."""
+    return spec.delay_wgrad and needs_dx
 
 
 def _start_dy(
@@ -262,7 +279,8 @@ def _linear_bwd_fake(
     spec, dy = spec_of(kind), dys[0]
     tokens, features = _x_tokens(spec, dy.numel() // dy.shape[-1]), weights[0].shape[1]
     grads = [dy.new_empty((tokens, features), dtype=dtype)] if needs_dx else []
-    grads += [w.new_empty(w.shape) for w, needed in zip(weights, needs_dw, strict=True) if needed]
+    now = not _waits(spec, needs_dx)
+    grads += [w.new_empty(w.shape) for w, needed in zip(weights, needs_dw, strict=True) if needed and now]
     return grads + [w.new_empty(w.shape[:1]) for w, needed in zip(weights, needs_db, strict=True) if needed]
 
 
@@ -333,6 +351,7 @@ class QuantizedLinearFn(torch.autograd.Function):
             needs[0], needs_dw, needs_db,
         ))  # fmt: skip
         dx = next(grads).view(ctx.x_shape) if needs[0] else None
-        dws = [next(grads) if i in used and needs[1 + i] else None for i in range(count)]
+        now = not _waits(spec_of(ctx.kind), needs[0])
+        dws = [next(grads) if i in used and needs[1 + i] and now else None for i in range(count)]
         dbs = [next(grads) if i in used and needs[1 + count + i] else None for i in range(count)]
         return None, None, None, None, None, dx, *dws, *dbs, *(None for _ in cached)

@@ -37,6 +37,7 @@ class LayerPlan:
     siblings: tuple[str, ...]
     recipe: Recipe
     overlap: str | dict[str, str]
+    delay_wgrad: bool
     kernels: tuple[str, str, str]
     parameters: int
     group: str
@@ -207,11 +208,12 @@ def _plan_linear(
     recipe = _recipe(chosen.recipe, name)
     fit.check(name, row, recipe)
     tokens = batch[0] * batch[1] // tp if batch is not None else None
+    delay = bool(chosen.delay_wgrad) and not row.partial_weight_grad
     overrode = [f"{f}: {', '.join(lost)}" for f, lost in chosen.overrode.items() if lost]
     return LayerPlan(
-        name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name),
+        name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name), delay,
         _kernels(recipe, device_type, name), local[0] * local[1] + bias, _winners(chosen),
-        "; ".join(overrode), layer_notes(recipe, row, tokens),
+        "; ".join(overrode), layer_notes(recipe, row, tokens, bool(chosen.delay_wgrad)),
     )  # fmt: skip
 
 
@@ -265,6 +267,7 @@ def _check_siblings(rows: Sequence[LayerPlan]) -> None:
         for what, value, other in (
             ("in_features", row.shape[1], first.shape[1]), ("style", row.row.name, first.row.name),
             ("recipe", row.recipe, first.recipe), ("overlap", row.overlap, first.overlap),
+            ("delay_wgrad", row.delay_wgrad, first.delay_wgrad),
         ):  # fmt: skip
             if value != other:
                 raise ValueError(

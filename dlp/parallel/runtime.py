@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -86,6 +88,9 @@ class Runtime:
         self.plan: Plan | None = None
         self.watches_scales = False
         self.weight_batch: WeightBatch | None = None
+        self.waiting: deque[tuple[str, Callable[[], Tensor]]] = (
+            deque()
+        )  # wgrads, by member (dlp.parallel.delayed_wgrad)
         self._slots: Slots | None = None
         self._task: int | None = None
 

@@ -1,9 +1,10 @@
 """LinearSpec: everything a parallel linear is besides its tensors, frozen and numbered.
 
 The opaque ops take tensors and two names of a spec: its `ticket`, a tensor, says which spec a call runs; its `kind`, an
-integer, is the same for all specs of equal style, recipe and tp, and is all that shapes depend on. torch.compile sees
-the kind as a constant and the ticket as an input, so that equal blocks share one compiled graph. Changing a layer's
-recipe or overlap makes a new spec, so a spec in flight (a forward whose backward is still to come) never changes.
+integer, is the same for all specs of equal style, recipe, tp and `delay_wgrad`, and is all that results depend on in
+shape and number. torch.compile sees the kind as a constant and the ticket as an input, so that equal blocks share one
+compiled graph. Changing a layer's recipe or overlap makes a new spec, so a spec in flight (a forward whose backward is
+still to come) never changes.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class LinearSpec:
     it, a superset of what the style asks. `tokens`: B*S of a microbatch, which sequence-parallel layers check x
     against, None where it is not known. `runtime`: what changes between steps, shared by the layers of a model.
     `members`: a name for each weight, under which its scales are kept and its random bits drawn. `variant`: sets the
-    scales of a recipe that overrides the layer's own apart."""
+    scales of a recipe that overrides the layer's own apart. `delay_wgrad`: backward leaves wgrad to `backward_dw`."""
 
     name: str
     style: ParallelStyle
@@ -86,6 +87,7 @@ class LinearSpec:
     runtime: Runtime = field(default_factory=Runtime)
     members: tuple[str, ...] = ("linear",)
     variant: str = ""
+    delay_wgrad: bool = False
     ticket: Tensor = field(init=False)
     kind: int = field(init=False)
     known: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
@@ -99,7 +101,9 @@ class LinearSpec:
         _SPECS[number] = self
         object.__setattr__(self, "ticket", torch.tensor(number, device="cpu"))  # whatever the default device is
         self.runtime.made.append(self)
-        object.__setattr__(self, "kind", _KINDS.setdefault((self.style, self.recipe, self.tp), number))
+        object.__setattr__(
+            self, "kind", _KINDS.setdefault((self.style, self.recipe, self.tp, self.delay_wgrad), number)
+        )
         if self.kind == number:
             _OF_KIND[number] = alone = object.__new__(LinearSpec)
             vars(alone).update(vars(self) | {"runtime": Runtime(), "known": {}})

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from dlp.parallel.delayed_wgrad import check_none_waits
 from dlp.parallel.fsdp import gather_quantized
 from dlp.parallel.grads import PartialGradients
 from dlp.parallel.linear import ParallelLinear, cores
@@ -47,9 +48,9 @@ def attach(model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = 
     """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
 
     Call it after `convert` and `fully_shard`, with parameters in memory. From here on FSDP gathers weights as the step
-    boundary quantized them (see `fully_shard`). A step whose
-    tp-partial gradients were not summed (the model was not called as `model(...)`) raises RuntimeError, and so does the
-    first step if the gradients of replicated parameters differ between tp ranks.
+    boundary quantized them (see `fully_shard`). RuntimeError for a step whose tp-partial gradients were not summed (the
+    model was not called as `model(...)`) or whose wgrads still wait (see `backward_dw`), and for the first one if the
+    gradients of replicated parameters differ between tp ranks.
 
     For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
     this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks.
@@ -61,6 +62,7 @@ def attach(model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = 
     for core in cores(model):
         core.caches = id(core) not in sharded
     gather_quantized(model, runtime)
+    optimizer.register_step_pre_hook(lambda *_: check_none_waits(runtime))
     partial: PartialGradients | None = getattr(model, "partial_gradients", None)
     if partial is not None:
         _check_before_step(model, optimizer, partial)

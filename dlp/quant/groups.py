@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlp.quant.recipe import Recipe
 
-FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap")
+FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", "delay_wgrad")
 STYLES = ("column", "row", "local")
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*)\}")
@@ -44,6 +44,7 @@ class LayerGroup:
     sequence_parallel  whether the layer's tokens are cut over tp
     siblings           whether layers that read the same x become one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
+    delay_wgrad        whether weight gradients wait in backward until `dlp.backward_dw(model)`
 
     Raises ValueError for a group without patterns or without fields, an unknown style, or a malformed pattern.
     """
@@ -55,6 +56,7 @@ class LayerGroup:
     sequence_parallel: bool | None = None
     siblings: bool | None = None
     overlap: str | Mapping[str, str] | None = None
+    delay_wgrad: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "match", (self.match,) if isinstance(self.match, str) else tuple(self.match))
@@ -90,6 +92,7 @@ class Resolved:
     sequence_parallel: bool | None = None
     siblings: bool | None = None
     overlap: str | Mapping[str, str] | None = None
+    delay_wgrad: bool | None = None
     groups: tuple[str, ...] = ()
     won: Mapping[str, str] = field(default_factory=dict)
     overrode: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -1,0 +1,60 @@
+"""Wgrads that wait: layers with `delay_wgrad` queue them in backward, `backward_dw` runs them.
+
+    backward       dx of every such layer, and both operands of its wgrad, quantized and gathered
+    backward_dw    dw = dy.T @ x of all that wait, in the order of their backwards, into the parameters' gradients
+
+A pipeline stage so hands dx to the stage before it and multiplies again while that one works. What waits holds dy and x
+as wgrad reads them, in the low precision of the recipe. The gradients have the bits they would have had in backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dlp.parallel.grads import local_grad
+from dlp.parallel.linear import cores
+from dlp.parallel.runtime import Runtime
+
+
+@torch.no_grad()
+def backward_dw(model: nn.Module) -> int:
+    """Run all wgrads that wait in `model` and add them to its parameters' `grad`, as backward would have; returns how
+    many there were. Hooks on a parameter's gradient are not called.
+
+    Call it after backward, of one microbatch or of several, and before gradients are clipped or read.
+    """
+    layers = list(cores(model))
+    weights = {
+        (id(core.spec.runtime), name): getattr(member.module, member.weight)
+        for core in layers
+        for name, member in zip(core.spec.members, core.members, strict=True)
+    }
+    count = 0
+    for runtime in dict.fromkeys(core.spec.runtime for core in layers):
+        while runtime.waiting:
+            name, wgrad = runtime.waiting.popleft()
+            _accumulate(weights[id(runtime), name], wgrad())
+            count += 1
+    return count
+
+
+def _accumulate(parameter: Tensor, dw: Tensor) -> None:
+    """As autograd does: the first gradient is kept, later ones are added in place."""
+    grad = local_grad(parameter)
+    if grad is not None:
+        grad.add_(dw)
+    elif isinstance(parameter, DTensor):
+        parameter.grad = DTensor(dw, parameter._spec, requires_grad=False)
+    else:
+        parameter.grad = dw
+
+
+def check_none_waits(runtime: Runtime) -> None:
+    """Before an optimizer step: RuntimeError when gradients are not complete."""
+    if runtime.waiting:
+        raise RuntimeError(
+            f"{len(runtime.waiting)} wgrads still wait, the first of {runtime.waiting[0][0]} (delay_wgrad = true): call "
+            f"dlp.backward_dw(model) between backward and the optimizer's step"
+        )

@@ -1,0 +1,138 @@
+"""delay_wgrad: gradients that wait for `dlp.backward_dw` have the bits of those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import dlp
+from dlp.parallel.runtime import runtime_of
+from tests import pool as worker
+from tests.cases import RECIPES
+from tests.metrics import assert_bit_equal
+from tests.net import Net, batch, gradients, net
+
+DELAY = {"name": "delay", "match": ["blocks.**"], "delay_wgrad": True}
+LINEARS = 2 * 3  # of two blocks
+
+
+def grads(model: Net) -> dict[str, Tensor | None]:
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return {name: g._local_tensor.clone() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def two_microbatches(recipe: Any, sizes: dict[str, int], delay: bool, each: bool, **options: Any) -> dict[str, Any]:
+    """The gradients of two microbatches, those before `backward_dw`, and how many wgrads had waited. `each`: it is
+    called after each microbatch."""
+    mesh = worker.mesh(**sizes)
+    model = net(recipe, mesh, *([DELAY] if delay else []), dtype=torch.bfloat16, **options)
+    waited, before = [], {}
+    for step in range(2):
+        gradients(model, *batch(step, mesh))
+        before = before or grads(model)
+        if each or step == 1:
+            waited.append(dlp.backward_dw(model))
+    return {"grads": grads(model), "before": before, "waited": waited, "said": sorted(runtime_of(model).noted)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "world"),
+    [*((recipe, {"tp": 1}, 1) for recipe in RECIPES), ("fp8_delayed", {"tp": 2}, 2), ("nvfp4", {"tp": 2}, 2)],
+    ids=str,
+)
+def test_the_bits_are_those_of_wgrads_that_do_not_wait(ranks, recipe, sizes, world):
+    expected = ranks(world).run(two_microbatches, recipe, sizes, False, True)
+    for each in (True, False):
+        for found, reference in zip(
+            ranks(world).run(two_microbatches, recipe, sizes, True, each), expected, strict=True
+        ):
+            assert found["waited"] == ([LINEARS] * 2 if each else [2 * LINEARS]) and reference["waited"] == [0, 0]
+            for name, gradient in reference["grads"].items():
+                waits = "norm" not in name and "bias" not in name
+                assert (found["before"][name] is None) == waits, name
+                assert_bit_equal(found["grads"][name], gradient, name)
+
+
+@pytest.mark.ranks(2)
+def test_under_fsdp_nothing_waits_and_the_plan_says_so(ranks):
+    def run(delay: bool) -> list[dict[str, Any]]:
+        return ranks(2).run(sharded, delay)
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        assert found["waited"] == [0, 0]
+        assert "wgrad does not wait under FSDP, which reduces gradients within backward" in found["said"]
+        for name, gradient in expected["grads"].items():
+            assert_bit_equal(found["grads"][name], gradient, name)
+
+
+def sharded(delay: bool) -> dict[str, Any]:
+    return two_microbatches("fp8_current", {"dp_shard": 2}, delay, True, fsdp=True)
+
+
+def compiled_gradients(delay: bool) -> tuple[int, dict[str, Tensor | None]]:
+    mesh = worker.mesh(dp_shard=1)
+    model = net("fp8_current", mesh, *([DELAY] if delay else []), dtype=torch.bfloat16)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    gradients(model, *batch(0, mesh))
+    waited = dlp.backward_dw(model)
+    torch._dynamo.reset()
+    return waited, grads(model)
+
+
+@pytest.mark.ranks(1)
+def test_compiled_blocks_leave_theirs_too(ranks):
+    ((now, expected),), ((waited, found),) = (ranks(1).run(compiled_gradients, delay) for delay in (False, True))
+    assert (now, waited) == (0, LINEARS)
+    for name, gradient in expected.items():
+        assert_bit_equal(found[name], gradient, name)
+
+
+def forgotten() -> str:
+    mesh = worker.mesh(dp_shard=1)
+    model = net("fp8_current", mesh, DELAY)
+    gradients(model, *batch(0, mesh))
+    try:
+        model.optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks(1)
+def test_an_optimizer_step_before_it_is_an_error(ranks):
+    (said,) = ranks(1).run(forgotten)
+    assert "6 wgrads still wait, the first of blocks.1.down" in said and "dlp.backward_dw(model)" in said
+
+
+def without_dx() -> tuple[int, bool]:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    dlp.convert(model, [{"name": "first", "match": ["0"], "delay_wgrad": True}], worker.mesh(dp_shard=1), batch=(2, 8))
+    model(torch.ones(2, 8, 16)).sum().backward()
+    return dlp.backward_dw(model), model[0].weight.grad is not None
+
+
+@pytest.mark.ranks(1)
+def test_a_layer_without_dx_keeps_nobody_waiting(ranks):
+    assert ranks(1).run(without_dx) == [(0, True)]
+
+
+def partial_sum() -> tuple[int, list[tuple[str, ...]]]:
+    mesh = worker.mesh(tp=2)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    plan = dlp.convert(
+        model, [{"name": "mix", "match": ["0"], "sequence_parallel": True, "delay_wgrad": True}], mesh, batch=(2, 8)
+    )
+    x = dlp.scatter_tokens(torch.ones(2, 8, 16, requires_grad=True), mesh["tp"])
+    dlp.gather_tokens(model(x), mesh["tp"]).sum().backward()
+    return dlp.backward_dw(model), [row.notes for row in plan.layers]
+
+
+@pytest.mark.ranks(2)
+def test_parts_of_a_sum_over_tp_do_not_wait(ranks):
+    for waited, (notes,) in ranks(2).run(partial_sum):
+        assert waited == 0 and any("wgrad does not wait" in note for note in notes)
