@@ -164,6 +164,7 @@ class Trainer:
             loss = dlp.cross_entropy(model(tokens), targets, self.built.mesh) / valid
             lap("forward")
             (loss * dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
+            dlp.backward_dw(model)
             total += loss.detach()
             lap("backward")
         return torch.stack([total, self.optimize()])
@@ -182,6 +183,7 @@ class Trainer:
         before = dlp.state_dict(self.built.model)
         tokens, targets = next(self.batches(self.train_data, 0))
         dlp.cross_entropy(self.built.model(tokens), targets, self.built.mesh).backward()
+        dlp.backward_dw(self.built.model)
         self.built.optimizer.zero_grad(set_to_none=True)
         dlp.load_state_dict(self.built.model, before)
 

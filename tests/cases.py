@@ -20,6 +20,9 @@ from dlp.quant.quantizer import needs_origin
 from dlp.quant.recipe import GEMMS, Recipe
 
 RECIPES = recipes.names()
+# a recipe of each kind of scale (shared, in blocks, of two levels) stands for the others on 4 ranks
+FOUR = ("fp8_current", "fp8_block", "nvfp4")
+ON_RANKS = [(world, recipe) for world in (2, 4) for recipe in RECIPES if world < 4 or recipe in FOUR]
 STYLE_KEYS = list(STYLES)  # (name, sequence_parallel)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EPSILON = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative Frobenius error of a few roundings

@@ -18,6 +18,7 @@ import torch
 from launch import deterministic
 from launch.config import Config, load
 from launch.data import prepare
+from launch.metrics import read_metrics
 from launch.stop import StopFlag
 from launch.train import start
 from launch.trainer import Trainer
@@ -95,8 +96,8 @@ def run(config: Config) -> None:
 
 def metrics(config: Config, key: str = "loss") -> dict[int, Any]:
     """What a run recorded, by step."""
-    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record[key] for record in map(json.loads, lines) if key in record}
+    records = read_metrics(Path(config.run.dir) / "metrics.jsonl")  # without the line that is being written
+    return {record["step"]: record[key] for record in records if key in record}
 
 
 def said(config: Config, rank: int = 0) -> list[str]:

@@ -103,7 +103,7 @@ class LinearCore:
             return tuple(ys)
         save = any(w.requires_grad for w in weights)
         results: tuple[Tensor, ...] = QuantizedLinearFn.apply(
-            spec.ticket, spec.kind, len(weights), save, record, x, *weights, *biases, *cached
+            spec.ticket, spec.kind, len(weights), save, record, spec.delay_wgrad, x, *weights, *biases, *cached
         )
         return results
 

@@ -211,7 +211,7 @@ def linear_bwd(
             (member, partial(_wgrad, spec, dy_col(), x_whole, w.shape, w.dtype))
             for member, dy_col, w, needed in zip(members, dy_cols, weights, needs_dw, strict=True) if needed
         )  # fmt: skip
-        if _waits(spec, needs_dx):
+        if _waits(spec.delay_wgrad, needs_dx):
             spec.runtime.waiting.extend(wgrads)
         else:
             grads += [wgrad() for _, wgrad in wgrads]
@@ -232,10 +232,10 @@ def _wgrad(
     return _part(contract_gemm(spec, dy, x, dtype), shape[0], shape[1]).to(dtype)
 
 
-def _waits(spec: LinearSpec, needs_dx: bool) -> bool:
+def _waits(delay: bool, needs_dx: bool) -> bool:
     """Whether wgrad is left to `backward_dw`. Nobody waits for a layer without dx, and an op without a result would be
     dropped from a compiled graph."""
-    return spec.delay_wgrad and needs_dx
+    return delay and needs_dx
 
 
 def _start_dy(
@@ -279,7 +279,7 @@ def _linear_bwd_fake(
     spec, dy = spec_of(kind), dys[0]
     tokens, features = _x_tokens(spec, dy.numel() // dy.shape[-1]), weights[0].shape[1]
     grads = [dy.new_empty((tokens, features), dtype=dtype)] if needs_dx else []
-    now = not _waits(spec, needs_dx)
+    now = not _waits(spec.delay_wgrad, needs_dx)
     grads += [w.new_empty(w.shape) for w, needed in zip(weights, needs_dw, strict=True) if needed and now]
     return grads + [w.new_empty(w.shape[:1]) for w, needed in zip(weights, needs_db, strict=True) if needed]
 
@@ -318,17 +318,17 @@ def opaque() -> bool:
 
 
 class QuantizedLinearFn(torch.autograd.Function):
-    """`apply(ticket, kind, count, save, record, x, *weights, *biases, *cached)` -> a tuple of y_i; `count` weights and
-    biases."""
+    """`apply(ticket, kind, count, save, record, delay, x, *weights, *biases, *cached)` -> a tuple of y_i; `count` weights
+    and biases; `delay`: the spec's `delay_wgrad`."""
 
     @staticmethod
     def forward(
-        ctx: Any, ticket: Tensor, kind: int, count: int, save: bool, record: bool, x: Tensor, *tensors: Any
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, ticket: Tensor, kind: int, count: int, save: bool, record: bool, delay: bool, x: Tensor, *tensors: Any
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
         run = torch.ops.dlp.linear_fwd if opaque() else linear_fwd
         ys, saved = run(x, weights, biases, cached, ticket, kind, save, record)
-        ctx.kind, ctx.count, ctx.x_shape, ctx.x_dtype = kind, count, x.shape, x.dtype
+        ctx.kind, ctx.count, ctx.delay, ctx.x_shape, ctx.x_dtype = kind, count, delay, x.shape, x.dtype
         ctx.num_saved = len(saved) or 1
         ctx.save_for_backward(ticket, *(saved or [x if save else None]), *weights, *cached)
         ctx.set_materialize_grads(False)
@@ -341,7 +341,7 @@ class QuantizedLinearFn(torch.autograd.Function):
         saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
         cached = list(tensors[ctx.num_saved + count :])
         used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
-        needs = ctx.needs_input_grad[5:]
+        needs = ctx.needs_input_grad[6:]
         needs_dw, needs_db = [needs[1 + i] for i in used], [needs[1 + count + i] for i in used]
         size = len(cached) // count
         run: Any = torch.ops.dlp.linear_bwd if opaque() else linear_bwd
@@ -351,7 +351,7 @@ class QuantizedLinearFn(torch.autograd.Function):
             needs[0], needs_dw, needs_db,
         ))  # fmt: skip
         dx = next(grads).view(ctx.x_shape) if needs[0] else None
-        now = not _waits(spec_of(ctx.kind), needs[0])
+        now = not _waits(ctx.delay, needs[0])
         dws = [next(grads) if i in used and needs[1 + i] and now else None for i in range(count)]
         dbs = [next(grads) if i in used and needs[1 + count + i] else None for i in range(count)]
-        return None, None, None, None, None, dx, *dws, *dbs, *(None for _ in cached)
+        return None, None, None, None, None, None, dx, *dws, *dbs, *(None for _ in cached)

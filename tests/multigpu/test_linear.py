@@ -22,7 +22,17 @@ from dlp.comm import collectives
 from dlp.parallel import operands
 from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from tests import pool as worker
-from tests.cases import EPSILON, RECIPES, STYLE_KEYS, LinearCase, linear_cases, matrix, rounds_by_chance, style_id
+from tests.cases import (
+    EPSILON,
+    ON_RANKS,
+    RECIPES,
+    STYLE_KEYS,
+    LinearCase,
+    linear_cases,
+    matrix,
+    rounds_by_chance,
+    style_id,
+)
 from tests.metrics import bit_difference, relative_error
 from tests.observe import Collectives
 
@@ -178,8 +188,7 @@ def crosses_ranks(case: LinearCase, result: str) -> bool:
     return style.partial_bias_grad if kind == "db" else comm[kind].reduce is not None
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("world", "recipe"), [*((1, recipe) for recipe in RECIPES), *ON_RANKS])
 @pytest.mark.parametrize("style_key", STYLE_KEYS, ids=style_id)
 def test_sharded_equals_unsharded(ranks, world, recipe, style_key):
     cases = list(linear_cases(style_key, recipe))

@@ -29,7 +29,7 @@ from dlp.parallel.wires import WIRES
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import KeepHighPrecision
 from tests import pool as worker
-from tests.cases import EPSILON, RECIPES, STYLE_KEYS, LinearCase, linear_cases, matrix, style_id
+from tests.cases import EPSILON, ON_RANKS, STYLE_KEYS, LinearCase, linear_cases, matrix, style_id
 from tests.metrics import relative_error
 from tests.multigpu.test_linear import Full, build, cut, make_full, run, whole_partials
 
@@ -92,8 +92,7 @@ def check(cases: list[LinearCase], of_ranks: list[Compared], device_type: str) -
             assert error <= bound(case, device_type), f"{case} {name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("world", "recipe"), ON_RANKS)
 @pytest.mark.parametrize("style_key", STYLE_KEYS, ids=style_id)
 def test_chunked_is_serial(ranks, device_type, world, recipe, style_key):
     cases = list(linear_cases(style_key, recipe))

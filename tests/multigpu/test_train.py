@@ -262,3 +262,15 @@ def test_losses_do_not_depend_on_how_fsdp_gathers_weights(ranks, tmp_path, data)
         ranks(2).run(training.run, config)
         seen.append([training.metrics(config, key) for key in ("loss", "gradient_norm")])
     assert seen[0] == seen[1]
+
+
+@pytest.mark.ranks(2)
+def test_losses_do_not_depend_on_when_wgrads_are_made(ranks, tmp_path, data):
+    seen = []
+    for delay in ("true", "false"):
+        config = training.config(
+            tmp_path, data, "--train.steps=3", f"--groups.default.delay_wgrad={delay}", f"--run.dir={tmp_path}/{delay}"
+        )
+        ranks(2).run(training.run, config)
+        seen.append([training.metrics(config, key) for key in ("loss", "gradient_norm")])
+    assert seen[0] == seen[1]
