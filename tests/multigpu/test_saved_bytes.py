@@ -1,0 +1,68 @@
+"""What linears keep for backward: at most 0.55 of bf16 in 8-bit recipes, 0.30 in nvfp4; counted in a real block as well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import dlp
+from dlp.parallel.linear import ParallelLinear
+from launch.config import load
+from launch.model import Llama, parallel_groups
+from launch.saved_bytes import of_block, saved
+from launch.sections import Model
+from tests import pool as worker
+from tests.cases import RECIPES
+
+BLOCK = Model(layers=1, hidden=256, ffn=1024, heads=4, kv_heads=2, head_dim=64, vocab=256)
+TOKENS = 256
+MOST = {"bf16": 1.0, "nvfp4": 0.30}
+SMALL = 64  # bytes of tickets
+
+
+@pytest.mark.parametrize("model", [load("bench_8b").model, BLOCK], ids=["8b", "small"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_block_saves_its_share_of_bf16(recipe: str, model: Model):
+    found, plain = (sum(of_block(model, name, 4096, torch.bfloat16).values()) for name in (recipe, "bf16"))
+    x_of_each = 4096 * 2 * (2 * model.hidden + model.heads * model.head_dim + model.ffn)
+    assert 0 <= plain - x_of_each <= SMALL, "siblings once"
+    assert found <= MOST.get(recipe, 0.55) * plain
+
+
+def in_a_real_block(recipe: Any) -> int:
+    """Bytes saved by the linears of a converted Llama's block, as it runs."""
+    model = Llama(BLOCK).to(worker.device(), torch.bfloat16)
+    group = {"name": "recipe", "match": ["layers.**.*_proj"], "recipe": recipe}
+    dlp.convert(model, [*parallel_groups(False), group], worker.mesh(dp_shard=1), batch=(1, TOKENS))
+    weights = [parameter.to_local() for parameter in model.parameters()]
+    kept: list[Any] = []
+    total = 0
+    for module in model.model.layers.modules():
+        if isinstance(module, ParallelLinear):
+
+            def run(x: torch.Tensor, forward: Any = module.forward) -> torch.Tensor:
+                nonlocal total
+                with saved(weights) as found:
+                    kept.append(forward(x))
+                    total += sum(found.values())
+                return kept[-1]
+
+            module.forward = run
+    model(torch.zeros(1, TOKENS, dtype=torch.int64, device=worker.device()))
+    return total
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_real_block_saves_what_is_counted(ranks, recipe):
+    (real,) = ranks(1).run(in_a_real_block, recipe)
+    assert real == pytest.approx(sum(of_block(BLOCK, recipe, TOKENS, torch.bfloat16).values()), abs=SMALL)
+
+
+def test_it_is_a_command():
+    done = subprocess.run([sys.executable, "-m", "launch.saved_bytes", "bench_8b"], capture_output=True, text=True)
+    assert "| nvfp4 | 18.00 | 18.00 | 18.00 | 63.00 | 117.00 | 0.281 |" in done.stdout, done.stderr
