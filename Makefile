@@ -19,7 +19,7 @@ DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_avai
 NEEDS   = @$(PYTHON) tools/check_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help pretrain plan ledger test multigpu lint kernels-compile gpu-test bench bench-linear bench-comm
+.PHONY: help pretrain plan ledger test multigpu lint kernels-compile gpu-test sanitize bench bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -59,6 +59,10 @@ kernels-compile: $(READY) ## compile the CUDA kernels for ARCHS="sm_90a sm_100a"
 gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, on this machine's GPU
 	$(NEEDS) pytest ninja pybind11
 	@$(PYTHON) -m pytest tests/gpu $(ARGS)
+
+sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --cases 2"; exit 3 where a tool does not work
+	$(NEEDS) pytest ninja pybind11
+	@$(PYTHON) tools/sanitize.py $(ARGS)
 
 bench: $(READY) ## bandwidth of the quantizers beside a copy: ARGS="--only cast --sizes 256 --json FILE --plot FILE.png"
 	$(NEEDS) ninja pybind11

@@ -32,6 +32,7 @@ if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do with
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where multi-rank tests run")
+    parser.addoption("--cases", type=int, metavar="N", help="only so many cases of each test, from first to last")
     parser.addoption(
         "--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones"
     )
@@ -48,8 +49,18 @@ def world_of(item: pytest.Item) -> int:
     return int(mark.args[0]) if mark else 0
 
 
+def _some(items: list[pytest.Item], cases: int) -> list[pytest.Item]:
+    """Of each test function so many cases, evenly spread, the first among them."""
+    by_function: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [its[i * len(its) // n] for its in by_function.values() for n in [min(cases, len(its))] for i in range(n)]
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if cases := config.getoption("--cases"):
+        items[:] = _some(items, cases)
     for item in items:
         if world_of(item) and item.get_closest_marker("ranks") is None:
             item.add_marker(pytest.mark.ranks(world_of(item)))

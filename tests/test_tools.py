@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import check_env, function_length
+from tools import check_env, function_length, sanitize
 from tools.function_length import Function
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +60,47 @@ def test_help_lists_every_verb():
     run = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     verbs = [line.split()[0] for line in run.stdout.splitlines()[1:]]
     assert verbs == [
-        "help", "pretrain", "plan", "ledger", "test", "multigpu", "lint", "kernels-compile", "gpu-test", "bench",
+        "help", "pretrain", "plan", "ledger", "test", "multigpu", "lint", "kernels-compile", "gpu-test", "sanitize", "bench",
         "bench-linear", "bench-comm",
     ]  # fmt: skip
+
+
+WORKS = """case "$*" in *" clean") ;; *probe*) exit 99 ;; *) echo "=== 3 passed in 1s ===" ;; esac"""
+BLIND = """case "$*" in *probe*) ;; *) echo "3 passed" ;; esac"""
+WRONG = """exit 99"""
+FINDS = """case "$*" in *" clean") ;; *) echo "=== 3 passed in 1s ==="; exit 99 ;; esac"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        (WORKS, 0, "memcheck: clean, 3 passed in 1s\nracecheck: clean"),
+        (FINDS, 1, "memcheck: exit code 99, 3 passed"),
+        (BLIND, 3, "memcheck: does not work on a GPU: it does not find the defect of a bad kernel"),
+        (WRONG, 3, "memcheck: does not work on a GPU: it fails on a clean kernel, with exit code 99"),
+    ],
+    ids=["works", "finds", "blind", "wrong"],
+)
+def test_a_sanitizer_that_does_not_work_is_never_clean(monkeypatch, tmp_path, capsys, script, code, said):
+    for name, text in (("compute-sanitizer", script), ("nvcc", "exit 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sanitize.torch.cuda, "get_device_name", lambda: "a GPU")
+    assert sanitize.main([]) == code
+    output = "".join(capsys.readouterr())
+    assert said in output and (code == 3) != ("passed" in output)
+
+
+def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sanitize.main(["memcheck"]) == 2
+    assert "needs nvcc, which is not on PATH" in capsys.readouterr().err
+
+
+def test_some_cases_of_each_test_are_spread():
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", "--cases", "2"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = [line.partition("[")[0] for line in lines if "::" in line]
+    assert names and max(names.count(name) for name in names) == 2

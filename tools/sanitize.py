@@ -1,0 +1,116 @@
+"""Small cases of the GPU tests under compute-sanitizer: memcheck, racecheck and initcheck.
+
+    python tools/sanitize.py [TOOL ...] [--cases 2]
+
+A tool must first show on this device that it works: it passes a clean kernel and finds fault with a bad one
+(tools/sanitize_probe.cu). One that does not is named, nothing is run under it, and the exit code is 3.
+
+    0   every tool works and found nothing           2   nvcc, compute-sanitizer or a GPU is missing
+    1   a tool found something, or a test failed     3   a tool does not work on this device: nothing is known
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+PROBE = ROOT / "tools" / "sanitize_probe.cu"
+TOOLS = ("memcheck", "racecheck", "initcheck")
+FOUND = 99  # the sanitizer's exit code for a finding; a program's own is passed on
+# cuBLASLt's kernels are not ours: its workspaces are read before they are written, and racecheck takes hours for them
+NOT_OURS = ("tests/gpu/test_gemms.py", "tests/gpu/test_graph.py", "tests/gpu/test_quantizers.py")
+
+
+def missing() -> str | None:
+    """What this needs and does not find, in a sentence."""
+    for program in ("nvcc", "compute-sanitizer"):
+        if shutil.which(program) is None:
+            return f"make sanitize needs {program}, which is not on PATH: it is part of the CUDA toolkit"
+    return (
+        None if torch.cuda.is_available() else f"make sanitize needs a CUDA device; torch {torch.__version__} sees none"
+    )
+
+
+def under(tool: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The command under a tool, each allocation of torch one of its own."""
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all"]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return subprocess.run(
+        ["compute-sanitizer", *options, *command], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def obstacle(tool: str, probe: str) -> str | None:
+    """Why nothing can be learnt from this tool here; None: it works."""
+    clean, bad = under(tool, [probe, "clean"]), under(tool, [probe, tool])
+    if clean.returncode:
+        return f"it fails on a clean kernel, with exit code {clean.returncode}:\n{clean.stdout}"
+    return None if bad.returncode == FOUND else f"it does not find the defect of a bad kernel:\n{bad.stdout}"
+
+
+def small_cases(tool: str, cases: int) -> list[str]:
+    """The command of pytest that runs so many cases of each GPU test that this tool can say something about."""
+    ignored = [] if tool == "memcheck" else [f"--ignore={file}" for file in NOT_OURS]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--cases",
+        str(cases),
+        *ignored,
+    ]
+
+
+def check(tool: str, probe: str, cases: int) -> int:
+    """Run one tool, print what came out, and return the exit code."""
+    why = obstacle(tool, probe)
+    if why is not None:
+        print(f"{tool}: does not work on {torch.cuda.get_device_name()}: {why}", file=sys.stderr)
+        return 3
+    done = under(tool, small_cases(tool, cases))
+    if done.returncode:
+        print(done.stdout)
+    print(f"{tool}: {'clean' if done.returncode == 0 else f'exit code {done.returncode}'}, {last_line(done.stdout)}")
+    return int(done.returncode != 0)
+
+
+def last_line(output: str) -> str:
+    """Pytest's closing line."""
+    lines = [line for line in output.splitlines() if " passed" in line or " failed" in line]
+    return lines[-1].strip("= ") if lines else "pytest said nothing"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools/sanitize.py", description="Run GPU tests under compute-sanitizer.")
+    parser.add_argument(
+        "tools", nargs="*", metavar="TOOL", default=TOOLS, help=f"some of {', '.join(TOOLS)}; default all"
+    )
+    parser.add_argument("--cases", type=int, default=2, help="how many cases of each test (default 2)")
+    known = parser.parse_args(arguments)
+    if unknown := set(known.tools) - set(TOOLS):
+        parser.error(f"unknown tool {', '.join(sorted(unknown))}: the tools are {', '.join(TOOLS)}")
+    if (sentence := missing()) is not None:
+        print(sentence, file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        probe = f"{folder}/probe"
+        subprocess.run(["nvcc", "-arch=native", "-lineinfo", "-o", probe, str(PROBE)], check=True)
+        return max(check(tool, probe, known.cases) for tool in known.tools)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
