@@ -49,7 +49,7 @@ def world_of(item: pytest.Item) -> int:
     return int(mark.args[0]) if mark else 0
 
 
-def _some(items: list[pytest.Item], cases: int) -> list[pytest.Item]:
+def some_cases(items: list[pytest.Item], cases: int) -> list[pytest.Item]:
     """Of each test function so many cases, evenly spread, the first among them."""
     by_function: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -60,7 +60,7 @@ def _some(items: list[pytest.Item], cases: int) -> list[pytest.Item]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if cases := config.getoption("--cases"):
-        items[:] = _some(items, cases)
+        items[:] = some_cases(items, cases)
     for item in items:
         if world_of(item) and item.get_closest_marker("ranks") is None:
             item.add_marker(pytest.mark.ranks(world_of(item)))

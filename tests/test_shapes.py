@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.config import load
-from launch.shapes import of_config
+from launch.shapes import main, of_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,13 +47,14 @@ def test_what_a_gemm_reads_and_writes():
     }  # fmt: skip
 
 
-def test_it_is_a_command():
-    command = [sys.executable, "-m", "launch.shapes", "tiny", "--world", "2", "--recipe", "nvfp4"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_it_is_a_command(capsys):
+    arguments = ["tiny", "--world", "2", "--recipe", "nvfp4"]
+    main(arguments)
+    printed = capsys.readouterr().out
     assert "decode + bf16 mm" in printed and printed.splitlines()[-1].startswith('make bench-linear ARGS="--shapes ')
-    listed = json.loads(
-        subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    )
+    main([*arguments, "--json"])
+    listed = json.loads(capsys.readouterr().out)
     assert any(each["alpha"] and each["a_dtype"] == "bfloat16" for each in listed)
-    refused = subprocess.run([*command, "--world", "3"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "launch.shapes", *arguments, "--world", "3"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 1 and "world size 3" in refused.stderr and "Traceback" not in refused.stderr

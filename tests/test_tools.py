@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import some_cases
 from tools import check_env, function_length, sanitize
 from tools.function_length import Function
 
@@ -100,7 +102,6 @@ def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
 
 
 def test_some_cases_of_each_test_are_spread():
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", "--cases", "2"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    names = [line.partition("[")[0] for line in lines if "::" in line]
-    assert names and max(names.count(name) for name in names) == 2
+    names = [*(f"f.py::many[{i}-a[0]]" for i in range(10)), "f.py::one"]
+    found = some_cases([SimpleNamespace(nodeid=name) for name in names], 2)
+    assert [item.nodeid for item in found] == ["f.py::many[0-a[0]]", "f.py::many[5-a[0]]", "f.py::one"]
