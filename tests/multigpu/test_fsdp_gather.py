@@ -282,9 +282,12 @@ def test_what_was_missing_once_travels_with_the_rest(ranks, recipe, first):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world"), [({"dp_shard": 1}, 1), ({"dp_shard": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
+    ("name", "sizes", "world"),
+    [
+        *((name, {"dp_shard": world}, world) for name in ("swaps", "in flight") for world in (1, 2)),
+        ("in flight", *MESHES[1]),
+    ],
 )
-@pytest.mark.parametrize("name", ["swaps", "in flight"])
 def test_recipe_swaps(ranks, name, sizes, world):
     both_ways(ranks, world, name, "bf16", sizes)
 
@@ -304,11 +307,11 @@ def test_uneven_and_empty_shards(ranks, recipe, world):
     assert all(any(why in said for said in first["said"]) for why in refused if why), "the plan says so"
 
 
-def compiled_training(recipe: str, backend: str, on: bool) -> tuple[list[float], dict[str, Tensor], int]:
+def compiled_training(on: bool) -> tuple[list[float], dict[str, Tensor], int]:
     """Blocks compiled before they are sharded, as the launcher does; and the graphs that this took."""
     torch._dynamo.utils.counters.clear()
     mesh = worker.mesh(dp_shard=2)
-    model = shardnet(recipe, mesh, compiled=backend, quantized_gather=on, size=64)
+    model = shardnet("fp8_current", mesh, compiled="inductor", quantized_gather=on, size=64)
     losses = train(model, mesh, range(3))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
@@ -316,10 +319,9 @@ def compiled_training(recipe: str, backend: str, on: bool) -> tuple[list[float],
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("recipe", "backend"), [("mxfp8", "aot_eager"), ("fp8_current", "inductor")])
-def test_compiled_blocks_read_gathered_weights(ranks, recipe, backend):
+def test_compiled_blocks_read_gathered_weights(ranks):
     """Inductor's own sums differ, but not by what travels."""
-    quantized, plain = (ranks(2).run(compiled_training, recipe, backend, on) for on in (True, False))
+    quantized, plain = (ranks(2).run(compiled_training, on) for on in (True, False))
     for (losses, found, graphs), (losses_off, expected, graphs_off) in zip(quantized, plain, strict=True):
         assert losses == losses_off and graphs == graphs_off
         for name, value in expected.items():

@@ -133,17 +133,17 @@ def stopped(config: Config) -> None:
     trainer.train(done)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_one_rank_asked_to_stop_stops_all_at_one_boundary(ranks, tmp_path, data, world):
+@pytest.mark.ranks(2)
+def test_one_rank_asked_to_stop_stops_all_at_one_boundary(ranks, tmp_path, data):
     whole = training.config(tmp_path, data, f"--run.dir={tmp_path}/whole")
-    ranks(world).run(training.run, whole)
+    ranks(2).run(training.run, whole)
     config = training.config(tmp_path, data, "--checkpoint.every=100")
-    ranks(world).run(stopped, config)
+    ranks(2).run(stopped, config)
     path = f"{config.run.dir}/checkpoints/step-4"
-    for rank in range(world):
+    for rank in range(2):
         assert training.said(config, rank)[-1] == f"stopped by SIGTERM at step 4, checkpoint {path}"
     assert checkpoints(config) == ["step-4"]
-    ranks(world).run(training.run, config)
+    ranks(2).run(training.run, config)
     assert training.metrics(config) == training.metrics(whole)
     assert training.metrics(config, "validation_loss") == training.metrics(whole, "validation_loss")
 
