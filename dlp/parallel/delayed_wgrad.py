@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dlp.parallel.grads import local_grad
-from dlp.parallel.linear import cores
-from dlp.parallel.runtime import Runtime
+from dlp.parallel.runtime import Runtime, runtime_of
 
 
 @torch.no_grad()
@@ -23,20 +22,20 @@ def backward_dw(model: nn.Module) -> int:
     """Run all wgrads that wait in `model` and add them to its parameters' `grad`, as backward would have; returns how
     many there were. Hooks on a parameter's gradient are not called.
 
-    Call it after backward, of one microbatch or of several, and before gradients are clipped or read.
+    Call it after backward, of one microbatch or of several, and before gradients are clipped or read. ValueError for a
+    model that was not converted.
     """
-    layers = list(cores(model))
-    weights = {
-        (id(core.spec.runtime), name): getattr(member.module, member.weight)
-        for core in layers
-        for name, member in zip(core.spec.members, core.members, strict=True)
+    runtime = runtime_of(model)
+    count = len(runtime.waiting)
+    if count == 0:
+        return 0
+    owners = {
+        name: member for core in runtime.cores for name, member in zip(core.spec.members, core.members, strict=True)
     }
-    count = 0
-    for runtime in dict.fromkeys(core.spec.runtime for core in layers):
-        while runtime.waiting:
-            name, wgrad = runtime.waiting.popleft()
-            _accumulate(weights[id(runtime), name], wgrad())
-            count += 1
+    while runtime.waiting:
+        name, wgrad = runtime.waiting.popleft()
+        module, weight, _ = owners[name]
+        _accumulate(getattr(module, weight), wgrad())
     return count
 
 

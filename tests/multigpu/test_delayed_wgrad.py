@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import dlp
+from dlp.parallel.grads import local_grad
 from dlp.parallel.runtime import runtime_of
 from tests import pool as worker
 from tests.cases import RECIPES
@@ -21,8 +21,8 @@ LINEARS = 2 * 3  # of two blocks
 
 
 def grads(model: Net) -> dict[str, Tensor | None]:
-    found = {name: p.grad for name, p in model.named_parameters()}
-    return {name: g._local_tensor.clone() if isinstance(g, DTensor) else g for name, g in found.items()}
+    found = {name: local_grad(p) for name, p in model.named_parameters()}
+    return {name: None if grad is None else grad.clone() for name, grad in found.items()}
 
 
 def two_microbatches(recipe: Any, sizes: dict[str, int], delay: bool, each: bool, **options: Any) -> dict[str, Any]:
@@ -59,10 +59,7 @@ def test_the_bits_are_those_of_wgrads_that_do_not_wait(ranks, recipe, sizes, wor
 
 @pytest.mark.ranks(2)
 def test_under_fsdp_nothing_waits_and_the_plan_says_so(ranks):
-    def run(delay: bool) -> list[dict[str, Any]]:
-        return ranks(2).run(sharded, delay)
-
-    for found, expected in zip(run(True), run(False), strict=True):
+    for found, expected in zip(*(ranks(2).run(sharded, delay) for delay in (True, False)), strict=True):
         assert found["waited"] == [0, 0]
         assert "wgrad does not wait under FSDP, which reduces gradients within backward" in found["said"]
         for name, gradient in expected["grads"].items():
