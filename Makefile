@@ -62,7 +62,7 @@ gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, 
 
 sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --cases 2"; exit 3 where a tool does not work
 	$(NEEDS) pytest ninja pybind11
-	@$(PYTHON) tools/sanitize.py $(ARGS)
+	@$(PYTHON) -m tools.sanitize $(ARGS)
 
 bench: $(READY) ## bandwidth of the quantizers beside a copy: ARGS="--only cast --sizes 256 --json FILE --plot FILE.png"
 	$(NEEDS) ninja pybind11

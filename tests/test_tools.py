@@ -88,6 +88,7 @@ def test_a_sanitizer_that_does_not_work_is_never_clean(monkeypatch, tmp_path, ca
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(sanitize, "CUDA", "")
     monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sanitize.torch.cuda, "get_device_name", lambda: "a GPU")
     assert sanitize.main([]) == code
@@ -97,6 +98,7 @@ def test_a_sanitizer_that_does_not_work_is_never_clean(monkeypatch, tmp_path, ca
 
 def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sanitize, "CUDA", "")
     assert sanitize.main(["memcheck"]) == 2
     assert "needs nvcc, which is not on PATH" in capsys.readouterr().err
 

@@ -1,6 +1,6 @@
 """Small cases of the GPU tests under compute-sanitizer: memcheck, racecheck and initcheck.
 
-    python tools/sanitize.py [TOOL ...] [--cases 2]
+    python -m tools.sanitize [TOOL ...] [--cases 2]
 
 A tool must first show on this device that it works: it passes a clean kernel and finds fault with a bad one
 (tools/sanitize_probe.cu). One that does not is named, nothing is run under it, and the exit code is 3.
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from dlp.kernels.loader import CUDA, find_program
 
 ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "tools" / "sanitize_probe.cu"
@@ -33,21 +35,20 @@ NOT_OURS = ("tests/gpu/test_gemms.py", "tests/gpu/test_graph.py", "tests/gpu/tes
 def missing() -> str | None:
     """What this needs and does not find, in a sentence."""
     for program in ("nvcc", "compute-sanitizer"):
-        if shutil.which(program) is None:
+        if find_program(program, CUDA) is None:
             return f"make sanitize needs {program}, which is not on PATH: it is part of the CUDA toolkit"
-    return (
-        None if torch.cuda.is_available() else f"make sanitize needs a CUDA device; torch {torch.__version__} sees none"
-    )
+    if not torch.cuda.is_available():
+        return f"make sanitize needs a CUDA device; torch {torch.__version__} sees none"
+    return None
 
 
 def under(tool: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The command under a tool, each allocation of torch one of its own."""
+    sanitizer = str(find_program("compute-sanitizer", CUDA))
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all"]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return subprocess.run(
-        ["compute-sanitizer", *options, *command], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run([sanitizer, *options, *command], cwd=ROOT, env=environment, **pipes)
 
 
 def obstacle(tool: str, probe: str) -> str | None:
@@ -61,18 +62,7 @@ def obstacle(tool: str, probe: str) -> str | None:
 def small_cases(tool: str, cases: int) -> list[str]:
     """The command of pytest that runs so many cases of each GPU test that this tool can say something about."""
     ignored = [] if tool == "memcheck" else [f"--ignore={file}" for file in NOT_OURS]
-    return [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--cases",
-        str(cases),
-        *ignored,
-    ]
+    return [sys.executable, *f"-m pytest tests/gpu -q -p no:cacheprovider --cases {cases}".split(), *ignored]
 
 
 def check(tool: str, probe: str, cases: int) -> int:
@@ -95,7 +85,9 @@ def last_line(output: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools/sanitize.py", description="Run GPU tests under compute-sanitizer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sanitize", description="Run GPU tests under compute-sanitizer."
+    )
     parser.add_argument(
         "tools", nargs="*", metavar="TOOL", default=TOOLS, help=f"some of {', '.join(TOOLS)}; default all"
     )
@@ -108,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         probe = f"{folder}/probe"
-        subprocess.run(["nvcc", "-arch=native", "-lineinfo", "-o", probe, str(PROBE)], check=True)
+        subprocess.run(
+            [str(find_program("nvcc", CUDA)), "-arch=native", "-lineinfo", "-o", probe, str(PROBE)], check=True
+        )
         return max(check(tool, probe, known.cases) for tool in known.tools)
 
 

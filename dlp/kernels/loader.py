@@ -32,6 +32,7 @@ CACHE = Path.home() / ".cache" / "dlp" / "kernels"
 MODULE = "dlp_kernels"
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # by compute capability
 LOG = logging.getLogger("dlp")
+CUDA = "/usr/local/cuda/bin"  # where its programs are when PATH does not say
 INSTEAD = "the plain-torch reference runs instead"
 
 # Scales are IEEE arithmetic: nothing approximate, nothing contracted, denormals kept.
@@ -67,9 +68,13 @@ def _cuda_version(nvcc: str) -> str:
     return found[1]
 
 
-def _program(name: str, folder: str = "") -> str:
+def find_program(name: str, folder: str = "") -> str | None:
     """The path of a program, in `folder` or on PATH."""
-    found = shutil.which(name, path=folder or None) or shutil.which(name)
+    return shutil.which(name, path=folder or None) or shutil.which(name)
+
+
+def _program(name: str, folder: str = "") -> str:
+    found = find_program(name, folder)
     if found is None:
         raise MissingError(f"native kernels need {name}, which is not on PATH: {INSTEAD}")
     return found
@@ -77,7 +82,7 @@ def _program(name: str, folder: str = "") -> str:
 
 def find_toolchain() -> Toolchain:
     """Everything compiling needs. Raises MissingError, naming the first thing that is not there."""
-    nvcc = _program("nvcc", "/usr/local/cuda/bin")
+    nvcc = _program("nvcc", CUDA)
     ninja = _program("ninja", sysconfig.get_path("scripts"))  # where pip puts it
     cxx = _program("c++")
     if importlib.util.find_spec("pybind11") is None:
