@@ -15,7 +15,7 @@ import dlp
 from dlp.parallel.runtime import data_parallel
 from tests import pool as worker
 
-HIDDEN, FFN, BATCH, SEQUENCE = 64, 128, 4, 64
+HIDDEN, BATCH, SEQUENCE = 64, 4, 64
 RUN_GROUPS = [
     {"name": "siblings", "match": ["blocks.*.{gate,up}"], "style": "column", "siblings": True},
     {"name": "down", "match": ["blocks.*.down"], "style": "row"},
@@ -23,12 +23,14 @@ RUN_GROUPS = [
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """w of gate and up [2 size, size], of down [size, 2 size]."""
+
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.gate = nn.Linear(HIDDEN, FFN, bias=False)
-        self.up = nn.Linear(HIDDEN, FFN)
-        self.down = nn.Linear(FFN, HIDDEN)
+        self.norm = nn.LayerNorm(size)
+        self.gate = nn.Linear(size, 2 * size, bias=False)
+        self.up = nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size)
 
     def forward(self, x: Tensor) -> Tensor:
         x_in = self.norm(x)
@@ -36,12 +38,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """x [B, S, H] -> [B, S, H]; `tp` is set once the blocks work on token shards. `wrap` calls a block, e.g. to
+    """x [B, S, size] -> [B, S, size]; `tp` is set once the blocks work on token shards. `wrap` calls a block, e.g. to
     recompute it."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, size: int = HIDDEN) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.size = size
+        self.blocks = nn.ModuleList([Block(size) for _ in range(2)])
         self.tp: DeviceMesh | None = None
         self.wrap: Callable[..., Tensor] = lambda block, x: block(x)
 

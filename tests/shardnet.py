@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,61 +14,26 @@ from torch.distributed.tensor import DTensor
 import dlp
 from dlp.parallel.runtime import data_parallel
 from tests import pool as worker
+from tests.net import RUN_GROUPS, Net
 
 BATCH, SEQUENCE = 4, 32
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-GROUPS = [
-    {"name": "siblings", "match": ["blocks.*.{gate,up}"], "style": "column", "siblings": True},
-    {"name": "down", "match": ["blocks.*.down"], "style": "row"},
-]
-
-
-class Block(nn.Module):
-    """w of gate and up [2 size, size], of down [size, 2 size]."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(size)
-        self.gate = nn.Linear(size, 2 * size, bias=False)
-        self.up = nn.Linear(size, 2 * size)
-        self.down = nn.Linear(2 * size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_in = self.norm(x)
-        return x + self.down(F.silu(self.gate(x_in)) * self.up(x_in))
-
-
-class ShardNet(nn.Module):
-    """x [B, S, size] -> [B, S, size]. `wrap` calls a block, e.g. to recompute it."""
-
-    def __init__(self, size: int, blocks: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(size) for _ in range(blocks)])
-        self.size = size
-        self.tp: DeviceMesh | None = None
-        self.wrap: Callable[..., Tensor] = lambda block, x: block(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x if self.tp is None else dlp.scatter_tokens(x, self.tp)
-        for block in self.blocks:
-            rows = self.wrap(block, rows)
-        return rows if self.tp is None else dlp.gather_tokens(rows, self.tp).view(x.shape)
 
 
 def shardnet(
     recipe: Any, mesh: DeviceMesh, *, size: int = 256, options: dict[str, Any] | None = None,
     lr: float = 1e-3, compiled: str = "", adamw: bool = False, down: Any = None,
     **keywords: Any,
-) -> ShardNet:  # fmt: skip
+) -> Net:  # fmt: skip
     """The same network on every mesh, converted with `options` and a recipe of its own for `down`. Each block (compiled
     by a backend) and the rest are sharded with `keywords`; the optimizer is attached as `model.optimizer`."""
     torch.manual_seed(0)
-    model = ShardNet(size).to(worker.device())
+    model = Net(size).to(worker.device())
     tp = mesh["tp"].size() > 1
     first = {"name": "all", "match": ["blocks.**"], "recipe": recipe, "sequence_parallel": tp}
     micro = (BATCH // data_parallel(mesh)[1], SEQUENCE)
     last = [] if down is None else [{"name": "other", "match": ["blocks.*.down"], "recipe": down}]
-    dlp.convert(model, [first, *GROUPS, *last], mesh, batch=micro, **(options or {}))
+    dlp.convert(model, [first, *RUN_GROUPS, *last], mesh, batch=micro, **(options or {}))
     model.tp = mesh["tp"] if tp else None
     for block in model.blocks if compiled else ():
         block.compile(backend=compiled)
@@ -81,7 +45,7 @@ def shardnet(
     return model
 
 
-def backward(model: ShardNet, mesh: DeviceMesh, step: int) -> float:
+def backward(model: Net, mesh: DeviceMesh, step: int) -> float:
     """One microbatch, this rank's sequences of a global batch; the loss."""
     generator = torch.Generator().manual_seed(100 + step)
     x, target = (torch.randn(BATCH, SEQUENCE, model.size, generator=generator) for _ in range(2))
@@ -92,7 +56,7 @@ def backward(model: ShardNet, mesh: DeviceMesh, step: int) -> float:
     return loss.item()
 
 
-def train(model: ShardNet, mesh: DeviceMesh, steps: range, microbatches: int = 1) -> list[float]:
+def train(model: Net, mesh: DeviceMesh, steps: range, microbatches: int = 1) -> list[float]:
     losses = []
     for step in steps:
         losses += [backward(model, mesh, step * microbatches + i) for i in range(microbatches)]

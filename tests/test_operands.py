@@ -20,6 +20,7 @@ from dlp.parallel.spec import LinearSpec, Overlaps
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
+from launch.saved_bytes import of_layer
 from tests.cases import RECIPES
 
 SIZE = 64
@@ -137,18 +138,7 @@ def test_operands_flatten_and_come_back():
 def saved_bytes(recipe: str, dtype: torch.dtype, siblings: int = 1, tokens: int = 256) -> int:
     """Bytes that a linear's forward keeps for backward, beside its weights."""
     layer = Linear(128, (64,) * siblings if siblings > 1 else 64, recipe=recipe, dtype=dtype)
-    weights = {parameter.data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
-        return tensor
-
-    x = torch.randn(tokens, 128, dtype=dtype, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    return sum(kept.values())
+    return of_layer(layer, torch.randn(tokens, 128, dtype=dtype, requires_grad=True))
 
 
 SMALL = 64  # bytes of scales and tickets, and no tensor of tokens

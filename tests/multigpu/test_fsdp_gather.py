@@ -30,7 +30,8 @@ from dlp.parallel.runtime import data_parallel, runtime_of
 from tests import pool as worker
 from tests.cases import ON_RANKS, RECIPES
 from tests.metrics import assert_bit_equal
-from tests.shardnet import BATCH, SEQUENCE, ShardNet, backward, shardnet, tensors, train, whole
+from tests.net import Net
+from tests.shardnet import BATCH, SEQUENCE, backward, shardnet, tensors, train, whole
 
 QUANTIZED = [recipe for recipe in RECIPES if recipe != "bf16"]
 MESHES = [({"dp_shard": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
@@ -75,7 +76,7 @@ def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world
             assert gathered <= share * gathered_off, "of what would be gathered in bf16"
 
 
-def spoil(model: ShardNet, how: str, rank: int) -> None:
+def spoil(model: Net, how: str, rank: int) -> None:
     """Shards that differ: rows of growing size, and on one rank nothing but zeros, or a NaN."""
     for parameter in model.parameters():
         local = parameter.to_local()
@@ -130,7 +131,7 @@ def test_zero_shards_and_nan_arrive_as_they_would_be_cast(ranks, recipe, how):
     ranks(2).run(arrivals, recipe, MESHES[0][0], how)
 
 
-Scenario = Callable[[ShardNet, DeviceMesh], list[float]]
+Scenario = Callable[[Net, DeviceMesh], list[float]]
 
 
 def scenario(name: str, recipe: Any, sizes: dict[str, int], on: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -156,11 +157,11 @@ def both_ways(
     return quantized
 
 
-def plain_training(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def plain_training(model: Net, mesh: DeviceMesh) -> list[float]:
     return [*train(model, mesh, range(2), microbatches=2), backward(model, mesh, 99)]
 
 
-def accumulation(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def accumulation(model: Net, mesh: DeviceMesh) -> list[float]:
     """Three microbatches, between which weights stay gathered and gradients are not reduced."""
     losses = []
     for step in range(2):
@@ -173,24 +174,24 @@ def accumulation(model: ShardNet, mesh: DeviceMesh) -> list[float]:
     return [*losses, backward(model, mesh, 99)]
 
 
-def recomputation(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def recomputation(model: Net, mesh: DeviceMesh) -> list[float]:
     model.wrap = lambda block, x: checkpoint(block, x, use_reentrant=False)
     return plain_training(model, mesh)
 
 
-def recomputation_inside(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def recomputation_inside(model: Net, mesh: DeviceMesh) -> list[float]:
     for block in model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return plain_training(model, mesh)
 
 
-def frozen(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def frozen(model: Net, mesh: DeviceMesh) -> list[float]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("gate" not in name)
     return plain_training(model, mesh)
 
 
-def swaps(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def swaps(model: Net, mesh: DeviceMesh) -> list[float]:
     """The recipe changes after every step, with an evaluation and a pass without gradients before."""
     losses = []
     for step, recipe in enumerate(("fp8_current", "nvfp4", "mxfp8", "bf16", "fp8_delayed", "bf16", "fp8_block")):
@@ -201,12 +202,12 @@ def swaps(model: ShardNet, mesh: DeviceMesh) -> list[float]:
     return [*losses, *plain_training(model, mesh)]
 
 
-def backward_free(model: ShardNet, mesh: DeviceMesh) -> float:
+def backward_free(model: Net, mesh: DeviceMesh) -> float:
     x = torch.ones(BATCH // data_parallel(mesh)[1], SEQUENCE, model.size, dtype=torch.bfloat16, device=worker.device())
     return model(x).float().sum().item()
 
 
-def swaps_in_flight(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def swaps_in_flight(model: Net, mesh: DeviceMesh) -> list[float]:
     """Between a forward and its backward; the gradients are those of the forward's recipe."""
     losses = train(model, mesh, range(1))
     for recipe in ("nvfp4", "bf16", "fp8_current", "mxfp8"):
@@ -218,7 +219,7 @@ def swaps_in_flight(model: ShardNet, mesh: DeviceMesh) -> list[float]:
     return losses
 
 
-def regions(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def regions(model: Net, mesh: DeviceMesh) -> list[float]:
     """Forwards under other recipes than the layers', and in high precision."""
     losses = []
     for i, asked in enumerate(
@@ -229,7 +230,7 @@ def regions(model: ShardNet, mesh: DeviceMesh) -> list[float]:
     return losses + train(model, mesh, range(9, 10))
 
 
-def loading(model: ShardNet, mesh: DeviceMesh) -> list[float]:
+def loading(model: Net, mesh: DeviceMesh) -> list[float]:
     """Weights are loaded between steps, and once written by hand."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     losses = train(model, mesh, range(2))

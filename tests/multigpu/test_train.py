@@ -252,24 +252,16 @@ def test_an_exception_is_in_the_log_of_its_rank_and_no_checkpoint_follows(ranks,
 
 
 @pytest.mark.ranks(2)
-def test_losses_do_not_depend_on_how_fsdp_gathers_weights(ranks, tmp_path, data):
+@pytest.mark.parametrize(
+    ("switch", "more"),
+    [("mesh.quantized_gather", ["--mesh.tp=1", "--recipe=fp8_current"]), ("groups.default.delay_wgrad", [])],
+    ids=["how FSDP gathers weights", "when wgrads are made"],
+)
+def test_losses_do_not_depend_on(ranks, tmp_path, data, switch, more):
     seen = []
-    for quantized in ("true", "false"):
+    for value in ("true", "false"):
         config = training.config(
-            tmp_path, data, "--train.steps=3", "--mesh.tp=1", "--recipe=fp8_current", f"--mesh.quantized_gather={quantized}",
-            f"--run.dir={tmp_path}/{quantized}",
-        )  # fmt: skip
-        ranks(2).run(training.run, config)
-        seen.append([training.metrics(config, key) for key in ("loss", "gradient_norm")])
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.ranks(2)
-def test_losses_do_not_depend_on_when_wgrads_are_made(ranks, tmp_path, data):
-    seen = []
-    for delay in ("true", "false"):
-        config = training.config(
-            tmp_path, data, "--train.steps=3", f"--groups.default.delay_wgrad={delay}", f"--run.dir={tmp_path}/{delay}"
+            tmp_path, data, "--train.steps=3", *more, f"--{switch}={value}", f"--run.dir={tmp_path}/{value}"
         )
         ranks(2).run(training.run, config)
         seen.append([training.metrics(config, key) for key in ("loss", "gradient_norm")])
