@@ -8,6 +8,7 @@ CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 
     peer_tensorwise, peer_rowwise  the same with torchao's float8, where it is installed
     RECIPE                         dlp with this recipe in the blocks, weights gathered quantized
     RECIPE:hp_gather               the same, weights gathered in high precision
+    RECIPE:graph                   the same, each step replayed as a CUDA graph; on one GPU, without collectives
 
 Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps.
 Losses are printed too: those of a recipe with both gathers must be equal bit for bit, and the exit code is 1 if not. On GPUs
@@ -34,13 +35,14 @@ from dlp.comm.mesh import shutdown, world_size
 from launch import overrides
 from launch.bench_e2e_peer import FLOAT8, Peer
 from launch.build import build
-from launch.config import Config, command_line
+from launch.config import Config, command_line, validate_world
+from launch.graph import WARM_UP, CapturedStep
 from launch.sections import SCHEMA
 from launch.stop import refuse
 from launch.train import make_mesh
 
 BASELINE = "peer_bf16"
-HP_GATHER = ":hp_gather"
+HP_GATHER, GRAPH = ":hp_gather", ":graph"
 DEFAULT = [BASELINE, "bf16", f"fp8_current{HP_GATHER}", "fp8_current"]
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -55,11 +57,13 @@ class Result:
     losses: list[float]
 
 
-def ours(config: Config, recipe: str, mesh: DeviceMesh, device: torch.device, quantized_gather: bool) -> Step:
+def ours(config: Config, subject: str, mesh: DeviceMesh, device: torch.device) -> Step:
     """dlp's step, the launcher's model and optimizer without its clipping."""
+    recipe, graph = subject.split(":")[0], GRAPH in subject
     groups = tuple(replace(group, recipe=recipe) if group.name == "default" else group for group in config.groups)
-    mesh_section = replace(config.mesh, quantized_gather=quantized_gather)
-    built = build(replace(config, groups=groups, mesh=mesh_section), mesh, device)
+    mesh_section = replace(config.mesh, quantized_gather=HP_GATHER not in subject)
+    train = replace(config.train, cuda_graph=graph)
+    built = build(replace(config, groups=groups, mesh=mesh_section, train=train), mesh, device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = dlp.cross_entropy(built.model(tokens), targets, mesh) / targets.numel()
@@ -68,13 +72,28 @@ def ours(config: Config, recipe: str, mesh: DeviceMesh, device: torch.device, qu
         built.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step
+    return replayed(step) if graph else step
+
+
+def replayed(step: Step) -> Step:
+    """The step as it is at first, then captured, and from then on replayed."""
+    done, captured = 0, None
+
+    def replay(tokens: Tensor, targets: Tensor) -> Tensor:
+        nonlocal done, captured
+        done += 1
+        if done <= WARM_UP:
+            return step(tokens, targets)
+        captured = captured or CapturedStep(lambda batches: step(*batches[0]), [(tokens, targets)])
+        return captured([(tokens, targets)]).clone()
+
+    return replay
 
 
 def make_step(subject: str, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
     kind = subject.removeprefix("peer_")
     if kind == subject:
-        return ours(config, subject.removesuffix(HP_GATHER), mesh, device, not subject.endswith(HP_GATHER))
+        return ours(config, subject, mesh, device)
     return Peer(config, mesh, device, float8=kind if kind in FLOAT8 else None).step
 
 
@@ -83,7 +102,8 @@ def measure(subject: str, config: Config, mesh: DeviceMesh, device: torch.device
     torch._dynamo.reset()
     step = make_step(subject, config, mesh, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (config.train.micro_batch, config.train.sequence + 1)
+    micro = validate_world(config, mesh.size()).micro
+    shape = (micro, config.train.sequence + 1)
     text = [torch.randint(0, config.model.vocab, shape, generator=generator).to(device) for _ in range(2)]
     losses, times = [], []
     for i in range(warmup + steps):
@@ -100,7 +120,7 @@ def measure(subject: str, config: Config, mesh: DeviceMesh, device: torch.device
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    tokens = config.train.micro_batch * config.train.sequence
+    tokens = micro * config.train.sequence
     return Result(subject, tokens / slowest.item(), peak, [loss.item() for loss in losses])
 
 
