@@ -5,8 +5,9 @@
 An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights anew: a step
 of an optimizer without its arithmetic. Inputs rotate over more than four times the L2 cache.
 
-    device     time on the device alone: iterations are queued behind a kernel that keeps it busy meanwhile; in turns with
-               nn.Linear's, of which `share` is the share
+    device     time on the device alone, of which `share` is the share of nn.Linear's: iterations are queued behind a kernel
+               that keeps it busy meanwhile. Each subject runs alone until clocks have settled under its own load, as in
+               a training that has no other linears; a device that takes turns is cooler for the one that heats it more
     host       with the host waiting for the device before each iteration, so that what it does counts
     gemms      the three GEMMs alone, by the algorithm that was the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the bytes that casts read and write at least, at the bandwidth of a copy
@@ -21,6 +22,7 @@ import importlib.util
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,6 +60,7 @@ DECODED = ("mxfp8", "nvfp4")  # whose GEMMs are bf16 ones
 TINY = (128, 128, 128)
 HOST_LIMIT = 2.0
 ROUNDS = 7
+SETTLING = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,12 @@ class Subject:
         self.boundary()
 
 
-def device_ms(runs: Sequence[Run], count: int = 8) -> list[float]:
-    """Milliseconds of device time of each of these, in turns, since the clocks of a device depend on what ran before."""
-    for run in runs:
-        run()
-    times = [[_queued_ms(run, count) for run in runs] for _ in range(ROUNDS)]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
+def device_ms(run: Run, count: int = 8) -> float:
+    """Milliseconds of device time of a run, on a device whose clocks have settled under it."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < SETTLING:
+        _queued_ms(run, count)
+    return statistics.median(_queued_ms(run, count) for _ in range(ROUNDS))
 
 
 def _queued_ms(run: Run, count: int) -> float:
@@ -216,12 +219,11 @@ def copy_bytes_ms() -> float:
     return launches[0].nbytes / statistics.median(replay(*graph) for _ in range(9)) * 1e3
 
 
-def measure(recipe: str, shape: Shape, base: Subject, bandwidth: float) -> Line:
-    subject = base if recipe == BASE else Subject(recipe, shape)
-    for _ in range(3):
-        subject.iteration()
+def measure(recipe: str, shape: Shape, base: float | None, bandwidth: float) -> Line:
+    """`base`: milliseconds of nn.Linear, None for itself."""
+    subject = Subject(recipe, shape)
     tokens, k, n = shape
-    device, other = device_ms([subject.iteration, base.iteration])
+    device = device_ms(subject.iteration)
     alone = (
         gemms_ms(dlp.recipe("bf16" if recipe in (BASE, *DECODED) else recipe), shape) if recipe not in PEERS else 0.0
     )
@@ -229,7 +231,7 @@ def measure(recipe: str, shape: Shape, base: Subject, bandwidth: float) -> Line:
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / bandwidth
     target = TARGETS[recipe][SHAPES.index(shape)] if recipe in TARGETS and shape in SHAPES else None
     return Line(
-        recipe, tokens, k, n, device, device / other, host_ms(subject.iteration), alone, floor,
+        recipe, tokens, k, n, device, device / (base or device), host_ms(subject.iteration), alone, floor,
         6 * tokens * k * n / device / 1e9, target,
     )  # fmt: skip
 
@@ -317,9 +319,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines: list[Line] = []
     for text in options.shapes:
         tokens, k, n = map(int, text.split("x"))
-        base = Subject(BASE, (tokens, k, n))
+        base: float | None = None
         for recipe in (BASE, *recipes):
             lines.append(measure(recipe, (tokens, k, n), base, bandwidth))
+            base = base or lines[-1].device
             show(lines[-1])
             if options.where:
                 print(where(recipe, (tokens, k, n)), flush=True)
