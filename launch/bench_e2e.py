@@ -40,6 +40,7 @@ from launch.graph import WARM_UP, CapturedStep
 from launch.sections import SCHEMA
 from launch.stop import refuse
 from launch.train import make_mesh
+from launch.where import longest_kernels
 
 BASELINE = "peer_bf16"
 HP_GATHER, GRAPH = ":hp_gather", ":graph"
@@ -97,8 +98,10 @@ def make_step(subject: str, config: Config, mesh: DeviceMesh, device: torch.devi
     return Peer(config, mesh, device, float8=kind if kind in FLOAT8 else None).step
 
 
-def measure(subject: str, config: Config, mesh: DeviceMesh, device: torch.device, warmup: int, steps: int) -> Result:
-    """Build a subject, run it, and let it go again."""
+def measure(
+    subject: str, config: Config, mesh: DeviceMesh, device: torch.device, warmup: int, steps: int, where: bool = False
+) -> Result:
+    """Build a subject, run it, and let it go again. `where`: print its kernels."""
     torch._dynamo.reset()
     step = make_step(subject, config, mesh, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -121,6 +124,10 @@ def measure(subject: str, config: Config, mesh: DeviceMesh, device: torch.device
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     tokens = micro * config.train.sequence
+    if where:
+        kernels = longest_kernels(lambda: step(text[0][:, :-1], text[0][:, 1:]), times=2, most=24)
+        if dist.get_rank() == 0:
+            print("\n".join(kernels))
     return Result(subject, tokens / slowest.item(), peak, [loss.item() for loss in losses])
 
 
@@ -180,6 +187,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--subjects", default=",".join(DEFAULT), help="comma-separated, see above")
     parser.add_argument("--warmup", type=int, default=4, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=10, help="steps that are")
+    parser.add_argument("--where", action="store_true", help="list the kernels of a step, on a GPU")
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--plot", help="PNG for the results")
     try:
@@ -188,10 +196,12 @@ def main(arguments: Sequence[str]) -> None:
     except ValueError as error:
         refuse(str(error))
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    if known.where and device.type != "cuda":
+        refuse("--where lists the kernels of GPUs, and this runs on the CPU: leave it away")
     torch.use_deterministic_algorithms(config.train.deterministic)
     leader, results = dist.get_rank() == 0, []
     for subject in known.subjects.split(","):
-        results.append(measure(subject, config, mesh, device, known.warmup, known.steps))
+        results.append(measure(subject, config, mesh, device, known.warmup, known.steps, known.where))
         if leader:
             print(rows(results)[-1], flush=True)
     repeatable = config.train.deterministic or device.type == "cpu"

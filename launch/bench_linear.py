@@ -39,6 +39,7 @@ from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMMS, Recipe
 from launch.bench_quantize import copy_of, graph_of, host_us, replay
+from launch.where import longest_kernels
 
 Run = Callable[[], None]
 Shape = tuple[int, int, int]
@@ -241,14 +242,7 @@ def where(recipe: str, shape: Shape) -> str:
     subject = Subject(recipe, shape)
     for _ in range(3):
         subject.iteration()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(4):
-            subject.iteration()
-        torch.cuda.synchronize()
-    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)[:14]
-    return "\n".join(
-        f"    {row.self_device_time_total / 4:9.1f} us {row.count / 4:5.1f} x {row.key[:100]}" for row in rows
-    )
+    return "\n".join(longest_kernels(subject.iteration))
 
 
 def show(line: Line) -> None:

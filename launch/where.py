@@ -1,0 +1,22 @@
+"""Where the time of some work goes on a GPU: its kernels, longest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def longest_kernels(run: Callable[[], object], times: int = 4, most: int = 14) -> list[str]:
+    """The kernels that a run spends the most device time in: microseconds and launches of one run, what all take last."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)
+    lines = [
+        f"    {row.self_device_time_total / times:9.1f} us {row.count / times:6.1f} x {row.key[:100]}"
+        for row in rows[:most]
+    ]
+    total = sum(row.self_device_time_total for row in rows) / times
+    return [*lines, f"    {total:9.1f} us in all kernels"]
