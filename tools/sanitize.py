@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "tools" / "sanitize_probe.cu"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 FOUND = 99  # the sanitizer's exit code for a finding; a program's own is passed on
-# cuBLASLt's kernels are not ours: its workspaces are read before they are written, and racecheck takes hours for them
+# cuBLASLt's kernels are not ours: they read workspaces before they write them, and under a tool they take many minutes
 NOT_OURS = ("tests/gpu/test_gemms.py", "tests/gpu/test_graph.py", "tests/gpu/test_quantizers.py")
 
 
@@ -42,26 +42,39 @@ def missing() -> str | None:
     return None
 
 
-def under(tool: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The command under a tool, each allocation of torch one of its own."""
+class Done(NamedTuple):
+    """What a command came to, and what it printed."""
+
+    code: int
+    output: str
+
+
+def under(tool: str, command: Sequence[str], *, shown: bool) -> Done:
+    """The command under a tool, each allocation of torch one of its own. `shown`: what it prints is printed at once."""
     sanitizer = str(find_program("compute-sanitizer", CUDA))
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all"]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run([sanitizer, *options, *command], cwd=ROOT, env=environment, **pipes)
+    lines = []
+    with subprocess.Popen([sanitizer, *options, *command], cwd=ROOT, env=environment, **pipes) as running:
+        for line in running.stdout or ():
+            lines.append(line)
+            if shown:
+                print(line, end="", flush=True)
+    return Done(running.returncode, "".join(lines))
 
 
 def obstacle(tool: str, probe: str) -> str | None:
     """Why nothing can be learnt from this tool here; None: it works."""
-    clean, bad = under(tool, [probe, "clean"]), under(tool, [probe, tool])
-    if clean.returncode:
-        return f"it fails on a clean kernel, with exit code {clean.returncode}:\n{clean.stdout}"
-    return None if bad.returncode == FOUND else f"it does not find the defect of a bad kernel:\n{bad.stdout}"
+    clean, bad = (under(tool, [probe, which], shown=False) for which in ("clean", tool))
+    if clean.code:
+        return f"it fails on a clean kernel, with exit code {clean.code}:\n{clean.output}"
+    return None if bad.code == FOUND else f"it does not find the defect of a bad kernel:\n{bad.output}"
 
 
-def small_cases(tool: str, cases: int) -> list[str]:
-    """The command of pytest that runs so many cases of each GPU test that this tool can say something about."""
-    ignored = [] if tool == "memcheck" else [f"--ignore={file}" for file in NOT_OURS]
+def small_cases(cases: int) -> list[str]:
+    """The command of pytest that runs so many cases of each GPU test of our own kernels."""
+    ignored = [f"--ignore={file}" for file in NOT_OURS]
     return [sys.executable, *f"-m pytest tests/gpu -q -p no:cacheprovider --cases {cases}".split(), *ignored]
 
 
@@ -71,11 +84,9 @@ def check(tool: str, probe: str, cases: int) -> int:
     if why is not None:
         print(f"{tool}: does not work on {torch.cuda.get_device_name()}: {why}", file=sys.stderr)
         return 3
-    done = under(tool, small_cases(tool, cases))
-    if done.returncode:
-        print(done.stdout)
-    print(f"{tool}: {'clean' if done.returncode == 0 else f'exit code {done.returncode}'}, {last_line(done.stdout)}")
-    return int(done.returncode != 0)
+    done = under(tool, small_cases(cases), shown=True)
+    print(f"{tool}: {'clean' if done.code == 0 else f'exit code {done.code}'}, {last_line(done.output)}", flush=True)
+    return int(done.code != 0)
 
 
 def last_line(output: str) -> str:

@@ -14,10 +14,11 @@ __global__ void beyond(int* out, int size) {
     out[size + threadIdx.x] = 1;
 }
 
+// Each thread reads what another one wrote; were it its own, nothing would be left of the shared memory.
 __global__ void race(int* out) {
-    __shared__ int cell;
-    cell = threadIdx.x;
-    out[threadIdx.x] = cell;
+    __shared__ int cells[1024];
+    cells[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = cells[blockDim.x - 1 - threadIdx.x];
 }
 
 __global__ void unwritten(int* out, const int* in) {

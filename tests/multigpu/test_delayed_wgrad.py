@@ -107,9 +107,9 @@ def test_an_optimizer_step_before_it_is_an_error(ranks):
 
 
 def without_dx() -> tuple[int, bool]:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, device=worker.device()))
     dlp.convert(model, [{"name": "first", "match": ["0"], "delay_wgrad": True}], worker.mesh(dp_shard=1), batch=(2, 8))
-    model(torch.ones(2, 8, 16)).sum().backward()
+    model(torch.ones(2, 8, 16, device=worker.device())).sum().backward()
     return dlp.backward_dw(model), model[0].weight.grad is not None
 
 
@@ -120,11 +120,11 @@ def test_a_layer_without_dx_keeps_nobody_waiting(ranks):
 
 def partial_sum() -> tuple[int, list[tuple[str, ...]]]:
     mesh = worker.mesh(tp=2)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, device=worker.device()))
     plan = dlp.convert(
         model, [{"name": "mix", "match": ["0"], "sequence_parallel": True, "delay_wgrad": True}], mesh, batch=(2, 8)
     )
-    x = dlp.scatter_tokens(torch.ones(2, 8, 16, requires_grad=True), mesh["tp"])
+    x = dlp.scatter_tokens(torch.ones(2, 8, 16, device=worker.device(), requires_grad=True), mesh["tp"])
     dlp.gather_tokens(model(x), mesh["tp"]).sum().backward()
     return dlp.backward_dw(model), [row.notes for row in plan.layers]
 
