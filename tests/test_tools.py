@@ -76,7 +76,7 @@ FINDS = """case "$*" in *" clean") ;; *) echo "=== 3 passed in 1s ==="; exit 99 
 @pytest.mark.parametrize(
     ("script", "code", "said"),
     [
-        (WORKS, 0, "memcheck: clean, 3 passed in 1s\nracecheck: clean"),
+        (WORKS, 0, "=== 3 passed in 1s ===\nmemcheck: clean, 3 passed in 1s"),
         (FINDS, 1, "memcheck: exit code 99, 3 passed"),
         (BLIND, 3, "memcheck: does not work on a GPU: it does not find the defect of a bad kernel"),
         (WRONG, 3, "memcheck: does not work on a GPU: it fails on a clean kernel, with exit code 99"),
