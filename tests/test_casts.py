@@ -46,7 +46,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         codes, scale_inv = reference.cast_fp8_tensor(job.x, _code_dtype(job), source)
         _fill((job.codes, job.codes_t, job.scale_inv), (codes, codes.t(), scale_inv))
 
-    def cast_block(job: BlockJob, *, tile: bool, **options: bool | float) -> None:
+    def cast_block(job: BlockJob, *, tile: bool, gemm_layout: bool, **options: bool | float) -> None:
         jobs.append(job)
         for source, out in ((job.x, job[1:3]), (job.x.t(), job[3:5])):
             made = reference.cast_fp8_block(source, (128 if tile else 1, 128), _code_dtype(job), **options)  # type: ignore[arg-type]
@@ -101,6 +101,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     def amax_batch(xs: Sequence[Tensor], out: Tensor):
         return lambda: [amax(_readable(x), out[i]) for i, x in enumerate(xs)]
 
+    monkeypatch.setattr(cuda, "set_zero", Tensor.zero_)
     monkeypatch.setattr(cuda, "amax_batch", amax_batch)
     monkeypatch.setattr(cuda, "cast_tensor_batch", batched(cast_tensor))
     monkeypatch.setattr(cuda, "cast_block_batch", batched(cast_block))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda, cuda_rowwise, dispatch, loader, reference
+from dlp.kernels import cuda, cuda_rowwise, dispatch, gemms, loader, reference
 from dlp.kernels.cuda import BlockJob, TensorJob
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.dispatch import Outs, Parts, both_into, into
@@ -77,7 +77,9 @@ def amax_lines(x: Tensor) -> tuple[Tensor, Tensor]:
 def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool) -> tuple[Any, Any]:
     """The amaxes of a matrix that kernels can read, of its rows and of its columns where they are wanted."""
     sizes = [size if wanted else 0 for size, wanted in zip(matrix.shape, (rows, cols), strict=True)]
-    lines = torch.zeros(sum(sizes), device=matrix.device).split(sizes)
+    whole = torch.empty(sum(sizes), device=matrix.device)
+    cuda.set_zero(whole)
+    lines = whole.split(sizes)
     made = lines[0] if rows else None, lines[1] if cols else None
     cuda_rowwise.amax_lines(matrix, *made)
     return made
@@ -214,13 +216,35 @@ def _block_job(x: Tensor, row: Parts | None, col: Parts | None) -> BlockJob:
     return BlockJob(x, *(row or (None, None)), *(col or (None, None)))
 
 
-def _launch_block(kernel: Callable[[BlockJob], None], x: Tensor, row: Parts | None, col: Parts | None) -> None:
-    kernel(_block_job(x, row, col))
+def _launch_block(kernel: Callable[..., None], tile: bool, x: Tensor, row: Parts | None, col: Parts | None) -> None:
+    """Scales are written as they lie: as GEMMs read them, or compact."""
+    views = [parts and _as_gemms_read(parts, tile) for parts in (row, col)]
+    if all(parts is None or view for parts, view in zip((row, col), views, strict=True)):
+        kernel(_block_job(x, *views), gemm_layout=True)
+    else:
+        kernel(_block_job(x, row, col), gemm_layout=False)
+
+
+def _as_gemms_read(parts: Parts, tile: bool) -> Parts | None:
+    """Codes, and the whole memory of their scales if these lie as GEMMs read them."""
+    codes, scale_inv = parts
+    shape = cuda.block_scale_shape(codes.shape[0], codes.shape[1], tile=tile, gemm_layout=True)
+    as_read = (shape[1], 1) if tile else (1, shape[1])
+    return (codes, scale_inv.as_strided(shape, (shape[1], 1))) if scale_inv.stride() == as_read else None
+
+
+def empty_block_scales(shape: Sequence[int], tile: bool, device: torch.device) -> Tensor:
+    """Uninitialised fp32 scale_inv [row blocks, C blocks] of codes of this shape. Where GEMMs scale blocks themselves it is
+    a view of what they read, so that nothing is rearranged for them."""
+    down, across = cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=False)
+    if device.type != "cuda" or not gemms.scales_blocks(device):
+        return torch.empty(down, across, device=device)
+    whole = torch.empty(cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=True), device=device)
+    return whole[:, :across] if tile else whole.t()[:down]
 
 
 def _empty_block(x: Tensor, tile: bool, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
-    scales = cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=False)
-    return torch.empty(shape, dtype=dtype, device=x.device), torch.empty(scales, device=x.device)
+    return torch.empty(shape, dtype=dtype, device=x.device), empty_block_scales(shape, tile, x.device)
 
 
 def cast_fp8_block(
@@ -233,8 +257,9 @@ def cast_fp8_block(
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
     if block not in TILE_OF or not dispatch.has_kernel(x):
         return into(out, reference.cast_fp8_block(x, block, dtype, **options))
-    kernel = partial(cuda.cast_block, tile=TILE_OF[block], **options)
-    return dispatch.rowwise(x, out, partial(_empty_block, x, TILE_OF[block], dtype), partial(_launch_block, kernel))
+    tile = TILE_OF[block]
+    kernel = partial(cuda.cast_block, tile=tile, **options)
+    return dispatch.rowwise(x, out, partial(_empty_block, x, tile, dtype), partial(_launch_block, kernel, tile))
 
 
 def cast_fp8_block_both(
@@ -244,19 +269,32 @@ def cast_fp8_block_both(
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
     if block not in TILE_OF or not dispatch.has_kernel(x):
         return both_into(outs, partial(reference.cast_fp8_block, block=block, dtype=dtype, **options), x)
-    kernel = partial(cuda.cast_block, tile=TILE_OF[block], **options)
-    return dispatch.both(x, outs, partial(_empty_block, x, TILE_OF[block], dtype), partial(_launch_block, kernel))
+    tile = TILE_OF[block]
+    kernel = partial(cuda.cast_block, tile=tile, **options)
+    return dispatch.both(x, outs, partial(_empty_block, x, tile, dtype), partial(_launch_block, kernel, tile))
 
 
 def cast_fp8_block_batch(
     xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], block: Block, *, power_of_two: bool, epsilon: float = 0.0
 ) -> list[Launch]:
     """Prepares `cast_fp8_block_both` of many matrices."""
-    jobs = [_block_job(x, *out) for x, out in zip(xs, outs, strict=True)]
-    return [cuda.cast_block_batch(jobs, tile=TILE_OF[block], power_of_two=power_of_two, epsilon=epsilon)]
+    tile, launches = TILE_OF[block], list[Launch]()
+    views = [[_as_gemms_read(parts, tile) for parts in out] for out in outs]
+    for gemm_layout in (False, True):
+        jobs = [
+            _block_job(x, *(view if gemm_layout else out))
+            for x, out, view in zip(xs, outs, views, strict=True) if all(view) == gemm_layout
+        ]  # fmt: skip
+        options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon, "gemm_layout": gemm_layout}
+        launches += [cuda.cast_block_batch(jobs, tile=tile, **options)] if jobs else []
+    return launches
 
 
 # MXFP8
+
+
+def _launch_mx(kernel: Callable[[BlockJob], None], x: Tensor, row: Parts | None, col: Parts | None) -> None:
+    kernel(_block_job(x, row, col))
 
 
 def _empty_mx(x: Tensor, block: Block, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
@@ -269,7 +307,7 @@ def cast_mxfp8(x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil
     if not dispatch.has_kernel(x):
         return into(out, reference.cast_mxfp8(x, block, dtype, rule=rule))
     kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule)
-    return dispatch.rowwise(x, out, partial(_empty_mx, x, block, dtype), partial(_launch_block, kernel))
+    return dispatch.rowwise(x, out, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel))
 
 
 def cast_mxfp8_both(
@@ -279,7 +317,7 @@ def cast_mxfp8_both(
     if not dispatch.has_kernel(x):
         return both_into(outs, partial(reference.cast_mxfp8, block=block, dtype=dtype, rule=rule), x)
     kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule)
-    return dispatch.both(x, outs, partial(_empty_mx, x, block, dtype), partial(_launch_block, kernel))
+    return dispatch.both(x, outs, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel))
 
 
 def cast_mxfp8_batch(

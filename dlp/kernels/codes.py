@@ -2,6 +2,7 @@
 
 decode_fp8_block, decode_mxfp8, decode_nvfp4    to fp32, or to bf16, which is what has kernels
 transpose_codes, transpose_e2m1                 of operands that may be transposed
+nvfp4_alpha, rounded                            factors and results of GEMMs
 delayed_updates                                 of all delayed scales of a model
 sum_in_order                                    the contributions of the ranks of a reduction
 """
@@ -35,6 +36,7 @@ def _decode_bf16(codes: Tensor, scale: Tensor, block: Block) -> Tensor:
 
 def decode_fp8_block(codes: Tensor, scale_inv: Tensor, block: Block, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes [rows, C], fp32 scale_inv [row blocks, C blocks] -> [rows, C], rounded once to `dtype`."""
+    scale_inv = scale_inv.contiguous()  # which may lie as GEMMs read them
     if dtype == torch.bfloat16 and block[1] % 16 == 0 and _has_kernel(codes, scale_inv):
         return _decode_bf16(codes, scale_inv, block)
     return reference.decode_fp8_block(codes, scale_inv, block).to(dtype)
@@ -72,6 +74,24 @@ def transpose_e2m1(packed: Tensor) -> Tensor:
         return reference.transpose_e2m1(packed)
     out = torch.empty(2 * packed.shape[1], packed.shape[0] // 2, dtype=torch.uint8, device=packed.device)
     cuda_codes.transpose(packed, out)
+    return out
+
+
+def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
+    """fp32 []: what the sums of a GEMM of operands with these amaxes are multiplied by."""
+    if not _has_kernel(a_amax, b_amax):
+        return reference.nvfp4_alpha(a_amax, b_amax)
+    out = torch.empty_like(a_amax)
+    cuda_codes.nvfp4_alpha(a_amax, b_amax, out)
+    return out
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to `dtype`; x itself where it has that."""
+    if (x.dtype, dtype) != (torch.float32, torch.bfloat16) or not _has_kernel(x) or x.data_ptr() % 16:
+        return x.to(dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    cuda_codes.round_to_bf16(x, out)
     return out
 
 

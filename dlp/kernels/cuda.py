@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader
+from dlp.kernels.launches import launch, stream_of
 from dlp.kernels.reference import FLT_MAX, FP8_MAX
 
 INPUTS = (torch.bfloat16, torch.float32)
@@ -73,18 +74,7 @@ class Batch:
     holds: tuple[Any, ...]
 
     def __call__(self) -> None:
-        self.launch(_stream(self.holds[0]))
-
-
-def _stream(tensor: Tensor) -> int:
-    """The current stream, for kernels on the current device, where `tensor` has to be."""
-    device = tensor.get_device()
-    if device != torch._C._cuda_getDevice():
-        raise ValueError(
-            f"kernels run on the current device, cuda:{torch.cuda.current_device()}, and got a tensor on {tensor.device}; "
-            f"call inside torch.cuda.device({device})"
-        )
-    return torch._C._cuda_getCurrentRawStream(device)
+        self.launch(stream_of(self.holds[0]))
 
 
 def readable(x: Tensor) -> bool:
@@ -186,7 +176,7 @@ def amax(x: Tensor, out: Tensor) -> None:
     module = loader.load()
     words = _amax_words(AmaxJob(x, out))
     pieces = _amax_pieces(words, module.AMAX_CHUNK)
-    module.amax(words, 0, 1, pieces, x.dtype == torch.float32, out.data_ptr(), _stream(x))
+    launch("amax", x, words, 0, 1, pieces, x.dtype == torch.float32, out.data_ptr())
 
 
 def amax_batch(xs: Sequence[Tensor], out: Tensor) -> Batch:
@@ -198,6 +188,11 @@ def amax_batch(xs: Sequence[Tensor], out: Tensor) -> Batch:
     words = [_amax_words(job) for job in jobs]
     pieces = [_amax_pieces(row, module.AMAX_CHUNK) for row in words]
     return _batch(module.amax, len(words[0]), words, pieces, jobs, wide, pointer)
+
+
+def set_zero(x: Tensor) -> None:
+    """0 into all of a contiguous tensor."""
+    launch("set_zero", x, x.data_ptr(), x.nbytes)
 
 
 # FP8, one scale a tensor
@@ -228,13 +223,13 @@ def cast_tensor(job: TensorJob, *, power_of_two: bool = False, epsilon: float = 
     module = loader.load()
     dtype = _code_dtype(job)
     rule = scale_rule(dtype, power_of_two, epsilon)
-    wide, e5m2, stream = job.x.dtype == torch.float32, dtype == torch.float8_e5m2, _stream(job.x)
+    wide, e5m2 = job.x.dtype == torch.float32, dtype == torch.float8_e5m2
     if job.codes_t is None:
-        module.cast_tensor(_tensor_words(job, _flat(job.x)), wide, e5m2, rule, stream)
+        launch("cast_tensor", job.x, _tensor_words(job, _flat(job.x)), wide, e5m2, rule)
         return
     tiles = _tiles(job.x, module.TILE)
     observe = job.staging is not None
-    module.cast_transpose(_tensor_words(job, _matrix(job.x)), 0, 1, tiles, wide, e5m2, rule, observe, stream)
+    launch("cast_transpose", job.x, _tensor_words(job, _matrix(job.x)), 0, 1, tiles, wide, e5m2, rule, observe)
 
 
 def cast_tensor_batch(jobs: Sequence[TensorJob], *, power_of_two: bool = False, epsilon: float = 0.0) -> Batch:
@@ -294,11 +289,10 @@ def cast_block(
     """
     module = loader.load()
     dtype = _code_dtype(job)
-    kernel = module.cast_block_2d if tile else module.cast_block_1d
     rule = scale_rule(dtype, power_of_two, epsilon, torch.finfo(job.x.dtype).max)
     words, tiles = _block_words(job, tile, gemm_layout), _tiles(job.x, module.TILE)
     wide, e5m2 = job.x.dtype == torch.float32, dtype == torch.float8_e5m2
-    kernel(words, 0, 1, tiles, wide, e5m2, rule, gemm_layout, _stream(job.x))
+    launch("cast_block_2d" if tile else "cast_block_1d", job.x, words, 0, 1, tiles, wide, e5m2, rule, gemm_layout)
 
 
 def cast_block_batch(
@@ -343,10 +337,9 @@ def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str = "ceil") -> None:
     rule: "ceil" or "floor", see `reference.mx_scale`; the bytes are those of `mx_scale_shape`.
     """
     module = loader.load()
-    kernel = module.cast_mxfp8_2d if tile else module.cast_mxfp8_1d
     words, tiles = _mx_words(job, tile), _tiles(job.x, module.TILE)
     wide, e5m2 = job.x.dtype == torch.float32, _code_dtype(job) == torch.float8_e5m2
-    kernel(words, 0, 1, tiles, wide, e5m2, rule == "floor", _stream(job.x))
+    launch("cast_mxfp8_2d" if tile else "cast_mxfp8_1d", job.x, words, 0, 1, tiles, wide, e5m2, rule == "floor")
 
 
 def cast_mxfp8_batch(jobs: Sequence[BlockJob], *, tile: bool, rule: str = "ceil") -> Batch:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader
-from dlp.kernels.cuda import INPUTS, Batch, Words, _batch, _output, _stream
+from dlp.kernels.cuda import INPUTS, Batch, Words, _batch, _output, _scalar
+from dlp.kernels.launches import launch, stream_of
 
 # Codes and scales, numbered as in csrc/kernels.h.
 ENCODINGS = {
@@ -30,7 +31,7 @@ def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) ->
         _output(codes, codes.shape, [codes.dtype], "codes"), _output(scale, blocks, [scale.dtype], "scale"),
         _output(out, [rows, cols], [torch.bfloat16], "out"), rows, cols, *block,
     )  # fmt: skip
-    loader.load().decode(words, encoding, _stream(codes))
+    launch("decode", codes, words, encoding)
 
 
 def transpose(codes: Tensor, out: Tensor) -> None:
@@ -43,8 +44,24 @@ def transpose(codes: Tensor, out: Tensor) -> None:
     target = _output(out, [cols, rows // 2 if packed else rows], [codes.dtype], "out")
     tiles = -(-rows // module.TILE) * -(-cols // module.TILE)
     if tiles:
-        kernel = module.transpose_nibbles if packed else module.transpose_bytes
-        kernel((data, rows, cols, cols, 0, target), tiles, _stream(codes))
+        kernel = "transpose_nibbles" if packed else "transpose_bytes"
+        launch(kernel, codes, (data, rows, cols, cols, 0, target), tiles)
+
+
+def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor, out: Tensor) -> None:
+    """fp32 [] all: `reference.nvfp4_alpha`."""
+    words = (_scalar(a_amax, "a_amax"), _scalar(b_amax, "b_amax"), _scalar(out, "out"))
+    launch("nvfp4_alpha", out, words)
+
+
+def round_to_bf16(x: Tensor, out: Tensor) -> None:
+    """x fp32 -> out bf16 of the same shape, both contiguous and at multiples of 16 bytes."""
+    words = (
+        _output(x, x.shape, [torch.float32], "x"),
+        _output(out, x.shape, [torch.bfloat16], "out"),
+        x.numel(),
+    )
+    launch("round_to_bf16", x, words)
 
 
 class DelayedJob(NamedTuple):
@@ -77,4 +94,4 @@ def sum_in_order(contributions: Tensor, out: Tensor) -> None:
     pointer = _output(contributions, contributions.shape, INPUTS, "contributions")
     target = _output(out, contributions.shape[1:], [contributions.dtype], "out")
     wide = contributions.dtype == torch.float32
-    loader.load().sum_in_order(pointer, target, len(contributions), out.numel(), wide, _stream(out))
+    loader.load().sum_in_order(pointer, target, len(contributions), out.numel(), wide, stream_of(out))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader
-from dlp.kernels.cuda import Batch, Words, _batch, _matrix, _output, _same, _scalar, _stream, _tiles
+from dlp.kernels.cuda import Batch, Words, _batch, _matrix, _output, _same, _scalar, _tiles
+from dlp.kernels.launches import launch
 from dlp.kernels.reference import Draw
 
 WORD = 0xFFFFFFFF
@@ -42,7 +43,7 @@ def amax_rht(x: Tensor, out: Tensor) -> None:
         raise ValueError(f"the Hadamard transform takes 16 rows at a time; got {x.shape[0]}: append zeros")
     pointer = _output(out, [2], [torch.float32], "out")
     words = (*_matrix(x), 0, pointer, pointer + 4)
-    module.amax_rht(words, _tiles(x, module.TILE), x.dtype == torch.float32, _stream(x))
+    launch("amax_rht", x, words, _tiles(x, module.TILE), x.dtype == torch.float32)
 
 
 def scale_shape(lines: int, contraction: int, *, tile: bool) -> tuple[int, int]:
@@ -87,14 +88,14 @@ def cast_nvfp4(job: Nvfp4Job, *, rht: bool = False, draws: tuple[Draw | None, Dr
     module = loader.load()
     words, tiles = _words(job, False), _tiles(job.x, module.TILE)
     draw, draw_t = (_draw_words(draw) for draw in draws)
-    module.cast_nvfp4_1d(words, 0, 1, tiles, job.x.dtype == torch.float32, rht, draw, draw_t, _stream(job.x))
+    launch("cast_nvfp4_1d", job.x, words, 0, 1, tiles, job.x.dtype == torch.float32, rht, draw, draw_t)
 
 
 def cast_nvfp4_tile(job: Nvfp4Job) -> None:
     """NVFP4 in tiles of 16x16, both orientations in one read, by one amax for both."""
     module = loader.load()
     wide, words = job.x.dtype == torch.float32, _one_amax(_words(job, True))
-    module.cast_nvfp4_2d(words, 0, 1, _tiles(job.x, module.TILE), wide, _stream(job.x))
+    launch("cast_nvfp4_2d", job.x, words, 0, 1, _tiles(job.x, module.TILE), wide)
 
 
 def _one_amax(words: Words) -> Words:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader
-from dlp.kernels.cuda import Batch, Words, _batch, _matrix, _output, _same, _stream, _tiles, scale_rule
+from dlp.kernels.cuda import Batch, Words, _batch, _matrix, _output, _same, _tiles, scale_rule
+from dlp.kernels.launches import launch
 
 
 class LinesJob(NamedTuple):
@@ -54,7 +55,7 @@ def amax_lines(x: Tensor, amax: Tensor | None, amax_t: Tensor | None) -> None:
     """Raises amax [rows] and amax_t [cols] to max |x| of every row and column; NaN is ignored."""
     module = loader.load()
     words, tiles = _lines_words(LinesJob(x, amax, amax_t)), _tiles(x, module.TILE)
-    module.amax_lines(words, 0, 1, tiles, x.dtype == torch.float32, _stream(x))
+    launch("amax_lines", x, words, 0, 1, tiles, x.dtype == torch.float32)
 
 
 def amax_lines_batch(xs: Sequence[Tensor], amaxes: Sequence[tuple[Tensor, Tensor]]) -> Batch:
@@ -83,7 +84,7 @@ def cast_rowwise(job: RowwiseJob, *, power_of_two: bool = True, epsilon: float =
     module = loader.load()
     rule = scale_rule(job.code_dtype, power_of_two, epsilon)
     wide, e5m2 = job.x.dtype == torch.float32, job.code_dtype == torch.float8_e5m2
-    module.cast_rowwise(_rowwise_words(job), 0, 1, _tiles(job.x, module.TILE), wide, e5m2, rule, _stream(job.x))
+    launch("cast_rowwise", job.x, _rowwise_words(job), 0, 1, _tiles(job.x, module.TILE), wide, e5m2, rule)
 
 
 def cast_rowwise_batch(jobs: Sequence[RowwiseJob], *, power_of_two: bool = True, epsilon: float = 0.0) -> Batch:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.kernels import loader, reference
+from dlp.kernels.launches import run_plan
 
 CACHE = Path.home() / ".cache" / "dlp" / "gemms"
 WORKSPACE = 32 * 2**20  # bytes, what cuBLAS advises for Hopper
@@ -98,8 +99,13 @@ def is_hopper(x: Tensor) -> bool:
     return _capability(x.get_device())[0] == 9
 
 
+def scales_blocks(device: torch.device) -> bool:
+    """Whether GEMMs on this GPU read the scales of blocks, in the layouts of `block_scales`."""
+    return not loader.missing() and _capability(device.index)[0] == 9
+
+
 @functools.cache
-def _capability(device: int) -> tuple[int, int]:
+def _capability(device: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
@@ -164,6 +170,11 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros((), device=device)
 
 
+def constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What GEMMs on a device read beside their operands, kept for good."""
+    return one(device), _zero(device)
+
+
 # Plans
 
 _PLANS: dict[tuple[Words, int, bool], Any] = {}
@@ -215,7 +226,7 @@ def launch(job: Job, device: int, tuned: bool = True) -> Tensor:
         )
     stream = torch._C._cuda_getCurrentRawStream(device)
     plan = _PLANS.get((job.words, device, tuned)) or plan_of(job.words, device, tuned)
-    plan.run(*job.addresses, workspace(device, stream), stream)
+    run_plan(plan, (*job.addresses, workspace(device, stream)), stream)
     return job.out
 
 
@@ -354,8 +365,10 @@ def _padded_scales(scales: Scales, a: Tensor, b: Tensor) -> Scales:
 def block_scales(scale_inv: Tensor, tile: bool) -> Tensor:
     """Compact scales of 128x128 tiles, or of 1x128 blocks, as BLOCK_2D or BLOCK_1D wants them; a view where they lie so."""
     lines, across = scale_inv.shape
+    if tile and scale_inv.stride() == (across + -across % 4, 1):
+        return scale_inv
     if tile:
-        return scale_inv.contiguous() if across % 4 == 0 else reference.block_2d_layout(scale_inv)
+        return reference.block_2d_layout(scale_inv)
     if scale_inv.stride() == (1, lines + -lines % 4):
         return scale_inv.t()
     return scale_inv.t().contiguous() if lines % 4 == 0 else reference.block_1d_layout(scale_inv)

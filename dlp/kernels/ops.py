@@ -30,6 +30,7 @@ from dlp.kernels.casts import (
     cast_mxfp8,
     cast_mxfp8_batch,
     cast_mxfp8_both,
+    empty_block_scales,
     has_batches,
     quantizer_kernels,
 )
@@ -40,6 +41,8 @@ from dlp.kernels.codes import (
     decode_mxfp8,
     decode_nvfp4,
     delayed_updates,
+    nvfp4_alpha,
+    rounded,
     sum_in_order,
     transpose_codes,
     transpose_e2m1,
@@ -65,7 +68,6 @@ from dlp.kernels.reference import (
     encode_e8m0,
     encode_fp8,
     mx_scale,
-    nvfp4_alpha,
     nvfp4_block_scale,
     nvfp4_encode_scale,
     nvfp4_tensor_scale,
@@ -85,10 +87,11 @@ __all__ = [
     "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8",
     "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale",
-    "delayed_update", "delayed_updates", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8",
+    "delayed_update", "delayed_updates", "empty_block_scales", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0",
+    "encode_fp8",
     "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches",
     "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1",
-    "pad_scales", "quantizer_kernels", "random_bytes", "rht16", "scale_from_amax", "sum_in_order", "swizzle_128x4",
+    "pad_scales", "quantizer_kernels", "random_bytes", "rht16", "rounded", "scale_from_amax", "sum_in_order", "swizzle_128x4",
     "transpose_codes", "transpose_e2m1", "unpack_e2m1",
 ]  # fmt: skip
 

@@ -82,7 +82,7 @@ def saves_rowwise(recipe: Recipe, style: ParallelStyle, tokens: int) -> bool:
 
 def check(layer: str, style: ParallelStyle, recipe: Recipe) -> None:
     """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales."""
-    delayed = any(slot_options(quantizer) is not None for quantizer in _all_quantizers(recipe))
+    delayed = any(slot_options(quantizer) is not None for quantizer in all_quantizers(recipe))
     if style.gathers is not None and delayed and not recipe.reduce_amax:
         raise ValueError(
             f"{layer}: {recipe} has reduce_amax=False, so tp ranks would scale {style.gathers} differently and then "
@@ -90,7 +90,8 @@ def check(layer: str, style: ParallelStyle, recipe: Recipe) -> None:
         )
 
 
-def _all_quantizers(recipe: Recipe) -> list[Quantizer]:
+def all_quantizers(recipe: Recipe) -> list[Quantizer]:
+    """Of its operands, in both orientations, and of results."""
     operands = [getattr(recipe, name) for name in OPERANDS]
     results = [quantizer for name in RESULTS if (quantizer := getattr(recipe, name)) is not None]
     return [quantizer for operand in operands for quantizer in (operand.rowwise, operand.columnwise)] + results

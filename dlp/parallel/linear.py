@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlp.comm import wire
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.autocast import active_spec
-from dlp.parallel.linear_fn import QuantizedLinearFn, linear_fwd, opaque
+from dlp.parallel.direct import DirectLinearFn, forward, locals_of
+from dlp.parallel.opaque import OpaqueLinearFn, opaque
 from dlp.parallel.quantized_init import hold_quantized
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.spec import LinearSpec, Overlaps
@@ -93,16 +94,30 @@ class LinearCore:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [..., K] -> y_i [..., N_i] (token shards in or out as the style says)."""
+        if opaque():
+            return self._by_ops(x)
+        spec, record = active_spec(self), torch.is_grad_enabled()
+        cached = self._cached(spec, x.dtype)
+        parameters = [m.module._parameters[m.weight] for m in self.members]
+        parameters += [m.module._parameters[m.bias] for m in self.members]
+        if record and (x.requires_grad or any(p is not None and p.requires_grad for p in parameters)):
+            results: tuple[Tensor, ...] = DirectLinearFn.apply(spec, cached, record, x, *parameters)
+            return results
+        tensors = locals_of(parameters)
+        ys, _ = forward(spec, x, tensors[: len(self.members)], tensors[len(self.members) :], cached, False, record)
+        return tuple(ys)
+
+    def _by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The same, for what traces or watches."""
         spec = self.spec if torch.compiler.is_dynamo_compiling() else active_spec(self)
         weights, biases, cached = self.weights(), self.biases(), self._cached(spec, x.dtype)
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (x, *weights, *biases))):
             # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
-            run = torch.ops.dlp.linear_fwd if opaque() else linear_fwd
-            ys, _ = run(x, weights, biases, cached, spec.ticket, spec.kind, False, record)
+            ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec.ticket, spec.kind, False, record)
             return tuple(ys)
         save = any(w.requires_grad for w in weights)
-        results: tuple[Tensor, ...] = QuantizedLinearFn.apply(
+        results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
             spec.ticket, spec.kind, len(weights), save, record, spec.delay_wgrad, x, *weights, *biases, *cached
         )
         return results

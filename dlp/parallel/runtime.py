@@ -67,14 +67,15 @@ class Slots:
 class Runtime:
     """`seed`: of stochastic rounding. `dp` = (rank, size): which tokens of a global microbatch this rank has.
     `amax_group`: who shares delayed scales, None for this rank alone. `lone`: of a single layer, which has no model
-    around it that would count microbatches. `attached`: an optimizer step is the step boundary."""
+    around it that would count microbatches. `attached`: an optimizer step is the step boundary. `draws`: a layer rounds
+    by chance, so microbatches are counted."""
 
     def __init__(
         self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False
     ) -> None:
         self.seed, self.dp = seed, dp
         self.amax_group, self.lone = amax_group, lone
-        self.attached = self.in_regions = False
+        self.attached = self.in_regions = self.draws = False
         self.region_group: ProcessGroup | None = None
         self.cores: list[LinearCore] = []
         self.made: list[LinearSpec] = []  # all specs that refer to it
@@ -113,14 +114,14 @@ class Runtime:
         """A layer runs; `record`: with gradients."""
         if record:
             self.ran.add(spec.members)
-            if self.lone:
+            if self.lone and self.draws:
                 self.advance()
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
         """The hook of the model that this is the runtime of."""
         if self.stats is not None:
             self.stats.recording = torch.is_grad_enabled()
-        if torch.is_grad_enabled() and self.cores:
+        if self.draws and torch.is_grad_enabled() and self.cores:
             self.advance()
 
     def specs(self) -> list[LinearSpec]:
@@ -154,6 +155,8 @@ class Runtime:
             if new.table.options[name] == old.table.options.get(name):
                 new.held[new.table.index(name)] = old.held[old.table.index(name)]
         self._slots = new
+        for spec in self.made:  # programs read the old one
+            spec.programs.clear()
 
     def slot(self, spec: LinearSpec, tensor: str, member: str, columnwise: bool, record: bool) -> ScaleSlot:
         """What a cast of one tensor reads and writes. `record`: its amax counts."""
@@ -228,8 +231,10 @@ class Runtime:
     def in_layer_backward(self) -> None:
         """Under the rule of regions, the end of the backward that is running now updates what it staged; every layer
         asks for it, it is done once."""
+        if not self.by_regions:
+            return
         task = torch._C._current_graph_task_id()
-        if not self.by_regions or task == self._task or not self.has_slots():
+        if task == self._task or not self.has_slots():
             return
         self._task, group = task, self.region_group
         _ENGINE.queue_callback(lambda: self.update(False, group))

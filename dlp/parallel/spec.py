@@ -26,7 +26,7 @@ from dlp.parallel import fit
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.style import ParallelStyle
-from dlp.quant.quantizer import SlotOptions, slot_options
+from dlp.quant.quantizer import SlotOptions, needs_origin, slot_options
 from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe
 
 Answer = TypeVar("Answer")
@@ -91,6 +91,7 @@ class LinearSpec:
     ticket: Tensor = field(init=False)
     kind: int = field(init=False)
     known: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+    programs: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # see `dlp.parallel.direct`
 
     def __post_init__(self) -> None:
         fit.check(self.name, self.style, self.recipe)
@@ -101,12 +102,13 @@ class LinearSpec:
         _SPECS[number] = self
         object.__setattr__(self, "ticket", torch.tensor(number, device="cpu"))  # whatever the default device is
         self.runtime.made.append(self)
+        self.runtime.draws |= self.draws
         object.__setattr__(
             self, "kind", _KINDS.setdefault((self.style, self.recipe, self.tp, self.delay_wgrad), number)
         )
         if self.kind == number:
             _OF_KIND[number] = alone = object.__new__(LinearSpec)
-            vars(alone).update(vars(self) | {"runtime": Runtime(), "known": {}})
+            vars(alone).update(vars(self) | {"runtime": Runtime(), "known": {}, "programs": {}})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSpec:
         """A copied layer has scales of its own."""
@@ -150,6 +152,17 @@ class LinearSpec:
     def slots(self) -> dict[str, tuple[str, SlotOptions]]:
         """Slot name -> (tensor, options) for all that this layer casts with a delayed scale."""
         return {f"{name}{self.variant}": found for name, found in delayed_slots(self.recipe, self.members).items()}
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether a cast of this layer rounds by chance."""
+        return any(map(needs_origin, fit.all_quantizers(self.recipe)))
+
+    def kept_memory(self) -> list[Tensor]:
+        """What kernels of this layer read and write that is no operand; it stays where it is while `programs` do."""
+        table = self.runtime.slots.table if self.slots else None
+        scales = [] if table is None else [table.scale, table.staging]
+        return [*scales, self.runtime.counter] if self.draws else scales
 
     @cached_property
     def units(self) -> fit.Units:

@@ -105,7 +105,7 @@ class CastWeights:
         """Cast the weights, rounded to `dtype` first, in both orientations, in place where operands exist."""
         parts = flatten(quantize(spec, "w", [w.detach().to(dtype) for w in weights], row=True, col=True))
         if not self.parts:  # both orientations may share a scale, but torch.compile takes no tensor twice
-            self.parts = [part.view(part.shape) for part in parts]
+            self.parts = [part.detach() for part in parts]
             return
         for kept, new in zip(self.parts, parts, strict=True):
             kept.copy_(new)

@@ -66,6 +66,10 @@ class Fp8Block(Format):
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         return shape, (blocks(shape[0], self.block[0]), blocks(shape[1], self.block[1]))
 
+    def empty(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
+        codes = torch.empty(shape, dtype=ELEMENTS[self.element], device=device)
+        return QuantizedTensor(self, (codes, ops.empty_block_scales(shape, self.tile, device)))
+
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale_inv = q.parts
         return ops.decode_fp8_block(codes, scale_inv, self.block, dtype)

@@ -7,6 +7,7 @@
 
 #include "cublaslt.h"
 #include "kernels.h"
+#include "steps.h"
 
 namespace dlp {
 namespace {
@@ -20,12 +21,20 @@ void bind(pybind11::module_& m, const char* name, Kernel kernel) {
     m.def(name, kernel, Unlocked());
 }
 
+// A kernel that programs may run, too.
+template <class Kernel>
+void bind_step(pybind11::module_& m, const char* name, Kernel kernel) {
+    bind(m, name, kernel);
+    step_makers()[name] = step_maker(kernel, &Kernel::operator());
+}
+
+// The same of a job that no program runs.
 template <class Job>
-using Words = std::array<int64_t, sizeof(Job) / sizeof(int64_t)>;
+using Row = std::array<int64_t, sizeof(Job) / sizeof(int64_t)>;
 
 // The arguments every kernel over jobs starts with: one job, or the address of a table and its length.
 template <class Job>
-Work<Job> make_work(const Words<Job>& one, uintptr_t many, int64_t count, int64_t items) {
+Work<Job> make_work(const Row<Job>& one, uintptr_t many, int64_t count, int64_t items) {
     static_assert(sizeof(Job) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<Job>, "a job is a row of words");
     Work<Job> work{};
     std::memcpy(&work.one, one.data(), sizeof(Job));
@@ -36,12 +45,9 @@ Work<Job> make_work(const Words<Job>& one, uintptr_t many, int64_t count, int64_
 }
 
 template <class Job>
-Job make_job(const Words<Job>& words) {
+Job make_job(const Row<Job>& words) {
     return make_work<Job>(words, 0, 1, 0).one;
 }
-
-// (largest, epsilon, overflow, power_of_two)
-using Rule = std::tuple<float, float, float, bool>;
 
 ScaleRule make_rule(const Rule& rule) {
     return {std::get<0>(rule), std::get<1>(rule), std::get<2>(rule), std::get<3>(rule)};
@@ -58,9 +64,6 @@ auto block_cast(Kernel kernel) {
         kernel(work, input_of(wide), code_of(e5m2), make_rule(rule), gemm_layout, stream);
     };
 }
-
-// (counter, row, first, across, direction, seed, tensor); a counter of 0 draws nothing
-using DrawWords = std::array<int64_t, 7>;
 
 Draw make_draw(const DrawWords& words) {
     return {reinterpret_cast<const int64_t*>(words[0]), words[1], words[2], words[3],
@@ -84,11 +87,11 @@ auto transpose_codes(Kernel kernel) {
 }
 
 void bind_lines(pybind11::module_& m) {
-    bind(m, "amax_lines", [](const Words<LinesJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
+    bind_step(m, "amax_lines", [](const Words<LinesJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
                            Stream stream) {
         amax_lines(make_work<LinesJob>(one, many, count, items), input_of(wide), stream);
     });
-    bind(m, "cast_rowwise", [](const Words<RowwiseJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
+    bind_step(m, "cast_rowwise", [](const Words<RowwiseJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
                              bool e5m2, const Rule& rule, Stream stream) {
         const Work<RowwiseJob> work = make_work<RowwiseJob>(one, many, count, items);
         cast_rowwise(work, input_of(wide), code_of(e5m2), make_rule(rule), stream);
@@ -96,28 +99,38 @@ void bind_lines(pybind11::module_& m) {
 }
 
 void bind_nvfp4(pybind11::module_& m) {
-    bind(m, "amax_rht", [](const Words<RhtAmaxJob>& one, int64_t items, bool wide, Stream stream) {
+    bind_step(m, "amax_rht", [](const Words<RhtAmaxJob>& one, int64_t items, bool wide, Stream stream) {
         amax_rht(make_work<RhtAmaxJob>(one, 0, 1, items), input_of(wide), stream);
     });
-    bind(m, "cast_nvfp4_1d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool rht,
+    bind_step(m, "cast_nvfp4_1d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool rht,
                               const DrawWords& draw, const DrawWords& draw_t, Stream stream) {
         const Work<Nvfp4Job> work = make_work<Nvfp4Job>(one, many, count, items);
         cast_nvfp4_1d(work, input_of(wide), rht, make_draw(draw), make_draw(draw_t), stream);
     });
-    bind(m, "cast_nvfp4_2d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
+    bind_step(m, "cast_nvfp4_2d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
                               Stream stream) {
         cast_nvfp4_2d(make_work<Nvfp4Job>(one, many, count, items), input_of(wide), stream);
     });
 }
 
 void bind_codes(pybind11::module_& m) {
-    bind(m, "transpose_bytes", transpose_codes(transpose_bytes));
-    bind(m, "transpose_nibbles", transpose_codes(transpose_nibbles));
-    bind(m, "decode", [](const Words<DecodeJob>& one, int32_t encoding, Stream stream) {
+    bind_step(m, "transpose_bytes", transpose_codes(transpose_bytes));
+    bind_step(m, "transpose_nibbles", transpose_codes(transpose_nibbles));
+    bind_step(m, "decode", [](const Words<DecodeJob>& one, int32_t encoding, Stream stream) {
         DecodeJob job;
         std::memcpy(&job, one.data(), sizeof(job));
         decode(job, Encoding(encoding), stream);
     });
+}
+
+void bind_small(pybind11::module_& m) {
+    bind_step(m, "nvfp4_alpha", [](const Words<AlphaJob>& words, Stream stream) {
+        nvfp4_alpha(make_job<AlphaJob>(words), stream);
+    });
+    bind_step(m, "round_to_bf16", [](const Words<RoundJob>& words, Stream stream) {
+        round_to_bf16(make_job<RoundJob>(words), stream);
+    });
+    bind_step(m, "set_zero", [](uintptr_t at, int64_t bytes, Stream stream) { set_zero(at, bytes, stream); });
 }
 
 // The fields of GemmProblem, in their order.
@@ -135,6 +148,44 @@ void run_gemm(GemmPlan& plan, uintptr_t a, uintptr_t b, uintptr_t d, uintptr_t a
     plan.run({at(a), at(b), at(d), at(a_scale), at(b_scale), at(bias), at(alpha), at(beta)}, at(workspace), stream);
 }
 
+// A run of a GEMM plan, which it keeps alive.
+class GemmStep final : public Step {
+public:
+    explicit GemmStep(const pybind11::tuple& arguments) : plan_(arguments[0]), run_(plan_.cast<GemmPlan*>()) {
+        DLP_CHECK_EQ(arguments.size(), addresses_.size() + 1);
+        for (size_t i = 0; i < addresses_.size(); ++i) addresses_[i] = arguments[i + 1].cast<uintptr_t>();
+    }
+    void run(uintptr_t stream) override {
+        const auto& at = addresses_;
+        run_gemm(*run_, at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], stream);
+    }
+    void addresses(std::vector<uintptr_t*>& found) override {
+        for (uintptr_t& address : addresses_) found.push_back(&address);
+    }
+
+private:
+    pybind11::object plan_;
+    GemmPlan* run_;
+    std::array<uintptr_t, 9> addresses_{};
+};
+
+// A step is (name of a kernel, its arguments) or ("gemm", (plan, its addresses)), without the stream; memory is (address,
+// bytes, base, offset).
+std::unique_ptr<Program> make_program(const std::vector<std::pair<std::string, pybind11::tuple>>& recorded,
+                                      const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, uintptr_t>>& memory,
+                                      size_t bases) {
+    std::vector<std::unique_ptr<Step>> steps;
+    for (const auto& [name, arguments] : recorded) steps.push_back(step_makers().at(name)(arguments));
+    std::vector<Program::Memory> pieces;
+    for (const auto& [at, bytes, base, offset] : memory) pieces.push_back({at, bytes, base, offset});
+    return std::make_unique<Program>(std::move(steps), pieces, bases);
+}
+
+void bind_program(pybind11::module_& m) {
+    step_makers()["gemm"] = [](const pybind11::tuple& arguments) { return std::make_unique<GemmStep>(arguments); };
+    pybind11::class_<Program>(m, "Program").def(pybind11::init(&make_program)).def("run", &Program::run, Unlocked());
+}
+
 }  // namespace
 }  // namespace dlp
 
@@ -143,26 +194,27 @@ PYBIND11_MODULE(dlp_kernels, m) {
     m.attr("AMAX_CHUNK") = kAmaxChunk;
     m.attr("TILE") = kTile;
 
-    bind(m, "amax", [](const Words<AmaxJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, uintptr_t out,
+    bind_step(m, "amax", [](const Words<AmaxJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, uintptr_t out,
                      Stream stream) {
         amax(make_work<AmaxJob>(one, many, count, items), input_of(wide), out, count, stream);
     });
-    bind(m, "cast_tensor", [](const Words<TensorJob>& one, bool wide, bool e5m2, const Rule& rule, Stream stream) {
+    bind_step(m, "cast_tensor", [](const Words<TensorJob>& one, bool wide, bool e5m2, const Rule& rule, Stream stream) {
         cast_tensor(make_job<TensorJob>(one), input_of(wide), code_of(e5m2), make_rule(rule), stream);
     });
-    bind(m, "cast_transpose", [](const Words<TensorJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
+    bind_step(m, "cast_transpose", [](const Words<TensorJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
                                bool e5m2, const Rule& rule, bool observe, Stream stream) {
         const Work<TensorJob> work = make_work<TensorJob>(one, many, count, items);
         cast_transpose(work, input_of(wide), code_of(e5m2), make_rule(rule), observe, stream);
     });
-    bind(m, "cast_block_1d", block_cast<BlockJob>(cast_block_1d));
-    bind(m, "cast_block_2d", block_cast<BlockJob>(cast_block_2d));
-    bind(m, "cast_mxfp8_1d", mx_cast(cast_mxfp8_1d));
-    bind(m, "cast_mxfp8_2d", mx_cast(cast_mxfp8_2d));
+    bind_step(m, "cast_block_1d", block_cast<BlockJob>(cast_block_1d));
+    bind_step(m, "cast_block_2d", block_cast<BlockJob>(cast_block_2d));
+    bind_step(m, "cast_mxfp8_1d", mx_cast(cast_mxfp8_1d));
+    bind_step(m, "cast_mxfp8_2d", mx_cast(cast_mxfp8_2d));
     bind_lines(m);
     bind_nvfp4(m);
     bind_codes(m);
-    bind(m, "delayed_update", [](const Words<DelayedJob>& one, uintptr_t many, int64_t count, int64_t items, Stream stream) {
+    bind_small(m);
+    bind(m, "delayed_update", [](const Row<DelayedJob>& one, uintptr_t many, int64_t count, int64_t items, Stream stream) {
         delayed_update(make_work<DelayedJob>(one, many, count, items), stream);
     });
     bind(m, "sum_in_order", [](uintptr_t from, uintptr_t to, int64_t contributions, int64_t count, bool wide, Stream stream) {
@@ -179,13 +231,14 @@ PYBIND11_MODULE(dlp_kernels, m) {
         .def_property_readonly("candidates", &GemmPlan::candidates)
         .def("choose", &GemmPlan::choose)
         .def("run", &run_gemm, Unlocked());
+    bind_program(m);
     bind(m, "pack_fp8_wire", [](const std::array<int64_t, 5>& words, float least, bool wide, Stream stream) {
         WireMatrix job{};
         std::memcpy(&job, words.data(), sizeof(words));
         job.least = least;
         pack_fp8_wire(job, input_of(wide), stream);
     });
-    bind(m, "sum_fp8_wire", [](const Words<WireSum>& words, bool wide, Stream stream) {
+    bind(m, "sum_fp8_wire", [](const Row<WireSum>& words, bool wide, Stream stream) {
         sum_fp8_wire(make_job<WireSum>(words), input_of(wide), stream);
     });
 }

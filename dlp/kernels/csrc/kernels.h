@@ -10,6 +10,12 @@
 
 namespace dlp {
 
+// Bits for those words of a job that are addresses, counted from 0; a job that begins with a matrix has 5 words of it.
+template <class... Index>
+constexpr uint32_t words(Index... index) {
+    return (0u | ... | (1u << index));
+}
+
 struct Matrix {
     const void* data;         // [rows, cols] bf16 or fp32, rows `stride` elements apart, columns adjacent
     int64_t rows, cols, stride;
@@ -19,6 +25,7 @@ struct Matrix {
 struct AmaxJob {              // max |x| of all elements -> out []
     Matrix x;
     float* out;
+    static constexpr uint32_t addresses = words(0, 5);
 };
 
 struct TensorJob {            // one scale for all elements
@@ -29,6 +36,7 @@ struct TensorJob {            // one scale for all elements
     const float* scale;       // []: given
     float* staging;           // []: the amax of x is maxed into it
     float* scale_inv;         // []
+    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10);
 };
 
 struct BlockJob {             // a scale every 128 or 32 elements along the contraction, or every tile
@@ -37,12 +45,14 @@ struct BlockJob {             // a scale every 128 or 32 elements along the cont
     void* scale;              // of `codes`
     uint8_t* codes_t;         // [cols, rows]
     void* scale_t;            // of `codes_t`
+    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8);
 };
 
 struct LinesJob {             // max |x| of every row and of every column, raised where they are
     Matrix x;
     float* amax;              // [rows]
     float* amax_t;            // [cols]
+    static constexpr uint32_t addresses = words(0, 5, 6);
 };
 
 struct RowwiseJob {           // one scale a row, made from its amax; `..._t`: of x transposed
@@ -53,12 +63,14 @@ struct RowwiseJob {           // one scale a row, made from its amax; `..._t`: o
     uint8_t* codes_t;         // [cols, rows]
     const float* amax_t;      // [cols]
     float* scale_inv_t;       // [cols]
+    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10);
 };
 
 struct RhtAmaxJob {           // max |x|, and max |x| after the Hadamard transform along the columns
     Matrix x;
     float* out;               // []
     float* out_t;             // []
+    static constexpr uint32_t addresses = words(0, 5, 6);
 };
 
 struct Nvfp4Job {             // E2M1 codes, two a byte, an E4M3 scale every 16 elements or 16x16 tile, an amax a tensor
@@ -71,6 +83,21 @@ struct Nvfp4Job {             // E2M1 codes, two a byte, an E4M3 scale every 16 
     uint8_t* scale_t;
     const float* amax_t;
     float* amax_t_out;
+    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11, 12);
+};
+
+struct AlphaJob {             // what the sums of an NVFP4 GEMM are multiplied by
+    const float* a_amax;      // []
+    const float* b_amax;      // []
+    float* out;               // []
+    static constexpr uint32_t addresses = words(0, 1, 2);
+};
+
+struct RoundJob {             // fp32 values rounded to bf16
+    const float* x;           // [count]
+    void* out;                // bf16 [count]
+    int64_t count;
+    static constexpr uint32_t addresses = words(0, 1);
 };
 
 struct Draw {                 // whose random bits one orientation takes, see reference/fp4.py
@@ -84,6 +111,7 @@ struct Draw {                 // whose random bits one orientation takes, see re
 struct CodesJob {             // codes to be transposed; `data` holds bytes, or two codes a byte
     Matrix x;                 // [rows, cols] codes
     uint8_t* out;             // [cols, rows]
+    static constexpr uint32_t addresses = words(0, 5);
 };
 
 struct DecodeJob {            // codes * scales -> bf16
@@ -91,6 +119,7 @@ struct DecodeJob {            // codes * scales -> bf16
     const void* scale;        // [rows / block_rows, cols / block_cols], rounded up
     void* out;                // bf16 [rows, cols]
     int64_t rows, cols, block_rows, block_cols;
+    static constexpr uint32_t addresses = words(0, 1, 2);
 };
 
 struct DelayedJob {           // slots that have one history length and algorithm
@@ -162,6 +191,9 @@ void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, Stream stream);
 void transpose_bytes(const Work<CodesJob>& work, Stream stream);
 void transpose_nibbles(const Work<CodesJob>& work, Stream stream);
 void decode(const DecodeJob& job, Encoding encoding, Stream stream);
+void nvfp4_alpha(const AlphaJob& job, Stream stream);
+void round_to_bf16(const RoundJob& job, Stream stream);
+void set_zero(uintptr_t at, int64_t bytes, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream);
 void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);

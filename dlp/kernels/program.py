@@ -1,0 +1,165 @@
+"""Programs: what a function launches, taken down once and then launched again on other tensors by one call.
+
+    program = record(run, given, fixed)      runs `run()` without launching; `run` reads the tensors `given`
+    results = program(given)                 launches what it would have: the bits of `run()` on these tensors
+
+Between two calls with tensors of equal shapes, strides, dtypes and alignment nothing changes but addresses, if a function
+only allocates, takes views and starts kernels of this package, and if what it decides does not depend on anything else.
+The first is watched while it is taken down; a function that does more is not made a program (`NotPlain`). The second is
+what a caller answers for. Results are allocated one by one, all that is needed on the way in one piece, in which memory
+that is no longer needed is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlp.kernels import gemms, loader
+from dlp.kernels.launches import GEMM, Launched, recording, stream_of
+
+ALIGNMENT = 512  # bytes, that of torch's allocations on CUDA
+_NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
+_FIXED = -1
+Make = Callable[[], Tensor]
+Range = tuple[int, int]  # an address, and how many bytes lie there
+
+
+class NotPlain(Exception):
+    """The function cannot be made a program; the message says what it does."""
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation of torch. `made`: the tensors allocated, kept alive, so that no two have one address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in _NEW:
+            made = func(*args, **(kwargs or {}))
+            self.made.append(made)
+            return made
+        if not func.is_view:
+            raise NotPlain(f"runs {func.name()}")
+        return func(*args, **(kwargs or {}))
+
+
+class Program:
+    """See `record`. `given`: one address for each tensor that calls bring."""
+
+    def __init__(self, launched: Launched, given: Sequence[Range], fixed: Sequence[Range], results: Sequence[Tensor],
+                 made: Sequence[Tensor]) -> None:  # fmt: skip
+        wholes = {whole.data_ptr(): whole for whole in made}
+        outs = [_whole(result, wholes) for result in results]
+        between = [whole for whole in made if all(whole is not out for out in outs)]
+        offsets, size = _share(between, launched)
+        self._make = [_maker(result, whole) for result, whole in zip(results, outs, strict=True)]
+        device = results[0].device
+        if size:
+            self._make.append(partial(torch.empty_strided, (size,), (1,), dtype=torch.uint8, device=device))
+        self._count, self._multiplies = len(results), any(name == GEMM for name, _ in launched)
+        arena, space = len(given) + len(outs), len(given) + len(self._make)
+        memory = [(*span, base, 0) for base, span in enumerate([*given, *map(_span, outs)])]
+        memory += [(*_span(whole), arena, offset) for whole, offset in zip(between, offsets, strict=True)]
+        memory += [(*span, _FIXED, 0) for span in fixed]
+        if self._multiplies:
+            memory.append((gemms.workspace(results[0].get_device(), stream_of(results[0])), gemms.WORKSPACE, space, 0))
+            memory += [(*_span(constant), _FIXED, 0) for constant in gemms.constants(device)]
+        try:
+            self._run = loader.load().Program(launched, memory, space + self._multiplies).run
+        except ValueError as error:
+            raise NotPlain(str(error)) from None
+
+    def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors like those recorded -> the results."""
+        made = [make() for make in self._make]
+        bases = [tensor.data_ptr() for tensor in given]
+        bases += [tensor.data_ptr() for tensor in made]
+        stream = stream_of(given[0])
+        if self._multiplies:
+            bases.append(gemms.workspace(given[0].get_device(), stream))
+        self._run(bases, stream)
+        return made[: self._count]
+
+
+def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> Program:
+    """A program of `run`, which reads `given`, that are `apart`, and returns tensors that it made. `fixed`: further memory
+    that kernels read or write, which stays where it is as long as the program is used. Raises NotPlain; then nothing has
+    happened."""
+    with recording() as launched, _Watch() as watch:
+        results = run()
+    return Program(launched, [_span(tensor) for tensor in given], [_span(t) for t in fixed], results, watch.made)
+
+
+def possible(x: Tensor) -> bool:
+    """Whether kernels run where x lies."""
+    return x.is_cuda and not loader.missing()
+
+
+def apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether each of these has memory of its own, as `given` must have to be told from one another."""
+    spans = sorted(map(_span, tensors))
+    return all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
+
+
+def _span(tensor: Tensor) -> Range:
+    """The memory of a tensor, from its first element to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
+    """The allocation that a result is, or is a view of."""
+    whole = wholes.pop(result.data_ptr(), None)
+    if whole is None or whole.dtype != result.dtype:
+        raise NotPlain("returns a tensor that it did not make, or makes two of one memory")
+    return whole
+
+
+def _maker(result: Tensor, whole: Tensor) -> Make:
+    """What makes a tensor like a result, with the memory behind it."""
+    if _span(result) == _span(whole):
+        return partial(
+            torch.empty_strided, tuple(result.shape), result.stride(), dtype=result.dtype, device=result.device
+        )
+    size, shape, stride = whole.numel(), tuple(result.shape), result.stride()
+    flat = partial(torch.empty_strided, (size,), (1,), dtype=result.dtype, device=result.device)
+    return lambda: flat().as_strided(shape, stride)
+
+
+def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
+    """Where each tensor lies in one piece of memory, and its size: apart from those that are in use between the same
+    launches, from the first that mentions it to the last."""
+    uses = [
+        [step for step, (_, arguments) in enumerate(launched) if _mentions(arguments, _span(tensor))]
+        for tensor in tensors
+    ]
+    placed: list[tuple[int, int, int, int]] = []  # first and last use, begin and end
+    offsets, size = [], 0
+    for tensor, steps in zip(tensors, uses, strict=True):
+        first, last = (steps[0], steps[-1]) if steps else (0, -1)
+        need = -(-tensor.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT if steps else 0
+        taken = sorted((begin, end) for a, b, begin, end in placed if a <= last and first <= b)
+        at = 0
+        for begin, end in taken:
+            if begin - at >= need:
+                break
+            at = max(at, end)
+        placed.append((first, last, at, at + need))
+        offsets.append(at)
+        size = max(size, at + need)
+    return offsets, size
+
+
+def _mentions(arguments: Any, span: Range) -> bool:
+    """Whether one of these numbers is an address in `span`."""
+    if isinstance(arguments, tuple):
+        return any(_mentions(argument, span) for argument in arguments)
+    return isinstance(arguments, int) and span[0] <= arguments < span[0] + span[1]

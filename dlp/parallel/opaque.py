@@ -1,0 +1,144 @@
+"""The linear as two opaque ops, `dlp::linear_fwd` and `dlp::linear_bwd`: what torch.compile, a dispatch mode or fake tensors
+see of it.
+
+They take tensors, and the name of a frozen `LinearSpec`. Streams, groups and collectives stay inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dlp.comm import wire as ledger
+from dlp.parallel.autocast import check_compiled
+from dlp.parallel.linear_fn import run_backward, run_forward, waits, weight_parts, x_tokens, y_shape
+from dlp.parallel.spec import spec_of
+
+
+def linear_fwd(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], ticket: Tensor, kind: int,
+    save: bool, record: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """`run_forward` as an op."""
+    spec = spec_of(ticket)
+    check_compiled(spec)
+    spec.runtime.begin_forward(spec, record)
+    parts = weight_parts(spec, spec.members, weights, cached, x.dtype, row=True, record=record)
+    return run_forward(spec, x, weights, biases, parts, save, record)
+
+
+def linear_bwd(
+    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], ticket: Tensor, kind: int,
+    dtype: torch.dtype, used: list[int], needs_dx: bool, needs_dw: list[bool], needs_db: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """`run_backward` as an op."""
+    spec = spec_of(ticket)
+    spec.runtime.in_layer_backward()
+    members = [spec.members[i] for i in used]
+    parts = weight_parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else []
+    return run_backward(spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
+
+
+def _linear_fwd_fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], ticket: Tensor, kind: int,
+    save: bool, record: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Shapes only, for torch.compile."""
+    spec, tokens = spec_of(kind), x.numel() // x.shape[-1]
+    dtype = spec.recipe.fprop.out_dtype or x.dtype
+    ys = [x.new_empty(y_shape(spec, x, w.shape[0]), dtype=dtype) for w in weights]
+    if not save or spec.saves_x(tokens):
+        return ys, []
+    features = x.shape[-1] + -x.shape[-1] % spec.units[2]
+    padded = tokens + -tokens % spec.units[0]
+    shape = (tokens, features) if spec.saves_rowwise(tokens) else (features, padded)
+    return ys, list(spec.recipe.x.columnwise.format.empty(shape, dtype=x.dtype, device=x.device).parts)
+
+
+def _linear_bwd_fake(
+    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], ticket: Tensor, kind: int,
+    dtype: torch.dtype, used: list[int], needs_dx: bool, needs_dw: list[bool], needs_db: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Shapes only, for torch.compile."""
+    spec, dy = spec_of(kind), dys[0]
+    tokens, features = x_tokens(spec, dy.numel() // dy.shape[-1]), weights[0].shape[1]
+    grads = [dy.new_empty((tokens, features), dtype=dtype)] if needs_dx else []
+    now = not waits(spec.delay_wgrad, needs_dx)
+    grads += [w.new_empty(w.shape) for w, needed in zip(weights, needs_dw, strict=True) if needed and now]
+    return grads + [w.new_empty(w.shape[:1]) for w, needed in zip(weights, needs_db, strict=True) if needed]
+
+
+def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
+    """The op, whose transfers belong to its layer and, where nothing finer is said, to this GEMM."""
+
+    @wraps(op)
+    def labelled(*args: Any) -> Any:
+        with ledger.label(layer=spec_of(args[4]).members[0], direction=gemm):
+            return op(*args)
+
+    return labelled
+
+
+_LIBRARY = torch.library.Library("dlp", "DEF")
+_LIBRARY.define(
+    "linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor ticket, int kind, bool save,"
+    " bool record) -> (Tensor[], Tensor[])"
+)
+_LIBRARY.define(
+    "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor ticket, int kind,"
+    " ScalarType dtype, int[] used, bool needs_dx, bool[] needs_dw, bool[] needs_db) -> Tensor[]"
+)
+for _name, _real, _fake, _gemm in (
+    ("linear_fwd", linear_fwd, _linear_fwd_fake, "fprop"), ("linear_bwd", linear_bwd, _linear_bwd_fake, "dgrad"),
+):  # fmt: skip
+    _LIBRARY.impl(_name, _labelled(_real, _gemm), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dlp::{_name}", _fake, lib=_LIBRARY)
+
+
+def opaque() -> bool:
+    """Whether a linear has to be the opaque ops: where something traces or watches. Elsewhere they are passed by, which
+    spares the host more than it needs for a tiny linear (`dlp.parallel.direct`)."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+class OpaqueLinearFn(torch.autograd.Function):
+    """`apply(ticket, kind, count, save, record, delay, x, *weights, *biases, *cached)` -> a tuple of y_i; `count` weights
+    and biases; `delay`: the spec's `delay_wgrad`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ticket: Tensor, kind: int, count: int, save: bool, record: bool, delay: bool, x: Tensor, *tensors: Any
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
+        ys, saved = torch.ops.dlp.linear_fwd(x, weights, biases, cached, ticket, kind, save, record)
+        ctx.kind, ctx.count, ctx.delay, ctx.x_shape, ctx.x_dtype = kind, count, delay, x.shape, x.dtype
+        ctx.num_saved = len(saved) or 1
+        ctx.save_for_backward(ticket, *(saved or [x if save else None]), *weights, *cached)
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        count, (ticket, *tensors) = ctx.count, ctx.saved_tensors
+        saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
+        cached = list(tensors[ctx.num_saved + count :])
+        used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
+        needs = ctx.needs_input_grad[6:]
+        needs_dw, needs_db = [needs[1 + i] for i in used], [needs[1 + count + i] for i in used]
+        size = len(cached) // count
+        grads = iter(torch.ops.dlp.linear_bwd(
+            [dys[i] for i in used], [] if saved[0] is None else saved, [weights[i] for i in used],
+            [part for i in used for part in cached[i * size : (i + 1) * size]], ticket, ctx.kind, ctx.x_dtype, used,
+            needs[0], needs_dw, needs_db,
+        ))  # fmt: skip
+        dx = next(grads).view(ctx.x_shape) if needs[0] else None
+        now = not waits(ctx.delay, needs[0])
+        dws = [next(grads) if i in used and needs[1 + i] and now else None for i in range(count)]
+        dbs = [next(grads) if i in used and needs[1 + count + i] else None for i in range(count)]
+        return None, None, None, None, None, None, dx, *dws, *dbs, *(None for _ in cached)
