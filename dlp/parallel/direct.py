@@ -7,13 +7,13 @@ tensors of the same shapes; only addresses differ. Such a direction becomes a pr
     second call     the same functions are taken down as a program, which runs
     further calls   the program: memory for the results, one call
 
-A program is an answer of a frozen spec and is kept with it; the bits are the same either way.
+A `Call` keeps what is the same from call to call; the bits are the same with a program and without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,95 +21,28 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dlp.kernels import program
-from dlp.kernels.program import NotPlain, Program
+from dlp.kernels.program import ALIGNMENT, NotPlain, Program
 from dlp.parallel import fit
-from dlp.parallel.linear_fn import bias_grads, run_backward, run_forward, waits, weight_parts
+from dlp.parallel.linear_fn import bias_grads, gathered_parts, run_backward, run_forward, waits
 from dlp.parallel.spec import LinearSpec, remembered
+from dlp.parallel.weight import Sides
 from dlp.quant.gemm import own_gemm
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, cast_op
 from dlp.quant.recipe import GEMMS
 
-LIMIT = 64  # programs of a spec: a layer whose shapes vary without end runs without
+DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
+X, FIRST = 2, 3  # places of x and of the first weight among the arguments of `DirectLinearFn`
+LIMIT = 64  # a layer whose shapes vary without end runs without programs
 SEEN = "seen once"
 Run = Callable[[], list[Tensor]]
 Key = tuple[Any, ...]
-
-
-def forward(
-    spec: LinearSpec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], cached: Sequence[Tensor],
-    save: bool, record: bool,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`run_forward`, whose arguments and results these are, by a program where there is one."""
-    spec.runtime.begin_forward(spec, record)
-    parts = weight_parts(spec, spec.members, weights, cached, x.dtype, row=True, record=record)
-    if not _may_be_program(spec, "forward", x):
-        return run_forward(spec, x, weights, biases, parts, save, record)
-
-    def run() -> list[Tensor]:
-        ys, kept = run_forward(spec, x, weights, biases, parts, save, record)
-        return [*ys, *kept]
-
-    given = [x, *(parts or weights), *(bias for bias in biases if bias is not None)]
-    asked = ("forward", save, record, *(bias is None for bias in biases), *(w.shape for w in weights))
-    made = _run(spec, asked, given, run)
-    return made[: len(weights)], made[len(weights) :]
-
-
-def backward(
-    spec: LinearSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor],
-    cached: Sequence[Tensor], dtype: torch.dtype, used: Sequence[int], needs_dx: bool, needs_dw: Sequence[bool],
-    needs_db: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
-    """`run_backward`, whose arguments and results these are, by a program where there is one."""
-    spec.runtime.in_layer_backward()
-    members = [spec.members[i] for i in used]
-    parts = weight_parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else []
-    if not (_may_be_program(spec, "backward", dys[0]) and (needs_dx or any(needs_dw))):
-        return run_backward(spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
-
-    def run() -> list[Tensor]:
-        return run_backward(spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, [False] * len(used))
-
-    read = (parts or weights) if needs_dx else ()
-    given = [*dys, *(saved if any(needs_dw) else ()), *read]
-    asked = ("backward", dtype, *used, needs_dx, *needs_dw, *((w.shape, w.dtype) for w in weights))
-    return _run(spec, asked, given, run) + bias_grads(dys, weights, needs_db)
-
-
-def _run(spec: LinearSpec, asked: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
-    """What `run` returns. `asked`: all that it depends on beside the spec and the tensors given."""
-    programs = spec.programs
-    key = (*asked, *map(_like, given), given[0].dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32)
-    found = programs.get(key)
-    if isinstance(found, Program):
-        return found(given)
-    if found is None and len(programs) < LIMIT:
-        programs[key] = SEEN
-    if found is not SEEN or not program.apart(given):
-        return run()
-    try:
-        made = program.record(run, given, spec.kept_memory())
-    except NotPlain as why:
-        programs[key] = str(why)
-        return run()
-    programs[key] = made
-    return made(given)
-
-
-def _like(tensor: Tensor) -> Key:
-    """What the launches over a tensor depend on beside its address."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % program.ALIGNMENT, tensor.get_device()
-
-
-def _may_be_program(spec: LinearSpec, direction: str, x: Tensor) -> bool:
-    return program.possible(x) and not spec.runtime.by_regions and _programmable(spec, direction)
 
 
 @remembered
 def _programmable(spec: LinearSpec, direction: str) -> bool:
     """Nothing is communicated in this direction, nothing waits, and quantizers and GEMMs are those of this package."""
     style, recipe = spec.style, spec.recipe
-    steps = (style.fprop,) if direction == "forward" else (style.dgrad, style.wgrad)
+    steps = (style.fprop,) if direction == FORWARD else (style.dgrad, style.wgrad)
     alone = spec.tp == 1 or (recipe.amax_scope == "table" and not any(step.gather or step.reduce for step in steps))
     agreed = spec.amax_group is not None and spec.amax_group.size() > 1
     formats = [[quantizer.format for quantizer in recipe.operands(which)] for which in GEMMS]
@@ -123,24 +56,120 @@ def _is_known(quantizer: Quantizer) -> bool:
     return type(quantizer) is KeepHighPrecision or (ours and cast_op(quantizer) != "")
 
 
+class Wanted(NamedTuple):
+    """The gradients that one backward makes. `used`: the members whose y has a gradient; a sibling whose y nobody used has
+    none. dw, db: by used member. places: where gradients go among those of `DirectLinearFn`, in the order dx, dw, db."""
+
+    used: list[int]
+    dx: bool
+    dw: list[bool]
+    db: list[bool]
+    places: list[int]
+
+
+class Call:
+    """A layer, called with tensors like those at hand: what does not change between such calls. It holds no tensors.
+
+    differentiable   there will be a backward; `save`: with a wgrad
+    layouts          of parameters that are DTensors
+    programs         by what they depend on beside; a string where there is none: not yet, or for the reason that it says
+    """
+
+    def __init__(self, spec: LinearSpec, record: bool, x: Tensor, parameters: Sequence[Any]) -> None:
+        self.spec, self.record, self.count = spec, record, len(spec.members)
+        self.x_shape, self.x_dtype = x.shape, x.dtype
+        learns = [p is not None and p.requires_grad for p in parameters]
+        self.differentiable = record and (x.requires_grad or any(learns))
+        self.save = self.differentiable and any(learns[: self.count])
+        self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
+        self.distributed = any(layout is not None for layout in self.layouts)
+        possible = program.possible(x) and not spec.runtime.by_regions
+        self.plain_forward, self.plain_backward = (possible and _programmable(spec, way) for way in DIRECTIONS)
+        self.programs: dict[Key, Program | str] = {}
+        self.wanted: dict[Key, Wanted] = {}
+
+    def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
+        """What `run` returns, which reads the tensors given."""
+        found = self.programs.get(key)
+        if isinstance(found, Program):
+            return found(given)
+        if found is None and len(self.programs) < LIMIT:
+            self.programs[key] = SEEN
+        if found is not SEEN or not program.apart(given):
+            return run()
+        try:
+            made = program.record(run, given, self.spec.kept_memory())
+        except NotPlain as why:
+            self.programs[key] = str(why)
+            return run()
+        self.programs[key] = made
+        return made(given)
+
+    def wants(self, needs: tuple[bool, ...], there: tuple[bool, ...]) -> Wanted:
+        """`needs`: those of `DirectLinearFn`; `there`: which y have a gradient."""
+        found = self.wanted.get((needs, there))
+        if found is None:
+            used = [i for i, dy in enumerate(there) if dy]
+            dw, db = ([needs[FIRST + first + i] for i in used] for first in (0, self.count))
+            made = [] if waits(self.spec.delay_wgrad, needs[X]) else dw
+            places = [X] if needs[X] else []
+            places += [FIRST + i for i, need in zip(used, made, strict=False) if need]
+            places += [FIRST + self.count + i for i, need in zip(used, db, strict=True) if need]
+            found = self.wanted[needs, there] = Wanted(used, needs[X], dw, db, places)
+        return found
+
+
+def call_of(spec: LinearSpec, record: bool, x: Tensor, parameters: Sequence[Any], sides: Sides | None) -> Call:
+    """The call that this one is like. It is kept with the operands that it reads, and goes with them, or with the spec."""
+    if sides is None:
+        calls, like = spec.calls, [None if p is None else (*_like(_local(p)), p.requires_grad) for p in parameters]
+    else:
+        calls, like = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
+    tf32 = x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    key = (spec, record, x.requires_grad, *_like(x), *like, tf32, spec.runtime.by_regions)
+    found: Call | None = calls.get(key)
+    if found is None:
+        found = Call(spec, record, x, parameters)
+        if len(calls) < LIMIT:
+            calls[key] = found
+    return found
+
+
+def forward(
+    call: Call, sides: Sides | None, x: Tensor, parameters: Sequence[Any]
+) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:  # fmt: skip
+    """x [..., K] -> y_i [..., N_i], what is kept of x for wgrad (see `run_forward`), and this rank's weights."""
+    spec, count, record = call.spec, call.count, call.record
+    spec.runtime.begin_forward(spec, record)
+    tensors = [_local(p) for p in parameters] if call.distributed else parameters
+    weights, biases = tensors[:count], tensors[count:]
+    key: Key = (FORWARD,)
+    if sides is not None:
+        parts: Sequence[Tensor] = sides.row
+    else:
+        parts = gathered_parts(spec, spec.members, weights, x.dtype, row=True, record=record)
+        key += tuple(map(_like, parts))
+
+    def run() -> list[Tensor]:
+        ys, kept = run_forward(spec, x, weights, biases, parts, call.save, record)
+        return [*ys, *kept]
+
+    if call.plain_forward:
+        made = call.run(key, [x, *(parts or weights), *[bias for bias in biases if bias is not None]], run)
+    else:
+        made = run()
+    return made[:count], made[count:], weights
+
+
 class DirectLinearFn(torch.autograd.Function):
-    """`apply(spec, cached, record, x, *weights, *biases)` -> a tuple of y_i. Weights and biases are parameters as modules
-    hold them: DTensors are taken apart here, since a function that did it for each would cost more than the layer."""
+    """`apply(call, sides, x, *weights, *biases)` -> a tuple of y_i. Weights and biases are parameters as modules hold them:
+    DTensors are taken apart here, since a function that did it for each would cost as much as the layer."""
 
     @staticmethod
-    def forward(
-        ctx: Any, spec: LinearSpec, cached: list[Tensor], record: bool, x: Tensor, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        count = len(spec.members)
-        weights, biases = locals_of(parameters[:count]), locals_of(parameters[count:])
-        save = any(ctx.needs_input_grad[4 : 4 + count])
-        ys, kept = forward(spec, x, weights, biases, cached, save, record)
-        ctx.spec, ctx.cached, ctx.x_shape, ctx.x_dtype, ctx.parameters = spec, cached, x.shape, x.dtype, parameters
-        ctx.num_saved = (len(kept) or 1) if save else 0
-        if cached:
-            ctx.weights = weights  # of which backward needs no more than shapes
-            weights = []
-        ctx.save_for_backward(*((kept or [x]) if save else ()), *weights)
+    def forward(ctx: Any, call: Call, sides: Sides | None, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        ys, kept, weights = forward(call, sides, x, parameters)
+        ctx.call, ctx.sides = call, sides
+        ctx.save_for_backward(*weights, *((kept or (x,)) if call.save else ()))
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
@@ -150,38 +179,58 @@ class DirectLinearFn(torch.autograd.Function):
 
 
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-    spec, cached, saved = ctx.spec, ctx.cached, ctx.saved_tensors
-    saved, weights = saved[: ctx.num_saved], ctx.weights if cached else saved[ctx.num_saved :]
-    count, needs = len(dys), ctx.needs_input_grad
-    used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
-    there = [dy for dy in dys if dy is not None]
-    if len(used) < count:
-        size = len(cached) // count
-        weights = [weights[i] for i in used]
-        cached = [part for i in used for part in cached[i * size : (i + 1) * size]]
-    needs_dw, needs_db = [needs[4 + i] for i in used], [needs[4 + count + i] for i in used]
-    dx_dw_db = iter(backward(
-        spec, there, saved, weights, cached, ctx.x_dtype, used, needs[3], needs_dw, needs_db
-    ))  # fmt: skip
+    call, needs, saved = ctx.call, ctx.needs_input_grad, ctx.saved_tensors
+    wanted = call.wants(needs, tuple([dy is not None for dy in dys]))
+    made = _gradients(call, wanted, [dys[i] for i in wanted.used], saved[: call.count], saved[call.count :], ctx.sides)
     grads: list[Any] = [None] * len(needs)
-    if needs[3]:
-        grads[3] = next(dx_dw_db).view(ctx.x_shape)
-    now = not waits(spec.delay_wgrad, needs[3])
-    for first, needed in ((4, needs_dw if now else ()), (4 + count, needs_db)):
-        for i, need in zip(used, needed, strict=False):
-            if need:
-                grads[first + i] = _like_parameter(next(dx_dw_db), ctx.parameters[first - 4 + i])
+    for place, grad in zip(wanted.places, made, strict=True):
+        layout = call.layouts[place - FIRST] if place >= FIRST else None
+        grads[place] = grad if layout is None else DTensor(grad, layout, requires_grad=False)
     return tuple(grads)
+
+
+def _gradients(
+    call: Call, wanted: Wanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor],
+    sides: Sides | None,
+) -> list[Tensor]:  # fmt: skip
+    """Those that are wanted, in the order dx, dw_i, db_i."""
+    spec, used = call.spec, wanted.used
+    spec.runtime.in_layer_backward()
+    weights = weights if len(used) == call.count else [weights[i] for i in used]
+    key: Key = tuple([BACKWARD, wanted.dx, *used, *wanted.dw, *[_lies(tensor) for tensor in (*dys, *saved)]])
+    parts: Sequence[Tensor] = ()
+    if wanted.dx and sides is not None:
+        parts = sides.col_of(used)
+    elif wanted.dx:
+        members = [spec.members[i] for i in used]
+        parts = gathered_parts(spec, members, weights, call.x_dtype, row=False, record=True)
+        key += tuple(map(_like, parts))
+
+    def run(db: Sequence[bool]) -> list[Tensor]:
+        made = run_backward(spec, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, db)
+        if wanted.dx and len(call.x_shape) != 2:
+            made[0] = made[0].view(call.x_shape)
+        return made
+
+    if not call.plain_backward:
+        return run(wanted.db)
+    given = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
+    return call.run(key, given, lambda: run([False] * len(used))) + bias_grads(dys, weights, wanted.db)
 
 
 _backward_once = once_differentiable(_backward)
 
 
-def locals_of(parameters: Sequence[Any]) -> list[Any]:
-    """What this rank has of each parameter."""
-    return [p._local_tensor if isinstance(p, DTensor) else p for p in parameters]
+def _like(tensor: Tensor) -> Key:
+    """What launches over a tensor depend on beside its address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
 
 
-def _like_parameter(grad: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's gradient, placed as its parameter."""
-    return DTensor(grad, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else grad
+def _lies(tensor: Tensor) -> Key:
+    """The same of one whose shape and dtype are known."""
+    return tensor.stride(), tensor.data_ptr() % ALIGNMENT
+
+
+def _local(parameter: Any) -> Any:
+    """What this rank has of a parameter, if it is one."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter

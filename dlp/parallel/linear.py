@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlp.comm import wire
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.autocast import active_spec
-from dlp.parallel.direct import DirectLinearFn, forward, locals_of
+from dlp.parallel.direct import DirectLinearFn, call_of, forward
 from dlp.parallel.opaque import OpaqueLinearFn, opaque
 from dlp.parallel.quantized_init import hold_quantized
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.spec import LinearSpec, Overlaps
 from dlp.parallel.style import shard_sizes, style
-from dlp.parallel.weight import CastWeights, local, place
+from dlp.parallel.weight import CastWeights, Sides, local, place
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, measured
@@ -49,6 +49,7 @@ class LinearCore:
         self.caches = False
         self.dtype: torch.dtype | None = None
         self.cast_weights = CastWeights()
+        self.sides: Sides | None = None
         self._x: Tensor | None = None
         self._ys: dict[int, Tensor] = {}
         hold_quantized(self)
@@ -97,15 +98,23 @@ class LinearCore:
         if opaque():
             return self._by_ops(x)
         spec, record = active_spec(self), torch.is_grad_enabled()
-        cached = self._cached(spec, x.dtype)
+        sides = self._sides(spec, x.dtype)
         parameters = [m.module._parameters[m.weight] for m in self.members]
         parameters += [m.module._parameters[m.bias] for m in self.members]
-        if record and (x.requires_grad or any(p is not None and p.requires_grad for p in parameters)):
-            results: tuple[Tensor, ...] = DirectLinearFn.apply(spec, cached, record, x, *parameters)
+        call = call_of(spec, record, x, parameters, sides)
+        if call.differentiable:
+            results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, x, *parameters)
             return results
-        tensors = locals_of(parameters)
-        ys, _ = forward(spec, x, tensors[: len(self.members)], tensors[len(self.members) :], cached, False, record)
-        return tuple(ys)
+        return tuple(forward(call, sides, x, parameters)[0])
+
+    def _sides(self, spec: LinearSpec, dtype: torch.dtype) -> Sides | None:
+        """`_cached` by orientation."""
+        cached = self._cached(spec, dtype)
+        if not cached:
+            return None
+        if self.sides is None or self.sides.parts is not cached:
+            self.sides = Sides(cached, spec.weight_formats[1])
+        return self.sides
 
     def _by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
         """The same, for what traces or watches."""

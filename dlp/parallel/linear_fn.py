@@ -31,12 +31,12 @@ from dlp.comm.collectives import Pending, done
 from dlp.kernels.ops import rounded
 from dlp.parallel.operands import quantize
 from dlp.parallel.overlap import Gather, Overlap
-from dlp.parallel.spec import LinearSpec, remembered
+from dlp.parallel.spec import LinearSpec
 from dlp.parallel.style import GemmComm
 from dlp.parallel.travel import Columnwise, dy_of_backward, x_of_backward, x_of_forward
 from dlp.parallel.wires import WIRES
 from dlp.quant.gemm import Gemm
-from dlp.quant.tensor import Format, QuantizedTensor
+from dlp.quant.tensor import QuantizedTensor
 
 
 def token_gemm(
@@ -110,20 +110,13 @@ def y_shape(spec: LinearSpec, x: Tensor, out_features: int) -> tuple[int, ...]:
     return *x.shape[:-1], out_features
 
 
-def weight_parts(
-    spec: LinearSpec, members: Sequence[str], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
-    *, row: bool, record: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The flat parts of one orientation of the weights, as the last step boundary left them or as FSDP gathered them;
-    none where weights are cast when they are used."""
-    if cached:
-        _, sizes = weight_formats(spec)
-        first, size = 0 if row else sizes[0], sizes[not row]
-        starts = range(first, len(weights) * sum(sizes), sum(sizes))
-        return [part for start in starts for part in cached[start : start + size]]
+def gathered_parts(
+    spec: LinearSpec, members: Sequence[str], weights: Sequence[Tensor], dtype: torch.dtype, *, row: bool, record: bool
+) -> Sequence[Tensor]:  # fmt: skip
+    """The flat parts of one orientation of weights that FSDP gathered; none where it shards none of them."""
     shards = [spec.runtime.shards.get(member) for member in members] if spec.runtime.shards else []
     if not any(shards):
-        return []
+        return ()
     ways: dict[str, Any] = {"row": row, "col": not row, "record": record}
     pairs = [
         shard.operands(spec, w, dtype, **ways)
@@ -138,22 +131,15 @@ def _weight_operands(
     spec: LinearSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
     *, row: bool, record: bool,
 ) -> list[QuantizedTensor]:  # fmt: skip
-    """One orientation of the weights: of their `weight_parts`, or cast here."""
+    """One orientation of the weights: of flat parts that exist, or cast here."""
     if not parts:
         pairs = quantize(
             spec, "w", [w.to(dtype) for w in weights], members=members, row=row, col=not row, record=record
         )
         return [pair.rowwise() if row else pair.columnwise() for pair in pairs]
-    formats, sizes = weight_formats(spec)
+    formats, sizes = spec.weight_formats
     fmt, size = formats[not row], sizes[not row]
     return [fmt.wrap(parts[i * size :]) for i in range(len(weights))]
-
-
-@remembered
-def weight_formats(spec: LinearSpec) -> tuple[tuple[Format, Format], tuple[int, int]]:
-    """The formats of w, rowwise and columnwise, and how many parts they have."""
-    formats = spec.recipe.w.rowwise.format, spec.recipe.w.columnwise.format
-    return formats, (len(formats[0].parts), len(formats[1].parts))
 
 
 def _rounded(spec: LinearSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
@@ -172,8 +158,8 @@ def run_forward(
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """x [..., K], weights [N_i, K] -> (y_i, the parts of x kept for wgrad; none where wgrad reads x itself).
 
-    `parts`: the rowwise `weight_parts`. `save`: there will be a wgrad. `record`: gradients are enabled, so amaxes count
-    for delayed scales.
+    `parts`: of the rowwise weights; none: they are cast here. `save`: there will be a wgrad. `record`: gradients are
+    enabled, so amaxes count for delayed scales.
     """
     comm, options, rows = spec.style.fprop, spec.recipe.fprop, _tokens_as_rows(spec, x)
     operand, kept = x_of_forward(spec, rows, save, record)
@@ -200,8 +186,8 @@ def run_backward(
     needs_db: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """dy_i [..., N_i] of the `used` members and what forward saved -> those gradients that are needed, in the order
-    dx [M, K] in `dtype`, that of x, dw_i, db_i. Without dw_i where they wait (`delay_wgrad`). `parts`: the columnwise
-    `weight_parts` of these members."""
+    dx [M, K] in `dtype`, that of x, dw_i, db_i. Without dw_i where they wait (`delay_wgrad`). `parts`: of the
+    columnwise weights of these members."""
     members = [spec.members[i] for i in used]
     rows = [_matrix(dy) for dy in dys]
     dy_rows, dy_cols = _start_dy(spec, members, rows, needs_dx, any(needs_dw))

@@ -6,7 +6,7 @@ They take tensors, and the name of a frozen `LinearSpec`. Streams, groups and co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -16,8 +16,20 @@ from torch.autograd.function import once_differentiable
 
 from dlp.comm import wire as ledger
 from dlp.parallel.autocast import check_compiled
-from dlp.parallel.linear_fn import run_backward, run_forward, waits, weight_parts, x_tokens, y_shape
-from dlp.parallel.spec import spec_of
+from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, waits, x_tokens, y_shape
+from dlp.parallel.spec import LinearSpec, spec_of
+from dlp.parallel.weight import Sides
+
+
+def _parts(
+    spec: LinearSpec, members: Sequence[str], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
+    *, row: bool, record: bool,
+) -> Sequence[Tensor]:  # fmt: skip
+    """One orientation of the weights, as the last step boundary left them or as FSDP gathered them."""
+    if not cached:
+        return gathered_parts(spec, members, weights, dtype, row=row, record=record)
+    sides = Sides(cached, spec.weight_formats[1])
+    return sides.row if row else sides.col
 
 
 def linear_fwd(
@@ -28,7 +40,7 @@ def linear_fwd(
     spec = spec_of(ticket)
     check_compiled(spec)
     spec.runtime.begin_forward(spec, record)
-    parts = weight_parts(spec, spec.members, weights, cached, x.dtype, row=True, record=record)
+    parts = _parts(spec, spec.members, weights, cached, x.dtype, row=True, record=record)
     return run_forward(spec, x, weights, biases, parts, save, record)
 
 
@@ -40,7 +52,7 @@ def linear_bwd(
     spec = spec_of(ticket)
     spec.runtime.in_layer_backward()
     members = [spec.members[i] for i in used]
-    parts = weight_parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else []
+    parts = _parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else ()
     return run_backward(spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
 
 

@@ -155,8 +155,10 @@ class Runtime:
             if new.table.options[name] == old.table.options.get(name):
                 new.held[new.table.index(name)] = old.held[old.table.index(name)]
         self._slots = new
-        for spec in self.made:  # programs read the old one
-            spec.programs.clear()
+        for spec in self.made:  # whose programs read the old one
+            spec.calls.clear()
+        for core in self.cores:
+            core.sides = None
 
     def slot(self, spec: LinearSpec, tensor: str, member: str, columnwise: bool, record: bool) -> ScaleSlot:
         """What a cast of one tensor reads and writes. `record`: its amax counts."""

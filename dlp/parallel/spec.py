@@ -28,6 +28,7 @@ from dlp.parallel.runtime import Runtime
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import SlotOptions, needs_origin, slot_options
 from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe
+from dlp.quant.tensor import Format
 
 Answer = TypeVar("Answer")
 Asked = ParamSpec("Asked")
@@ -91,7 +92,7 @@ class LinearSpec:
     ticket: Tensor = field(init=False)
     kind: int = field(init=False)
     known: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
-    programs: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # see `dlp.parallel.direct`
+    calls: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # see `dlp.parallel.direct`
 
     def __post_init__(self) -> None:
         fit.check(self.name, self.style, self.recipe)
@@ -108,7 +109,7 @@ class LinearSpec:
         )
         if self.kind == number:
             _OF_KIND[number] = alone = object.__new__(LinearSpec)
-            vars(alone).update(vars(self) | {"runtime": Runtime(), "known": {}, "programs": {}})
+            vars(alone).update(vars(self) | {"runtime": Runtime(), "known": {}, "calls": {}})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSpec:
         """A copied layer has scales of its own."""
@@ -154,12 +155,18 @@ class LinearSpec:
         return {f"{name}{self.variant}": found for name, found in delayed_slots(self.recipe, self.members).items()}
 
     @cached_property
+    def weight_formats(self) -> tuple[tuple[Format, Format], tuple[int, int]]:
+        """The formats of w, rowwise and columnwise, and how many parts they have."""
+        formats = self.recipe.w.rowwise.format, self.recipe.w.columnwise.format
+        return formats, (len(formats[0].parts), len(formats[1].parts))
+
+    @cached_property
     def draws(self) -> bool:
         """Whether a cast of this layer rounds by chance."""
         return any(map(needs_origin, fit.all_quantizers(self.recipe)))
 
     def kept_memory(self) -> list[Tensor]:
-        """What kernels of this layer read and write that is no operand; it stays where it is while `programs` do."""
+        """What kernels of this layer read and write that is no operand; it stays where it is while `calls` do."""
         table = self.runtime.slots.table if self.slots else None
         scales = [] if table is None else [table.scale, table.staging]
         return [*scales, self.runtime.counter] if self.draws else scales

@@ -10,6 +10,7 @@ the step boundary (`dlp.parallel.shards`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -73,6 +74,27 @@ def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Pa
         return nn.Parameter(tensor, requires_grad=requires_grad)
     placement: Placement = Replicate() if shard_dim is None else Shard(shard_dim)
     return nn.Parameter(distribute_tensor(tensor, tp, [placement]), requires_grad=requires_grad)
+
+
+class Sides:
+    """Flat parts of persistent operands by orientation. `calls`: what reads them and keeps to their addresses (see
+    `dlp.parallel.direct`)."""
+
+    def __init__(self, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
+        self.parts, self._sizes, both = parts, sizes, sum(sizes)
+        self.row = [part for i, part in enumerate(parts) if i % both < sizes[0]]
+        self.col = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
+        self.calls: dict[Any, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sides:
+        return Sides(copy.deepcopy(self.parts, memo), self._sizes)
+
+    def col_of(self, used: Sequence[int]) -> list[Tensor]:
+        """The columnwise parts of some of the weights."""
+        size = self._sizes[1]
+        if len(used) * size == len(self.col):
+            return self.col
+        return [part for i in used for part in self.col[i * size : (i + 1) * size]]
 
 
 class CastWeights:
