@@ -204,17 +204,26 @@ class Runtime:
     def update(self, forward: bool | None = None, group: ProcessGroup | None = None) -> None:
         """Agree on what was staged and let the scales follow: of all slots, or of those that forward (or backward)
         casts. Every rank of the amax group calls it, whatever it ran."""
-        slots, group = self.slots, group or self.amax_group
-        staging = slots.table.staging
-        chosen = torch.ones_like(slots.forward) if forward is None else slots.forward == forward
+        slots = self.slots
+        if forward is None:
+            slots.table.update(self._reduced(slots.table.staging, group))
+            if not self.attached:  # regions may come
+                slots.before.copy_(slots.table.scale)
+            return
+        staging, chosen, before = slots.table.staging, slots.forward == forward, slots.table.scale.clone()
         kept, mine = torch.where(chosen, 0.0, staging), torch.where(chosen, staging, 0.0)
-        reduced = mine
-        if group is not None and any(spec.slots and spec.recipe.reduce_amax for spec in self.specs()):
-            reduced = torch.where(slots.agreed, agree([mine], group)[0], mine)
-        before = slots.table.scale.clone()
-        slots.table.update(reduced)
+        slots.table.update(self._reduced(mine, group))
         staging.copy_(kept)
         slots.before.copy_(before if forward else slots.table.scale)
+
+    def _reduced(self, staged: Tensor, group: ProcessGroup | None) -> Tensor:
+        """The amaxes of all slots, of the group's ranks where they agree on them."""
+        group = group or self.amax_group
+        if group is None or group.size() == 1:
+            return staged
+        if not any(spec.slots and spec.recipe.reduce_amax for spec in self.specs()):
+            return staged
+        return torch.where(self.slots.agreed, agree([staged], group)[0], staged)
 
     @property
     def by_regions(self) -> bool:

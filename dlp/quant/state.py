@@ -44,7 +44,6 @@ class SlotTable:
         self.names = tuple(name for members in kinds.values() for name in members)
         self.scale = torch.ones(len(self.names), device=device)
         self.staging = torch.zeros(len(self.names), device=device)
-        self._reduced = torch.zeros_like(self.staging)
         self._update: Callable[[], None] | None = None
         self._index = {name: i for i, name in enumerate(self.names)}
         self._kinds = [self._kind([slots[name] for name in members], members[0]) for members in kinds.values()]
@@ -66,15 +65,16 @@ class SlotTable:
 
     def update(self, reduced: Tensor) -> None:
         """The step boundary: `reduced` fp32 [slots], the staging row after its MAX all-reduce, enters the histories,
-        the scales follow from them, and staging starts again at 0."""
-        self._reduced.copy_(reduced)
+        the scales follow from them, and staging starts again at 0. One launch on a GPU, if `reduced` is `staging`."""
+        if reduced is not self.staging:
+            self.staging.copy_(reduced)
         self._update = self._update or ops.delayed_updates([self._slots(kind) for kind in self._kinds])
         self._update()
 
     def _slots(self, kind: _Kind) -> ops.DelayedSlots:
         """What an update reads and writes: tensors that stay where they are."""
-        scale, reduced, staging = (table[kind.span] for table in (self.scale, self._reduced, self.staging))
-        return ops.DelayedSlots(kind.history, scale, reduced, kind.target, staging, kind.options.amax_compute_algo)
+        scale, staging = self.scale[kind.span], self.staging[kind.span]
+        return ops.DelayedSlots(kind.history, scale, staging, kind.target, staging, kind.options.amax_compute_algo)
 
     def state_dict(self) -> SlotState:
         """name -> scale [] and history [L] (oldest second, newest last; the first is the empty staging row), copies."""

@@ -125,7 +125,7 @@ struct DecodeJob {            // codes * scales -> bf16
 struct DelayedJob {           // slots that have one history length and algorithm
     Matrix x;                 // their history, fp32 [length, slots], updated in place
     float* scale;             // [slots]
-    const float* reduced;     // [slots]
+    const float* reduced;     // [slots], may be `staging`
     const float* target;      // [slots]
     float* staging;           // [slots]: set to 0
     int64_t most_recent;
