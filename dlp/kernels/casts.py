@@ -237,7 +237,7 @@ def empty_block_scales(shape: Sequence[int], tile: bool, device: torch.device) -
     """Uninitialised fp32 scale_inv [row blocks, C blocks] of codes of this shape. Where GEMMs scale blocks themselves it is
     a view of what they read, so that nothing is rearranged for them."""
     down, across = cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=False)
-    if device.type != "cuda" or not gemms.scales_blocks(device):
+    if not gemms.scales_blocks(device):
         return torch.empty(down, across, device=device)
     whole = torch.empty(cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=True), device=device)
     return whole[:, :across] if tile else whole.t()[:down]

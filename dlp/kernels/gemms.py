@@ -100,8 +100,8 @@ def is_hopper(x: Tensor) -> bool:
 
 
 def scales_blocks(device: torch.device) -> bool:
-    """Whether GEMMs on this GPU read the scales of blocks, in the layouts of `block_scales`."""
-    return not loader.missing() and _capability(device.index)[0] == 9
+    """Whether GEMMs there read the scales of blocks, in the layouts of `block_scales`."""
+    return device.type == "cuda" and not loader.missing() and _capability(device.index)[0] == 9
 
 
 @functools.cache

@@ -52,18 +52,18 @@ class _Watch(TorchDispatchMode):
 
 
 class Program:
-    """See `record`. `given`: one address for each tensor that calls bring."""
+    """See `record`. `between`: bytes of memory beside the results."""
 
     def __init__(self, launched: Launched, given: Sequence[Range], fixed: Sequence[Range], results: Sequence[Tensor],
                  made: Sequence[Tensor]) -> None:  # fmt: skip
         wholes = {whole.data_ptr(): whole for whole in made}
         outs = [_whole(result, wholes) for result in results]
         between = [whole for whole in made if all(whole is not out for out in outs)]
-        offsets, size = _share(between, launched)
+        offsets, self.between = _share(between, launched)
         self._make = [_maker(result, whole) for result, whole in zip(results, outs, strict=True)]
         device = results[0].device
-        if size:
-            self._make.append(partial(torch.empty_strided, (size,), (1,), dtype=torch.uint8, device=device))
+        if self.between:
+            self._make.append(partial(torch.empty_strided, (self.between,), (1,), dtype=torch.uint8, device=device))
         self._count, self._multiplies = len(results), any(name == GEMM for name, _ in launched)
         arena, space = len(given) + len(outs), len(given) + len(self._make)
         memory = [(*span, base, 0) for base, span in enumerate([*given, *map(_span, outs)])]

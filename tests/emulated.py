@@ -1,0 +1,175 @@
+"""A device played on the CPU: the module of compiled kernels, by functions that get addresses, as the kernels do.
+
+With the fixture `emulated` CPU tensors go the way of CUDA tensors: jobs, plans, launches and programs. What is computed is
+the reference's, in plain torch on the memory that an address names. Its GEMMs sum in fp32 in torch's order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlp.kernels import codes, cuda, dispatch, gemms, loader, ops, program, reference
+from dlp.kernels.reference import Fp8Scale
+from dlp.parallel import direct
+
+ALIGNMENT = 64  # of memory on the CPU
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+TYPES = {number: dtype for dtype, number in gemms.TYPES.items()}
+PIECE = 2**30
+
+
+def at(address: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Tensor:
+    """The tensor that lies at an address."""
+    steps = stride or torch.empty(shape, device="meta").stride()
+    count = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(tuple(shape), tuple(steps))
+
+
+def matrix(words: Sequence[int], wide: bool) -> Tensor:
+    return at(words[0], words[1:3], torch.float32 if wide else torch.bfloat16, (words[3], 1))
+
+
+def scalar(address: int) -> Tensor | None:
+    return at(address, (), torch.float32) if address else None
+
+
+class Plan:
+    """A GEMM of the words of csrc/cublaslt.h."""
+
+    candidates = 1
+
+    def __init__(self, words: Sequence[int], device: int, workspace: int, wanted: int) -> None:
+        self.words = words
+
+    def choose(self, candidate: int) -> None: ...
+
+    def run(self, *arguments: int) -> None:
+        a, b, d, a_scale, b_scale, bias, _, _, _, _ = arguments
+        types, (rows, cols, contraction), strides = self.words[:4], self.words[4:7], self.words[7:10]
+        left = self._operand(a, types[0], rows, contraction, strides[0], self.words[10], a_scale, self.words[12])
+        right = self._operand(b, types[1], cols, contraction, strides[1], self.words[11], b_scale, self.words[13])
+        out = at(d, (rows, cols), TYPES[types[2]], (strides[2], 1))
+        made = left @ right.t()
+        made = made + at(bias, (cols,), TYPES[types[3]]).float() if bias else made
+        out.copy_(made + out.float() if self.words[14] else made)
+
+    @staticmethod
+    def _operand(
+        address: int, kind: int, lines: int, along: int, stride: int, flipped: int, scale: int, mode: int
+    ) -> Tensor:
+        steps = (1, stride) if flipped else (stride, 1)
+        values = at(address, (lines, along), TYPES[kind], steps).float()
+        if mode == gemms.NONE:
+            return values
+        if mode == gemms.TENSOR:
+            return values * at(scale, (), torch.float32)
+        shape = cuda.block_scale_shape(lines, along, tile=mode == gemms.BLOCK_2D, gemm_layout=True)
+        scales = at(scale, shape, torch.float32)
+        lies = scales.repeat_interleave(128, 0)[:lines] if mode == gemms.BLOCK_2D else scales.t()[:lines]
+        return values * lies.repeat_interleave(128, 1)[:, :along]
+
+
+class Program:
+    """csrc/program.cpp, where every number of a step that lies in some memory is an address."""
+
+    def __init__(self, steps: Any, memory: Sequence[tuple[int, int, int, int]], bases: int) -> None:
+        self.steps, self.memory, self.bases, self.runs = list(steps), list(memory), bases, 0
+
+    def run(self, bases: Sequence[int], stream: int) -> None:
+        assert len(bases) == self.bases
+        self.runs += 1
+        for name, arguments in self.steps:
+            moved = self._moved(arguments, bases)
+            (moved[0].run if name == "gemm" else getattr(Module, name))(*moved[name == "gemm" :], stream)
+
+    def _moved(self, value: Any, bases: Sequence[int]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._moved(each, bases) for each in value)
+        if type(value) is not int or value < PIECE:
+            return value
+        for address, size, base, offset in self.memory:
+            if address <= value < address + size:
+                return value if base < 0 else bases[base] + value - address + offset
+        raise ValueError(f"nobody declared {value}")
+
+
+class Module:
+    """The functions of csrc/bindings.cpp that the recipes of per-tensor and block FP8 call."""
+
+    AMAX_CHUNK, TILE = 16384, 128
+    GemmPlan, Program = Plan, Program
+
+    @staticmethod
+    def amax(words: Any, many: int, count: int, items: int, wide: bool, out: int, stream: int) -> None:
+        at(out, (), torch.float32).copy_(reference.amax(matrix(words, wide)))
+
+    @staticmethod
+    def cast_tensor(words: Any, wide: bool, e5m2: bool, rule: Any, stream: int) -> None:
+        Module.cast_transpose(words, 0, 1, 1, wide, e5m2, rule, False, stream)
+
+    @staticmethod
+    def cast_transpose(
+        words: Any, many: int, count: int, items: int, wide: bool, e5m2: bool, rule: Any, observe: bool, stream: int
+    ) -> None:
+        x, (row, col, amax, scale, staging, scale_inv) = matrix(words, wide), words[5:]
+        source = Fp8Scale(scalar(amax), scalar(scale), scalar(staging), power_of_two=rule[3], epsilon=rule[1])
+        made, inverse = reference.cast_fp8_tensor(x, CODES[e5m2], source)
+        at(scale_inv, (), torch.float32).copy_(inverse)
+        for address, values in ((row, made), (col, made.t())):
+            if address:
+                at(address, values.shape, CODES[e5m2]).copy_(values)
+
+    @staticmethod
+    def cast_block(tile: bool, words: Any, wide: bool, e5m2: bool, rule: Any, gemm_layout: bool) -> None:
+        x = matrix(words, wide)
+        for source, (payload, scale) in ((x, words[5:7]), (x.t(), words[7:9])):
+            if payload:
+                options = {"power_of_two": rule[3], "epsilon": rule[1]}
+                made, compact = reference.cast_fp8_block(source, (128 if tile else 1, 128), CODES[e5m2], **options)
+                at(payload, made.shape, CODES[e5m2]).copy_(made)
+                laid = reference.block_2d_layout(compact) if tile else reference.block_1d_layout(compact)
+                lies = laid if gemm_layout else compact
+                at(scale, lies.shape, torch.float32).copy_(lies)
+
+    @staticmethod
+    def cast_block_1d(words: Any, many: int, count: int, items: int, *more: Any) -> None:
+        Module.cast_block(False, words, *more[:-1])
+
+    @staticmethod
+    def cast_block_2d(words: Any, many: int, count: int, items: int, *more: Any) -> None:
+        Module.cast_block(True, words, *more[:-1])
+
+    @staticmethod
+    def transpose_bytes(words: Any, tiles: int, stream: int) -> None:
+        given = at(words[0], words[1:3], torch.uint8)
+        at(words[5], given.shape[::-1], torch.uint8).copy_(given.t())
+
+    @staticmethod
+    def round_to_bf16(words: Any, stream: int) -> None:
+        at(words[1], (words[2],), torch.bfloat16).copy_(at(words[0], (words[2],), torch.float32))
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors go the way of CUDA tensors, on one device with one stream."""
+    space = torch.empty(ALIGNMENT, dtype=torch.uint8)
+    patches: list[tuple[Any, str, Any]] = [
+        (torch._C, "_cuda_getDevice", lambda: -1), (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+        (loader, "load", lambda: Module), (loader, "missing", lambda: ""),
+        (dispatch, "has_kernel", lambda x: x.dim() == 2 and x.dtype in cuda.INPUTS),
+        (codes, "_has_kernel", lambda *tensors: all(x.is_contiguous() for x in tensors)), (codes, "ON_DEVICE", ()),
+        (ops, "has_batches", lambda x: False), (gemms, "available", lambda a, b: True), (gemms, "is_hopper", lambda x: True),
+        (gemms, "scales_blocks", lambda device: True), (gemms, "_module", lambda: Module),
+        (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
+        (gemms, "workspace", lambda device, stream: space.data_ptr()), (program, "possible", lambda x: True),
+        (program, "ALIGNMENT", ALIGNMENT), (direct, "ALIGNMENT", ALIGNMENT),
+    ]  # fmt: skip
+    for where, name, value in patches:
+        monkeypatch.setattr(where, name, value, raising=False)

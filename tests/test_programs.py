@@ -1,0 +1,328 @@
+"""Programs: a direction of a linear that communicates nothing, taken down once and run again, on an emulated device.
+
+Every test compares with a twin that never has a program and must give the same bits. No ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dlp
+from dlp.kernels import cuda, program
+from dlp.kernels.program import NotPlain, Program
+from dlp.parallel import direct
+from dlp.parallel.linear import LinearCore, cores
+from dlp.parallel.step import end_step
+from dlp.quant.fp8 import CurrentScaling
+from dlp.quant.recipe import both, load
+from tests.emulated import emulated  # noqa: F401
+from tests.metrics import assert_bit_equal
+
+pytestmark = pytest.mark.usefixtures("emulated")
+RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")
+K, N, M = 256, 640, 256
+Results = dict[str, Tensor]
+
+
+class Twins:
+    """Two equal models, each with an optimizer; the second one never has programs."""
+
+    def __init__(self, make: Callable[[], nn.Module], *, attached: bool = True) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(make()).bfloat16()
+        self.other = copy.deepcopy(self.model)
+        self.optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (self.model, self.other)]
+        if attached:
+            for model, optimizer in zip((self.model, self.other), self.optimizers, strict=True):
+                dlp.attach(model, optimizer)
+
+    def step(self, run: Callable[[nn.Module, int], Results], seed: int) -> None:
+        """One optimizer step of both, whose results and weights are the same bits."""
+        with without_programs():
+            expected = run(self.other, seed)
+            self.optimizers[1].step()
+        results = run(self.model, seed)
+        self.optimizers[0].step()
+        results |= dict(self.model.named_parameters())
+        expected |= dict(self.other.named_parameters())
+        for name, tensor in expected.items():
+            assert_bit_equal(results[name], tensor, f"{name}, step {seed}")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+@contextmanager
+def without_programs() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(program, "possible", lambda x: False)
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+def values(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def forward_backward(model: nn.Module, seed: int, shape: tuple[int, ...] = (M,), learns: bool = True) -> Results:
+    x = values(seed, *shape, K).requires_grad_(learns)
+    ys = model(x)
+    ys = ys if isinstance(ys, tuple) else (ys,)
+    torch.autograd.backward(ys, [values(seed + 1 + i, *y.shape) for i, y in enumerate(ys)])
+    found = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {"dx": x.grad if learns else x.detach()}
+    return found | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def programs(model: nn.Module) -> dict[str, list[Program | str]]:
+    """What there is for each direction."""
+    found: dict[str, list[Program | str]] = {way: [] for way in direct.DIRECTIONS}
+    for core in cores(model):
+        calls = [*core.spec.calls.values(), *(core.sides.calls.values() if core.sides else ())]
+        for call in calls:
+            for key, made in call.programs.items():
+                found[key[0]].append(made)
+    return found
+
+
+def check_used(model: nn.Module, *ways: str) -> None:
+    found = programs(model)
+    for way in direct.DIRECTIONS:
+        there = any(isinstance(made, Program) for made in found[way])
+        assert there == (way in ways), f"{way}: {found[way]}"
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["cast at the boundary", "cast at use"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_program_gives_the_bits_of_the_functions(recipe: str, attached: bool):
+    twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), attached=attached)
+    for seed in range(5):
+        twins.step(forward_backward, seed)
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "case",
+    [{"shape": (2, M // 2)}, {"learns": False}, {"siblings": True}, {"bias": True}, {"frozen": True}],
+    ids=lambda case: next(iter(case)),
+)
+def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
+    case = dict(case)
+    sizes, bias, frozen = (
+        (N, K) if case.pop("siblings", False) else N,
+        case.pop("bias", False),
+        case.pop("frozen", False),
+    )
+    twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe))
+    if frozen:
+        for parameter in (*twins.model.parameters(), *twins.other.parameters()):
+            parameter.requires_grad_(False)
+    for seed in range(4):
+        twins.step(lambda model, seed: forward_backward(model, seed, **case), seed)
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+def test_nothing_is_kept_of_tensors_that_are_gone():
+    """The same program runs on other memory: what it was recorded with is freed and overwritten."""
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+    held = []
+    for seed in range(6):
+        held.append(torch.full((M, K), seed, dtype=torch.bfloat16))
+        twins.step(forward_backward, seed)
+    (found,) = [made for made in programs(twins.model)["forward"] if isinstance(made, Program)]
+    assert not [value for value in vars(found).values() if isinstance(value, Tensor)]
+
+
+def test_another_shape_dtype_or_stride_is_another_program():
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+
+    def strided(model: nn.Module, seed: int) -> Results:
+        x = values(seed, M, 2 * K)[:, :K].requires_grad_()
+        model(x).backward(values(seed + 1, M, 2 * N)[:, :N])
+        return {"dx": x.grad}
+
+    for seed in range(3):
+        for run in (forward_backward, lambda m, s: forward_backward(m, s, (2 * M,)), strided):
+            twins.step(run, seed)
+    assert sum(isinstance(made, Program) for made in programs(twins.model)["forward"]) == 3
+
+
+def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+
+    def summed(model: nn.Module, seed: int) -> Results:
+        x = values(seed, M, K).requires_grad_()
+        model(x).sum().backward()
+        return {"dx": x.grad}
+
+    for seed in range(3):
+        twins.step(summed, seed)
+    check_used(twins.model, "forward")
+    assert "runs aten::clone" in programs(twins.model)["backward"]
+
+
+def test_siblings_given_one_gradient():
+    """Two members with the same dy: a program could not tell them apart, and is not made of them."""
+    twins = Twins(lambda: dlp.Linear(K, (N, N), recipe="fp8_current"))
+
+    def shared(model: nn.Module, seed: int) -> Results:
+        x, dy = values(seed, M, K).requires_grad_(), values(seed + 1, M, N)
+        torch.autograd.backward(model(x), [dy, dy if seed < 4 else dy.clone()])
+        return {"dx": x.grad}
+
+    for seed in range(6):
+        twins.step(shared, seed)
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+def test_some_siblings_without_a_gradient():
+    twins = Twins(lambda: dlp.Linear(K, (N, K), recipe="fp8_current"))
+
+    def one(model: nn.Module, seed: int) -> Results:
+        x = values(seed, M, K).requires_grad_()
+        y = model(x)[1]
+        y.backward(values(seed + 1, *y.shape))
+        return {"dx": x.grad}
+
+    for seed in range(4):
+        twins.step(one, seed)
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+def test_evaluation_between_steps():
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+
+    def with_evaluation(model: nn.Module, seed: int) -> Results:
+        with torch.no_grad():
+            seen = model(values(seed, M, K))
+        return {"seen": seen} | forward_backward(model, seed)
+
+    for seed in range(4):
+        twins.step(with_evaluation, seed)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block"])
+def test_recomputation_and_saved_tensors_elsewhere(recipe: str):
+    twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe))
+
+    def recomputed(model: nn.Module, seed: int) -> Results:
+        return forward_backward(_Recomputed(model), seed)
+
+    def packed(model: nn.Module, seed: int) -> Results:
+        moved = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.contiguous())
+        with moved if seed % 2 else nullcontext():
+            return forward_backward(model, seed)
+
+    for seed in range(4):
+        twins.step(recomputed, seed)
+        twins.step(packed, seed)
+
+
+class _Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_a_swap_a_load_and_new_operands():
+    """What programs read moves: another recipe, other scales, weights that are cast anew."""
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
+    for seed in range(8):
+        if seed == 3:
+            for model in (twins.model, twins.other):
+                state = {name: value / 2 for name, value in model.state_dict().items()}
+                model.load_state_dict(state)
+                end_step(model)
+        if seed == 5:
+            for model in (twins.model, twins.other):
+                core: LinearCore = model[0].core
+                core.set_spec(replace(core.spec, recipe=load("fp8_delayed", margin=1)))
+                core.spec.runtime.rebuild()
+                end_step(model)
+        twins.step(forward_backward, seed)
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+def test_a_copied_model_has_programs_of_its_own():
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"), attached=False)
+    for seed in range(3):
+        twins.step(forward_backward, seed)
+    other = copy.deepcopy(twins.model)
+    check_used(other)
+    for seed in range(3):
+        assert_bit_equal(forward_backward(other, seed)["y0"], twins.model(values(seed, M, K)).detach())
+        other.zero_grad()
+
+
+class _Own(CurrentScaling):
+    """A user's quantizer, that could do anything."""
+
+
+@pytest.mark.parametrize("change", [{"x": both(_Own())}, {"y": _Own()}], ids=["x", "y"])
+def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
+    twins = Twins(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", **change)))
+    for seed in range(4):
+        twins.step(forward_backward, seed)
+    assert programs(twins.model) == {way: [] for way in direct.DIRECTIONS}
+
+
+def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(direct, "LIMIT", 2)
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+    for seed in range(12):
+        twins.step(lambda m, s: forward_backward(m, s, (16 * (1 + s % 6),)), seed)
+    assert len(twins.model[0].core.sides.calls) == 2
+
+
+def test_a_function_that_does_more_than_launch_is_no_program():
+    x = values(0, 64, 64)
+    for run, says in (
+        (lambda: [x + 1], "aten::add"),
+        (lambda: [x.clone()], "aten::clone"),
+        (lambda: [x], "did not make"),
+        (lambda: [torch.zeros(4)], "aten::zeros"),
+    ):
+        with pytest.raises(NotPlain, match=says):
+            program.record(run, [x], [])  # type: ignore[arg-type]
+
+
+def test_memory_that_nobody_declared_is_refused():
+    x, foreign = values(0, 64, 64), torch.empty(())
+
+    def run() -> list[Tensor]:
+        out = torch.empty(())
+        cuda.amax(x, foreign)
+        return [out]
+
+    made = program.record(run, [x], [foreign])
+    made([x])
+    assert foreign == x.abs().max()
+    with pytest.raises(ValueError, match="nobody declared"):
+        program.record(run, [x], [])([x])
+
+
+def test_memory_in_between_is_shared_by_what_is_not_used_together():
+    x = values(0, 64, 64)
+
+    def run() -> list[Tensor]:
+        amaxes = [torch.empty(()) for _ in range(4)]
+        for out in amaxes:  # none is used again
+            cuda.amax(x, out)
+        return amaxes[-1:]
+
+    recorded = program.record(run, [x], [])
+    assert recorded([x])[0] == x.abs().max()
+    assert recorded.between == program.ALIGNMENT
