@@ -177,7 +177,7 @@ def test_siblings_given_one_gradient():
 
     def shared(model: nn.Module, seed: int) -> Results:
         x, dy = values(seed, M, K).requires_grad_(), values(seed + 1, M, N)
-        torch.autograd.backward(model(x), [dy, dy if seed < 4 else dy.clone()])
+        torch.autograd.backward(model(x), [dy, dy if seed < 4 else values(seed + 2, M, N)])
         return {"dx": x.grad}
 
     for seed in range(6):
@@ -253,6 +253,14 @@ def test_a_swap_a_load_and_new_operands():
                 core.spec.runtime.rebuild()
                 end_step(model)
         twins.step(forward_backward, seed)
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+def test_a_region_that_makes_a_new_table_of_scales():
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
+    for seed in range(7):
+        with dlp.autocast(recipe=load("fp8_delayed", margin=2)) if seed == 4 else nullcontext():
+            twins.step(forward_backward, seed)
     check_used(twins.model, *direct.DIRECTIONS)
 
 
