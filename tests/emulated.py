@@ -1,13 +1,15 @@
 """A device played on the CPU: the module of compiled kernels, by functions that get addresses, as the kernels do.
 
-With the fixture `emulated` CPU tensors go the way of CUDA tensors: jobs, plans, launches and programs. What is computed is
-the reference's, in plain torch on the memory that an address names. Its GEMMs sum in fp32 in torch's order.
+With the fixture `emulated`, or inside `emulation()`, CPU tensors go the way of CUDA tensors: jobs, plans, launches and
+programs. What is computed is the reference's, in plain torch on the memory that an address names. Its GEMMs sum in fp32 in
+torch's order.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -152,12 +154,23 @@ class Module:
         at(words[5], given.shape[::-1], torch.uint8).copy_(given.t())
 
     @staticmethod
+    def sum_in_order(given: int, out: int, contributions: int, count: int, wide: bool, stream: int) -> None:
+        dtype = torch.float32 if wide else torch.bfloat16
+        at(out, (count,), dtype).copy_(reference.sum_in_order(at(given, (contributions, count), dtype)))
+
+    @staticmethod
     def round_to_bf16(words: Any, stream: int) -> None:
         at(words[1], (words[2],), torch.bfloat16).copy_(at(words[0], (words[2],), torch.float32))
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated() -> Iterator[None]:
+    with emulation():
+        yield
+
+
+@contextmanager
+def emulation() -> Iterator[None]:
     """CPU tensors go the way of CUDA tensors, on one device with one stream."""
     space = torch.empty(ALIGNMENT, dtype=torch.uint8)
     patches: list[tuple[Any, str, Any]] = [
@@ -171,5 +184,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (program, "possible", lambda x: True),
         (program, "ALIGNMENT", ALIGNMENT), (direct, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
-    for where, name, value in patches:
-        monkeypatch.setattr(where, name, value, raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for where, name, value in patches:
+            patch.setattr(where, name, value, raising=False)
+        yield

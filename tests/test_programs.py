@@ -6,8 +6,7 @@ Every test compares with a twin that never has a program and must give the same 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,85 +19,16 @@ import dlp
 from dlp.kernels import cuda, program
 from dlp.kernels.program import NotPlain, Program
 from dlp.parallel import direct
-from dlp.parallel.linear import LinearCore, cores
+from dlp.parallel.linear import LinearCore
 from dlp.parallel.step import end_step
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.recipe import both, load
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
+from tests.twins import K, M, N, Results, Twins, check_used, forward_backward, programs, values
 
 pytestmark = pytest.mark.usefixtures("emulated")
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")
-K, N, M = 256, 640, 256
-Results = dict[str, Tensor]
-
-
-class Twins:
-    """Two equal models, each with an optimizer; the second one never has programs."""
-
-    def __init__(self, make: Callable[[], nn.Module], *, attached: bool = True) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(make()).bfloat16()
-        self.other = copy.deepcopy(self.model)
-        self.optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (self.model, self.other)]
-        if attached:
-            for model, optimizer in zip((self.model, self.other), self.optimizers, strict=True):
-                dlp.attach(model, optimizer)
-
-    def step(self, run: Callable[[nn.Module, int], Results], seed: int) -> None:
-        """One optimizer step of both, whose results and weights are the same bits."""
-        with without_programs():
-            expected = run(self.other, seed)
-            self.optimizers[1].step()
-        results = run(self.model, seed)
-        self.optimizers[0].step()
-        results |= dict(self.model.named_parameters())
-        expected |= dict(self.other.named_parameters())
-        for name, tensor in expected.items():
-            assert_bit_equal(results[name], tensor, f"{name}, step {seed}")
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-@contextmanager
-def without_programs() -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(program, "possible", lambda x: False)
-    try:
-        yield
-    finally:
-        patch.undo()
-
-
-def values(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def forward_backward(model: nn.Module, seed: int, shape: tuple[int, ...] = (M,), learns: bool = True) -> Results:
-    x = values(seed, *shape, K).requires_grad_(learns)
-    ys = model(x)
-    ys = ys if isinstance(ys, tuple) else (ys,)
-    torch.autograd.backward(ys, [values(seed + 1 + i, *y.shape) for i, y in enumerate(ys)])
-    found = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {"dx": x.grad if learns else x.detach()}
-    return found | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def programs(model: nn.Module) -> dict[str, list[Program | str]]:
-    """What there is for each direction."""
-    found: dict[str, list[Program | str]] = {way: [] for way in direct.DIRECTIONS}
-    for core in cores(model):
-        calls = [*core.spec.calls.values(), *(core.sides.calls.values() if core.sides else ())]
-        for call in calls:
-            for key, made in call.programs.items():
-                found[key[0]].append(made)
-    return found
-
-
-def check_used(model: nn.Module, *ways: str) -> None:
-    found = programs(model)
-    for way in direct.DIRECTIONS:
-        there = any(isinstance(made, Program) for made in found[way])
-        assert there == (way in ways), f"{way}: {found[way]}"
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["cast at the boundary", "cast at use"])

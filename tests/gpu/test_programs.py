@@ -1,0 +1,98 @@
+"""Programs on a GPU: a linear that runs them gives the bits of one that never does, in every recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dlp
+from dlp.kernels import cuda, ops, reference
+from dlp.parallel import direct
+from dlp.quant import recipe as recipes
+from tests.gpu.inputs import values as special
+from tests.metrics import assert_bit_equal
+from tests.twins import K, M, N, Results, Twins, check_used, forward_backward, values
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {}, "tokens of two sequences": {"shape": (2, M // 2)}, "siblings": {"sizes": (N, K)}, "bias": {"bias": True},
+    "cast at use": {"attached": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, case: str):
+    options = dict(CASES[case])
+    sizes, bias, attached = options.pop("sizes", N), options.pop("bias", False), options.pop("attached", True)
+    twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=attached, device=device)
+    for seed in range(4):
+        twins.step(lambda model, seed: forward_backward(model, seed, **options), seed)
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+def test_on_another_stream_and_in_a_graph(device: str):
+    """A program has no stream of its own: recorded on one, it runs on another, and is captured."""
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"), device=device)
+    for seed in range(3):
+        twins.step(forward_backward, seed)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for seed in range(3, 5):
+            twins.step(forward_backward, seed)
+    stream.synchronize()
+    x, dy = values(7, M, K).to(device).requires_grad_(), values(8, M, N).to(device)
+    weight = next(twins.model.parameters())
+
+    def both() -> tuple[Any, ...]:
+        return torch.autograd.grad(twins.model(x), (x, weight), dy)
+
+    expected, graph = both(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    graph.replay()
+    for made, wanted in zip(captured, expected, strict=True):
+        assert_bit_equal(made.cpu(), wanted.cpu())
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+def test_nothing_small_is_launched_between_casts_and_gemms(device: str):
+    """Scales of blocks are cast as GEMMs read them: an iteration is four casts of x, dy and, here, w, and three GEMMs."""
+    layer = nn.Sequential(dlp.Linear(K, N, recipe="fp8_block", device=device, dtype=torch.bfloat16))
+    dlp.attach(layer, torch.optim.SGD(layer.parameters()))
+
+    def step() -> Results:
+        found = forward_backward(layer, 0)
+        layer.zero_grad()
+        return found
+
+    for _ in range(3):
+        step()
+        dlp.end_step(layer)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages() if "emcpy" not in event.key and "emset" not in event.key]
+    others = [name for name in names if "cast_block" not in name and "gemm" not in name.lower() and "nvjet" not in name]
+    assert not [name for name in others if "copy" in name.lower() or "pad" in name.lower()], names
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 4097])
+def test_rounding_to_bf16_is_torchs(device: str, count: int):
+    x = special("specials", 1, count, torch.float32).to(device)
+    assert_bit_equal(ops.rounded(x, torch.bfloat16).cpu(), x.to(torch.bfloat16).cpu())
+
+
+def test_the_factor_of_nvfp4_is_the_references(device: str):
+    amaxes = torch.tensor([0.0, 1e-38, 3.7, 448.0, 3e38], device=device)
+    for a in amaxes:
+        for b in amaxes:
+            assert_bit_equal(ops.nvfp4_alpha(a, b).cpu(), reference.nvfp4_alpha(a.cpu(), b.cpu()))
+
+
+def test_setting_to_zero(poisoned):
+    x = poisoned((3, 5), torch.float32)
+    cuda.set_zero(x)
+    assert not x.any()

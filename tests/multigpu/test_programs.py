@@ -1,0 +1,83 @@
+"""Programs of layers whose weights FSDP gathers, and of those that communicate in one direction: the bits of layers that have
+none. On the CPU the device is emulated."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlp
+from tests import pool as worker
+from tests.emulated import emulation
+from tests.metrics import assert_bit_equal
+from tests.shardnet import shardnet, tensors, train
+from tests.twins import K, M, N, programs, values, without_programs
+
+pytestmark = pytest.mark.ranks(2)
+RECIPES = ["bf16", "fp8_current", "fp8_delayed", "fp8_block"]
+Trained = tuple[list[float], dict[str, Tensor], dict[str, int]]
+
+
+def count(model: torch.nn.Module) -> dict[str, int]:
+    """How many programs there are for each direction."""
+    return {way: sum(not isinstance(made, str) for made in found) for way, found in programs(model).items()}
+
+
+def device() -> object:
+    return emulation() if worker.device().type == "cpu" else nullcontext()
+
+
+def trained(recipe: str, quantized: bool) -> list[Trained]:
+    """Three steps of two microbatches, with programs and without."""
+    mesh, found = worker.mesh(dp_shard=2), []
+    for off in (nullcontext(), without_programs()):
+        with device(), off:  # type: ignore[attr-defined]
+            model = shardnet(
+                recipe, mesh, size=512, quantized_gather=quantized
+            )  # scales of tiles fit GEMMs as they are
+            losses = train(model, mesh, range(3), microbatches=2)
+            found.append((losses, tensors(model), count(model)))
+    return found
+
+
+@pytest.mark.parametrize("quantized", [True, False], ids=["quantized gather", "gathered values"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
+    for (losses, found, made), (expected_losses, expected, none) in ranks(2).run(trained, recipe, quantized):
+        assert losses == expected_losses
+        for name, value in expected.items():
+            assert_bit_equal(found[name], value, name)
+        assert min(made.values()) > 0 and not any(none.values())
+
+
+def one_way(kind: str) -> tuple[dict[str, int], list[tuple[Tensor, Tensor]]]:
+    """A layer over two tp ranks that communicates in one direction, with programs and without."""
+    mesh, found = worker.mesh(tp=2), []
+    for off in (nullcontext(), without_programs()):
+        with device(), off:  # type: ignore[attr-defined]
+            torch.manual_seed(0)
+            layer = getattr(dlp, kind)(K, N, tp=mesh["tp"], recipe="fp8_current", dtype=torch.bfloat16).to(
+                worker.device()
+            )
+            results = []
+            for seed in range(4):
+                cut = kind == "RowParallelLinear"
+                x = values(seed, M, K // (1 + cut)).to(worker.device()).requires_grad_()
+                y = layer(x)
+                y.backward(values(9 + seed, *y.shape).to(worker.device()))
+                results += [y.detach(), x.grad, layer.weight.grad._local_tensor]
+                layer.weight.grad = None
+            found.append((count(layer), results))
+    (made, with_programs), (_, without) = found
+    return made, list(zip(with_programs, without, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "way"), [("ColumnParallelLinear", "forward"), ("RowParallelLinear", "backward")])
+def test_the_direction_that_communicates_nothing(ranks, kind: str, way: str):
+    for made, pairs in ranks(2).run(one_way, kind):
+        assert {name for name, number in made.items() if number} == {way}
+        for result, expected in pairs:
+            assert_bit_equal(result, expected)
