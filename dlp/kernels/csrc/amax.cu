@@ -4,8 +4,7 @@
 // A persistent grid: each block walks over chunks, keeps its maximum in registers while the chunks belong to one job, and
 // ends with at most one atomic a job. The road not taken: partial maxima in scratch memory and a last block that joins
 // them, which needs zeroed counters that outlive the call, and was to save the 4-byte memset in front.
-#include "octet.cuh"
-#include "walk.cuh"
+#include "jobs.cuh"
 
 namespace dlp {
 namespace {
@@ -37,11 +36,10 @@ __device__ void take_chunk(Maxima<T>& maxima, const Matrix& x, int64_t chunk) {
 template <class T>
 __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ Work<AmaxJob> work) {
     uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory());
-    Walk<AmaxJob> walk(work);
     Maxima<T> maxima;
     const AmaxJob* last = nullptr;
     for (int64_t item = blockIdx.x; item < work.items; item += gridDim.x) {
-        const AmaxJob* job = walk.to(item);
+        const AmaxJob* job = job_of(work, item);
         if (last && job != last) {
             const uint32_t bits = block_max(maxima.largest(), scratch);
             if (threadIdx.x == 0) raise(last->out, bits);

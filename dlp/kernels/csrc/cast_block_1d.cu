@@ -60,27 +60,25 @@ __device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool
 }
 
 template <class T>
-constexpr size_t kShared = Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes + sizeof(Shared);
+constexpr size_t kShared = Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes + sizeof(Shared);
 
 template <class T, class F8>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
     cast_block_1d_kernel(const __grid_constant__ Work<BlockJob> work, const ScaleRule rule, const bool gemm_layout) {
-    Tiles<T, BlockJob> tiles(work, shared_memory());
-    ColumnWriter columns(shared_memory() + Tiles<T, BlockJob>::kBytes);
-    Shared& shared = *reinterpret_cast<Shared*>(shared_memory() + Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes);
+    Incoming<T, BlockJob> incoming(shared_memory());
+    ColumnWriter columns(shared_memory() + Incoming<T, BlockJob>::kBytes);
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory() + Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes);
 
-    Tile<T, BlockJob> tile;
+    const auto tile = incoming.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
-    while (tiles.next(tile, patch)) {
-        post_maxima(patch, shared);
-        __syncthreads();
-        const float scale = scale_from_amax(posted_amax(shared), rule);
-        shared.scale[threadIdx.x] = scale;
-        store_scale(tile, __frcp_rn(scale), gemm_layout);
-        __syncthreads();
-
-        write_scaled<F8>(patch, shared.scale, tile, columns);
-    }
+    incoming.finish(tile, patch);
+    post_maxima(patch, shared);
+    __syncthreads();
+    const float scale = scale_from_amax(posted_amax(shared), rule);
+    shared.scale[threadIdx.x] = scale;
+    store_scale(tile, __frcp_rn(scale), gemm_layout);
+    __syncthreads();
+    write_scaled<F8>(patch, shared.scale, tile, columns);
 }
 
 }  // namespace
@@ -91,7 +89,7 @@ void cast_block_1d(const Work<BlockJob>& work, Input input, Code code, const Sca
     with_types(input, code, [&](auto element, auto f8) {
         using T = decltype(element);
         constexpr auto kernel = cast_block_1d_kernel<T, decltype(f8)>;
-        launch_persistent<kernel>(work.items, kTileThreads, kShared<T>, stream, work, rule, gemm_layout);
+        launch_each<kernel>(work.items, kTileThreads, kShared<T>, stream, work, rule, gemm_layout);
     });
 }
 

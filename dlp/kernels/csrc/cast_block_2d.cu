@@ -7,9 +7,9 @@ namespace dlp {
 namespace {
 
 template <class T>
-constexpr size_t kShared = Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
+constexpr size_t kShared = Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
 
-// The amax of the tile, known to all threads. Contains one barrier; the next call's is what frees `scratch`.
+// The amax of the tile, known to all threads. Contains one barrier.
 template <class T>
 __device__ float tile_amax(const Octet<T> (&patch)[kPatch], uint32_t* scratch) {
     Maxima<T> maxima;
@@ -37,21 +37,19 @@ __device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool
 template <class T, class F8>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
     cast_block_2d_kernel(const __grid_constant__ Work<BlockJob> work, const ScaleRule rule, const bool gemm_layout) {
-    Tiles<T, BlockJob> tiles(work, shared_memory());
-    ColumnWriter columns(shared_memory() + Tiles<T, BlockJob>::kBytes);
-    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes);
+    Incoming<T, BlockJob> incoming(shared_memory());
+    ColumnWriter columns(shared_memory() + Incoming<T, BlockJob>::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes);
 
-    Tile<T, BlockJob> tile;
+    const auto tile = incoming.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
-    while (tiles.next(tile, patch)) {
-        const float scale = scale_from_amax(tile_amax(patch, scratch), rule);
-        if (threadIdx.x == 0) store_scale(tile, __frcp_rn(scale), gemm_layout);
-        uint2 codes[kPatch];
+    incoming.finish(tile, patch);
+    const float scale = scale_from_amax(tile_amax(patch, scratch), rule);
+    if (threadIdx.x == 0) store_scale(tile, __frcp_rn(scale), gemm_layout);
+    uint2 codes[kPatch];
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i) codes[i] = encode_row<F8>(patch[i], scale);
-        write_codes(codes, tile, columns);
-        __syncthreads();
-    }
+    for (int i = 0; i < kPatch; ++i) codes[i] = encode_row<F8>(patch[i], scale);
+    write_codes(codes, tile, columns);
 }
 
 }  // namespace
@@ -62,7 +60,7 @@ void cast_block_2d(const Work<BlockJob>& work, Input input, Code code, const Sca
     with_types(input, code, [&](auto element, auto f8) {
         using T = decltype(element);
         constexpr auto kernel = cast_block_2d_kernel<T, decltype(f8)>;
-        launch_persistent<kernel>(work.items, kTileThreads, kShared<T>, stream, work, rule, gemm_layout);
+        launch_each<kernel>(work.items, kTileThreads, kShared<T>, stream, work, rule, gemm_layout);
     });
 }
 

@@ -20,7 +20,7 @@ struct Maximum {
 };
 
 template <class T>
-constexpr size_t kShared = Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes + sizeof(Maximum) + ScaleOut::kBytes;
+constexpr size_t kShared = Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes + sizeof(Maximum) + ScaleOut::kBytes;
 
 // Scales of the rows of this thread's patch, and the bytes of two of them handed on: four lanes hold equal ones.
 template <class F8, bool kFloor, class T, class M>
@@ -73,25 +73,23 @@ __device__ Scales column_scales(const Maximum& maximum, ScaleOut& out) {
 template <class T, class F8, bool kFloor>
 __global__ void __launch_bounds__(kTileThreads, kBlocks) cast_mxfp8_1d_kernel(const __grid_constant__ Work<BlockJob> work) {
     using M = std::conditional_t<kFloor, NanMagnitude<T>, Magnitude<T>>;
-    Tiles<T, BlockJob> tiles(work, shared_memory());
-    uint8_t* shared = shared_memory() + Tiles<T, BlockJob>::kBytes;
+    Incoming<T, BlockJob> incoming(shared_memory());
+    uint8_t* shared = shared_memory() + Incoming<T, BlockJob>::kBytes;
     ColumnWriter columns(shared);
     Maximum& maximum = *reinterpret_cast<Maximum*>(shared + ColumnWriter::kBytes);
     ScaleOut out(shared + ColumnWriter::kBytes + sizeof(Maximum));
 
-    Tile<T, BlockJob> tile;
+    const auto tile = incoming.start(work, blockIdx.x);
+    const BlockJob& job = *tile.job;
     Octet<T> patch[kPatch];
-    while (tiles.next(tile, patch)) {
-        const BlockJob& job = *tile.job;
-        if (job.codes_t) post_columns<T, M>(patch, maximum);
-        if (job.codes) write_rows<F8>(patch, row_scales<F8, kFloor, T, M>(patch, out), tile);
-        __syncthreads();
-        if (job.codes_t) put_columns<F8>(patch, column_scales<F8, kFloor>(maximum, out), columns);
-        __syncthreads();
-        if (job.codes_t) columns.write(job.codes_t, tile);
-        out.write(static_cast<uint8_t*>(job.scale), static_cast<uint8_t*>(job.scale_t), tile);
-        __syncthreads();
-    }
+    incoming.finish(tile, patch);
+    if (job.codes_t) post_columns<T, M>(patch, maximum);
+    if (job.codes) write_rows<F8>(patch, row_scales<F8, kFloor, T, M>(patch, out), tile);
+    __syncthreads();
+    if (job.codes_t) put_columns<F8>(patch, column_scales<F8, kFloor>(maximum, out), columns);
+    __syncthreads();
+    if (job.codes_t) columns.write(job.codes_t, tile);
+    out.write(static_cast<uint8_t*>(job.scale), static_cast<uint8_t*>(job.scale_t), tile);
 }
 
 }  // namespace
@@ -103,9 +101,9 @@ void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floo
         using T = decltype(element);
         using F8 = decltype(f8);
         if (floor)
-            launch_persistent<cast_mxfp8_1d_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work);
+            launch_each<cast_mxfp8_1d_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work);
         else
-            launch_persistent<cast_mxfp8_1d_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work);
+            launch_each<cast_mxfp8_1d_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work);
     });
 }
 

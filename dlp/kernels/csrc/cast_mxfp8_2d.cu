@@ -12,10 +12,10 @@ constexpr int kBlocksAcross = kTile / 32;
 
 template <class T>
 constexpr size_t kShared =
-    Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * kBlocksAcross * sizeof(uint32_t);
+    Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * kBlocksAcross * sizeof(uint32_t);
 
 // The amax, as bits, of the 32x32 block this thread's patch lies in: eight lanes of this warp and of its neighbour.
-// Contains one barrier; the next call's is what frees `scratch`.
+// Contains one barrier.
 template <class T, class M>
 __device__ uint32_t block_amax(const Octet<T> (&patch)[kPatch], uint32_t* scratch) {
     Maxima<T, M> maxima;
@@ -43,21 +43,19 @@ __device__ void store_scale(const Tile<T, BlockJob>& tile, uint32_t byte) {
 template <class T, class F8, bool kFloor>
 __global__ void __launch_bounds__(kTileThreads, kBlocks) cast_mxfp8_2d_kernel(const __grid_constant__ Work<BlockJob> work) {
     using M = std::conditional_t<kFloor, NanMagnitude<T>, Magnitude<T>>;
-    Tiles<T, BlockJob> tiles(work, shared_memory());
-    ColumnWriter columns(shared_memory() + Tiles<T, BlockJob>::kBytes);
-    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Tiles<T, BlockJob>::kBytes + ColumnWriter::kBytes);
+    Incoming<T, BlockJob> incoming(shared_memory());
+    ColumnWriter columns(shared_memory() + Incoming<T, BlockJob>::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes);
 
-    Tile<T, BlockJob> tile;
+    const auto tile = incoming.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
-    while (tiles.next(tile, patch)) {
-        const uint32_t byte = e8m0_from_amax<F8, kFloor>(block_amax<T, M>(patch, scratch));
-        store_scale(tile, byte);
-        uint2 codes[kPatch];
+    incoming.finish(tile, patch);
+    const uint32_t byte = e8m0_from_amax<F8, kFloor>(block_amax<T, M>(patch, scratch));
+    store_scale(tile, byte);
+    uint2 codes[kPatch];
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i) codes[i] = encode_row<F8>(patch[i], e8m0_reciprocal(byte));
-        write_codes(codes, tile, columns);
-        __syncthreads();
-    }
+    for (int i = 0; i < kPatch; ++i) codes[i] = encode_row<F8>(patch[i], e8m0_reciprocal(byte));
+    write_codes(codes, tile, columns);
 }
 
 }  // namespace
@@ -68,9 +66,9 @@ void cast_mxfp8_2d(const Work<BlockJob>& work, Input input, Code code, bool floo
         using T = decltype(element);
         using F8 = decltype(f8);
         if (floor)
-            launch_persistent<cast_mxfp8_2d_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work);
+            launch_each<cast_mxfp8_2d_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work);
         else
-            launch_persistent<cast_mxfp8_2d_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work);
+            launch_each<cast_mxfp8_2d_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work);
     });
 }
 

@@ -9,45 +9,33 @@ namespace dlp {
 namespace {
 
 template <class T>
-constexpr size_t kShared = Tiles<T, TensorJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
+constexpr size_t kShared = Incoming<T, TensorJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
 
 template <class T, class F8, bool kObserve>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
     cast_transpose_kernel(const __grid_constant__ Work<TensorJob> work, const ScaleRule rule) {
-    Tiles<T, TensorJob> tiles(work, shared_memory());
-    ColumnWriter columns(shared_memory() + Tiles<T, TensorJob>::kBytes);
-    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Tiles<T, TensorJob>::kBytes + ColumnWriter::kBytes);
-    Maxima<T> maxima;
-    float scale = 0;
-    const TensorJob* job = nullptr;  // that `maxima` and `scale` belong to
+    Incoming<T, TensorJob> incoming(shared_memory());
+    ColumnWriter columns(shared_memory() + Incoming<T, TensorJob>::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Incoming<T, TensorJob>::kBytes + ColumnWriter::kBytes);
 
-    Tile<T, TensorJob> tile;
+    const auto tile = incoming.start(work, blockIdx.x);
+    const TensorJob& job = *tile.job;
+    const float scale = scale_of(job, scale_source(job), rule);
+    if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) *job.scale_inv = __frcp_rn(scale);
     Octet<T> patch[kPatch];
-    while (tiles.next(tile, patch)) {
-        if (tile.job != job) {
-            if (kObserve && job) {
-                const uint32_t bits = block_max(maxima.largest(), scratch);
-                if (threadIdx.x == 0) raise(job->staging, bits);
-                __syncthreads();
-                maxima = Maxima<T>{};
-            }
-            job = tile.job;
-            scale = scale_of(*job, scale_source(*job), rule);
-        }
-        if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) *job->scale_inv = __frcp_rn(scale);
+    incoming.finish(tile, patch);
 
-        uint2 codes[kPatch];
+    Maxima<T> maxima;
+    uint2 codes[kPatch];
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            codes[i] = encode_row<F8>(patch[i], scale);
-            if (kObserve) maxima.take(patch[i]);
-        }
-        write_codes(codes, tile, columns);
-        __syncthreads();
+    for (int i = 0; i < kPatch; ++i) {
+        codes[i] = encode_row<F8>(patch[i], scale);
+        if (kObserve) maxima.take(patch[i]);
     }
-    if (kObserve && job) {
+    write_codes(codes, tile, columns);
+    if (kObserve) {
         const uint32_t bits = block_max(maxima.largest(), scratch);
-        if (threadIdx.x == 0) raise(job->staging, bits);
+        if (threadIdx.x == 0) raise(job.staging, bits);
     }
 }
 
@@ -61,9 +49,9 @@ void cast_transpose(const Work<TensorJob>& work, Input input, Code code, const S
         using T = decltype(element);
         using F8 = decltype(f8);
         if (observe)
-            launch_persistent<cast_transpose_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work, rule);
+            launch_each<cast_transpose_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work, rule);
         else
-            launch_persistent<cast_transpose_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work, rule);
+            launch_each<cast_transpose_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work, rule);
     });
 }
 

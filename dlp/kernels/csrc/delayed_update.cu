@@ -5,8 +5,8 @@
 // but the last of which lie in its own hands.
 #include <cfloat>
 
+#include "jobs.cuh"
 #include "launch.cuh"
-#include "walk.cuh"
 
 namespace dlp {
 namespace {
@@ -33,8 +33,7 @@ __device__ float roll(float* row, int64_t begin, int64_t end, int64_t pitch, flo
 
 __global__ void __launch_bounds__(kSlots* kWarps) delayed_update_kernel(const __grid_constant__ Work<DelayedJob> work) {
     __shared__ float largest[kWarps][kSlots];
-    Walk<DelayedJob> walk(work);
-    const DelayedJob& job = *walk.to(blockIdx.x);
+    const DelayedJob& job = *job_of(work, blockIdx.x);
     const int warp = threadIdx.x / kSlots;
     const int64_t slot = (blockIdx.x - job.x.first) * kSlots + threadIdx.x % kSlots;
     const int64_t length = job.x.rows, slots = job.x.cols;

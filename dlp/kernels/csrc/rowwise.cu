@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
 }
 
 template <class T>
-constexpr size_t kCastShared = Tiles<T, RowwiseJob>::kBytes + ColumnWriter::kBytes + 2 * kTile * sizeof(float);
+constexpr size_t kCastShared = Incoming<T, RowwiseJob>::kBytes + ColumnWriter::kBytes + 2 * kTile * sizeof(float);
 
 // The scale of row t or column t - 128 of the tile; the first tile along a line writes its inverse.
 template <class T>
@@ -66,18 +66,16 @@ __device__ float line_scale(const Tile<T, RowwiseJob>& tile, const ScaleRule& ru
 template <class T, class F8>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
     cast_rowwise_kernel(const __grid_constant__ Work<RowwiseJob> work, const ScaleRule rule) {
-    Tiles<T, RowwiseJob> tiles(work, shared_memory());
-    ColumnWriter columns(shared_memory() + Tiles<T, RowwiseJob>::kBytes);
-    float* scale = reinterpret_cast<float*>(shared_memory() + Tiles<T, RowwiseJob>::kBytes + ColumnWriter::kBytes);
+    Incoming<T, RowwiseJob> incoming(shared_memory());
+    ColumnWriter columns(shared_memory() + Incoming<T, RowwiseJob>::kBytes);
+    float* scale = reinterpret_cast<float*>(shared_memory() + Incoming<T, RowwiseJob>::kBytes + ColumnWriter::kBytes);
 
-    Tile<T, RowwiseJob> tile;
+    const auto tile = incoming.start(work, blockIdx.x);
+    scale[threadIdx.x] = line_scale(tile, rule);
     Octet<T> patch[kPatch];
-    while (tiles.next(tile, patch)) {
-        scale[threadIdx.x] = line_scale(tile, rule);
-        __syncthreads();
-        write_scaled<F8>(patch, scale, tile, columns);
-        __syncthreads();
-    }
+    incoming.finish(tile, patch);
+    __syncthreads();
+    write_scaled<F8>(patch, scale, tile, columns);
 }
 
 }  // namespace
@@ -96,7 +94,7 @@ void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const Sc
     with_types(input, code, [&](auto element, auto f8) {
         using T = decltype(element);
         constexpr auto kernel = cast_rowwise_kernel<T, decltype(f8)>;
-        launch_persistent<kernel>(work.items, kTileThreads, kCastShared<T>, stream, work, rule);
+        launch_each<kernel>(work.items, kTileThreads, kCastShared<T>, stream, work, rule);
     });
 }
 

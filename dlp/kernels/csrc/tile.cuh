@@ -4,12 +4,14 @@
 // bytes a lane. The codes of a patch row are 8 adjacent bytes and go straight to memory. Those of a patch column are 8
 // adjacent bytes of the transposed matrix; they meet in shared memory, from where whole 128-byte rows are written.
 //
-// Blocks are persistent. While a tile is worked on, the next one is on its way to shared memory (tile_copies.cuh).
+// Tiles come by way of shared memory (tile_copies.cuh). Kernels at the speed of memory take one tile a block: while one
+// block works, the tiles of others on the same multiprocessor are on their way. Kernels bound by instructions, and those
+// that write nearly nothing, have persistent blocks, each of which fetches its next tile ahead.
 #pragma once
 
 #include "fp8.cuh"
+#include "jobs.cuh"
 #include "tile_copies.cuh"
-#include "walk.cuh"
 
 namespace dlp {
 
@@ -30,42 +32,38 @@ struct Tile {
     __device__ int64_t patch_cols() const { return cols() - col() - kPatch * patch_column(); }
 };
 
-// The tiles of this block in turn, each fetched while the one before is worked on.
+// The tile that is piece of work `item`.
+template <class T, class Job>
+__device__ Tile<T, Job> tile_at(const Work<Job>& work, uint32_t item) {
+    Tile<T, Job> tile;
+    tile.job = job_of(work, item);
+    const Matrix& x = tile.job->x;
+    const uint32_t number = item - uint32_t(x.first), wide = max(uint32_t((x.cols + kTile - 1) / kTile), 1u);
+    tile.down = number / wide, tile.across = number - tile.down * wide;
+    tile.whole = tile.row() + kTile <= x.rows && tile.col() + kTile <= x.cols;
+    tile.copied = false;
+    return tile;
+}
+
+// A tile on its way from memory to the patches of a block. `start` one, `finish` it in every thread, `start` the next.
 template <class T, class Job, class Copies = TileCopies<T>>
-class Tiles {
+class Incoming {
    public:
     static constexpr size_t kBytes = Copies::kBytes;
 
-    __device__ Tiles(const Work<Job>& work, uint8_t* bytes)
-        : walk_(work), items_(uint32_t(work.items)), item_(blockIdx.x), copies_(bytes) {
-        fetch();
-    }
-    // Hands out the next tile and its patch; false after the last. May contain a barrier.
-    __device__ bool next(Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
-        if (item_ >= items_) return false;
-        tile = ahead_;
-        if (tile.copied)
-            copies_.finish(patch);
-        else
-            read(tile, patch);
-        item_ += gridDim.x;
-        fetch();
-        return true;
-    }
+    __device__ explicit Incoming(uint8_t* bytes) : copies_(bytes) {}
 
-   private:
-    // Finds tile `item_` and starts its copy. Tiles at an edge, or with unaligned rows, are read when their turn comes.
-    __device__ void fetch() {
-        if (item_ >= items_) return;
-        ahead_.job = walk_.to(item_);
-        const Matrix x = ahead_.job->x;
-        const uint32_t number = item_ - uint32_t(x.first), wide = max(uint32_t((x.cols + kTile - 1) / kTile), 1u);
-        ahead_.down = number / wide, ahead_.across = number - ahead_.down * wide;
-        ahead_.whole = ahead_.row() + kTile <= x.rows && ahead_.col() + kTile <= x.cols;
-        ahead_.copied = ahead_.whole && rows_aligned<T>(x);
-        if (ahead_.copied) copies_.start(static_cast<const T*>(x.data) + ahead_.row() * x.stride + ahead_.col(), x.stride);
+    // Starts the copy of a tile. One at an edge, or with unaligned rows, is read when it is finished.
+    __device__ Tile<T, Job> start(const Work<Job>& work, uint32_t item) {
+        auto tile = tile_at<T>(work, item);
+        const Matrix& x = tile.job->x;
+        tile.copied = tile.whole && rows_aligned<T>(x);
+        if (tile.copied) copies_.start(static_cast<const T*>(x.data) + tile.row() * x.stride + tile.col(), x.stride);
+        return tile;
     }
-    static __device__ void read(const Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
+    // May contain a barrier.
+    __device__ void finish(const Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
+        if (tile.copied) return copies_.finish(patch);
         const Matrix x = tile.job->x;
         const bool aligned = rows_aligned<T>(x);
         const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
@@ -75,9 +73,36 @@ class Tiles {
         for (int i = 0; i < kPatch; ++i) patch[i] = load_octet(from + i * x.stride, i < rows ? cols : 0, aligned);
     }
 
-    Walk<Job> walk_;
-    uint32_t items_, item_;
+   private:
     Copies copies_;
+};
+
+// The tiles of a persistent block in turn, each fetched while the one before is worked on.
+template <class T, class Job>
+class Tiles {
+   public:
+    static constexpr size_t kBytes = Incoming<T, Job>::kBytes;
+
+    __device__ Tiles(const Work<Job>& work, uint8_t* bytes) : work_(work), item_(blockIdx.x), incoming_(bytes) { fetch(); }
+
+    // Hands out the next tile and its patch; false after the last. May contain a barrier.
+    __device__ bool next(Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
+        if (item_ >= work_.items) return false;
+        tile = ahead_;
+        incoming_.finish(tile, patch);
+        item_ += gridDim.x;
+        fetch();
+        return true;
+    }
+
+   private:
+    __device__ void fetch() {
+        if (item_ < work_.items) ahead_ = incoming_.start(work_, item_);
+    }
+
+    const Work<Job>& work_;
+    uint32_t item_;
+    Incoming<T, Job> incoming_;
     Tile<T, Job> ahead_;
 };
 

@@ -29,8 +29,7 @@ __device__ inline void transpose_8x8(uint2 (&row)[8]) {
     }
 }
 
-// Writes the codes of a patch, a row each, to the orientations that are wanted. Contains a barrier where the second is;
-// another must follow before the next call.
+// Writes the codes of a patch, a row each, to the orientations that are wanted. Contains a barrier where the second is.
 template <class T, class Job>
 __device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, ColumnWriter& columns) {
     if (uint8_t* codes = tile.job->codes) {

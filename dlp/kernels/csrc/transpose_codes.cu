@@ -8,14 +8,6 @@ namespace {
 
 constexpr int kBlocks = 4;  // a multiprocessor
 
-// A tile of codes; nothing is fetched ahead, other blocks hide the loads.
-__device__ Tile<uint8_t, CodesJob> tile_at(const CodesJob& job, int64_t item) {
-    const int64_t number = item - job.x.first, wide = max((job.x.cols + kTile - 1) / kTile, int64_t(1));
-    const int64_t down = divide(number, wide), across = number - down * wide;
-    const bool whole = (down + 1) * kTile <= job.x.rows && (across + 1) * kTile <= job.x.cols;
-    return {&job, uint32_t(down), uint32_t(across), whole, false};
-}
-
 // Up to kBytes bytes, the rest is 0.
 template <class Word>
 __device__ Word load_codes(const uint8_t* from, int64_t valid) {
@@ -42,43 +34,35 @@ __device__ void load_patch(Word (&row)[kPatch], const Tile<uint8_t, CodesJob>& t
 __global__ void __launch_bounds__(kTileThreads, kBlocks)
     transpose_bytes_kernel(const __grid_constant__ Work<CodesJob> work) {
     ColumnWriter columns(shared_memory());
-    Walk<CodesJob> walk(work);
-    for (int64_t item = blockIdx.x; item < work.items; item += gridDim.x) {
-        const auto tile = tile_at(*walk.to(item), item);
-        uint2 row[kPatch];
-        load_patch<1>(row, tile);
-        transpose_8x8(row);
+    const auto tile = tile_at<uint8_t>(work, blockIdx.x);
+    uint2 row[kPatch];
+    load_patch<1>(row, tile);
+    transpose_8x8(row);
 #pragma unroll
-        for (int j = 0; j < kPatch; ++j) columns.put(j, row[j]);
-        __syncthreads();
-        columns.write(tile.job->out, tile);
-        __syncthreads();
-    }
+    for (int j = 0; j < kPatch; ++j) columns.put(j, row[j]);
+    __syncthreads();
+    columns.write(tile.job->out, tile);
 }
 
 __global__ void __launch_bounds__(kTileThreads, kBlocks)
     transpose_nibbles_kernel(const __grid_constant__ Work<CodesJob> work) {
     NibbleWriter columns(shared_memory());
-    Walk<CodesJob> walk(work);
-    for (int64_t item = blockIdx.x; item < work.items; item += gridDim.x) {
-        const auto tile = tile_at(*walk.to(item), item);
-        uint32_t row[kPatch];
-        load_patch<2>(row, tile);
-        put_nibbles(row, columns);
-        __syncthreads();
-        columns.write(tile.job->out, tile);
-        __syncthreads();
-    }
+    const auto tile = tile_at<uint8_t>(work, blockIdx.x);
+    uint32_t row[kPatch];
+    load_patch<2>(row, tile);
+    put_nibbles(row, columns);
+    __syncthreads();
+    columns.write(tile.job->out, tile);
 }
 
 }  // namespace
 
 void transpose_bytes(const Work<CodesJob>& work, Stream stream) {
-    launch_persistent<transpose_bytes_kernel>(work.items, kTileThreads, ColumnWriter::kBytes, stream, work);
+    launch_each<transpose_bytes_kernel>(work.items, kTileThreads, ColumnWriter::kBytes, stream, work);
 }
 
 void transpose_nibbles(const Work<CodesJob>& work, Stream stream) {
-    launch_persistent<transpose_nibbles_kernel>(work.items, kTileThreads, NibbleWriter::kBytes, stream, work);
+    launch_each<transpose_nibbles_kernel>(work.items, kTileThreads, NibbleWriter::kBytes, stream, work);
 }
 
 }  // namespace dlp

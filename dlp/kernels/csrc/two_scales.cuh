@@ -31,7 +31,7 @@ __device__ void put_columns(const Octet<T> (&patch)[kPatch], const Scales& scale
 }
 
 // Writes the orientations that are wanted, by the scales of the tile's rows and then of its columns. Contains a barrier
-// where the second is; another must follow before the next call.
+// where the second is.
 template <class F8, class T, class Job>
 __device__ void write_scaled(const Octet<T> (&patch)[kPatch], const float* scale, const Tile<T, Job>& tile,
                              ColumnWriter& columns) {
