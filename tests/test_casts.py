@@ -20,7 +20,7 @@ from dlp.kernels.cuda import BlockJob, TensorJob
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.reference import Fp8Scale
-from dlp.parallel import notes, operands, weight_batch
+from dlp.parallel import casts_together, notes, operands
 from dlp.parallel.style import STYLES
 from dlp.quant.quantizer import KeepHighPrecision, cast_op, one_read, slot_options
 from dlp.quant.recipe import load
@@ -272,13 +272,15 @@ def test_weights_cast_together_are_those_cast_alone(recipe, played):
         expected, alone = trained(recipe)
     assert_bit_equal(losses, expected, recipe)
     assert len(expected.unique()) == len(expected), "the weights change"
-    assert runtime.weight_batch._launches and not alone.weight_batch._launches
+    assert runtime.weight_batch.together._launches and not alone.weight_batch.together._launches
 
 
 def test_a_step_in_between_only_launches(played, monkeypatch):
     prepared = []
-    prepare = weight_batch._prepare
-    monkeypatch.setattr(weight_batch, "_prepare", lambda jobs: prepared.append(len(jobs)) or prepare(jobs))
+    prepare = casts_together._prepared
+    monkeypatch.setattr(
+        casts_together, "_prepared", lambda groups: prepared.append(sum(map(len, groups.values()))) or prepare(groups)
+    )
     trained("fp8_current", steps=8)
     assert prepared == [2, 0, 2], "tables are written anew where something has moved: at first, and after the load"
 

@@ -9,8 +9,8 @@ Other input dtypes than bf16 and fp32, and blocks of other sizes, have no kernel
     cast_mxfp8              one power of two 32 elements or 32x32 tile
 
 A cast returns the parts of its operand, written into `out` where that is given. Its `_both` makes the operands of x and
-of x.t() in one read: the bits of two casts. Its `_batch` prepares that for many matrices in one launch, into given
-outputs, and exists on CUDA only. NVFP4 lies in casts_fp4.py.
+of x.t() in one read: the bits of two casts. Its `_batch` prepares that, or one of the two, for many matrices in one
+launch, into given outputs, and exists on CUDA only. NVFP4 lies in casts_fp4.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from dlp.kernels import cuda, cuda_rowwise, dispatch, gemms, loader, reference
 from dlp.kernels.cuda import BlockJob, TensorJob
 from dlp.kernels.cuda_rowwise import RowwiseJob
-from dlp.kernels.dispatch import Outs, Parts, both_into, into
+from dlp.kernels.dispatch import Launch, Launches, Outs, Parts, Wanted, both_into, into
 from dlp.kernels.reference import Fp8Scale
 from dlp.kernels.reference.scales import Block
 
@@ -34,7 +34,6 @@ WITH_KERNELS = (
 )  # fmt: skip
 TILE_OF = {(1, 128): False, (128, 128): True}  # the blocks that kernels know
 MX_TILE_OF = {(1, 32): False, (32, 32): True}
-Launch = Callable[[], None]
 RowwiseWay = tuple[Parts, Tensor]  # of one orientation, with its amaxes
 
 
@@ -124,21 +123,19 @@ def cast_fp8_tensor_both(x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, out
     return dispatch.both(x, outs, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source))
 
 
-def cast_fp8_tensor_batch(
-    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], sources: Sequence[Fp8Scale]
-) -> list[Launch]:
-    """Prepares `cast_fp8_tensor_both` of many matrices that `has_batches`, into outputs whose scale_inv share memory. A
-    source without amax or scale takes the amax of its matrix, of all in one more launch. Call the launches in order."""
-    assert all(row[1].data_ptr() == col[1].data_ptr() for row, col in outs)
-    launches: list[Launch] = []
+def cast_fp8_tensor_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale]) -> Launches:
+    """Prepares `cast_fp8_tensor_both` of many matrices that `has_batches`; the scale_inv of both orientations share memory.
+    A source without amax or scale takes the amax of its matrix."""
+    assert all(row[1].data_ptr() == col[1].data_ptr() for row, col in outs if row and col)
+    observe = []
     if sources[0].scale is None:
-        amaxes = torch.empty(len(xs), device=xs[0].device)
-        launches.append(cuda.amax_batch(xs, amaxes))
-        sources = [source._replace(amax=amax) for source, amax in zip(sources, amaxes.unbind(), strict=True)]
+        flat = torch.empty(len(xs), device=xs[0].device)
+        observe.append(cuda.amax_batch(xs, flat))
+        sources = [source._replace(amax=amax) for source, amax in zip(sources, flat.unbind(), strict=True)]
     jobs = [_tensor_job(x, *out, source) for x, out, source in zip(xs, outs, sources, strict=True)]
     options = sources[0]
-    launches.append(cuda.cast_tensor_batch(jobs, power_of_two=options.power_of_two, epsilon=options.epsilon))
-    return launches
+    cast = cuda.cast_tensor_batch(jobs, power_of_two=options.power_of_two, epsilon=options.epsilon)
+    return Launches(observe, [(source.amax, source.amax) for source in sources], [cast])
 
 
 # One scale a row
@@ -195,18 +192,20 @@ def _zero(x: Tensor) -> None:
 
 
 def cast_fp8_rowwise_batch(
-    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], *, power_of_two: bool, epsilon: float = 0.0
-) -> list[Launch]:
-    """Prepares `cast_fp8_rowwise_both` of many matrices, by their own amaxes. Call the launches in order."""
+    xs: Sequence[Tensor], outs: Sequence[Wanted], *, power_of_two: bool, epsilon: float = 0.0
+) -> Launches:
+    """Prepares `cast_fp8_rowwise_both` of many matrices."""
     lines = torch.zeros(sum(sum(x.shape) for x in xs), device=xs[0].device)
     pieces = iter(lines.split([size for x in xs for size in x.shape]))
-    amaxes = [(next(pieces), next(pieces)) for _ in xs]
-    jobs = [_rowwise_job(x, *zip(out, amax, strict=True)) for x, out, amax in zip(xs, outs, amaxes, strict=True)]
-    return [
-        partial(_zero, lines),
-        cuda_rowwise.amax_lines_batch(xs, amaxes),
-        cuda_rowwise.cast_rowwise_batch(jobs, power_of_two=power_of_two, epsilon=epsilon),
-    ]
+    jobs = []
+    for x, (row, col) in zip(xs, outs, strict=True):
+        ways = [None if parts is None else (parts, amax) for parts, amax in ((row, next(pieces)), (col, next(pieces)))]
+        jobs.append(_rowwise_job(x, *ways))
+    amaxes = [(job.amax, job.amax_t) for job in jobs]
+    observe: list[Launch] = [partial(_zero, lines), cuda_rowwise.amax_lines_batch(xs, amaxes)]
+    return Launches(
+        observe, amaxes, [cuda_rowwise.cast_rowwise_batch(jobs, power_of_two=power_of_two, epsilon=epsilon)]
+    )
 
 
 # One scale a block
@@ -275,19 +274,19 @@ def cast_fp8_block_both(
 
 
 def cast_fp8_block_batch(
-    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], block: Block, *, power_of_two: bool, epsilon: float = 0.0
-) -> list[Launch]:
+    xs: Sequence[Tensor], outs: Sequence[Wanted], block: Block, *, power_of_two: bool, epsilon: float = 0.0
+) -> Launches:
     """Prepares `cast_fp8_block_both` of many matrices."""
     tile, launches = TILE_OF[block], list[Launch]()
-    views = [[_as_gemms_read(parts, tile) for parts in out] for out in outs]
+    views = [[parts and _as_gemms_read(parts, tile) for parts in out] for out in outs]
     for gemm_layout in (False, True):
         jobs = [
-            _block_job(x, *(view if gemm_layout else out))
-            for x, out, view in zip(xs, outs, views, strict=True) if all(view) == gemm_layout
+            _block_job(x, *(view if gemm_layout else out)) for x, out, view in zip(xs, outs, views, strict=True)
+            if all(parts is None or seen for parts, seen in zip(out, view, strict=True)) == gemm_layout
         ]  # fmt: skip
         options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon, "gemm_layout": gemm_layout}
         launches += [cuda.cast_block_batch(jobs, tile=tile, **options)] if jobs else []
-    return launches
+    return Launches([], [(None, None)] * len(xs), launches)
 
 
 # MXFP8
@@ -320,9 +319,7 @@ def cast_mxfp8_both(
     return dispatch.both(x, outs, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel))
 
 
-def cast_mxfp8_batch(
-    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], block: Block, *, rule: str = "ceil"
-) -> list[Launch]:
+def cast_mxfp8_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], block: Block, *, rule: str = "ceil") -> Launches:
     """Prepares `cast_mxfp8_both` of many matrices."""
     jobs = [_block_job(x, *out) for x, out in zip(xs, outs, strict=True)]
-    return [cuda.cast_mxfp8_batch(jobs, tile=MX_TILE_OF[block], rule=rule)]
+    return Launches([], [(None, None)] * len(xs), [cuda.cast_mxfp8_batch(jobs, tile=MX_TILE_OF[block], rule=rule)])

@@ -9,14 +9,14 @@ have kernels where they are rounded to nearest and not transformed, as weights a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_fp4, dispatch, reference
 from dlp.kernels.cuda_fp4 import Nvfp4Job
-from dlp.kernels.dispatch import Outs, Parts, into
+from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted, into
 from dlp.kernels.reference import Draw
 from dlp.kernels.reference.scales import Block
 
@@ -117,11 +117,11 @@ def cast_nvfp4_both(
     return row, col
 
 
-def cast_nvfp4_batch(
-    xs: Sequence[Tensor], outs: Sequence[tuple[Parts, Parts]], block: Block
-) -> list[Callable[[], None]]:
-    """Prepares `cast_nvfp4_both` of many matrices, by their own amaxes, to nearest and not transformed. Call the launches
-    in order."""
-    amaxes = torch.empty(len(xs), device=xs[0].device)
-    jobs = [_job(x, (row, amax), (col, amax)) for x, (row, col), amax in zip(xs, outs, amaxes.unbind(), strict=True)]
-    return [cuda.amax_batch(xs, amaxes), cuda_fp4.cast_nvfp4_batch(jobs, tile=block == TILE)]
+def cast_nvfp4_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], block: Block) -> Launches:
+    """Prepares `cast_nvfp4_both` of many matrices, to nearest and not transformed."""
+    flat = torch.empty(len(xs), device=xs[0].device)
+    amaxes = flat.unbind()
+    ways = [[None if parts is None else (parts, amax) for parts in out] for out, amax in zip(outs, amaxes, strict=True)]
+    jobs = [_job(x, *way) for x, way in zip(xs, ways, strict=True)]
+    cast = cuda_fp4.cast_nvfp4_batch(jobs, tile=block == TILE)
+    return Launches([cuda.amax_batch(xs, flat)], [(amax, amax) for amax in amaxes], [cast])

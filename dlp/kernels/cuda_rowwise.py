@@ -58,7 +58,7 @@ def amax_lines(x: Tensor, amax: Tensor | None, amax_t: Tensor | None) -> None:
     launch("amax_lines", x, words, 0, 1, tiles, x.dtype == torch.float32)
 
 
-def amax_lines_batch(xs: Sequence[Tensor], amaxes: Sequence[tuple[Tensor, Tensor]]) -> Batch:
+def amax_lines_batch(xs: Sequence[Tensor], amaxes: Sequence[tuple[Tensor | None, Tensor | None]]) -> Batch:
     """The same for many matrices."""
     module = loader.load()
     jobs = [LinesJob(x, *amax) for x, amax in zip(xs, amaxes, strict=True)]

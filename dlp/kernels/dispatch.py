@@ -9,6 +9,7 @@ gather buffer), or into new storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from dlp.kernels import cuda, loader
 
 Parts = Sequence[Tensor]
 Outs = tuple[Parts, Parts] | None  # of x, of x.t()
+Wanted = tuple[Parts | None, Parts | None]  # the same, None for what is not wanted
+Launch = Callable[[], None]
+
+
+class Launches(NamedTuple):
+    """The casts of many matrices, prepared: `observe` writes `amaxes`, of each matrix and of its transpose (None: there is
+    nothing to know, or it is not wanted), and `cast` reads them. In between they may be raised in place."""
+
+    observe: Sequence[Launch]
+    amaxes: Sequence[tuple[Tensor | None, Tensor | None]]
+    cast: Sequence[Launch]
 
 
 def has_kernel(x: Tensor) -> bool:

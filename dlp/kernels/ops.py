@@ -47,7 +47,7 @@ from dlp.kernels.codes import (
     transpose_codes,
     transpose_e2m1,
 )
-from dlp.kernels.dispatch import Outs, Parts
+from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted
 from dlp.kernels.gemms import AS_USUAL, BLOCK_1D, BLOCK_2D, ROWWISE, How, Scales, finish
 from dlp.kernels.reference import (
     AMAX_ALGORITHMS,
@@ -81,8 +81,8 @@ from dlp.kernels.reference import (
 )
 
 __all__ = [
-    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "Draw", "Fp8Scale", "How", "Outs", "Parts", "amax",
-    "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout", "cast_fp8",
+    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "Draw", "Fp8Scale", "How", "Launches", "Outs", "Parts",
+    "Wanted", "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout", "cast_fp8",
     "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",
     "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8",
     "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "decode_e2m1",

@@ -28,10 +28,10 @@ from torch.utils.hooks import RemovableHandle
 
 from dlp.parallel.linear import LinearCore, cores
 from dlp.parallel.runtime import Runtime
-from dlp.parallel.shard_casts import cast_shards
 from dlp.parallel.shards import Layout, ShardedWeight
 from dlp.parallel.ways import Way, keeps_source
 from dlp.parallel.weight import CastWeights, placeholder, show
+from dlp.parallel.weight_batch import refresh
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -132,7 +132,7 @@ def _tell(runtime: Runtime, weights: Sequence[ShardedWeight]) -> None:
 
 
 class ShardedCasts(CastWeights):
-    """The weights of one layer, cast by `cast_shards` and not kept as operands here."""
+    """The weights of one layer, of which the step boundary casts rows; no operands are kept here."""
 
     def __init__(self, gathers: Sequence[_Gather]) -> None:
         super().__init__()
@@ -232,12 +232,12 @@ def _cast_late(runtime: Runtime) -> None:
     Their delayed amaxes wait for the next boundary like those of the last one."""
     stale = [weight for weight in runtime.shards.values() if not weight.fresh]
     if not runtime.has_slots():
-        cast_shards(stale)
+        refresh(runtime, [], stale)
         return
     slots = runtime.slots
     before = slots.table.staging.clone()
     slots.table.staging.zero_()
-    cast_shards(stale)
+    refresh(runtime, [], stale)
     slots.held.copy_(torch.where(slots.table.staging > 0, slots.table.staging, slots.held))
     slots.table.staging.copy_(before)
 

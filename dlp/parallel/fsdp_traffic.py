@@ -17,12 +17,13 @@ from math import prod
 from torch import Tensor
 
 from dlp.comm import collectives, wire
+from dlp.parallel.casts_together import Cast
 from dlp.parallel.operands import agrees
 from dlp.parallel.parameters import ParameterPlan
 from dlp.parallel.plan import LayerPlan, Plan
-from dlp.parallel.ways import VALUES, Way, Ways, travel
+from dlp.parallel.ways import VALUES, Way, Ways, reads, travel
 from dlp.parallel.wires import WIRES
-from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, observed, precision_of, within
+from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, precision_of, within
 from dlp.quant.quantizer import slot_options
 
 
@@ -85,24 +86,30 @@ def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:
     """The step boundary's all-reduces of what the casts of all shards observed: over dp_shard, over the group that has a
     wider say, and over dp_shard of delayed amaxes that no wider group agrees on."""
     shards, wider, staged = 0, 0, 0
-    for row, parameter, way in _casts(plan, load):
-        first, columns = load.shard(parameter.shape, padded=True)
-        numbers = observed(way.quantizer, nothing(way.of((first, columns))))
-        shards += numbers * way.spans_rows
-        agreed = load.amax_group is not None or agrees(row.row, row.recipe, "w", way.quantizer, way.flipped)
-        wider += numbers * agreed
+    for row, ways, matrix in _reads(plan, load):
+        delayed = [slot_options(way.quantizer) is not None for way in ways if way is not None]
         covered = row.recipe.reduce_amax and load.amax_group in (None, "world", "dp_shard")
-        staged += slot_options(way.quantizer) is not None and not covered
+        staged += delayed[0] and not covered
+        shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both ways
+        by_row, by_col = (None if way is None else way.quantizer for way in ways)
+        amaxes = Cast(matrix, by_row, by_col).observe()
+        for way, amax in zip(ways, amaxes, strict=True):
+            if way is not None and amax is not None:
+                agreed = load.amax_group is not None or agrees(row.row, row.recipe, "w", way.quantizer, way.flipped)
+                shard |= {id(amax): amax} if way.spans_rows else {}
+                wide |= {id(amax): amax} if agreed else {}
+        shards += sum(amax.numel() for amax in shard.values())
+        wider += sum(amax.numel() for amax in wide.values())
     total: Counter[Sent] = Counter()
     for group, elements in (("dp_shard", shards), (load.amax_group or "tp", wider), ("dp_shard", staged)):
         total[Sent(load.named(group), "", "amax", "float32")] += wire.reduced(elements, 4, load.ranks(group))
     return total
 
 
-def _casts(plan: Plan, load: Workload) -> Iterator[tuple[LayerPlan, ParameterPlan, Way]]:
-    """The casts that a step boundary makes of weights over dp_shard."""
+def _reads(plan: Plan, load: Workload) -> Iterator[tuple[LayerPlan, tuple[Way | None, Way | None], Tensor]]:
+    """The casts that a step boundary makes of weights over dp_shard: their ways, and the shard without memory."""
     if not load.units or load.ranks("dp_shard") == 1:
         return
     for row, parameter in linear_weights(plan).values():
-        ways = travels_as(row, parameter, load) or ()
-        yield from ((row, parameter, way) for way in dict.fromkeys(ways) if not way.format.keeps_source)
+        first, columns = load.shard(parameter.shape, padded=True)
+        yield from ((row, ways, nothing((first, columns))) for ways in reads(travels_as(row, parameter, load) or ()))

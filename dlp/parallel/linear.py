@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlp.comm import wire
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.autocast import active_spec
+from dlp.parallel.casts_together import Cast
 from dlp.parallel.direct import DirectLinearFn, call_of, forward
 from dlp.parallel.opaque import OpaqueLinearFn, opaque
 from dlp.parallel.quantized_init import hold_quantized
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.spec import LinearSpec, Overlaps
 from dlp.parallel.style import shard_sizes, style
+from dlp.parallel.values import Values
 from dlp.parallel.weight import CastWeights, Sides, local, place
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
@@ -61,11 +62,11 @@ class LinearCore:
         biases = [getattr(m.module, m.bias) for m in self.members]
         return [None if bias is None else local(bias) for bias in biases]
 
-    def refresh(self) -> None:
-        """Cast the weights anew; called at the step boundary, for layers that have run."""
-        if self.caches and self.dtype is not None:
-            with wire.label(layer=self.spec.members[0]):
-                self.cast_weights.refresh(self.spec, self.weights(), self.dtype)
+    def casts(self, values: Values) -> list[Cast]:
+        """Those that the step boundary makes of the weights: none before the layer has run, or where it casts at use."""
+        if not self.caches or self.dtype is None:
+            return []
+        return self.cast_weights.casts(self.spec, self.weights(), self.dtype, values)
 
     def specs(self) -> list[LinearSpec]:
         """The layer's own, and those it has run under in autocast regions."""

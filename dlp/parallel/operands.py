@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dlp.comm.amax import agree
 from dlp.parallel import fit
+from dlp.parallel.casts_together import NOBODY, Cast
 from dlp.parallel.spec import LinearSpec, remembered
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import OneRead, Origin, Quantizer, needs_origin, one_read, slot_options
@@ -24,6 +25,7 @@ from dlp.quant.recipe import OPERANDS, Operand, Recipe
 from dlp.quant.tensor import QuantizedTensor
 
 Amaxes = tuple[Tensor | None, ...]  # an amax for each operand that a cast makes
+NONE = (None, None)
 
 
 class Pair(NamedTuple):
@@ -128,8 +130,38 @@ def _jobs(way: _Way, value: Tensor, member: str, into: Pair) -> Iterator[_Job]:
         yield _Job(way.quantizers.columnwise, matrix, True, value.shape, member, (into.col,))
 
 
+def weight_casts(
+    spec: LinearSpec, weights: Sequence[Tensor], values: Sequence[Tensor], into: Sequence[Pair | None]
+) -> list[Cast]:
+    """What `quantize(spec, "w", weights, row=True, col=True)` casts and agrees on, to be done together with the casts of
+    other layers. `values`: the weights, padded to their `operand_shape`; `into`: the operands of those that have some."""
+    way = _way(spec, "w", True, True, False, values[0].shape[0])
+    reads = [(True, True)] if way.together else [(True, False)] * way.row + [(False, True)] * way.col
+    return [
+        _weight_cast(spec, way, wanted, _Job(way.quantizers.rowwise, value, False, weight.shape, member, ()), pair)
+        for weight, value, member, pair in zip(weights, values, spec.members, into, strict=True)
+        for wanted in reads
+    ]
+
+
+def _weight_cast(spec: LinearSpec, way: _Way, wanted: tuple[bool, bool], job: _Job, into: Pair | None) -> Cast:
+    """One read of a weight, for its rowwise and its columnwise operand as far as they are `wanted`."""
+    first, quantizers = not wanted[0], (way.quantizers.rowwise, way.quantizers.columnwise)
+    row, col = (quantizer if asked else None for quantizer, asked in zip(quantizers, wanted, strict=True))
+    shared = (None, spec.amax_group or spec.group)
+    groups = [shared if asked and agreed else NOBODY for asked, agreed in zip(wanted, way.agree, strict=True)]
+    slot = spec.runtime.slot(spec, "w", job.member, first, True) if way.slot[first] else None
+    flips = [flipped for flipped in (False, True) if wanted[flipped]] if way.origin[first] else []
+    origins = tuple(_origin(spec, "w", job, flipped, False) for flipped in flips)
+    kept = [
+        q if asked and q and not q.format.keeps_source else None for asked, q in zip(wanted, into or NONE, strict=True)
+    ]
+    return Cast(job.matrix, row, col, (groups[0], groups[1]), slot, origins, (kept[0], kept[1]))
+
+
 def operand_shape(recipe: Recipe, tensor: str, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-    """[rows, contraction] of an operand of values [tokens, features] of x or dy, padded as `quantize` pads it."""
+    """[rows, contraction] of an operand of values [tokens, features] of x or dy, or [N, K] of w, padded as `quantize`
+    pads it."""
     rows, columns = (size + -size % unit for size, unit in zip(shape, _units(recipe, tensor), strict=True))
     return (columns, rows + -rows % fit.units(recipe)[0]) if columnwise else (rows, columns)
 

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlp.parallel.operands import unflatten
+from dlp.parallel.casts_together import Cast
+from dlp.parallel.operands import quantize, unflatten
 from dlp.parallel.spec import LinearSpec
+from dlp.parallel.values import Values
 from dlp.parallel.weight import CastWeights, placeholder, show
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import slot_options
@@ -136,14 +138,15 @@ class QuantizedOnly(CastWeights):
     def drop(self) -> None:
         """They stay."""
 
-    def refresh(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """What there is to cast is not here; `write` is called with it."""
+    def casts(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
+        """None: what there is to cast is not here; `write` is called with it."""
+        return []
 
     @torch.no_grad()
     def write(self, values: Sequence[Tensor]) -> None:
         """Quantize this rank's values [N, K] of all members, rounded to the dtype of the parameters, in place."""
         rounded = [v.detach().to(p.dtype) for v, p in zip(values, self.parameters, strict=True)]
-        super().refresh(self.core.spec, rounded, self.parameters[0].dtype)
+        self.keep(quantize(self.core.spec, "w", rounded, row=True, col=True))
 
     def decoded(self) -> list[Tensor]:
         """The values [N, K] that the codes stand for, in the dtype of the parameters."""

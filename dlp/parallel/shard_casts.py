@@ -1,15 +1,12 @@
-"""The step boundary of weights whose rows are spread over ranks: all casts, with one agreement on their amaxes.
+"""The step boundary of weights whose rows are spread over ranks: what each rank casts of them, and who agrees.
 
-round      this rank's rows of every weight, to the dtype they would be gathered in
-observe    what each cast needs to know of the rows
-agree      one MAX all-reduce over dp_shard for all that spans rows; one more for each group with a wider say
-cast       into codes and scales, from which gathers are served until the next boundary
+What a cast observes of the rows here is agreed over dp_shard where it spans the rows of other ranks, then over a group
+that has a wider say. Gathers are served from the casts until the next boundary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,75 +14,63 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm.amax import agree
+from dlp.parallel.casts_together import NOBODY, Cast, Groups
 from dlp.parallel.operands import must_agree
+from dlp.parallel.runtime import Runtime
 from dlp.parallel.shards import ShardedWeight
 from dlp.parallel.spec import LinearSpec
+from dlp.parallel.values import Values
 from dlp.parallel.ways import Way
-from dlp.quant.quantizer import slot_options
+from dlp.quant.quantizer import ScaleSlot, slot_options
 
 
-class _Job(NamedTuple):
-    """One cast of this rank's rows, or of their transpose."""
-
-    weight: ShardedWeight
-    way: Way
-    matrix: Tensor
-
-    @property
-    def spec(self) -> LinearSpec:
-        return self.weight.core.spec
-
-
-@torch.no_grad()
-def cast_shards(weights: Sequence[ShardedWeight]) -> None:
-    """Cast the rows of these weights; all ranks call it together. One all-reduce over dp_shard agrees on every amax
-    that spans rows, and one more for each group that has a wider say (see `dlp.parallel.operands`)."""
-    rows = {weight: weight.rows(weight.layout.from_master) for weight in weights if weight.casts}
-    jobs = [
-        _Job(weight, way, rows[weight].t() if way.flipped else rows[weight]) for weight in rows for way in weight.casts
-    ]
-    amaxes = [job.way.quantizer.observe(job.matrix) for job in jobs]
-    _agree_over([job.weight.layout.group if job.way.spans_rows else None for job in jobs], amaxes)
-    _agree_over([_wider_group(job) for job in jobs], amaxes)
-    staged = []
-    for job, amax in zip(jobs, amaxes, strict=True):
-        more: dict[str, Any] = {}
-        if slot_options(job.way.quantizer) is not None:
-            more["slot"] = job.spec.runtime.slot(job.spec, "w", job.weight.name, job.way.columnwise, True)
-            staged.append((None if _covers(job) else job.weight.layout.group, more["slot"].staging))
-        job.weight.mine[job.way] = job.way.quantizer.cast(job.matrix, amax, **more)
-    _share_staged(staged)
-    for weight in weights:
-        weight.fresh = True
+def casts_of(weight: ShardedWeight, values: Values) -> list[Cast]:
+    """The casts of this rank's rows, in the order of `weight.reads`."""
+    layout = weight.layout
+    rows = layout.shard().detach()
+    dtype = rows.dtype if layout.from_master else layout.dtype
+    matrix = values.of(weight.name, rows, dtype, (rows.shape[0], rows.shape[1]))
+    made = []
+    for ways in weight.reads:
+        row, col = (None if way is None else way.quantizer for way in ways)
+        out, out_t = (None if way is None else weight.mine.get(way) for way in ways)
+        groups = _groups(weight, ways[0]), _groups(weight, ways[1])
+        made.append(Cast(matrix, row, col, groups, _slot(weight, ways[0] or ways[1]), (), (out, out_t)))
+    return made
 
 
-def _agree_over(groups: Sequence[ProcessGroup | None], amaxes: list[Any]) -> None:
-    """Replace each amax that has a group by the maximum over it; one all-reduce a group."""
-    for group in dict.fromkeys(group for group in groups if group is not None):
-        chosen = [i for i, its in enumerate(groups) if its is group and amaxes[i] is not None]
-        for i, amax in zip(chosen, agree([amaxes[i] for i in chosen], group), strict=True):
-            amaxes[i] = amax
+def _groups(weight: ShardedWeight, way: Way | None) -> Groups:
+    """Who agrees on what one way observes."""
+    if way is None:
+        return NOBODY
+    spec = weight.core.spec
+    wider = must_agree(spec, "w", way.quantizer, way.flipped)
+    return weight.layout.group if way.spans_rows else None, (spec.amax_group or spec.tp_group) if wider else None
 
 
-def _wider_group(job: _Job) -> ProcessGroup | None:
-    if not must_agree(job.spec, "w", job.way.quantizer, job.way.flipped):
+def _slot(weight: ShardedWeight, way: Way | None) -> ScaleSlot | None:
+    """The delayed scale of a way that has one."""
+    if way is None or slot_options(way.quantizer) is None:
         return None
-    return job.spec.amax_group or job.spec.tp_group
+    spec = weight.core.spec
+    return spec.runtime.slot(spec, "w", weight.name, way.columnwise, True)
 
 
-def _covers(job: _Job) -> bool:
-    """Whether the ranks that share delayed scales include those that share this weight."""
-    group = job.spec.runtime.amax_group
-    if group is None or not job.spec.recipe.reduce_amax:
+def share_staged(weights: Sequence[ShardedWeight]) -> None:
+    """After the casts: agree on the amaxes of shards that delayed scaling recorded, where its update will not."""
+    by_group: dict[ProcessGroup, list[Tensor]] = {}
+    for weight in weights:
+        slots = [slot for row, col in weight.reads if (slot := _slot(weight, row or col)) is not None]
+        if slots and not _covers(weight.core.spec, weight.layout.group):
+            by_group.setdefault(weight.layout.group, []).extend(slot.staging for slot in slots)
+    for group, staged in by_group.items():
+        torch._foreach_copy_(staged, agree(staged, group))
+
+
+def _covers(spec: LinearSpec, group: ProcessGroup) -> bool:
+    """Whether the ranks that share delayed scales include those that share a weight."""
+    runtime: Runtime = spec.runtime
+    if runtime.amax_group is None or not spec.recipe.reduce_amax:
         return False
-    sharing, keeping = (set(dist.get_process_group_ranks(g)) for g in (group, job.weight.layout.group))
+    sharing, keeping = (set(dist.get_process_group_ranks(g)) for g in (runtime.amax_group, group))
     return keeping <= sharing
-
-
-def _share_staged(staged: Sequence[tuple[ProcessGroup | None, Tensor]]) -> None:
-    """Where the update of delayed scales does not: agree on the amaxes of shards that were just cast."""
-    agreed: list[Any] = [staging for _, staging in staged]
-    _agree_over([group for group, _ in staged], agreed)
-    for (group, staging), value in zip(staged, agreed, strict=True):
-        if group is not None:
-            staging.copy_(value)

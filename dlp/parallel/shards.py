@@ -26,10 +26,11 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import wire
 from dlp.comm.collectives import all_gather
+from dlp.parallel.casts_together import Operands
 from dlp.parallel.operands import Pair, quantize
 from dlp.parallel.runtime import in_backward
 from dlp.parallel.spec import LinearSpec
-from dlp.parallel.ways import VALUES, Way, Ways, travel
+from dlp.parallel.ways import VALUES, Way, Ways, reads, travel
 from dlp.quant.tensor import SHARED, QuantizedTensor, Shape
 
 if TYPE_CHECKING:
@@ -85,14 +86,19 @@ class ShardedWeight:
         return self.travel != before
 
     @property
-    def casts(self) -> list[Way]:
-        """The ways that the step boundary casts."""
-        return [] if self.travel is None else [w for w in dict.fromkeys(self.travel) if not w.format.keeps_source]
+    def reads(self) -> list[tuple[Way | None, Way | None]]:
+        """What the step boundary casts."""
+        return reads(self.travel or ())
 
     def rows(self, as_stored: bool) -> Tensor:
         """This rank's rows, as they are or rounded."""
         values = self.layout.shard().detach()
         return values if as_stored else values.to(self.layout.dtype)
+
+    def take(self, made: Sequence[Operands]) -> None:
+        """What the casts of `reads` have made."""
+        for ways, operands in zip(self.reads, made, strict=True):
+            self.mine |= {w: q for w, q in zip(ways, operands, strict=True) if w is not None and q is not None}
 
     def _cast(self, way: Way) -> QuantizedTensor:
         if not way.format.keeps_source:

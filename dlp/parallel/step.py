@@ -40,7 +40,8 @@ def end_step(model: nn.Module) -> None:
         runtime.end_step()
         make_due_swaps(model, runtime)
     for runtime in runtimes:
-        refresh(runtime, [core for core in layers if core.spec.runtime is runtime])
+        own = [core for core in layers if core.spec.runtime is runtime]
+        refresh(runtime, own, list(runtime.shards.values()))
         runtime.hold_weights()
 
 

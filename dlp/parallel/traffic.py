@@ -42,10 +42,9 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
             forwards = load.microbatches * (1 + within(layer.name, load.recomputed))
             total.update(_times(_forward(layer), forwards))
             total.update(_times(_backward(layer), load.microbatches))
-            if layer.cached:
-                total.update(dict(layer.agreement("w", layer.weight_shapes(), row=True, col=True)))
     for other in plan.others:
         total.update(_times(_embedding(plan, other, load), load.microbatches))
+    total.update(_cached_weights(plan, load))
     total.update(dict(_delayed(plan, load)))
     total.update(_partial_gradients(plan, load))
     total.update(fsdp_traffic(plan, load))
@@ -99,6 +98,14 @@ class _Layer:
         self, tensor: str, shapes: Sequence[tuple[int, int]], *, row: bool, col: bool, whole: bool = False
     ) -> Iterator[tuple[Sent, int]]:
         """The all-reduce of what the casts of values of these shapes observe. `whole`: they have been gathered."""
+        group = self.load.amax_group or "tp"
+        nbytes = wire.reduced(self.observed(tensor, shapes, row, col, whole), 4, self.load.ranks(group))
+        yield Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
+
+    def observed(
+        self, tensor: str, shapes: Sequence[tuple[int, int]], row: bool, col: bool, whole: bool = False
+    ) -> int:
+        """How many numbers ranks agree on before those casts."""
         quantizers = fit.quantizers(self.recipe, tensor)
         assert quantizers is not None
         agreed = [
@@ -111,9 +118,7 @@ class _Layer:
             seen = observed_by_casts(self.recipe, tensor, nothing(shape), row, col)
             distinct = {id(amax): amax for flipped, amax in seen if amax is not None and agreed[flipped]}
             elements += sum(amax.numel() for amax in distinct.values())
-        group = self.load.amax_group or "tp"
-        nbytes = wire.reduced(elements, 4, self.load.ranks(group))
-        yield Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
+        return elements
 
     def gather(self, gemm: str, tensor: str, columnwise: bool, features: int) -> tuple[Sent, int]:
         """An operand of x or dy [tokens, features] that travels quantized for `gemm`."""
@@ -269,6 +274,16 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Iterator[tuple[S
         return
     yield Sent(*key, "fprop", precision), wire.scattered(numel * size, ranks)
     yield Sent(*key, "dgrad", precision), wire.gathered(numel // ranks * size, ranks)
+
+
+def _cached_weights(plan: Plan, load: Workload) -> dict[Sent, int]:
+    """The step boundary of weights that are whole on a rank: what all their casts observe, agreed on at once."""
+    elements = 0
+    for layer in _layers(plan, load):
+        with foretelling(layer.name):
+            elements += layer.observed("w", layer.weight_shapes(), True, True) if layer.cached else 0
+    group = load.amax_group or "tp"
+    return {Sent(load.named(group), "", "amax", "float32"): wire.reduced(elements, 4, load.ranks(group))}
 
 
 def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:

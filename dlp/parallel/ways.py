@@ -6,10 +6,11 @@ Pure functions of a recipe, a shape and a number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dlp.parallel import fit
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, needs_origin
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, needs_origin, one_read
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import SHARED, UNSAID, Format
 
@@ -50,6 +51,15 @@ def ways_of(w: Operand) -> Ways:
     """The ways of the rowwise and the columnwise operand."""
     columnwise = w.columnwise
     return Way(w.rowwise), Way(columnwise, not columnwise.format.transposable, True)
+
+
+def reads(ways: Iterable[Way]) -> list[tuple[Way | None, Way | None]]:
+    """The casts of a shard that make these ways: of its rows, of its columns, or of both in one read."""
+    chosen = [way for way in dict.fromkeys(ways) if not way.format.keeps_source]
+    if len(chosen) == 2 and not chosen[0].flipped and chosen[1].flipped:
+        if one_read(chosen[0].quantizer, chosen[1].quantizer) is not None:
+            return [(chosen[0], chosen[1])]
+    return [(None, way) if way.flipped else (way, None) for way in chosen]
 
 
 def keeps_source(w: Operand) -> bool:

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dlp.parallel.operands import flatten, quantize
+from dlp.parallel.casts_together import Cast, Operands
+from dlp.parallel.operands import Pair, flatten, operand_shape, unflatten, weight_casts
 from dlp.parallel.spec import LinearSpec
+from dlp.parallel.values import Values
 from dlp.quant.recipe import Recipe
 
 
@@ -97,8 +99,14 @@ class Sides:
         return [part for i in used for part in self.col[i * size : (i + 1) * size]]
 
 
+def _pair(made: Sequence[Operands]) -> Pair:
+    """The operands of one weight, which one cast has made, or one each."""
+    row, col = ([q for q in way if q is not None] for way in zip(*made, strict=True))
+    return Pair(row[0] if row else None, col[0] if col else None)
+
+
 class CastWeights:
-    """The persistent operands of one layer's weights, as flat parts; written only by `refresh`."""
+    """The persistent operands of one layer's weights, as flat parts; the step boundary makes `casts` and `take`s them."""
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -122,12 +130,27 @@ class CastWeights:
         """Forget the operands: the recipe or the weights changed other than by a step."""
         self.parts = []
 
-    @torch.no_grad()
-    def refresh(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Cast the weights, rounded to `dtype` first, in both orientations, in place where operands exist."""
-        parts = flatten(quantize(spec, "w", [w.detach().to(dtype) for w in weights], row=True, col=True))
+    def casts(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
+        """Those of the weights, rounded to `dtype` first, in both orientations, into the operands there are."""
+        recipe, plain = spec.recipe, [weight.detach() for weight in weights]
+        read = [
+            values.of(member, weight, dtype, operand_shape(recipe, "w", weight.shape, False))
+            for member, weight in zip(spec.members, plain, strict=True)
+        ]
+        into = unflatten(recipe.w, self.parts, len(plain)) if self.parts else [None] * len(plain)
+        return weight_casts(spec, plain, read, into)
+
+    def take(self, made: Sequence[Operands], count: int) -> None:
+        """What those casts of `count` weights have made: one a weight that makes both orientations, or one for each."""
+        each = len(made) // count
+        self.keep([_pair(made[i : i + each]) for i in range(0, len(made), each)])
+
+    def keep(self, pairs: Sequence[Pair]) -> None:
+        """Hold these operands: where some are held already, in their memory."""
+        parts = flatten(pairs)
         if not self.parts:  # both orientations may share a scale, but torch.compile takes no tensor twice
             self.parts = [part.detach() for part in parts]
             return
-        for kept, new in zip(self.parts, parts, strict=True):
-            kept.copy_(new)
+        moved = [(old, new) for old, new in zip(self.parts, parts, strict=True) if old.data_ptr() != new.data_ptr()]
+        if moved:
+            torch._foreach_copy_([old for old, _ in moved], [new for _, new in moved])

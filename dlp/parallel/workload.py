@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dlp.comm import wire
-from dlp.quant.quantizer import Quantizer
 from dlp.quant.tensor import SHARED, Format
 
 
@@ -109,12 +108,6 @@ def moved(fmt: Format, shape: Sequence[int], dim: int, dtype: torch.dtype) -> in
         for part, size in zip(fmt.parts, shapes, strict=True)
         if part.moves_along(dim) is not SHARED
     )
-
-
-def observed(quantizer: Quantizer, matrix: Tensor) -> int:
-    """How many numbers ranks agree on before the cast of a matrix, which may be without memory."""
-    numbers = quantizer.observe(matrix)
-    return 0 if numbers is None else numbers.numel()
 
 
 def precision_of(fmt: Format, dtype: torch.dtype) -> str:

@@ -19,6 +19,7 @@ from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 Operands = tuple[QuantizedTensor, QuantizedTensor]  # rowwise, columnwise
+Wanted = tuple[QuantizedTensor | None, QuantizedTensor | None]  # those that a batch makes
 Amaxes = tuple[Tensor | None, Tensor | None]  # of the rowwise and of the columnwise operand
 Fp8Format = Literal["HYBRID", "E4M3"]
 FP8_FORMATS = {"HYBRID": ("e4m3", "e5m2"), "E4M3": ("e4m3", "e4m3")}  # elements of x and w, of dy
@@ -76,6 +77,11 @@ def parts_of_both(outs: Operands | None) -> ops.Outs:
     return None if outs is None else (outs[0].parts, outs[1].parts)
 
 
+def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
+    """The same for each matrix of a batch."""
+    return [(parts_of(row), parts_of(col)) for row, col in outs]
+
+
 @dataclass(frozen=True)
 class CurrentScaling:
     """Per-tensor scale from the tensor's own amax (observed, agreed, then used): q = enc(fl(x * scale))."""
@@ -102,9 +108,9 @@ class CurrentScaling:
         row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given)
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
+    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
         source = ops.Fp8Scale(power_of_two=self.power_of_two, epsilon=self.epsilon)
-        return ops.cast_fp8_tensor_batch(xs, [(row.parts, col.parts) for row, col in pairs], [source] * len(xs))
+        return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [source] * len(xs))
 
     def _scale(self, amax: Tensor | None) -> ops.Fp8Scale:
         assert amax is not None, "current scaling casts with an observed amax"
@@ -156,12 +162,8 @@ class DelayedScaling:
         row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given)
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(
-        self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[ScaleSlot | None]
-    ) -> list[Callable[[], None]]:
-        return ops.cast_fp8_tensor_batch(
-            xs, [(row.parts, col.parts) for row, col in pairs], [_slot_scale(slot) for slot in slots]
-        )
+    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None]) -> ops.Launches:
+        return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [_slot_scale(slot) for slot in slots])
 
 
 def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, parts_of, parts_of_both
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 
 BLOCK = 128
@@ -106,10 +106,9 @@ class BlockScaling:
         row, col = self._made(ops.cast_fp8_block_both, x, outs=parts_of_both(outs))
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
-        outs = [(row.parts, col.parts) for row, col in pairs]
+    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
         return ops.cast_fp8_block_batch(
-            xs, outs, self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon
+            xs, wanted_parts(outs), self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon
         )
 
     def _made(self, op: Callable[..., Any], x: Tensor, **into: Any) -> Any:

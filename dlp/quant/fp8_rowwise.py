@@ -6,7 +6,7 @@ whose shards are gathered, the row amaxes are agreed like a tensor's, as one vec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, parts_of, parts_of_both
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 PARTS = {
@@ -84,8 +84,8 @@ class RowwiseScaling:
         row, col = ops.cast_fp8_rowwise_both(x, (amax, amax_t), dtype, **self._options(), outs=given)
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
-        return ops.cast_fp8_rowwise_batch(xs, [(row.parts, col.parts) for row, col in pairs], **self._options())
+    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
+        return ops.cast_fp8_rowwise_batch(xs, wanted_parts(outs), **self._options())
 
     def _options(self) -> dict[str, Any]:
         return {"power_of_two": self.power_of_two, "epsilon": self.epsilon}

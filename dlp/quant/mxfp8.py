@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, parts_of, parts_of_both
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 
 BLOCK = 32
@@ -106,9 +106,8 @@ class MxScaling:
         row, col = self._made(ops.cast_mxfp8_both, x, outs=parts_of_both(outs))
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
-        outs = [(row.parts, col.parts) for row, col in pairs]
-        return ops.cast_mxfp8_batch(xs, outs, self.format.block, rule=self.scale_rounding)
+    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
+        return ops.cast_mxfp8_batch(xs, wanted_parts(outs), self.format.block, rule=self.scale_rounding)
 
     def _made(self, op: Callable[..., Any], x: Tensor, **into: Any) -> Any:
         return op(x, self.format.block, ELEMENTS[self.element], rule=self.scale_rounding, **into)

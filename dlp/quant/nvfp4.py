@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import Amaxes, Operands, parts_of, parts_of_both
+from dlp.quant.fp8 import Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.quantizer import Origin
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
@@ -140,8 +140,13 @@ class Nvfp4Scaling:
         )  # fmt: skip
         return self.format.wrap(row), columnwise.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], pairs: Sequence[Operands], slots: Sequence[Any]) -> list[Callable[[], None]]:
-        return ops.cast_nvfp4_batch(xs, [(row.parts, col.parts) for row, col in pairs], self.format.block)
+    @property
+    def batch(self) -> Callable[..., ops.Launches] | None:
+        """None: what is transformed or rounded by chance is cast matrix by matrix."""
+        return None if self.rht or self.stochastic else self._batch
+
+    def _batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
+        return ops.cast_nvfp4_batch(xs, wanted_parts(outs), self.format.block)
 
     def _check_both(self, x: Tensor, columnwise: Nvfp4Scaling) -> None:
         self.format.check((x.shape[0], x.shape[1]))

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dlp.kernels.ops import AMAX_ALGORITHMS, amax
+from dlp.kernels.ops import AMAX_ALGORITHMS, Launches, amax
 from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
 
 
@@ -176,10 +176,9 @@ def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
     return OneRead(rowwise, columnwise) if hasattr(rowwise, "both") and pairs(columnwise) is True else None
 
 
-def one_launch(quantizer: Quantizer) -> Callable[..., list[Callable[[], None]]] | None:
-    """The method `batch(xs, pairs, slots)` of a quantizer that has it, for matrices that `ops.has_batches`: prepares
-    `both` of all of them, with their own amaxes, into (rowwise, columnwise) operands that exist. Call what it returns,
-    in order, whenever the values have changed."""
+def one_launch(quantizer: Quantizer) -> Callable[..., Launches] | None:
+    """The attribute `batch(xs, outs, slots)` of a quantizer that has it, for matrices that `ops.has_batches`: prepares
+    `cast` or `both` of all of them, into operands that exist, (of x, of x.t()), None where one is not wanted."""
     return getattr(quantizer, "batch", None)
 
 

@@ -125,4 +125,4 @@ def test_weights_cast_together_are_those_cast_alone(device, recipe, monkeypatch)
     expected, alone = trained(recipe, device=device)
     assert_bit_equal(losses, expected, recipe)
     assert len(expected.unique()) == len(expected), "the weights change"
-    assert runtime.weight_batch._launches and not alone.weight_batch._launches
+    assert runtime.weight_batch.together._launches and not alone.weight_batch.together._launches

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.parallel import fsdp, linear_fn, operands, shard_casts, shards, weight, weight_batch
+from dlp.parallel import linear_fn, operands, shards
+from dlp.parallel.casts_together import Cast, CastsTogether
 from dlp.parallel.fsdp import data_parallel_mesh
 from launch.model import Llama, init_weights, initial_value, parallel_groups
 from launch.sections import Model
@@ -132,12 +133,14 @@ class Casts:
             self.weights += len(values) * (tensor == "w")
             return operands.quantize(spec, tensor, values, **options)
 
-        def counting_shards(weights: Any) -> None:
-            self.weights += sum(len(sharded.casts) for sharded in weights)
-            shard_casts.cast_shards(weights)
+        make = CastsTogether.make
 
-        self._patches = [patch.object(module, "quantize", counting) for module in (linear_fn, weight, shards)]
-        self._patches += [patch.object(module, "cast_shards", counting_shards) for module in (weight_batch, fsdp)]
+        def counting_together(together: CastsTogether, casts: list[Cast]) -> Any:
+            self.weights += len(casts)
+            return make(together, casts)
+
+        self._patches = [patch.object(module, "quantize", counting) for module in (linear_fn, shards)]
+        self._patches += [patch.object(CastsTogether, "make", counting_together)]
         for each in self._patches:
             each.start()
         return self
@@ -170,10 +173,9 @@ def casts_per_step(under_fsdp: bool) -> list[int]:
 
 
 @pytest.mark.ranks(2)
-def test_weights_are_cast_once_per_step(ranks, device_type):
+def test_weights_are_cast_once_per_step(ranks):
     (*_, second, boundary) = ranks(2).run(casts_per_step, False)[0]
-    layer_by_layer = {"cpu": 2, "cuda": 0}[device_type]  # on GPUs one launch casts the weights of all layers
-    assert (second, boundary) == (0, layer_by_layer), "two layers, at the boundary only"
+    assert (second, boundary) == (0, 2), "two layers, at the boundary only"
     assert ranks(2).run(casts_per_step, True)[0] == [0, 2] * 2, "shards, at the boundary too"
 
 
