@@ -2,8 +2,8 @@
 
     delayed scales are updated, all together, after one all-reduce of the amaxes of all microbatches
     recipe swaps that are due are made
-    weights that are whole on this rank are cast, in both orientations, into their persistent operands
-    of weights that FSDP gathers, this rank's rows are cast, with one agreement on all their amaxes
+    weights that are whole on this rank are cast, in both orientations, into their persistent operands, and of weights that
+    FSDP gathers this rank's rows, all together, with one agreement on all their amaxes
 
 Swaps come before the casts, so that no weight is cast for a recipe it is about to leave.
 

@@ -10,6 +10,7 @@ from dlp.kernels import loader, ops
 from dlp.quant.quantizer import Origin, ScaleSlot, cast_op, one_read
 from dlp.quant.recipe import load
 from dlp.quant.tensor import QuantizedTensor
+from tests.gpu.batched import BATCHED, check_batch
 from tests.gpu.inputs import values, views
 from tests.gpu.trained import trained
 from tests.metrics import assert_bit_equal
@@ -118,11 +119,18 @@ def test_casts_write_where_they_are_told(device, pair):
         assert_same(alone, q.format.wrap([part.cpu() for part in q.parts]), "alone")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("quantizer", BATCHED, ids=str)
+def test_a_batch_makes_what_casts_make_alone(device, quantizer, dtype):
+    check_batch(quantizer, dtype, device)
+
+
+@pytest.mark.parametrize(("dtype", "features"), [(torch.bfloat16, 160), (torch.float32, 160), (torch.bfloat16, 150)])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
-def test_weights_cast_together_are_those_cast_alone(device, recipe, monkeypatch):
-    losses, runtime = trained(recipe, device=device)
+def test_weights_cast_together_are_those_cast_alone(device, recipe, dtype, features, monkeypatch):
+    losses, runtime = trained(recipe, device=device, dtype=dtype, features=features)
     monkeypatch.setattr(ops, "has_batches", lambda x: False)
-    expected, alone = trained(recipe, device=device)
+    expected, alone = trained(recipe, device=device, dtype=dtype, features=features)
     assert_bit_equal(losses, expected, recipe)
     assert len(expected.unique()) == len(expected), "the weights change"
     assert runtime.weight_batch.together._launches and not alone.weight_batch.together._launches

@@ -12,13 +12,16 @@ from dlp.quant.recipe import load
 from tests.gpu.inputs import values
 
 
-def trained(recipe: str, steps: int = 4, device: str = "cpu") -> tuple[Tensor, Runtime]:
-    """The losses fp32 [steps] of two linears in bf16, and their runtime; a load halves the weights after two steps."""
+def trained(
+    recipe: str, steps: int = 4, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, features: int = 160
+) -> tuple[Tensor, Runtime]:
+    """The losses fp32 [steps] of two linears with weights of `dtype` on bf16 activations, and their runtime; a load halves
+    the weights after two steps."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(Linear(160, 160, recipe=load(recipe)) for _ in range(2))).bfloat16().to(device)
+    model = torch.nn.Sequential(*(Linear(features, features, recipe=load(recipe)) for _ in range(2))).to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     attach(model, optimizer)
-    losses, x = [], (values("gauss", 64, 160, torch.bfloat16) / 4096).to(device)
+    losses, x = [], (values("gauss", 64, features, torch.bfloat16) / 4096).to(device)
     for step in range(steps):
         optimizer.zero_grad()
         loss = model(x).float().square().mean()

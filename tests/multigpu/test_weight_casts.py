@@ -1,0 +1,126 @@
+"""Weights cast at the step boundary, all of a model's together, train as weights cast where they are used: bit for bit,
+whatever holds them, whatever optimizer moves them, with fp32 weights under bf16 activations and sizes that are padded.
+
+Where there is no GPU the kernels are played (`tests.played`), so that what is prepared for them is tested, too.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import dlp
+from dlp.parallel.runtime import runtime_of
+from tests import pool as worker
+from tests.cases import RECIPES
+from tests.metrics import assert_bit_equal
+from tests.observe import Collectives
+from tests.played import playing
+from tests.shardnet import whole
+
+QUANTIZED = [name for name in RECIPES if name != "bf16"]
+HELD = ["plain", "dtensor", "fsdp"]
+OPTIMIZERS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SIZES = [(96, 150), (150, 256), (256, 64)]  # K -> N of three linears; 150 is a multiple of no block
+Trained = tuple[list[Tensor], dict[str, Tensor]]
+
+
+class Net(nn.Module):
+    """Three linears, x [M, 96] -> [M, 64]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(k, n) for k, n in SIZES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def made(recipe: Any, held: str, optimizer: str, cached: bool) -> tuple[Net, torch.optim.Optimizer]:
+    """fp32 weights; `held` by this rank, or over two."""
+    torch.manual_seed(0)
+    model = Net().to(worker.device())
+    mesh = worker.mesh(**{"plain": {"dp_replicate": 2}, "dtensor": {"tp": 2}, "fsdp": {"dp_shard": 2}}[held])
+    groups = [{"name": "all", "match": ["**"], "recipe": recipe}]
+    if held == "dtensor":
+        groups += [
+            {"name": "column", "match": ["layers.0"], "style": "column"},
+            {"name": "row", "match": ["layers.1"], "style": "row"},
+        ]
+    dlp.convert(model, groups, mesh)
+    if held == "fsdp":
+        dlp.fully_shard(model, mesh=mesh, mp_policy=BF16, quantized_gather=cached)
+    chosen = torch.optim.AdamW(model.parameters(), lr=1e-2, **OPTIMIZERS[optimizer])
+    dlp.attach(model, chosen)
+    for core in runtime_of(model).cores:
+        core.caches &= cached
+    return model, chosen
+
+
+def trained(recipe: Any, held: str, optimizer: str, cached: bool) -> Trained:
+    """Losses of four steps and the weights after them; a load scales all weights after the second one."""
+    with ExitStack() as kernels:
+        if cached and worker.device().type == "cpu":
+            kernels.enter_context(playing())
+        model, chosen = made(recipe, held, optimizer, cached)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for step in range(4):
+            x = torch.randn(64, SIZES[0][0], generator=generator).bfloat16().to(worker.device())
+            loss = model(x).float().square().sum()
+            loss.backward()
+            losses.append(loss.detach().cpu())
+            chosen.step()
+            chosen.zero_grad()
+            if step == 1:
+                model.load_state_dict({name: value * 0.75 for name, value in model.state_dict().items()})
+                dlp.end_step(model)
+        together = getattr(runtime_of(model).weight_batch, "together", None)
+        assert bool(together and together._launches) == cached, "prepared where weights are cast at the boundary"
+        return losses, {name: whole(p).cpu() for name, p in model.named_parameters()}
+
+
+def compared(recipe: Any, held: str, optimizer: str) -> tuple[Trained, Trained]:
+    return trained(recipe, held, optimizer, True), trained(recipe, held, optimizer, False)
+
+
+CASES = [(recipe, held, "fused") for recipe in QUANTIZED for held in HELD]
+CASES += [("fp8_current", held, optimizer) for held in HELD for optimizer in ("for-loop", "foreach")]
+CASES += [({"name": name, "amax_scope": "all"}, "dtensor", "fused") for name in ("fp8_current", "fp8_rowwise", "nvfp4")]
+CASES += [({"name": "nvfp4", "disable_2d_quantization": True}, "fsdp", "fused")]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "held", "optimizer"), CASES, ids=str)
+def test_training_on_weights_cast_at_the_boundary_is_training_on_weights_cast_at_use(ranks, recipe, held, optimizer):
+    for cached, at_use in ranks(2).run(compared, recipe, held, optimizer):
+        for step, (loss, expected) in enumerate(zip(cached[0], at_use[0], strict=True)):
+            assert_bit_equal(loss, expected, f"loss of step {step}")
+        assert len({float(loss) for loss in cached[0]}) == 4, "the weights change"
+        for name, weight in cached[1].items():
+            assert_bit_equal(weight, at_use[1][name], name)
+
+
+def reductions(recipe: Any, held: str) -> int:
+    """Launched by a step boundary."""
+    model, _ = made(recipe, held, "fused", True)
+    model(torch.ones(64, SIZES[0][0], device=worker.device()).bfloat16()).sum().backward()
+    with Collectives() as seen:
+        dlp.end_step(model)
+    return seen.count("reduce")
+
+
+@pytest.mark.ranks(2)
+def test_the_amaxes_of_all_weights_are_agreed_in_one_all_reduce(ranks):
+    everywhere = {"name": "fp8_current", "amax_scope": "all"}
+    assert ranks(2).run(reductions, everywhere, "dtensor") == [1, 1]
+    assert ranks(2).run(reductions, "fp8_current", "fsdp") == [1, 1]
+    assert ranks(2).run(reductions, "fp8_current", "dtensor") == [0, 0]

@@ -1,0 +1,127 @@
+"""Kernels on the CPU: functions in the kernels' place that fill a job's outputs from the reference.
+
+What is tested with them is what lies around the kernels: which matrix they get, which output is which operand, what is
+prepared for many matrices and when it is prepared anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlp.kernels import casts, cuda, cuda_fp4, cuda_rowwise, dispatch, reference
+from dlp.kernels.cuda import BlockJob, TensorJob
+from dlp.kernels.cuda_fp4 import Nvfp4Job
+from dlp.kernels.cuda_rowwise import RowwiseJob
+from dlp.kernels.reference import Fp8Scale
+
+
+@contextmanager
+def playing() -> Iterator[list[object]]:
+    """Inside, kernels run on the CPU; the list of their jobs."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield _play(monkeypatch)
+
+
+def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    jobs: list[object] = []
+
+    def cast_tensor(job: TensorJob, **options: bool | float) -> None:
+        jobs.append(job)
+        source = Fp8Scale(job.amax, job.scale, job.staging, **options)  # type: ignore[arg-type]
+        codes, scale_inv = reference.cast_fp8_tensor(job.x, _code_dtype(job), source)
+        _fill((job.codes, job.codes_t, job.scale_inv), (codes, codes.t(), scale_inv))
+
+    def cast_block(job: BlockJob, *, tile: bool, gemm_layout: bool, **options: bool | float) -> None:
+        jobs.append(job)
+        for source, out in ((job.x, job[1:3]), (job.x.t(), job[3:5])):
+            made = reference.cast_fp8_block(source, (128 if tile else 1, 128), _code_dtype(job), **options)  # type: ignore[arg-type]
+            _fill(out, made)
+
+    def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str) -> None:
+        jobs.append(job)
+        for source, out in ((job.x, job[1:3]), (job.x.t(), job[3:5])):
+            _fill(out, reference.cast_mxfp8(source, (32 if tile else 1, 32), _code_dtype(job), rule=rule))
+
+    def amax(x: Tensor, out: Tensor) -> None:
+        jobs.append(x)
+        out.copy_(reference.amax(x))
+
+    def amax_lines(x: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
+        jobs.append(x)
+        _fill((rows, cols), (reference.amax(x, 1), reference.amax(x, 0)))
+
+    def amax_lines_batch(xs: Sequence[Tensor], outs: Sequence[tuple[Tensor, Tensor]]):
+        return lambda: [amax_lines(_readable(x), *out) for x, out in zip(xs, outs, strict=True)]
+
+    def cast_rowwise(job: RowwiseJob, *, power_of_two: bool, epsilon: float) -> None:
+        jobs.append(job)
+        for source, (codes, amax, scale_inv) in ((job.x, job[1:4]), (job.x.t(), job[4:7])):
+            if codes is not None:
+                made = casts._rowwise_by_reference(source, amax, codes.dtype, power_of_two, epsilon)
+                _fill((codes, scale_inv), made)
+
+    def amax_rht(x: Tensor, out: Tensor) -> None:
+        jobs.append(x)
+        out.copy_(torch.stack([reference.amax(x), reference.amax(reference.rht16(x.t()))]))
+
+    def cast_nvfp4(
+        job: Nvfp4Job, *, rht: bool = False, draws: tuple[Any, Any] = (None, None), tile: bool = False
+    ) -> None:
+        jobs.append(job)
+        for turned, draw, source, (codes, scale, amax, out) in (
+            (False, draws[0], job.x, job[1:5]), (rht, draws[1], job.x.t(), job[5:9]),
+        ):  # fmt: skip
+            if codes is not None:
+                random = None if draw is None else draw.bytes(*source.shape)
+                values = reference.rht16(source) if turned else source
+                made = reference.cast_nvfp4(values, amax, (16 if tile else 1, 16), random=random)
+                _fill((codes, scale, out), (*made, amax))
+
+    def cast_nvfp4_tile(job: Nvfp4Job) -> None:
+        cast_nvfp4(job, tile=True)
+
+    def batched(kernel):
+        return lambda made, *more, **options: lambda: [kernel(_readable(job), *more, **options) for job in made]
+
+    def amax_batch(xs: Sequence[Tensor], out: Tensor):
+        return lambda: [amax(_readable(x), out[i]) for i, x in enumerate(xs)]
+
+    monkeypatch.setattr(cuda, "set_zero", Tensor.zero_)
+    monkeypatch.setattr(cuda, "amax_batch", amax_batch)
+    monkeypatch.setattr(cuda, "cast_tensor_batch", batched(cast_tensor))
+    monkeypatch.setattr(cuda, "cast_block_batch", batched(cast_block))
+    kernels = {cuda: [cast_tensor, cast_block, cast_mxfp8, amax], cuda_rowwise: [amax_lines, cast_rowwise],
+               cuda_fp4: [amax_rht, cast_nvfp4, cast_nvfp4_tile]}  # fmt: skip
+    for module, functions in kernels.items():
+        for kernel in functions:
+            run = partial(lambda kernel, job, *more, **kw: kernel(_readable(job), *more, **kw), kernel)
+            monkeypatch.setattr(module, kernel.__name__, run)
+    monkeypatch.setattr(cuda, "cast_mxfp8_batch", batched(cast_mxfp8))
+    monkeypatch.setattr(cuda_rowwise, "cast_rowwise_batch", batched(cast_rowwise))
+    monkeypatch.setattr(cuda_rowwise, "amax_lines_batch", amax_lines_batch)
+    monkeypatch.setattr(cuda_fp4, "cast_nvfp4_batch", batched(cast_nvfp4))
+    monkeypatch.setattr(dispatch, "has_kernel", lambda x: True)
+    return jobs
+
+
+def _readable(job: Any) -> Any:
+    cuda._matrix(job if isinstance(job, Tensor) else job.x)  # raises for what no kernel reads
+    return job
+
+
+def _code_dtype(job: TensorJob | BlockJob | RowwiseJob) -> torch.dtype:
+    return next(codes for codes in (job.codes, job.codes_t) if codes is not None).dtype
+
+
+def _fill(outputs: tuple[Tensor | None, ...], made: tuple[Tensor, ...]) -> None:
+    for out, value in zip(outputs, made, strict=True):
+        if out is not None:
+            assert out.shape == value.shape and out.is_contiguous()
+            out.copy_(value)
