@@ -51,11 +51,13 @@ def problems(
         ways = GEMM_OPERANDS[which][1::2]
         for side, way, quantizer in zip("ab", ways, layer.recipe.operands(which), strict=True):
             fmt = quantizer.format
-            decoded = "fp8" not in kernel  # both operands are in high precision by the time they are multiplied
-            problem[f"{side}_dtype"] = dtype_name(dtype if decoded else fmt.parts[0].dtype or dtype)
-            problem[f"{side}_block"] = [1, 1] if decoded else list(fmt.block)
+            coded = (
+                "fp8" in kernel or "fp4" in kernel
+            )  # else both are in high precision by the time they are multiplied
+            problem[f"{side}_dtype"] = dtype_name(fmt.parts[0].dtype or dtype if coded else dtype)
+            problem[f"{side}_block"] = list(fmt.block) if coded else [1, 1]
             problem[f"{side}_flipped"] = fmt.keeps_source and way == "columnwise"
-            problem["alpha"] |= fmt.gemm_kind == "nvfp4" and kernel.startswith("decode + bf16")
+            problem["alpha"] |= fmt.gemm_kind == "nvfp4" and kernel.startswith(("decode + bf16", "cublaslt"))
         kept = [torch.float32, *[torch.float32] * summed] if which == "dgrad" and summed else [out]
         for turn, result in enumerate(kept):
             yield {**problem, "out_dtype": dtype_name(result), "accumulate": turn > 0}

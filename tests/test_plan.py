@@ -212,12 +212,14 @@ def test_the_reference_on_a_gpu_is_refused_unless_it_is_allowed():
     inexact = {"name": "fp8_block", "power_of_two": False}
 
     def planned(recipe: Any, device: str) -> set[str]:
+        name = recipe if isinstance(recipe, str) else recipe["name"]
         groups = [{"name": "all", "match": ["layers.**"], "recipe": recipe}]
         rows = plan(*groups, tp=1, device_type=device).layers
-        return {kernel for row in rows for kernel in row.kernels if row.recipe.name == "fp8_block"}
+        return {kernel for row in rows for kernel in row.kernels if row.recipe.name == name}
 
     assert planned(inexact, "sm_90") == planned("fp8_block", "sm_90") == {"cublaslt fp8 blocks"}
-    assert planned("fp8_block", "sm_100") == {"decode + bf16 mm"}
+    assert planned("fp8_block", "sm_100") == planned("mxfp8", "sm_100") == {"cublaslt mxfp8 block-scaled"}
+    assert planned("nvfp4", "sm_100") == {"cublaslt nvfp4 block-scaled"}
     assert planned(inexact, "cpu") == planned(inexact | {"allow_reference": True}, "sm_100") == {"reference"}
     with pytest.raises(ValueError, match="fprop: sm_100 has no kernel for .*, and the plain-torch reference is slow"):
         planned(inexact, "sm_100")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlp.kernels import ops
+from dlp.kernels.reference import mx_from_block_scales
 from dlp.quant.fp8 import ELEMENTS, CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.fp8_rowwise import RowwiseScaling
@@ -226,6 +227,24 @@ def test_the_swizzle_is_its_formula(rows: int, columns: int, seed: int):
             + column % 4
         )
         assert tiles[offset] == scales[row, column]
+    assert torch.equal(ops.unswizzle_128x4(tiles, rows, columns), scales)
+
+
+@given(lines=st.integers(1, 300), each=st.sampled_from([16, 32, 128]), seed=SEEDS)
+def test_lines_of_a_tile_share_its_scale(lines: int, each: int, seed: int):
+    """16x16 and 32x32 blocks are 1x16 and 1x32 ones of equal scales to a block-scaled GEMM; the last tile may be partial."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(1, 256, (-(-lines // each), 6), generator=generator, dtype=torch.uint8)
+    tiles = ops.swizzle_128x4(scales, lines, each)
+    assert torch.equal(ops.unswizzle_128x4(tiles, lines, 6), scales[torch.arange(lines) // each])
+    assert (tiles != 0).sum() == lines * 6
+
+
+def test_power_of_two_scales_of_128_are_mx_scales_of_32():
+    scale_inv = torch.tensor([[2.0**-127, 1.0, 2.0**127], [2.0**-126, 2.0**-3, 2.0**8]])
+    byte = mx_from_block_scales(scale_inv, 300)
+    assert byte.shape == (2, 10) and byte[0].tolist() == [0] * 4 + [127] * 4 + [254] * 2
+    assert torch.equal(ops.decode_e8m0(byte), scale_inv.repeat_interleave(4, 1)[:, :10])
 
 
 def test_a_delayed_cast_uses_the_slot_and_records_the_amax():

@@ -47,6 +47,16 @@ def test_what_a_gemm_reads_and_writes():
     }  # fmt: skip
 
 
+def test_what_a_block_scaled_gemm_reads():
+    config = load("tiny", ["--mesh.tp", "1", "--recipe", "nvfp4"])
+    found = [json.loads(text) for text in of_config(config, 1, "sm_100")[0]]
+    coded = [each for each in found if each["kernel"] == "cublaslt nvfp4 block-scaled"]
+    assert {each["gemm"] for each in coded} == {"fprop", "dgrad", "wgrad"}
+    for each in coded:
+        assert each["alpha"] and each["a_dtype"] == each["b_dtype"] == "uint8"
+        assert each["a_block"] == [1, 16] and each["b_block"] == ([1, 16] if each["gemm"] == "wgrad" else [16, 16])
+
+
 def test_it_is_a_command(capsys):
     arguments = ["tiny", "--world", "2", "--recipe", "nvfp4"]
     main(arguments)

@@ -3,6 +3,7 @@
 decode_fp8_block, decode_mxfp8, decode_nvfp4    to fp32, or to bf16, which is what has kernels
 transpose_codes, transpose_e2m1                 of operands that may be transposed
 nvfp4_alpha, rounded                            factors and results of GEMMs
+swizzle_128x4                                   compact scales to the tiles that block-scaled GEMMs read
 delayed_updates                                 of all delayed scales of a model
 sum_in_order                                    the contributions of the ranks of a reduction
 """
@@ -92,6 +93,19 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     out = torch.empty_like(x, dtype=dtype)
     cuda_codes.round_to_bf16(x, out)
+    return out
+
+
+def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1) -> Tensor:
+    """Scale bytes [row blocks, C blocks] of `lines` lines, `lines_each` of which share one -> uint8 tiles of 128x4, flat;
+    see the reference."""
+    scales = scales.view(torch.uint8)
+    if not _has_kernel(scales):
+        return reference.swizzle_128x4(scales, lines, lines_each)
+    lines = len(scales) * lines_each if lines is None else lines
+    tiles = -(-lines // 128) * -(-scales.shape[1] // 4)
+    out = torch.empty(tiles * 512, dtype=torch.uint8, device=scales.device)
+    cuda_codes.swizzle(scales, lines, lines_each, out)
     return out
 
 

@@ -64,6 +64,17 @@ def round_to_bf16(x: Tensor, out: Tensor) -> None:
     launch("round_to_bf16", x, words)
 
 
+def swizzle(scale: Tensor, lines: int, lines_each: int, out: Tensor) -> None:
+    """Scale bytes [ceil(lines / lines_each), blocks] -> out, the flat uint8 of as many tiles of 128 lines by 4 blocks as
+    hold a scale for every line."""
+    blocks, byte = scale.shape[1], [torch.uint8]
+    words = (
+        _output(scale, [-(-lines // lines_each), blocks], byte, "scale"),
+        _output(out, [-(-lines // 128) * -(-blocks // 4) * 512], byte, "out"), lines, blocks, lines_each,
+    )  # fmt: skip
+    launch("swizzle_scales", scale, words)
+
+
 class DelayedJob(NamedTuple):
     """Slots with one history length and algorithm: history fp32 [L, n]; scale, reduced, target, staging fp32 [n]."""
 

@@ -1,7 +1,8 @@
 """GEMMs by cuBLASLt on plain CUDA tensors: D = A @ B.T, contraction last in both operands.
 
-    product       any pair of dtypes and scales that cuBLASLt takes as it lies        its pieces: prepare, plan_of, launch
-    product_fp8   FP8 codes with scales, of any size: what is not aligned is padded
+    product          any pair of dtypes and scales that cuBLASLt takes as it lies     its pieces: prepare, plan_of, launch
+    product_fp8      FP8 codes with fp32 scales, of any size: what is not aligned is padded
+    product_blocks   FP8 or FP4 codes with scales of 32 or 16 elements, which only Blackwell multiplies
 
 A plan is cuBLASLt's descriptors and its algorithm for one problem: types, sizes, strides, scale modes, epilogue, flags.
 Plans are made once, by asking the heuristics, and kept; which of their candidates runs is the first, or the one that
@@ -29,8 +30,17 @@ CACHE = Path.home() / ".cache" / "dlp" / "gemms"
 WORKSPACE = 32 * 2**20  # bytes, what cuBLAS advises for Hopper
 CANDIDATES = 8  # algorithms a choice is made among
 ALIGNMENT = 16  # bytes: FP8 pointers and rows lie at multiples of it
-TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
-NONE, TENSOR, ROWWISE, BLOCK_1D, BLOCK_2D = -1, 0, 3, 4, 5  # scale modes
+BLOCK_UNIT = 32  # elements: sizes of block-scaled operands are multiples of it
+FP4 = torch.float4_e2m1fn_x2
+TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+    FP4: 33,
+}
+NONE, TENSOR, NVFP4_BLOCKS, MX_BLOCKS, ROWWISE, BLOCK_1D, BLOCK_2D = -1, 0, 1, 2, 3, 4, 5  # scale modes
 Words = tuple[int, ...]
 
 
@@ -49,8 +59,9 @@ AS_USUAL = How()
 
 
 class Scales(NamedTuple):
-    """fp32 factors of A and B in the layouts of their modes: [] TENSOR, [lines] ROWWISE, [C/128, lines filled up to 4]
-    BLOCK_1D, [lines/128, C/128 filled up to 4] BLOCK_2D."""
+    """Factors of A and B in the layouts of their modes: fp32 [] TENSOR, [lines] ROWWISE, [C/128, lines filled up to 4]
+    BLOCK_1D, [lines/128, C/128 filled up to 4] BLOCK_2D; bytes in tiles of 128x4 of the blocks of 16 of NVFP4_BLOCKS (E4M3)
+    and of the blocks of 32 of MX_BLOCKS (E8M0)."""
 
     a: Tensor
     b: Tensor
@@ -104,6 +115,11 @@ def scales_blocks(device: torch.device) -> bool:
     return device.type == "cuda" and not loader.missing() and _capability(device.index)[0] == 9
 
 
+def is_blackwell(x: Tensor) -> bool:
+    """Whether x lies on a GPU with units for MXFP8 and NVFP4 operands."""
+    return _capability(x.get_device())[0] == 10
+
+
 @functools.cache
 def _capability(device: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -135,7 +151,8 @@ def prepare(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales | None = None, *, bias: Tensor | None = None,
     accumulate: Tensor | None = None, alpha: Tensor | None = None, how: How = AS_USUAL,
 ) -> Job:  # fmt: skip
-    """A [rows, C], B [cols, C] -> the job that writes [rows, cols] of `out_dtype`, or adds to `accumulate`.
+    """A [rows, C], B [cols, C] (FP4: two codes an entry) -> the job that writes [rows, cols] of `out_dtype`, or adds to
+    `accumulate`.
 
     bias [cols] in the dtype of the result is added to it; `alpha` fp32 [] multiplies the product.
     """
@@ -149,6 +166,8 @@ def prepare(
         0 if alpha is None else _address((_zero if accumulate is None else one)(a.device)),
     )  # fmt: skip
     anywhere = at[0] | at[1] | at[2] | 256
+    if a.dtype is FP4:
+        contraction, a_stride, b_stride = 2 * contraction, 2 * a_stride, 2 * b_stride
     words = (
         TYPES[a.dtype], TYPES[b.dtype], TYPES[out.dtype], NONE if bias is None else TYPES[bias.dtype], rows, cols,
         contraction, a_stride, b_stride, out.stride(0), a_flipped, b_flipped,
@@ -337,14 +356,29 @@ def product_fp8(
     return finish(result[:rows, :cols], out_dtype, bias, accumulate)
 
 
-def _padded(codes: Tensor, lines: int) -> Tensor:
-    """Codes [lines, C] as FP8 units read them: C and the distance of lines multiples of 16, lines of `lines`."""
-    below, right = -codes.shape[0] % lines, -codes.shape[1] % ALIGNMENT
+def product_blocks(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
+    accumulate: Tensor | None = None, alpha: Tensor | None = None, how: How = AS_USUAL,
+) -> Tensor:  # fmt: skip
+    """`product` of FP8 codes [lines, C] or packed FP4 codes [lines, C/2] with scales in tiles of 128x4, of any size: C and
+    the lines of B are filled up with zero codes to multiples of 32. The tiles hold scales for them, and these are 0."""
+    cols, along = b.shape[0], BLOCK_UNIT // (2 if a.dtype is FP4 else 1)
+    whole_a, whole_b = _padded(a, 1, along), _padded(b, BLOCK_UNIT, along)
+    if whole_b.shape[0] == cols:
+        return product(whole_a, whole_b, out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha, how=how)
+    wide = out_dtype if bias is None and accumulate is None else torch.float32
+    return finish(product(whole_a, whole_b, wide, scales, alpha=alpha, how=how)[:, :cols], out_dtype, bias, accumulate)
+
+
+def _padded(codes: Tensor, lines: int, along: int = ALIGNMENT) -> Tensor:
+    """Codes [lines, C] as tensor cores read them: C a multiple of `along` and the distance of lines of 16, lines of
+    `lines`."""
+    below, right = -codes.shape[0] % lines, -codes.shape[1] % along
     if below or right:
         return F.pad(codes.view(torch.uint8), (0, right, 0, below)).view(codes.dtype)
     stride, step = codes.stride()
     adjacent = step == 1 and stride >= codes.shape[1] and (stride | codes.data_ptr()) % ALIGNMENT == 0
-    return codes if adjacent else codes.clone(memory_format=torch.contiguous_format)
+    return codes if adjacent else codes.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(codes.dtype)
 
 
 def _padded_scales(scales: Scales, a: Tensor, b: Tensor) -> Scales:

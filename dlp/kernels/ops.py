@@ -1,14 +1,17 @@
 """One typed wrapper per operation: checks, then the implementation for the operands' device.
 
 On CUDA, amaxes, casts, decoding to bf16 and transposes run kernels of this package (see `dlp.kernels.casts`, `casts_fp4`
-and `codes`), and GEMMs run cuBLASLt (`dlp.kernels.gemms`): FP8 codes as they are, MXFP8 and NVFP4 decoded to bf16, which
-is exact. Where this package's kernels cannot be built, GEMMs run torch's. Everything else runs `reference` on every device.
+and `codes`), and GEMMs run cuBLASLt (`dlp.kernels.gemms`): FP8 codes as they are; MXFP8 and NVFP4 as they are where the GPU
+has units for them (Blackwell), elsewhere decoded to bf16, which is exact. Where this package's kernels cannot be built,
+GEMMs run torch's. Everything else runs `reference` on every device.
 
 All GEMMs take bias [cols], which is added in fp32, `accumulate` [rows, cols], to which the product is added instead of
 being returned in `out_dtype`, and `how` it shall run (`How`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +47,12 @@ from dlp.kernels.codes import (
     nvfp4_alpha,
     rounded,
     sum_in_order,
+    swizzle_128x4,
     transpose_codes,
     transpose_e2m1,
 )
 from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted
-from dlp.kernels.gemms import AS_USUAL, BLOCK_1D, BLOCK_2D, ROWWISE, How, Scales, finish
+from dlp.kernels.gemms import AS_USUAL, BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, How, Scales, finish
 from dlp.kernels.reference import (
     AMAX_ALGORITHMS,
     FLT_MAX,
@@ -76,8 +80,8 @@ from dlp.kernels.reference import (
     random_bytes,
     rht16,
     scale_from_amax,
-    swizzle_128x4,
     unpack_e2m1,
+    unswizzle_128x4,
 )
 
 __all__ = [
@@ -92,7 +96,7 @@ __all__ = [
     "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches",
     "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1",
     "pad_scales", "quantizer_kernels", "random_bytes", "rht16", "rounded", "scale_from_amax", "sum_in_order", "swizzle_128x4",
-    "transpose_codes", "transpose_e2m1", "unpack_e2m1",
+    "transpose_codes", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4",
 ]  # fmt: skip
 
 Block = tuple[int, int]
@@ -187,8 +191,9 @@ def gemm_fp8_block(
     """FP8 GEMM with compact fp32 block scales: codes a [rows, C], b [cols, C], blocks (1 or 128, 128) -> [rows, cols].
 
     Every 128 of the contraction are promoted to fp32 with their scales: by Hopper itself, whose tensor cores sum 128
-    products to about 14 bits; elsewhere, where all scales are powers of two (`power_of_two`), by decoding to bf16, which
-    is exact; else by the reference, which CUDA refuses with ValueError unless `how` allows it.
+    products to about 14 bits. Elsewhere, where all scales are powers of two (`power_of_two`), they are MXFP8 scales of four
+    blocks each to Blackwell, and other GPUs multiply decoded values, exact in bf16; else the reference runs, which CUDA
+    refuses with ValueError unless `how` allows it.
     """
     _check_contraction(a, b)
     if gemms.available(a, b) and gemms.is_hopper(a):
@@ -197,6 +202,10 @@ def gemm_fp8_block(
         modes = [BLOCK_2D if tile else BLOCK_1D for tile in tiled]
         scales = Scales(layouts[0], layouts[1], modes[0], modes[1])
         return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
+    if power_of_two and gemms.available(a, b) and gemms.is_blackwell(a):
+        bytes_of = [reference.mx_from_block_scales(scale, a.shape[1]) for scale in (a_scale_inv, b_scale_inv)]
+        scales = _block_scales(a, b, bytes_of[0], bytes_of[1], a_block, b_block, MX_BLOCKS)
+        return gemms.product_blocks(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
     if a.is_cuda and power_of_two:
         bf16 = torch.bfloat16
         values = (
@@ -218,12 +227,24 @@ def check_reference(a: Tensor, how: How) -> None:
         )
 
 
+def _block_scales(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_block: Block, b_block: Block, mode: int
+) -> Scales:
+    """Compact scale bytes as the units of a block-scaled GEMM read them."""
+    tiles = swizzle_128x4(a_scale, a.shape[0], a_block[0]), swizzle_128x4(b_scale, b.shape[0], b_block[0])
+    return Scales(*tiles, mode, mode)
+
+
 def gemm_mxfp8(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_block: Block, b_block: Block, *, out_dtype: torch.dtype,
     bias: Tensor | None = None, accumulate: Tensor | None = None, how: How = AS_USUAL,
 ) -> Tensor:  # fmt: skip
-    """MXFP8 GEMM with compact E8M0 bytes: codes a [rows, C], b [cols, C], blocks (1 or 32, 32) -> [rows, cols]."""
+    """MXFP8 GEMM with compact E8M0 bytes: codes a [rows, C], b [cols, C], blocks (1 or 32, 32) -> [rows, cols]. By
+    Blackwell's units, or on decoded values."""
     _check_contraction(a, b)
+    if gemms.available(a, b) and gemms.is_blackwell(a):
+        scales = _block_scales(a, b, a_scale, b_scale, a_block, b_block, MX_BLOCKS)
+        return gemms.product_blocks(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
     if a.is_cuda:
         bf16 = torch.bfloat16
         values = decode_mxfp8(a, a_scale, a_block, dtype=bf16), decode_mxfp8(b, b_scale, b_block, dtype=bf16)
@@ -238,8 +259,15 @@ def gemm_nvfp4(
     how: How = AS_USUAL,
 ) -> Tensor:  # fmt: skip
     """NVFP4 GEMM: packed codes a [rows, C/2], b [cols, C/2], compact E4M3 scales, tensor amaxes, blocks (1 or 16, 16)
-    -> [rows, cols]; the amaxes are applied to the fp32 accumulator."""
+    -> [rows, cols]; the amaxes are applied to the fp32 accumulator. By Blackwell's units, or on decoded values."""
     _check_contraction(a, b)
+    if gemms.available(a, b) and gemms.is_blackwell(a):
+        scales, alpha = (
+            _block_scales(a, b, a_scale, b_scale, a_block, b_block, NVFP4_BLOCKS),
+            nvfp4_alpha(a_amax, b_amax),
+        )
+        more: dict[str, Any] = {"bias": bias, "accumulate": accumulate, "alpha": alpha, "how": how}
+        return gemms.product_blocks(a.view(FP4), b.view(FP4), out_dtype, scales, **more)
     if a.is_cuda:
         bf16, alpha = torch.bfloat16, nvfp4_alpha(a_amax, b_amax)
         values = decode_nvfp4(a, a_scale, a_block, dtype=bf16), decode_nvfp4(b, b_scale, b_block, dtype=bf16)

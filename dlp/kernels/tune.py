@@ -98,14 +98,25 @@ def _operand(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor,
     return matrix, gemms.block_scales(scales, mode == gemms.BLOCK_2D) if scales.dim() == 2 else scales, mode
 
 
+def _block_scaled(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor, Tensor, int]:
+    """Codes for a block-scaled GEMM, scales of 1 in its tiles, and their mode."""
+    fp8, along = problem[f"{side}_dtype"] in FP8, problem["contraction"]
+    mode, block, one = (gemms.MX_BLOCKS, 32, 0x7F) if fp8 else (gemms.NVFP4_BLOCKS, 16, 0x38)
+    codes = torch.randint(0, 0x70, (lines, along if fp8 else along // 2), dtype=torch.uint8, device="cuda")
+    tiles = -(-lines // 128) * -(-along // (4 * block))
+    scales = torch.full((tiles * 512,), one, dtype=torch.uint8, device="cuda")
+    return codes.view(getattr(torch, problem[f"{side}_dtype"]) if fp8 else gemms.FP4), scales, mode
+
+
 def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
     """A call that runs one GEMM of `python -m launch.shapes --json`, on operands made here."""
     rows, cols, out_dtype = problem["rows"], problem["cols"], getattr(torch, problem["out_dtype"])
-    (a, a_scale, a_mode), (b, b_scale, b_mode) = _operand(problem, "a", rows), _operand(problem, "b", cols)
+    make = _block_scaled if problem["kernel"].endswith("block-scaled") else _operand
+    (a, a_scale, a_mode), (b, b_scale, b_mode) = make(problem, "a", rows), make(problem, "b", cols)
     into = torch.zeros(rows, cols, dtype=out_dtype, device="cuda") if problem["accumulate"] else None
     how = gemms.How(problem["fast_accumulation"])
+    alpha = torch.ones((), device="cuda") if problem["alpha"] else None
     if a_scale is None or b_scale is None:
-        alpha = torch.ones((), device="cuda") if problem["alpha"] else None
         return lambda: gemms.product(a, b, out_dtype, accumulate=into, alpha=alpha, how=how)
     if a_mode == gemms.ROWWISE and out_dtype != torch.bfloat16:  # scaled after the GEMM
         a_scale, b_scale, a_mode, b_mode, into = (
@@ -116,6 +127,8 @@ def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
             None,
         )
     scales = gemms.Scales(a_scale, b_scale, a_mode, b_mode)
+    if make is _block_scaled:
+        return lambda: gemms.product_blocks(a, b, out_dtype, scales, accumulate=into, alpha=alpha, how=how)
     return lambda: gemms.product_fp8(a, b, out_dtype, scales, accumulate=into, how=how)
 
 

@@ -132,7 +132,11 @@ _FALLBACK = Kernel(_decode, {device: Support("emulated", "decode + mm") for devi
 
 
 _HOPPER_BLOCKS = {"sm_90": Support("native", "cublaslt fp8 blocks")}
-_BLOCK = Kernel(_fp8_block, _DECODE_BF16 | _HOPPER_BLOCKS, _on("emulated", *[REFERENCE] * 3) | _HOPPER_BLOCKS)
+_MX_BLOCKS = {"sm_100": Support("native", "cublaslt mxfp8 block-scaled")}
+_NVFP4_BLOCKS = {"sm_100": Support("native", "cublaslt nvfp4 block-scaled")}
+_BLOCK = Kernel(
+    _fp8_block, _DECODE_BF16 | _HOPPER_BLOCKS | _MX_BLOCKS, _on("emulated", *[REFERENCE] * 3) | _HOPPER_BLOCKS
+)
 _TABLE: dict[tuple[str, str], Kernel] = {
     ("hp", "hp"): Kernel(_hp, _NATIVE_HP),
     ("fp8_tensor", "fp8_tensor"): Kernel(
@@ -145,8 +149,8 @@ _TABLE: dict[tuple[str, str], Kernel] = {
     ("fp8_block_1d", "fp8_block_1d"): _BLOCK,
     ("fp8_block_1d", "fp8_block_2d"): _BLOCK,
     ("fp8_block_2d", "fp8_block_1d"): _BLOCK,
-    ("mxfp8", "mxfp8"): Kernel(partial(_blocks, ops.gemm_mxfp8), _DECODE_BF16),
-    ("nvfp4", "nvfp4"): Kernel(partial(_blocks, ops.gemm_nvfp4), _DECODE_BF16),
+    ("mxfp8", "mxfp8"): Kernel(partial(_blocks, ops.gemm_mxfp8), _DECODE_BF16 | _MX_BLOCKS),
+    ("nvfp4", "nvfp4"): Kernel(partial(_blocks, ops.gemm_nvfp4), _DECODE_BF16 | _NVFP4_BLOCKS),
 }
 
 

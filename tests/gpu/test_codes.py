@@ -61,6 +61,19 @@ def test_fp8_blocks_decode_to_the_reference(device, poisoned, code, height):
         assert_bit_equal(decoded(poisoned, codes, scale, (height, 128), cols), want, f"{rows} {cols}")
 
 
+@pytest.mark.parametrize("each", [1, 16, 32, 128])
+def test_scales_are_swizzled(device, poisoned, each):
+    """What a block-scaled GEMM would read; there are none on Hopper."""
+    for lines, blocks in [(128, 4), (256, 512), (1, 1), (300, 7), (77, 6), (129, 33), (0, 4), (128, 0)]:
+        scale = some_bytes(-(-lines // each), blocks)
+        want = reference.swizzle_128x4(scale, lines, each)
+        out = poisoned((len(want),), torch.uint8)
+        cuda_codes.swizzle(scale.cuda(), lines, each, out)
+        assert_bit_equal(out.cpu(), want, f"{lines} {blocks}")
+        tiles = ops.swizzle_128x4(scale.cuda(), lines, each)
+        assert torch.equal(ops.unswizzle_128x4(tiles, lines, blocks).cpu(), scale[torch.arange(lines) // each])
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 def test_codes_transposed(device, poisoned, offset):
     for rows, cols in [*SIZES, (1000, 2000)]:

@@ -63,7 +63,7 @@ def excess(made: Tensor, exact: Tensor, bound: Tensor) -> float:
 
 
 def test_the_gemms_run_by_cublaslt(device):
-    assert loader.missing() == "" and gemms.device_kind("cuda") == "sm_90"
+    assert loader.missing() == "" and gemms.device_kind("cuda") in ("sm_90", "sm_100")
     assert gemms._module().cublaslt_version() >= 120900
 
 
@@ -145,6 +145,20 @@ def test_what_cublaslt_cannot_do_is_refused(device):
     one = torch.ones((), device=device)
     with pytest.raises(ValueError, match="has no algorithm 0 for the GEMM"):
         gemms.product(codes, codes, torch.bfloat16, gemms.Scales(one, one))
+
+
+@pytest.mark.parametrize("mode", [gemms.MX_BLOCKS, gemms.NVFP4_BLOCKS])
+def test_cublaslt_knows_block_scaled_problems_and_says_that_hopper_has_no_units_for_them(device, mode):
+    """Descriptors are taken, types, modes and sizes, and the heuristics find nothing, on any GPU before Blackwell."""
+    codes, tiles = torch.zeros(128, 128, device=device, dtype=torch.uint8), torch.zeros(1024, device=device).byte()
+    codes = codes.view(gemms.FP4 if mode == gemms.NVFP4_BLOCKS else torch.float8_e4m3fn)
+    alpha = torch.ones((), device=device) if mode == gemms.NVFP4_BLOCKS else None
+    if gemms.is_blackwell(codes):
+        pytest.skip("needs a GPU without units for MXFP8 and NVFP4; this one has them")
+    job = gemms.prepare(codes, codes, torch.bfloat16, gemms.Scales(tiles, tiles, mode, mode), alpha=alpha)
+    assert gemms.new_plan(job.words, 0, 1).candidates == 0
+    with pytest.raises(ValueError, match="has no algorithm 0 for the GEMM"):
+        gemms.launch(job, 0)
 
 
 def test_candidates_agree(device):

@@ -121,6 +121,9 @@ void bind_codes(pybind11::module_& m) {
         std::memcpy(&job, one.data(), sizeof(job));
         decode(job, Encoding(encoding), stream);
     });
+    bind_step(m, "swizzle_scales", [](const Words<SwizzleJob>& one, Stream stream) {
+        swizzle_scales(make_job<SwizzleJob>(one), stream);
+    });
 }
 
 void bind_small(pybind11::module_& m) {

@@ -19,7 +19,7 @@ struct GemmProblem {
     int64_t rows, cols, contraction;
     int64_t a_stride, b_stride, d_stride;
     int32_t a_flipped, b_flipped;
-    int32_t a_scale, b_scale;       // cublasLtMatmulMatrixScale_t of fp32 factors; -1: none
+    int32_t a_scale, b_scale;       // cublasLtMatmulMatrixScale_t; -1: not scaled
     int32_t accumulate;             // D += instead of D =
     int32_t device_alpha;           // D is multiplied by a factor in device memory
     int32_t fast_accumulation, tf32;

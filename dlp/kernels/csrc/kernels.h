@@ -122,6 +122,13 @@ struct DecodeJob {            // codes * scales -> bf16
     static constexpr uint32_t addresses = words(0, 1, 2);
 };
 
+struct SwizzleJob {           // scale bytes for a block-scaled GEMM
+    const uint8_t* scale;     // [ceil(lines / lines_each), blocks]
+    uint32_t* out;            // tiles of 128 lines by 4 blocks
+    int64_t lines, blocks, lines_each;
+    static constexpr uint32_t addresses = words(0, 1);
+};
+
 struct DelayedJob {           // slots that have one history length and algorithm
     Matrix x;                 // their history, fp32 [length, slots], updated in place
     float* scale;             // [slots]
@@ -194,6 +201,7 @@ void decode(const DecodeJob& job, Encoding encoding, Stream stream);
 void nvfp4_alpha(const AlphaJob& job, Stream stream);
 void round_to_bf16(const RoundJob& job, Stream stream);
 void set_zero(uintptr_t at, int64_t bytes, Stream stream);
+void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream);
 void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);

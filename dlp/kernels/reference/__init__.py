@@ -46,8 +46,10 @@ from dlp.kernels.reference.gemm import (
 from dlp.kernels.reference.layout import (
     block_1d_layout,
     block_2d_layout,
+    mx_from_block_scales,
     pad_scales,
     swizzle_128x4,
+    unswizzle_128x4,
 )
 from dlp.kernels.reference.mx import cast_mxfp8, decode_e8m0, decode_mxfp8, encode_e8m0, mx_scale
 from dlp.kernels.reference.nvfp4 import (
@@ -74,7 +76,8 @@ __all__ = [
     "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "decode_e2m1", "decode_e8m0", "decode_fp8",
     "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update", "encode_e2m1",
     "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor",
-    "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "matmul_bf16_exact", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale",
-    "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales", "philox_4x32", "random_bytes", "rht16",
-    "scale_from_amax", "sum_in_order", "swizzle_128x4", "transpose_e2m1", "unpack_e2m1",
+    "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "matmul_bf16_exact", "mx_from_block_scales", "mx_scale", "nvfp4_alpha",
+    "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales", "philox_4x32",
+    "random_bytes", "rht16", "scale_from_amax", "sum_in_order", "swizzle_128x4", "transpose_e2m1", "unpack_e2m1",
+    "unswizzle_128x4",
 ]  # fmt: skip
