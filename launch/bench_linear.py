@@ -297,11 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
-    try:
-        loader.load()
-    except loader.BuildError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if code := loader.load_or_explain():
+        return code
     bandwidth = copy_bytes_ms()
     peers = [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)]
     recipes = [*options.recipes, *peers]

@@ -349,11 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
-    try:
-        loader.load()
-    except loader.BuildError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if code := loader.load_or_explain():
+        return code
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'kernel':36} {'input':9} {'MB':>5} {'us':>9} {'TB/s':>7} {'copy':>7} {'share':>6} {'host':>6}")
     lines = []

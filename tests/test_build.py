@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from dlp.kernels import build, loader
+from dlp.kernels import build, loader, tune
 from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, compile_module, sources
+from launch import bench_linear, bench_quantize
 
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]
@@ -127,6 +129,23 @@ def test_a_machine_that_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None
         loader.architecture()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert loader.architecture() == "sm_90a"
+
+
+@pytest.mark.parametrize("command", [tune.main, bench_linear.main, bench_quantize.main])
+@pytest.mark.parametrize(
+    ("error", "code"), [(MissingError("there is no GPU"), 2), (BuildError("it does not compile"), 1)]
+)
+def test_commands_that_need_the_kernels_say_why_there_are_none(
+    command: Callable[[list[str]], int], error: BuildError, code: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def load() -> None:
+        raise error
+
+    monkeypatch.setattr(loader, "load", load)
+    assert command([]) == code
+    said = capsys.readouterr()
+    assert (said.err, said.out) == (f"{error}\n", "")
 
 
 def test_two_releases_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

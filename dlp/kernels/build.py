@@ -28,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count = sum(file.suffix == ".cu" for file in loader.sources())
             print(f"compiled {count} files for {' '.join(options.compile_only)}")
     except loader.BuildError as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, loader.MissingError) else 1
+        return loader.explain(error)
     return 0
 
 

@@ -186,6 +186,22 @@ def load() -> ModuleType:
     return module
 
 
+def explain(error: BuildError) -> int:
+    """Print why there are no kernels; returns what a command exits with: 2 where something is missing, 1 where they do not
+    compile."""
+    print(error, file=sys.stderr)
+    return 2 if isinstance(error, MissingError) else 1
+
+
+def load_or_explain() -> int:
+    """For commands that need the kernels: 0 once they are loaded, else what to exit with, after saying why."""
+    try:
+        load()
+    except BuildError as error:
+        return explain(error)
+    return 0
+
+
 @functools.cache
 def missing() -> str:
     """Why kernels do not run on this machine, a sentence that is logged once; empty where they do.

@@ -144,11 +144,8 @@ def problems_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    try:
-        loader.load()
-    except loader.BuildError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if code := loader.load_or_explain():
+        return code
     measured: dict[str, int] = {}
     print(f"{torch.cuda.get_device_name()}: microseconds of the first candidate, of the fastest, which that is")
     for problem in (
