@@ -127,6 +127,14 @@ def test_fewer_multiprocessors_give_the_same_product(device):
     assert float((whole - some).abs().max()) <= 1e-2 * float(whole.abs().max())
 
 
+def test_every_stream_has_a_workspace_of_its_own(device):
+    """GEMMs that run at once must not share scratch memory; one stream's stays where it is."""
+    streams = [torch.cuda.Stream().cuda_stream for _ in range(2)]
+    found = [gemms.workspace(0, stream) for stream in (*streams, *streams)]
+    assert found[0] != found[1] and found[:2] == found[2:]
+    assert abs(found[0] - found[1]) >= gemms.WORKSPACE
+
+
 def test_a_gemm_is_captured_and_replayed(device):
     recipe = load("fp8_block")
     a, b = operands(recipe, "fprop", 256, 256, 256)

@@ -73,6 +73,22 @@ def test_a_cast_on_the_gpu_is_the_one_on_the_cpu(device, pair, dtype, data):
             assert_bit_equal(recorded.staging.cpu(), slots[0].staging, f"staging, {how}")
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_casts_of_matrices_of_any_size(device, pair):
+    """Sizes at random, as far as the formats hold them, both orientations at once."""
+    generator, both = torch.Generator().manual_seed(7), one_read(*pair)
+    unit = max(max(quantizer.format.multiple) for quantizer in pair)
+    for turn in range(12):
+        rows, cols = ((1 + torch.randint(700 // unit, (2,), generator=generator)) * unit).tolist()
+        x = values("specials", rows, cols, [torch.bfloat16, torch.float32][turn % 2], seed=turn)
+        mine, slots = x.to(device), (slot("cpu"), slot(device))
+        expected = both.cast(x, both.observe(x), slot=slots[0], at=at(x, "cpu"))
+        made = both.cast(mine, both.observe(mine), slot=slots[1], at=at(x, device))
+        for q, wanted, what in zip(made, expected, ("row", "column"), strict=True):
+            assert_same(q, wanted, f"{what} of [{rows}, {cols}]")
+        assert_bit_equal(slots[1].staging.cpu(), slots[0].staging, f"staging of [{rows}, {cols}]")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_amax_on_the_gpu_is_the_one_on_the_cpu(device, dtype):
     matrix = values("specials", 70, 90, dtype)
