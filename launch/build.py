@@ -84,7 +84,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     model.to_empty(device=device)
     init_weights(model, config.train.seed)
     optimizer = make_optimizer(model, config, device)
-    dlp.attach(model, optimizer)
+    dlp.attach(model, optimizer, weight_cache=config.train.weight_cache)
     swaps = schedule.prepare(config.groups, model, plan)
     dp_rank = mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
     return Built(model, plan, mesh, device, optimizer, dp_rank, batch, swaps)

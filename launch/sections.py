@@ -82,6 +82,11 @@ class Train(Section):
     dtype: str = setting(choice("bf16", "fp32"), "of activations and of layers that are not quantized", "bf16")
     checkpointing: str = setting(choice("none", "full"), "full recomputes each block in backward", "none")
     compile: bool = setting(flag(), "torch.compile, block by block", False)
+    weight_cache: str = setting(
+        choice("step", "forward"),
+        "step: weights are cast once a step and kept; forward: wherever they are used, which keeps nothing",
+        "step",
+    )
     cuda_graph: bool = setting(flag(), "steps are captured in a CUDA graph and replayed; for one GPU", False)
     profile: int = setting(
         integer(">= 1", also=(0,)), "the step that is profiled, for the time of exposed communication; 0: none", 0

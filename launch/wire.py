@@ -37,7 +37,7 @@ def workload(config: Config, world: int) -> Workload:
     return Workload(
         dict(zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)), batch.micro * config.train.sequence,
         batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
-        units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather,
+        units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather, weight_cache=config.train.weight_cache,
         grad_wire=None if mesh.grad_wire == "fp32" else mesh.grad_wire,
         recomputed=blocks if config.train.checkpointing == "full" else (),
         amax_group={"auto": None, "tp": "tp"}.get(mesh.amax_group, "world"),

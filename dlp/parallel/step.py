@@ -45,7 +45,12 @@ def end_step(model: nn.Module) -> None:
         runtime.hold_weights()
 
 
-def attach(model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0) -> None:
+WEIGHT_CACHES = ("step", "forward")
+
+
+def attach(
+    model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step"
+) -> None:
     """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
 
     Call it after `convert` and `fully_shard`, with parameters in memory. From here on FSDP gathers weights as the step
@@ -53,15 +58,24 @@ def attach(model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = 
     model was not called as `model(...)`) or whose wgrads still wait (see `backward_dw`), and for the first one if the
     gradients of replicated parameters differ between tp ranks.
 
+    weight_cache   "step": weights are cast once a step, both orientations, and kept. "forward": for want of memory nothing
+                   is kept, and they are cast wherever they are used, rowwise in forward and columnwise in backward, with
+                   the same bits. Of weights that FSDP gathers casts are kept unless its `quantized_gather` is False.
+
     For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
-    this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks.
+    this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks. ValueError for another
+    `weight_cache`.
     """
+    if weight_cache not in WEIGHT_CACHES:
+        raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
     runtime: Runtime | None = getattr(model, "dlp_runtime", None)
     if runtime is None:
         runtime = _adopt_layers(model, mesh, seed)
     sharded = {id(core) for m in model.modules() if isinstance(m, FSDPModule) for core in cores(m)}
     for core in cores(model):
-        core.caches = id(core) not in sharded
+        core.caches = weight_cache == "step" and id(core) not in sharded
+    if weight_cache == "forward" and sharded:
+        runtime.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
     gather_quantized(model, runtime)
     optimizer.register_step_pre_hook(lambda *_: check_none_waits(runtime))
     partial: PartialGradients | None = getattr(model, "partial_gradients", None)

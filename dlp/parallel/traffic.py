@@ -180,7 +180,8 @@ def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
         members: list[LayerPlan] = [rows[name] for name in names]
         first, tp = members[0], load.ranks("tp")
         sizes = tuple(shard_sizes(row.row, *row.shape, tp, row.name) for row in members)
-        at_use: tuple[tuple[tuple[int, int], ...], ...] = (sizes,) if load.units else ()
+        cached = not load.units and load.weight_cache == "step"
+        at_use: tuple[tuple[tuple[int, int], ...], ...] = () if cached else (sizes,)
         if by_fsdp:  # each by itself, unless its shards have been cast
             found = [weights.get(f"{row.name}.weight") for row in members]
             with foretelling(first.name):
@@ -189,7 +190,7 @@ def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
         overlap = first.overlap if isinstance(first.overlap, dict) else dict.fromkeys(GEMMS, first.overlap)
         yield _Layer(
             first.name, first.row, first.recipe, sizes[0][1], tuple(n for n, _ in sizes),
-            load.dtypes.get(first.name, load.dtype), dict.fromkeys(GEMMS, "serial") | overlap, not load.units, at_use, load,
+            load.dtypes.get(first.name, load.dtype), dict.fromkeys(GEMMS, "serial") | overlap, cached, at_use, load,
         )  # fmt: skip
 
 

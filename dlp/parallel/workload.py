@@ -52,6 +52,7 @@ class Workload:
     reduce_dtype   of gradients that FSDP reduces
     units          FSDP's units by module name, "" for the root; () without FSDP
     gather         whether FSDP gathers weights as their recipes quantize them
+    weight_cache   as of `attach`
     grad_wire      what carries FSDP's gradients over dp_shard (see `dlp.parallel.wires`); None: FSDP's own reduction
     recomputed     modules whose forward runs again in backward
     amax_group     an axis or "world" that agrees on every scale; None: the style table decides
@@ -67,6 +68,7 @@ class Workload:
     reduce_dtype: torch.dtype = torch.float32
     units: tuple[str, ...] = ()
     gather: bool = True
+    weight_cache: str = "step"
     grad_wire: str | None = None
     recomputed: tuple[str, ...] = ()
     amax_group: str | None = None

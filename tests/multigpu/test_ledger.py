@@ -127,6 +127,10 @@ CASES = {
     "fp32 results": ["--groups.default.recipe={name='fp8_current', out_dtype={fprop='fp32', dgrad='fp32'}}"],
     "one gemm in bf16": ["--groups.default.recipe={name='nvfp4', high_precision=['dgrad']}"],
     "dy as it is": ["--groups.default.recipe={name='mxfp8', gather_dy='high_precision'}"],
+    "weights cast at use": [
+        "--train.weight_cache=forward",
+        "--groups.default.recipe={name='fp8_current', amax_scope='all'}",
+    ],
     "tied": ["--model.tie_embeddings=true"],
     "fsdp": ["--mesh.tp=1", "--train.micro_batch=1"],
     "fsdp in fp32": ["--mesh.tp=1", "--train.micro_batch=1", "--train.dtype=fp32"],

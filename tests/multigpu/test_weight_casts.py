@@ -59,9 +59,7 @@ def made(recipe: Any, held: str, optimizer: str, cached: bool) -> tuple[Net, tor
     if held == "fsdp":
         dlp.fully_shard(model, mesh=mesh, mp_policy=BF16, quantized_gather=cached)
     chosen = torch.optim.AdamW(model.parameters(), lr=1e-2, **OPTIMIZERS[optimizer])
-    dlp.attach(model, chosen)
-    for core in runtime_of(model).cores:
-        core.caches &= cached
+    dlp.attach(model, chosen, weight_cache="step" if cached else "forward")
     return model, chosen
 
 
@@ -107,6 +105,31 @@ def test_training_on_weights_cast_at_the_boundary_is_training_on_weights_cast_at
         assert len({float(loss) for loss in cached[0]}) == 4, "the weights change"
         for name, weight in cached[1].items():
             assert_bit_equal(weight, at_use[1][name], name)
+
+
+def kept(cache: str) -> tuple[int, list[str]]:
+    """Parts of weights that layers keep after a step, and what is said where FSDP keeps its own."""
+    found = []
+    for held in ("dtensor", "fsdp"):
+        model, chosen = made("fp8_current", held, "fused", cache == "step")
+        model(torch.ones(64, SIZES[0][0], device=worker.device()).bfloat16()).sum().backward()
+        chosen.step()
+        found.append(model)
+    parts = sum(len(core.cast_weights.parts) for core in runtime_of(found[0]).cores)
+    return parts, sorted(note for note in runtime_of(found[1]).noted if "weight_cache" in note)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_cast_at_use_is_not_kept(ranks):
+    assert ranks(2).run(kept, "step") == [(12, [])] * 2
+    note = "weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none"
+    assert ranks(2).run(kept, "forward") == [(0, [note])] * 2
+
+
+def test_another_cache_is_refused():
+    model = nn.Sequential(dlp.Linear(16, 16))
+    with pytest.raises(ValueError, match="weight_cache must be one of step, forward; got 'backward'"):
+        dlp.attach(model, torch.optim.SGD(model.parameters()), weight_cache="backward")
 
 
 def reductions(recipe: Any, held: str) -> int:
