@@ -19,7 +19,7 @@ DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_avai
 NEEDS   = @$(PYTHON) tools/check_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help pretrain plan ledger test multigpu lint kernels-compile gpu-test sanitize bench bench-linear bench-comm
+.PHONY: help pretrain plan ledger test multigpu lint kernels-compile gpu-test sanitize bench bench-gemm bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -67,6 +67,10 @@ sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --
 bench: $(READY) ## bandwidth of the quantizers beside a copy: ARGS="--only cast --sizes 256 --json FILE --plot FILE.png"
 	$(NEEDS) ninja pybind11
 	@$(PYTHON) -m launch.bench_quantize $(ARGS)
+
+bench-gemm: $(READY) ## TFLOP/s of each recipe's GEMMs beside bf16 and torch._scaled_mm: ARGS="--shapes 8192x4096x4096"
+	$(NEEDS) ninja pybind11
+	@$(PYTHON) -m launch.bench_gemm $(ARGS)
 
 bench-linear: $(READY) ## one linear per recipe beside bf16 nn.Linear: ARGS="--shapes 8192x4096x4096 --recipes fp8_current"
 	$(NEEDS) ninja pybind11

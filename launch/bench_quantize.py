@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from dlp.kernels.cuda_fp4 import scale_shape as fp4_scale_shape
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.reference import Draw
 
-Run = Callable[[], None]
+Run = Callable[[], Any]
 E4M3 = torch.float8_e4m3fn
 COLS = 8192
 COPY_UNIT = 1 << 16  # bytes; on an H200 multiples of 512 were slow to copy, of 4096 fast

@@ -14,7 +14,7 @@ import torch
 
 from dlp.kernels import build, loader, tune
 from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, compile_module, sources
-from launch import bench_linear, bench_quantize
+from launch import bench_gemm, bench_linear, bench_quantize
 
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]
@@ -131,7 +131,7 @@ def test_a_machine_that_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert loader.architecture() == "sm_90a"
 
 
-@pytest.mark.parametrize("command", [tune.main, bench_linear.main, bench_quantize.main])
+@pytest.mark.parametrize("command", [tune.main, bench_gemm.main, bench_linear.main, bench_quantize.main])
 @pytest.mark.parametrize(
     ("error", "code"), [(MissingError("there is no GPU"), 2), (BuildError("it does not compile"), 1)]
 )

@@ -1,0 +1,150 @@
+"""How fast each recipe's three GEMMs multiply, beside bf16 and beside torch's own scaled GEMM, in the same run.
+
+    python -m launch.bench_gemm [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE]
+
+Shapes are tokens x in_features x out_features. A GEMM gets operands that are quantized already; what else its kernel
+needs belongs to it: scales laid out, operands decoded. Operands rotate over more than four times the L2 cache, launches
+are captured as CUDA graphs, and each runs alone until clocks have settled under its own load. `x bf16` is the speed over
+that of torch.mm in bf16; `x torch` over that of torch._scaled_mm on the same codes and scales, where it takes them, with
+the same accumulation. `best` is the fastest of cuBLASLt's candidates over the one that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dlp
+from dlp.kernels import loader
+from dlp.kernels.tune import fastest
+from dlp.quant.gemm import Gemm, kernel_name
+from dlp.quant.recipe import GEMMS, Recipe
+from dlp.quant.tensor import QuantizedTensor
+from launch.bench_linear import RECIPES, SETTLING, SHAPES, Shape, operand
+from launch.bench_quantize import Launch, graph_of, replay, rotation
+
+SIZES = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}  # rows, cols, contraction
+REPLAYS = 9
+
+
+@dataclass(frozen=True)
+class Line:
+    """One GEMM. The speeds of others in TFLOP/s, None where they do not take the operands."""
+
+    recipe: str
+    gemm: str
+    rows: int
+    cols: int
+    contraction: int
+    kernel: str
+    microseconds: float
+    tflops: float
+    bf16_tflops: float
+    torch_tflops: float | None
+    best: float | None
+
+
+def microseconds(make: Callable[[], Launch]) -> float:
+    """Of a launch, the median over replays at the clocks that its own load leaves."""
+    graph = graph_of(rotation(make))
+    until = time.perf_counter() + SETTLING
+    while time.perf_counter() < until:
+        replay(*graph)
+    return statistics.median(replay(*graph) for _ in range(REPLAYS))
+
+
+def bf16(rows: int, cols: int, contraction: int) -> Launch:
+    a, b = (torch.randn(lines, contraction, device="cuda").bfloat16() for lines in (rows, cols))
+    return Launch(lambda: torch.mm(a, b.t()), (a, b))
+
+
+def ours(recipe: Recipe, which: str, sizes: tuple[int, int, int]) -> tuple[Launch, QuantizedTensor, QuantizedTensor]:
+    rows, cols, contraction = sizes
+    a, b = operand(recipe, which, 0, rows, contraction), operand(recipe, which, 1, cols, contraction)
+    gemm = Gemm(which, b, torch.bfloat16, options=getattr(recipe, which))
+    return Launch(lambda: gemm(a), (*a.parts, *b.parts)), a, b
+
+
+def torchs(recipe: Recipe, which: str, sizes: tuple[int, int, int]) -> Callable[[], Launch] | None:
+    """The same by torch._scaled_mm; None for operands that it does not take: not FP8, or scaled in blocks."""
+    kinds = {quantizer.format.gemm_kind for quantizer in recipe.operands(which)}
+    if kinds not in ({"fp8_tensor"}, {"fp8_rowwise"}):
+        return None
+    rowwise, fast = kinds == {"fp8_rowwise"}, getattr(recipe, which).fast_accumulation
+
+    def make() -> Launch:
+        launch, a, b = ours(recipe, which, sizes)
+        by_row, by_col = a.parts[1], b.parts[1]
+        options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        options["scale_a"] = by_row[:, None] if rowwise else by_row
+        options["scale_b"] = by_col[None] if rowwise else by_col
+        return Launch(lambda: torch._scaled_mm(a.payload, b.payload.t(), **options), launch.tensors)
+
+    return make
+
+
+def measure(recipe: Recipe, which: str, sizes: tuple[int, int, int], bf16_us: float) -> Line:
+    """`bf16_us`: microseconds of torch.mm at this size."""
+    work = 2 * sizes[0] * sizes[1] * sizes[2] / 1e6  # TFLOP/s times microseconds
+    launch, a, b = ours(recipe, which, sizes)
+    kernel = kernel_name(a.format, b.format, "cuda")
+    found = fastest(launch.run) if kernel.startswith("cublaslt") else None
+    own = microseconds(lambda: ours(recipe, which, sizes)[0])
+    theirs = torchs(recipe, which, sizes)
+    other = None if theirs is None else work / microseconds(theirs)
+    best = None if found is None else found.times_ms[0] / found.best_ms
+    return Line(recipe.name, which, *sizes, kernel, own, work / own, work / bf16_us, other, best)
+
+
+def show(line: Line) -> None:
+    beside = "" if line.torch_tflops is None else f"{line.tflops / line.torch_tflops:.3f}"
+    best = "" if line.best is None else f"{line.best:.3f}"
+    sizes = f"{line.rows:6} {line.cols:6} {line.contraction:6}"
+    print(f"{line.recipe:12} {line.gemm:6} {sizes} {line.microseconds:9.1f} {line.tflops:8.0f} "
+          f"{line.tflops / line.bf16_tflops:7.3f} {beside:>8} {best:>6}  {line.kernel}", flush=True)  # fmt: skip
+
+
+def of_shape(shape: Shape, recipes: Sequence[str]) -> list[Line]:
+    of, lines = dict(zip("MKN", shape, strict=True)), []
+    sizes = {which: (of[letters[0]], of[letters[1]], of[letters[2]]) for which, letters in SIZES.items()}
+    base = {size: microseconds(lambda size=size: bf16(*size)) for size in dict.fromkeys(sizes.values())}  # type: ignore[misc]
+    for name in recipes:
+        for which in GEMMS:
+            lines.append(measure(dlp.recipe(name), which, sizes[which], base[sizes[which]]))
+            show(lines[-1])
+            torch.cuda.empty_cache()
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.bench_gemm", description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES[:3]],
+                        help="tokens x in x out, as 8192x4096x4096")  # fmt: skip
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES, "fp8_rowwise"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if code := loader.load_or_explain():
+        return code
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'recipe':12} {'gemm':6} {'rows':>6} {'cols':>6} {'contr.':>6} {'us':>9} {'TFLOP/s':>8} {'x bf16':>7} "
+          f"{'x torch':>8} {'best':>6}  kernel")  # fmt: skip
+    lines = []
+    for text in options.shapes:
+        tokens, k, n = (int(size) for size in text.split("x"))
+        lines += of_shape((tokens, k, n), options.recipes)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
