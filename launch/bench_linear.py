@@ -128,6 +128,7 @@ class Subject:
             self.linear = nn.Sequential(dlp.Linear(k, n, recipe=recipe, device="cuda", dtype=torch.bfloat16))
             dlp.attach(self.linear, torch.optim.SGD(self.linear.parameters()))
             self.boundary = lambda: end_step(self.linear)
+        self.parameters = list(self.linear.parameters())
         cache = torch.cuda.get_device_properties(0).L2_cache_size
         count = min(64, 4 * cache // (2 * tokens * (k + n)) + 2)
         self.inputs = [
@@ -144,7 +145,7 @@ class Subject:
         self.turn += 1
         self.linear(x).backward(dy)
         x.grad = None
-        for parameter in self.linear.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
 
     def iteration(self) -> None:

@@ -184,8 +184,10 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     made = _gradients(call, wanted, [dys[i] for i in wanted.used], saved[: call.count], saved[call.count :], ctx.sides)
     grads: list[Any] = [None] * len(needs)
     for place, grad in zip(wanted.places, made, strict=True):
-        layout = call.layouts[place - FIRST] if place >= FIRST else None
-        grads[place] = grad if layout is None else DTensor(grad, layout, requires_grad=False)
+        grads[place] = grad
+    for place, layout in enumerate(call.layouts, FIRST) if call.distributed else ():
+        if layout is not None and grads[place] is not None:
+            grads[place] = DTensor(grads[place], layout, requires_grad=False)
     return tuple(grads)
 
 
@@ -215,7 +217,8 @@ def _gradients(
     if not call.plain_backward:
         return run(wanted.db)
     given = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
-    return call.run(key, given, lambda: run([False] * len(used))) + bias_grads(dys, weights, wanted.db)
+    made = call.run(key, given, lambda: run([False] * len(used)))
+    return made + bias_grads(dys, weights, wanted.db) if True in wanted.db else made
 
 
 _backward_once = once_differentiable(_backward)
