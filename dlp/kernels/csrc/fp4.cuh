@@ -1,6 +1,6 @@
 // E2M1: eight values to eight codes, to nearest or by chance; the two-level scales of NVFP4; the Hadamard transform.
 //
-// No conversion unit of sm_90a knows E2M1, so codes are made by arithmetic. The order of every product is part of the
+// No conversion unit of sm_90a knows E2M1, so codes are made from halves. The order of every product is part of the
 // format.
 #pragma once
 
@@ -32,68 +32,77 @@ struct TensorScale {
     }
 };
 
-// fl(a * b + c), cut off at 0 and 1; NaN gives 0.
-__device__ inline float fma_sat(float a, float b, float c) {
-    float d;
-    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
-    return d;
+// E2M1 is the top of a half: in the half nearest to y / 2^14, a sign is followed by 512 times the place of |y| on the grid
+// 0, 0.5, 1, 1.5, 2, 3, 4, 6, since halves are denormal, evenly spaced, where the grid is. So codes are made two at a time,
+// by integers, from halves rounded toward zero.
+constexpr float kToHalf = 0x1p-14f;
+constexpr uint32_t kLargestPlace = 0x0E000E00u;  // 7, twice
+
+// Two values -> halves, rounded toward zero.
+__device__ inline uint32_t halves(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 
-// |y| as a place on the grid 0, 0.5, 1, 1.5, 2, 3, 4, 6, in steps of it, is 4 a + 2 b + c: a runs from 0 to 1 as |y| does
-// from 0 to 2, b from 2 to 4 and c from 4 to 6, all exactly. Each step is even where the next part begins, so the parts are
-// rounded one after the other, by sums with 2^23, whose last place is 1. Additions where comparisons would do: these have
-// a pipe of their own, twice as wide.
-struct GridPlace {
-    float a, b, c;
-
-    __device__ explicit GridPlace(float y)
-        : a(fma_sat(fabsf(y), 0.5f, 0.0f)), b(fma_sat(fabsf(y), 0.5f, -1.0f)), c(fma_sat(fabsf(y), 0.5f, -2.0f)) {}
-
-    // 2^23 + the nearest place, ties to the even one.
-    __device__ float nearest() const { return __fadd_rn(__fmaf_rn(b, 2.0f, __fmaf_rn(a, 4.0f, 0x1p23f)), c); }
-    // 2^23 + 256 * the place, rounded down.
-    __device__ float in_256ths() const {
-        return __fmaf_rz(c, 256.0f, __fmaf_rz(b, 512.0f, __fmaf_rz(a, 1024.0f, 0x1p23f)));
-    }
-};
-
-// Byte `kByte` of four words.
-template <int kByte>
-__device__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    constexpr unsigned kTwo = kByte | (kByte + 4) << 4;
-    return __byte_perm(__byte_perm(a, b, kTwo), __byte_perm(c, d, kTwo), 0x5410);
+// The same halves, none beyond that of 6.
+__device__ inline uint32_t at_most_six(uint32_t pair) {
+    uint32_t least;
+    asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(kLargestPlace));
+    return least;
 }
 
-// Codes from the magnitudes in byte `kByte` of eight words and the signs of eight values, the first in the lowest nibble.
-template <int kByte>
-__device__ uint32_t pack_codes(const uint32_t (&magnitude)[8], const float (&x)[8]) {
-    uint32_t bits[8];
+// Two values -> 512 times their places, rounded to the nearest place, ties to the even one; the last nine bits mean nothing.
+// Halves have lost what lies beyond their last bit, which decides where they seem to lie in the middle: nothing was lost iff
+// the float just below has another half.
+__device__ inline uint32_t nearest_places(float low, float high) {
+    constexpr float kJustBelow = 0x1.fffffep-1f;
+    const uint32_t pair = halves(low, high), below = halves(__fmul_rn(low, kJustBelow), __fmul_rn(high, kJustBelow));
+    const uint32_t place = at_most_six(pair), up = (place >> 9 | ~(pair ^ below)) & 0x00010001u;
+    return place + 0x00FF00FFu + up;
+}
+
+// Two values -> 512 times their places. With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo): away from zero
+// iff floor(256 f) + random >= 256. `random`: a byte for each half.
+__device__ inline uint32_t places_by_chance(float low, float high, uint32_t random) {
+    return at_most_six(halves(low, high)) + 2 * random;
+}
+
+// The codes of elements 0, 1, 2, 3 in bytes 1 and 3, from the places of elements 0 and 2, and of 1 and 3.
+__device__ inline uint32_t pack_places(uint32_t even, uint32_t odd) {
+    const uint32_t high = (odd & 0x80008000u) | (odd << 3 & 0x70007000u);
+    return high | (even >> 1 & 0x07000700u) | (even >> 4 & 0x08000800u);
+}
+
+// Eight values, none of them NaN, under one multiplier -> eight codes, the first in the lowest nibble. `places(low, high, i)`
+// makes those of elements i and i + 2.
+template <class Places>
+__device__ uint32_t encode(const float (&x)[8], float multiplier, Places places) {
+    float y[8];
+    if (multiplier >= 0x1p-112f) {
+        multiplier = __fmul_rn(multiplier, kToHalf);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(x[i]);
-    const uint32_t even = bytes_of<kByte>(magnitude[0], magnitude[2], magnitude[4], magnitude[6]);
-    const uint32_t odd = bytes_of<kByte>(magnitude[1], magnitude[3], magnitude[5], magnitude[7]);
-    const uint32_t even_sign = bytes_of<3>(bits[0], bits[2], bits[4], bits[6]);
-    const uint32_t odd_sign = bytes_of<3>(bits[1], bits[3], bits[5], bits[7]);
-    return even + 16 * odd | even_sign >> 4 & 0x08080808u | odd_sign & 0x80808080u;
+        for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(x[i], multiplier);
+    } else {  // would become denormal; the values that count are large then
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(__fmul_rn(x[i], kToHalf), multiplier);
+    }
+    const uint32_t low = pack_places(places(y[0], y[2], 0), places(y[1], y[3], 1));
+    const uint32_t high = pack_places(places(y[4], y[6], 4), places(y[5], y[7], 5));
+    return __byte_perm(low, high, 0x7531);
 }
 
-// Eight values, none of them NaN, under one multiplier -> eight codes: to nearest, ties to the even code.
+// To nearest, ties to the even code.
 __device__ inline uint32_t encode_nearest(const float (&x)[8], float multiplier) {
-    uint32_t place[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) place[i] = __float_as_uint(GridPlace(__fmul_rn(x[i], multiplier)).nearest());
-    return pack_codes<0>(place, x);
+    return encode(x, multiplier, [](float low, float high, int) { return nearest_places(low, high); });
 }
 
-// With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo): away from zero iff floor(256 f) + random >= 256.
+// By chance: byte i of `random` and `random_high` is element i's.
 __device__ inline uint32_t encode_by_chance(const float (&x)[8], float multiplier, uint32_t random, uint32_t random_high) {
-    uint32_t place[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const uint32_t byte = __byte_perm(random, random_high, 0x4440 + i) & 0xFF;
-        place[i] = __float_as_uint(GridPlace(__fmul_rn(x[i], multiplier)).in_256ths()) + byte;
-    }
-    return pack_codes<1>(place, x);
+    return encode(x, multiplier, [=](float low, float high, int i) {
+        const uint32_t four = i < 4 ? random : random_high;
+        return places_by_chance(low, high, (i % 2 ? four >> 8 : four) & 0x00FF00FFu);
+    });
 }
 
 // The codes of NaNs, which the above give no meaning, become +6.
