@@ -2,7 +2,8 @@
 // after the Hadamard transform where `rht` says so, rounded to nearest or by chance.
 //
 // Two threads share the blocks that span their patches by halves (nibbles.cuh), so that a block's maximum, its scale, its
-// transform and its random bytes stay within one thread.
+// transform and its random bytes stay within one thread. The multipliers that go with the 127 scales of E4M3 are made once
+// a tensor: a division a block of 16 would be a tenth of all instructions.
 #include "fp4.cuh"
 #include "nibbles.cuh"
 #include "scale_bytes.cuh"
@@ -13,8 +14,24 @@ namespace {
 constexpr int kBlocks = 2;  // a multiprocessor
 using Scales = ScaleBytes<kTile / kSixteen>;
 
+// What one orientation is multiplied by, in shared memory.
+struct Scaling {
+    static constexpr int kScales = 128;
+    TensorScale tensor;
+    float multiplier[kScales];  // by scale
+
+    // Filled by kScales threads.
+    __device__ void fill(const float* amax) {
+        const TensorScale given(amax ? *amax : 0.0f);
+        const int scale = threadIdx.x % kScales;
+        if (scale == 0) tensor = given;
+        multiplier[scale] = given.multiplier(uint8_t(scale));
+    }
+};
+static_assert(2 * Scaling::kScales == kTileThreads, "both orientations are filled at once");
+
 template <class T>
-constexpr size_t kShared = Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes + Scales::kBytes;
+constexpr size_t kShared = Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes + Scales::kBytes + 2 * sizeof(Scaling);
 
 struct Block {
     uint2 codes;
@@ -38,12 +55,12 @@ __device__ float amax_of(const float (&low)[8], const float (&high)[8], Larger l
 
 // A maximum that keeps NaN tells, for nothing, whether there is one; then the block takes the long way.
 template <bool kByChance>
-__device__ Block encode_block(const float (&low)[8], const float (&high)[8], const TensorScale& tensor, uint4 random) {
+__device__ Block encode_block(const float (&low)[8], const float (&high)[8], const Scaling& scaling, uint4 random) {
     float amax = amax_of(low, high, [](float a, float b) { return max_keeping_nan(a, b); });
     const bool has_nan = isnan(amax);
     if (has_nan) amax = amax_of(low, high, [](float a, float b) { return fmaxf(a, b); });
-    const uint8_t scale = tensor.scale(amax);
-    const float multiplier = tensor.multiplier(scale);
+    const uint8_t scale = scaling.tensor.scale(amax);
+    const float multiplier = scaling.multiplier[scale];
     uint2 codes;
     if constexpr (kByChance)
         codes = make_uint2(encode_by_chance(low, multiplier, random.x, random.y),
@@ -55,7 +72,7 @@ __device__ Block encode_block(const float (&low)[8], const float (&high)[8], con
 }
 
 template <bool kByChance, class T>
-__device__ void cast_rows(Octet<T> (&patch)[kPatch], const Tile<T, Nvfp4Job>& tile, const TensorScale& tensor,
+__device__ void cast_rows(Octet<T> (&patch)[kPatch], const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
                           const Draw& draw, Scales& scales) {
     exchange_rows(patch);
     const NibbleRowWriter writer(tile.job->codes, tile);
@@ -67,14 +84,14 @@ __device__ void cast_rows(Octet<T> (&patch)[kPatch], const Tile<T, Nvfp4Job>& ti
         uint4 random{};
         if (kByChance)
             random = random_bytes(draw, tile.row() + Sixteens::row() + i, tile.col() / kSixteen + Sixteens::row_block());
-        const Block block = encode_block<kByChance>(low, high, tensor, random);
+        const Block block = encode_block<kByChance>(low, high, scaling, random);
         writer.put(i, block.codes);
         scales.put_row(Sixteens::row() + i, Sixteens::row_block(), block.scale);
     }
 }
 
 template <bool kRht, bool kByChance, class T, class U>
-__device__ void cast_columns(Octet<U> (&patch)[kPatch], const Tile<T, Nvfp4Job>& tile, const TensorScale& tensor,
+__device__ void cast_columns(Octet<U> (&patch)[kPatch], const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
                              const Draw& draw, NibbleWriter& columns, Scales& scales) {
     exchange_columns(patch);
 #pragma unroll
@@ -88,7 +105,7 @@ __device__ void cast_columns(Octet<U> (&patch)[kPatch], const Tile<T, Nvfp4Job>&
         uint4 random{};
         if (kByChance)
             random = random_bytes(draw, tile.col() + Sixteens::column() + j, tile.row() / kSixteen + Sixteens::column_block());
-        const Block block = encode_block<kByChance>(low, high, tensor, random);
+        const Block block = encode_block<kByChance>(low, high, scaling, random);
         columns.put(Sixteens::column() + j, Sixteens::column_block(), block.codes);
         scales.put_column(Sixteens::column() + j, Sixteens::column_block(), block.scale);
     }
@@ -101,9 +118,8 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
     Tiles<T, Nvfp4Job> tiles(work, shared_memory());
     NibbleWriter columns(shared_memory() + Tiles<T, Nvfp4Job>::kBytes);
     Scales scales(shared_memory() + Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes);
-
-    const Nvfp4Job* scaled = nullptr;  // whose amaxes these are
-    TensorScale tensor(0.0f), tensor_t(0.0f);
+    Scaling* scaling = reinterpret_cast<Scaling*>(shared_memory() + kShared<T>) - 2;  // rows, columns
+    const Nvfp4Job* scaled = nullptr;                                                 // whose scaling it is
 
     Tile<T, Nvfp4Job> tile;
     Octet<T> patch[kPatch];
@@ -111,8 +127,11 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
         const Nvfp4Job& job = *tile.job;
         if (scaled != &job) {
             scaled = &job;
-            if (job.amax) tensor = TensorScale(*job.amax);
-            if (job.amax_t) tensor_t = TensorScale(*job.amax_t);
+            if (threadIdx.x < Scaling::kScales)
+                scaling[0].fill(job.amax);
+            else
+                scaling[1].fill(job.amax_t);
+            __syncthreads();
         }
         if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) {
             if (job.amax_out) *job.amax_out = *job.amax;
@@ -125,9 +144,9 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
             for (int i = 0; i < kPatch; ++i)
                 if constexpr (kRht) turned[i] = to_bf16(patch[i]);
                 else turned[i] = patch[i];
-            cast_columns<kRht, kByChance>(turned, tile, tensor_t, draw_t, columns, scales);
+            cast_columns<kRht, kByChance>(turned, tile, scaling[1], draw_t, columns, scales);
         }
-        if (job.codes) cast_rows<kByChance>(patch, tile, tensor, draw, scales);
+        if (job.codes) cast_rows<kByChance>(patch, tile, scaling[0], draw, scales);
         __syncthreads();
         if (job.codes_t) columns.write(job.codes_t, tile);
         scales.write(job.scale, job.scale_t, tile);
