@@ -38,12 +38,19 @@ struct Block {
     uint8_t scale;
 };
 
-// The random bytes of the block at (line, block) of this matrix, for one orientation.
-__device__ uint4 random_bytes(const Draw& draw, int64_t line, int64_t block) {
-    const int64_t index = (draw.row + line) * draw.across + draw.first + block;
-    const uint4 counter = make_uint4(uint32_t(index), uint32_t(index >> 32), draw.direction, uint32_t(*draw.counter));
-    return philox(counter, draw.seed, draw.tensor);
-}
+// Where the random bytes of one orientation come from.
+struct Random {
+    Draw draw;
+    RoundKeys keys;
+
+    explicit Random(const Draw& draw) : draw(draw), keys(draw.seed, draw.tensor) {}
+
+    // Of the block at (line, block) of this matrix.
+    __device__ uint4 bytes(int64_t line, int64_t block) const {
+        const int64_t index = (draw.row + line) * draw.across + draw.first + block;
+        return philox(make_uint4(uint32_t(index), uint32_t(index >> 32), draw.direction, uint32_t(*draw.counter)), keys);
+    }
+};
 
 template <class Larger>
 __device__ float amax_of(const float (&low)[8], const float (&high)[8], Larger larger) {
@@ -73,7 +80,7 @@ __device__ Block encode_block(const float (&low)[8], const float (&high)[8], con
 
 template <bool kByChance, class T>
 __device__ void cast_rows(Octet<T> (&patch)[kPatch], const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
-                          const Draw& draw, Scales& scales) {
+                          const Random& random, Scales& scales) {
     exchange_rows(patch);
     const NibbleRowWriter writer(tile.job->codes, tile);
 #pragma unroll
@@ -81,10 +88,10 @@ __device__ void cast_rows(Octet<T> (&patch)[kPatch], const Tile<T, Nvfp4Job>& ti
         float low[8], high[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) low[k] = patch[i][k], high[k] = patch[i + kHalf][k];
-        uint4 random{};
+        uint4 bytes{};
         if (kByChance)
-            random = random_bytes(draw, tile.row() + Sixteens::row() + i, tile.col() / kSixteen + Sixteens::row_block());
-        const Block block = encode_block<kByChance>(low, high, scaling, random);
+            bytes = random.bytes(tile.row() + Sixteens::row() + i, tile.col() / kSixteen + Sixteens::row_block());
+        const Block block = encode_block<kByChance>(low, high, scaling, bytes);
         writer.put(i, block.codes);
         scales.put_row(Sixteens::row() + i, Sixteens::row_block(), block.scale);
     }
@@ -92,7 +99,7 @@ __device__ void cast_rows(Octet<T> (&patch)[kPatch], const Tile<T, Nvfp4Job>& ti
 
 template <bool kRht, bool kByChance, class T, class U>
 __device__ void cast_columns(Octet<U> (&patch)[kPatch], const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
-                             const Draw& draw, NibbleWriter& columns, Scales& scales) {
+                             const Random& random, NibbleWriter& columns, Scales& scales) {
     exchange_columns(patch);
 #pragma unroll
     for (int j = 0; j < kHalf; ++j) {
@@ -102,10 +109,10 @@ __device__ void cast_columns(Octet<U> (&patch)[kPatch], const Tile<T, Nvfp4Job>&
         if (kRht) hadamard16(v);
 #pragma unroll
         for (int k = 0; k < 8; ++k) low[k] = v[k], high[k] = v[k + 8];
-        uint4 random{};
+        uint4 bytes{};
         if (kByChance)
-            random = random_bytes(draw, tile.col() + Sixteens::column() + j, tile.row() / kSixteen + Sixteens::column_block());
-        const Block block = encode_block<kByChance>(low, high, scaling, random);
+            bytes = random.bytes(tile.col() + Sixteens::column() + j, tile.row() / kSixteen + Sixteens::column_block());
+        const Block block = encode_block<kByChance>(low, high, scaling, bytes);
         columns.put(Sixteens::column() + j, Sixteens::column_block(), block.codes);
         scales.put_column(Sixteens::column() + j, Sixteens::column_block(), block.scale);
     }
@@ -113,8 +120,8 @@ __device__ void cast_columns(Octet<U> (&patch)[kPatch], const Tile<T, Nvfp4Job>&
 
 template <class T, bool kRht, bool kByChance>
 __global__ void __launch_bounds__(kTileThreads, kBlocks)
-    cast_nvfp4_1d_kernel(const __grid_constant__ Work<Nvfp4Job> work, const __grid_constant__ Draw draw,
-                         const __grid_constant__ Draw draw_t) {
+    cast_nvfp4_1d_kernel(const __grid_constant__ Work<Nvfp4Job> work, const __grid_constant__ Random random,
+                         const __grid_constant__ Random random_t) {
     Tiles<T, Nvfp4Job> tiles(work, shared_memory());
     NibbleWriter columns(shared_memory() + Tiles<T, Nvfp4Job>::kBytes);
     Scales scales(shared_memory() + Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes);
@@ -144,9 +151,9 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
             for (int i = 0; i < kPatch; ++i)
                 if constexpr (kRht) turned[i] = to_bf16(patch[i]);
                 else turned[i] = patch[i];
-            cast_columns<kRht, kByChance>(turned, tile, scaling[1], draw_t, columns, scales);
+            cast_columns<kRht, kByChance>(turned, tile, scaling[1], random_t, columns, scales);
         }
-        if (job.codes) cast_rows<kByChance>(patch, tile, scaling[0], draw, scales);
+        if (job.codes) cast_rows<kByChance>(patch, tile, scaling[0], random, scales);
         __syncthreads();
         if (job.codes_t) columns.write(job.codes_t, tile);
         scales.write(job.scale, job.scale_t, tile);
@@ -157,7 +164,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
 template <class T, bool kRht, bool kByChance>
 void run(const Work<Nvfp4Job>& work, const Draw& draw, const Draw& draw_t, Stream stream) {
     constexpr auto kernel = cast_nvfp4_1d_kernel<T, kRht, kByChance>;
-    launch_persistent<kernel>(work.items, kTileThreads, kShared<T>, stream, work, draw, draw_t);
+    launch_persistent<kernel>(work.items, kTileThreads, kShared<T>, stream, work, Random(draw), Random(draw_t));
 }
 
 }  // namespace

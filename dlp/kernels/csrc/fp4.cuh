@@ -119,14 +119,24 @@ __device__ inline float max_keeping_nan(float a, float b) {
     return c;
 }
 
-// Philox4x32-10 for one block of 16 elements: 16 random bytes, byte b of word w for element 4w + b.
-__device__ inline uint4 philox(uint4 counter, uint32_t key, uint32_t key_high) {
+// The keys of the rounds of Philox4x32-10. The host makes them, so that they reach the device as operands.
+struct RoundKeys {
+    static constexpr int kRounds = 10;
+    uint32_t low[kRounds], high[kRounds];
+
+    RoundKeys(uint32_t key, uint32_t key_high) {
+        for (int round = 0; round < kRounds; ++round)
+            low[round] = key + round * 0x9E3779B9u, high[round] = key_high + round * 0xBB67AE85u;
+    }
+};
+
+// For one block of 16 elements: 16 random bytes, byte b of word w for element 4w + b.
+__device__ inline uint4 philox(uint4 counter, const RoundKeys& key) {
 #pragma unroll
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < RoundKeys::kRounds; ++round) {
         const uint32_t low = counter.x * 0xD2511F53u, high = __umulhi(counter.x, 0xD2511F53u);
         const uint32_t low2 = counter.z * 0xCD9E8D57u, high2 = __umulhi(counter.z, 0xCD9E8D57u);
-        counter = make_uint4(high2 ^ counter.y ^ key, low2, high ^ counter.w ^ key_high, low);
-        key += 0x9E3779B9u, key_high += 0xBB67AE85u;
+        counter = make_uint4(high2 ^ counter.y ^ key.low[round], low2, high ^ counter.w ^ key.high[round], low);
     }
     return counter;
 }
