@@ -64,7 +64,7 @@ def test_fp8_blocks_decode_to_the_reference(device, poisoned, code, height):
 @pytest.mark.parametrize("each", [1, 16, 32, 128])
 def test_scales_are_swizzled(device, poisoned, each):
     """What a block-scaled GEMM would read; there are none on Hopper."""
-    for lines, blocks in [(128, 4), (256, 512), (1, 1), (300, 7), (77, 6), (129, 33), (0, 4), (128, 0)]:
+    for lines, blocks in [(128, 4), (256, 512), (1, 1), (300, 7), (77, 6), (129, 33), (0, 4)]:
         scale = some_bytes(-(-lines // each), blocks)
         want = reference.swizzle_128x4(scale, lines, each)
         out = poisoned((len(want),), torch.uint8)
