@@ -18,7 +18,7 @@ struct BlockScales {
         if (gemm_layout && line < pitch)
             to[block * pitch + line] = line < lines ? scale_inv : 0.0f;
         else if (line < lines)
-            to[line * pitch + block] = scale_inv;
+            store_lasting(to + line * pitch + block, __float_as_uint(scale_inv));
     }
     __device__ void store_tile(int64_t line, int64_t block, float scale_inv) const {
         const int64_t pitch = gemm_layout ? pad4(blocks) : blocks;

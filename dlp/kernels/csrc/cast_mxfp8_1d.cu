@@ -11,7 +11,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kBlocks = 2;              // a multiprocessor
+constexpr int kBlocks = 3;              // a multiprocessor
 constexpr int kPatches = 32 / kPatch;   // that a block spans
 using ScaleOut = ScaleBytes<kTile / 32>;
 

@@ -11,7 +11,8 @@
 namespace dlp {
 namespace {
 
-constexpr int kBlocks = 2;  // a multiprocessor
+constexpr int kBlocks = 2;     // a multiprocessor
+constexpr int kTilesEach = 4;  // of a block
 using Scales = ScaleBytes<kTile / kSixteen>;
 
 // What one orientation is multiplied by, in shared memory.
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
 template <class T, bool kRht, bool kByChance>
 void run(const Work<Nvfp4Job>& work, const Draw& draw, const Draw& draw_t, Stream stream) {
     constexpr auto kernel = cast_nvfp4_1d_kernel<T, kRht, kByChance>;
-    launch_persistent<kernel>(work.items, kTileThreads, kShared<T>, stream, work, Random(draw), Random(draw_t));
+    launch_few<kernel>(work.items, kTilesEach, kTileThreads, kShared<T>, stream, work, Random(draw), Random(draw_t));
 }
 
 }  // namespace

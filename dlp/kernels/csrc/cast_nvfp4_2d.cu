@@ -6,7 +6,8 @@
 namespace dlp {
 namespace {
 
-constexpr int kBlocks = 2;  // a multiprocessor
+constexpr int kBlocks = 2;     // a multiprocessor
+constexpr int kTilesEach = 4;  // of a block
 
 template <class T>
 constexpr size_t kShared = Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes;
@@ -95,7 +96,7 @@ void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, Stream stream) {
     if (work.items == 0) return;
     with_input(input, [&](auto element) {
         using T = decltype(element);
-        launch_persistent<cast_nvfp4_2d_kernel<T>>(work.items, kTileThreads, kShared<T>, stream, work);
+        launch_few<cast_nvfp4_2d_kernel<T>>(work.items, kTilesEach, kTileThreads, kShared<T>, stream, work);
     });
 }
 

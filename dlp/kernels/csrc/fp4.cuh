@@ -1,7 +1,7 @@
 // E2M1: eight values to eight codes, to nearest or by chance; the two-level scales of NVFP4; the Hadamard transform.
 //
-// No conversion unit of sm_90a knows E2M1, so codes are made from halves. The order of every product is part of the
-// format.
+// No conversion unit of sm_90a knows E2M1, so codes are made by additions to nearest, and from halves by chance. The order of
+// every product is part of the format.
 #pragma once
 
 #include "fp8.cuh"
@@ -32,40 +32,55 @@ struct TensorScale {
     }
 };
 
-// E2M1 is the top of a half: in the half nearest to y / 2^14, a sign is followed by 512 times the place of |y| on the grid
-// 0, 0.5, 1, 1.5, 2, 3, 4, 6, since halves are denormal, evenly spaced, where the grid is. So codes are made two at a time,
-// by integers, from halves rounded toward zero.
+// To nearest, ties to the even code: the least of three lines, each rounded to integers by the addition of 2^23, is the place
+// of |y| on the grid 0, 0.5, 1, 1.5, 2, 3, 4, 6: 2 |y| up to 2, |y| + 2 up to 4, and |y| / 2 + 4, which ends at 7.
+__device__ inline int nearest_place(float y) {
+    float last;
+    asm("fma.rn.sat.f32 %0, %1, 0f3F000000, 0fC0000000;" : "=f"(last) : "f"(y));  // y / 2 - 2, in [0, 1]
+    const float first = __fmaf_rn(y, 2.0f, 0x1p23f), middle = __fadd_rn(y, 0x1p23f + 2.0f);
+    return __vimin3_s32(__float_as_int(first), __float_as_int(middle), __float_as_int(__fadd_rn(last, 0x1p23f + 6.0f)));
+}
+
+// One byte of each of four words.
+template <int kByte>
+__device__ uint32_t byte_of_each(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    constexpr unsigned kTwo = kByte | (kByte + 4) << 4;
+    return __byte_perm(__byte_perm(a, b, kTwo), __byte_perm(c, d, kTwo), 0x5410);
+}
+
+// Eight values, none of them NaN, under one multiplier -> eight codes, the first in the lowest nibble.
+__device__ inline uint32_t encode_nearest(const float (&x)[8], float multiplier) {
+    uint32_t place[8], bits[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        place[i] = nearest_place(fabsf(__fmul_rn(x[i], multiplier)));
+        bits[i] = __float_as_uint(x[i]);
+    }
+    const uint32_t even = byte_of_each<0>(place[0], place[2], place[4], place[6]);
+    const uint32_t odd = byte_of_each<0>(place[1], place[3], place[5], place[7]);
+    const uint32_t even_sign = byte_of_each<3>(bits[0], bits[2], bits[4], bits[6]) & 0x80808080u;
+    const uint32_t odd_sign = byte_of_each<3>(bits[1], bits[3], bits[5], bits[7]) & 0x80808080u;
+    return even | odd << 4 | even_sign >> 4 | odd_sign;
+}
+
+// By chance, E2M1 is the top of a half: in the half of y / 2^14, a sign is followed by 512 times the place of |y| on the
+// grid, since halves are denormal, evenly spaced, where the grid is. So codes are made two at a time, by integers, from
+// halves rounded toward zero.
 constexpr float kToHalf = 0x1p-14f;
 constexpr uint32_t kLargestPlace = 0x0E000E00u;  // 7, twice
 
-// Two values -> halves, rounded toward zero.
+// Two values -> halves, rounded toward zero, none beyond that of 6.
 __device__ inline uint32_t halves(float low, float high) {
-    uint32_t pair;
+    uint32_t pair, least;
     asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// The same halves, none beyond that of 6.
-__device__ inline uint32_t at_most_six(uint32_t pair) {
-    uint32_t least;
     asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(kLargestPlace));
     return least;
-}
-
-// Two values -> 512 times their places, rounded to the nearest place, ties to the even one; the last nine bits mean nothing.
-// Halves have lost what lies beyond their last bit, which decides where they seem to lie in the middle: nothing was lost iff
-// the float just below has another half.
-__device__ inline uint32_t nearest_places(float low, float high) {
-    constexpr float kJustBelow = 0x1.fffffep-1f;
-    const uint32_t pair = halves(low, high), below = halves(__fmul_rn(low, kJustBelow), __fmul_rn(high, kJustBelow));
-    const uint32_t place = at_most_six(pair), up = (place >> 9 | ~(pair ^ below)) & 0x00010001u;
-    return place + 0x00FF00FFu + up;
 }
 
 // Two values -> 512 times their places. With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo): away from zero
 // iff floor(256 f) + random >= 256. `random`: a byte for each half.
 __device__ inline uint32_t places_by_chance(float low, float high, uint32_t random) {
-    return at_most_six(halves(low, high)) + 2 * random;
+    return halves(low, high) + 2 * random;
 }
 
 // The codes of elements 0, 1, 2, 3 in bytes 1 and 3, from the places of elements 0 and 2, and of 1 and 3.
@@ -74,10 +89,8 @@ __device__ inline uint32_t pack_places(uint32_t even, uint32_t odd) {
     return high | (even >> 1 & 0x07000700u) | (even >> 4 & 0x08000800u);
 }
 
-// Eight values, none of them NaN, under one multiplier -> eight codes, the first in the lowest nibble. `places(low, high, i)`
-// makes those of elements i and i + 2.
-template <class Places>
-__device__ uint32_t encode(const float (&x)[8], float multiplier, Places places) {
+// The same by chance: byte i of `random` and `random_high` is element i's.
+__device__ inline uint32_t encode_by_chance(const float (&x)[8], float multiplier, uint32_t random, uint32_t random_high) {
     float y[8];
     if (multiplier >= 0x1p-112f) {
         multiplier = __fmul_rn(multiplier, kToHalf);
@@ -87,22 +100,15 @@ __device__ uint32_t encode(const float (&x)[8], float multiplier, Places places)
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(__fmul_rn(x[i], kToHalf), multiplier);
     }
-    const uint32_t low = pack_places(places(y[0], y[2], 0), places(y[1], y[3], 1));
-    const uint32_t high = pack_places(places(y[4], y[6], 4), places(y[5], y[7], 5));
-    return __byte_perm(low, high, 0x7531);
-}
-
-// To nearest, ties to the even code.
-__device__ inline uint32_t encode_nearest(const float (&x)[8], float multiplier) {
-    return encode(x, multiplier, [](float low, float high, int) { return nearest_places(low, high); });
-}
-
-// By chance: byte i of `random` and `random_high` is element i's.
-__device__ inline uint32_t encode_by_chance(const float (&x)[8], float multiplier, uint32_t random, uint32_t random_high) {
-    return encode(x, multiplier, [=](float low, float high, int i) {
-        const uint32_t four = i < 4 ? random : random_high;
-        return places_by_chance(low, high, (i % 2 ? four >> 8 : four) & 0x00FF00FFu);
-    });
+    uint32_t codes[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float* four = y + 4 * half;
+        const uint32_t bytes = half ? random_high : random;
+        codes[half] = pack_places(places_by_chance(four[0], four[2], bytes & 0x00FF00FFu),
+                                  places_by_chance(four[1], four[3], bytes >> 8 & 0x00FF00FFu));
+    }
+    return __byte_perm(codes[0], codes[1], 0x7531);
 }
 
 // The codes of NaNs, which the above give no meaning, become +6.

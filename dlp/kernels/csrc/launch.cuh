@@ -63,6 +63,12 @@ void launch_each(int64_t items, int threads, size_t shared_bytes, Stream stream,
     launch<kKernel>(items, threads, shared_bytes, stream, args...);
 }
 
+// The same with a block for every `few` pieces, among which what it keeps at hand is made once.
+template <auto kKernel, class... Args>
+void launch_few(int64_t items, int few, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
+    launch_each<kKernel>((items + few - 1) / few, threads, shared_bytes, stream, args...);
+}
+
 // A persistent grid: as many blocks as the device holds at once, each of which walks over pieces of work.
 template <auto kKernel, class... Args>
 void launch_persistent(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {

@@ -10,6 +10,13 @@ namespace dlp {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
+// A word that the L2 cache gives up last: for scattered ones, whose neighbours are written by other blocks.
+__device__ inline void store_lasting(void* to, uint32_t word) {
+    asm volatile(
+        "{.reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
+        " st.global.L2::cache_hint.b32 [%0], %1, policy;}" ::"l"(to), "r"(word) : "memory");
+}
+
 template <class T>
 struct Octet;
 

@@ -36,7 +36,10 @@ class ScaleBytes {
         to += line * pitch + tiles * kPerLine;
         const uint8_t* from = bytes_ + threadIdx.x * kPerLine;
         if (left >= kPerLine && reinterpret_cast<uintptr_t>(to) % kPerLine == 0) {
-            *reinterpret_cast<Word*>(to) = *reinterpret_cast<const Word*>(from);
+            if constexpr (kPerLine == 4)
+                store_lasting(to, *reinterpret_cast<const Word*>(from));
+            else
+                *reinterpret_cast<Word*>(to) = *reinterpret_cast<const Word*>(from);
         } else {
 #pragma unroll 1
             for (int i = 0; i < min(left, int64_t(kPerLine)); ++i) to[i] = from[i];
