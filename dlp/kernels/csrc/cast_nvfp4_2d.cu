@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) cast_nvfp4_2d_kernel(co
             float x[8];
 #pragma unroll
             for (int k = 0; k < 8; ++k) x[k] = patch[i][k];
-            row[i] = encode_nearest(x, multiplier);
+            row[i] = encode_nearest_lean(x, multiplier);
             if (has_nan) row[i] = mend_nan(x, row[i]);
         }
         if (job.codes) {

@@ -63,24 +63,40 @@ __device__ inline uint32_t encode_nearest(const float (&x)[8], float multiplier)
     return even | odd << 4 | even_sign >> 4 | odd_sign;
 }
 
-// By chance, E2M1 is the top of a half: in the half of y / 2^14, a sign is followed by 512 times the place of |y| on the
-// grid, since halves are denormal, evenly spaced, where the grid is. So codes are made two at a time, by integers, from
-// halves rounded toward zero.
+// E2M1 is also the top of a half: in the half of y / 2^14, a sign is followed by 512 times the place of |y| on the grid, since
+// halves are denormal, evenly spaced, where the grid is. So codes are made two at a time, by integers, from halves rounded
+// toward zero: by chance, and to nearest where a kernel is short of registers.
 constexpr float kToHalf = 0x1p-14f;
 constexpr uint32_t kLargestPlace = 0x0E000E00u;  // 7, twice
 
-// Two values -> halves, rounded toward zero, none beyond that of 6.
+// Two values -> halves, rounded toward zero.
 __device__ inline uint32_t halves(float low, float high) {
-    uint32_t pair, least;
+    uint32_t pair;
     asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// The same halves, none beyond that of 6.
+__device__ inline uint32_t at_most_six(uint32_t pair) {
+    uint32_t least;
     asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(kLargestPlace));
     return least;
+}
+
+// Two values -> 512 times their places, rounded to the nearest place, ties to the even one; the last nine bits mean nothing.
+// Halves have lost what lies beyond their last bit, which decides where they seem to lie in the middle: nothing was lost iff
+// the float just below has another half.
+__device__ inline uint32_t nearest_places(float low, float high) {
+    constexpr float kJustBelow = 0x1.fffffep-1f;
+    const uint32_t pair = halves(low, high), below = halves(__fmul_rn(low, kJustBelow), __fmul_rn(high, kJustBelow));
+    const uint32_t place = at_most_six(pair), up = (place >> 9 | ~(pair ^ below)) & 0x00010001u;
+    return place + 0x00FF00FFu + up;
 }
 
 // Two values -> 512 times their places. With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo): away from zero
 // iff floor(256 f) + random >= 256. `random`: a byte for each half.
 __device__ inline uint32_t places_by_chance(float low, float high, uint32_t random) {
-    return halves(low, high) + 2 * random;
+    return at_most_six(halves(low, high)) + 2 * random;
 }
 
 // The codes of elements 0, 1, 2, 3 in bytes 1 and 3, from the places of elements 0 and 2, and of 1 and 3.
@@ -89,8 +105,9 @@ __device__ inline uint32_t pack_places(uint32_t even, uint32_t odd) {
     return high | (even >> 1 & 0x07000700u) | (even >> 4 & 0x08000800u);
 }
 
-// The same by chance: byte i of `random` and `random_high` is element i's.
-__device__ inline uint32_t encode_by_chance(const float (&x)[8], float multiplier, uint32_t random, uint32_t random_high) {
+// `encode_nearest` for any rounding: `places(low, high, i)` makes those of elements i and i + 2.
+template <class Places>
+__device__ uint32_t encode_by_halves(const float (&x)[8], float multiplier, Places places) {
     float y[8];
     if (multiplier >= 0x1p-112f) {
         multiplier = __fmul_rn(multiplier, kToHalf);
@@ -100,15 +117,22 @@ __device__ inline uint32_t encode_by_chance(const float (&x)[8], float multiplie
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(__fmul_rn(x[i], kToHalf), multiplier);
     }
-    uint32_t codes[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float* four = y + 4 * half;
-        const uint32_t bytes = half ? random_high : random;
-        codes[half] = pack_places(places_by_chance(four[0], four[2], bytes & 0x00FF00FFu),
-                                  places_by_chance(four[1], four[3], bytes >> 8 & 0x00FF00FFu));
-    }
-    return __byte_perm(codes[0], codes[1], 0x7531);
+    const uint32_t low = pack_places(places(y[0], y[2], 0), places(y[1], y[3], 1));
+    const uint32_t high = pack_places(places(y[4], y[6], 4), places(y[5], y[7], 5));
+    return __byte_perm(low, high, 0x7531);
+}
+
+// The codes of `encode_nearest`, by more instructions and fewer registers.
+__device__ inline uint32_t encode_nearest_lean(const float (&x)[8], float multiplier) {
+    return encode_by_halves(x, multiplier, [](float low, float high, int) { return nearest_places(low, high); });
+}
+
+// By chance: byte i of `random` and `random_high` is element i's.
+__device__ inline uint32_t encode_by_chance(const float (&x)[8], float multiplier, uint32_t random, uint32_t random_high) {
+    return encode_by_halves(x, multiplier, [=](float low, float high, int i) {
+        const uint32_t four = i < 4 ? random : random_high;
+        return places_by_chance(low, high, (i % 2 ? four >> 8 : four) & 0x00FF00FFu);
+    });
 }
 
 // The codes of NaNs, which the above give no meaning, become +6.
