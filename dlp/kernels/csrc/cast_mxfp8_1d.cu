@@ -11,8 +11,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kBlocks = 3;              // a multiprocessor
-constexpr int kPatches = 32 / kPatch;   // that a block spans
+constexpr int kPatches = 32 / kPatch;  // that a block spans
 using ScaleOut = ScaleBytes<kTile / 32>;
 
 struct Maximum {
@@ -71,7 +70,8 @@ __device__ Scales column_scales(const Maximum& maximum, ScaleOut& out) {
 }
 
 template <class T, class F8, bool kFloor>
-__global__ void __launch_bounds__(kTileThreads, kBlocks) cast_mxfp8_1d_kernel(const __grid_constant__ Work<BlockJob> work) {
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
+    cast_mxfp8_1d_kernel(const __grid_constant__ Work<BlockJob> work) {
     using M = std::conditional_t<kFloor, NanMagnitude<T>, Magnitude<T>>;
     Incoming<T, BlockJob> incoming(shared_memory());
     uint8_t* shared = shared_memory() + Incoming<T, BlockJob>::kBytes;
