@@ -19,7 +19,7 @@ DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_avai
 NEEDS   = @$(PYTHON) tools/check_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help pretrain plan ledger test multigpu lint kernels-compile gpu-test sanitize bench bench-gemm bench-linear bench-comm
+.PHONY: help pretrain plan ledger test multigpu lint kernels-compile gpu-test sanitize bench bench-quantize bench-gemm bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -64,7 +64,11 @@ sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --
 	$(NEEDS) pytest ninja pybind11
 	@$(PYTHON) -m tools.sanitize $(ARGS)
 
-bench: $(READY) ## bandwidth of the quantizers beside a copy: ARGS="--only cast --sizes 256 --json FILE --plot FILE.png"
+bench: $(READY) ## host, quantizers, GEMMs and linears of one GPU beside their peers, JSON and PNG: ARGS="linear --quick"
+	$(NEEDS) ninja pybind11
+	@$(PYTHON) -m launch.bench $(ARGS)
+
+bench-quantize: $(READY) ## bandwidth of the quantizers beside a copy: ARGS="--only cast --sizes 256 --json FILE --plot FILE.png"
 	$(NEEDS) ninja pybind11
 	@$(PYTHON) -m launch.bench_quantize $(ARGS)
 

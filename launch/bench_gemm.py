@@ -125,12 +125,37 @@ def of_shape(shape: Shape, recipes: Sequence[str]) -> list[Line]:
     return lines
 
 
+def plot(lines: Sequence[Line], file: Path) -> None:
+    """TFLOP/s, a row of bars for each size, a bar for each recipe."""
+    from matplotlib.figure import Figure
+
+    problems = list(dict.fromkeys((line.gemm, line.rows, line.cols, line.contraction) for line in lines))
+    recipes = list(dict.fromkeys(line.recipe for line in lines))
+    figure = Figure(figsize=(10, 0.9 * len(problems) + 1.5), layout="constrained")
+    axis, width = figure.subplots(), 0.8 / len(recipes)
+    for i, recipe in enumerate(recipes):
+        found = {
+            (line.gemm, line.rows, line.cols, line.contraction): line.tflops for line in lines if line.recipe == recipe
+        }
+        axis.barh(
+            [j + i * width for j, p in enumerate(problems) if p in found], list(found.values()), width, label=recipe
+        )
+    axis.set_yticks(
+        [j + 0.4 for j in range(len(problems))], [f"{which} {m} x {n} x {c}" for which, m, n, c in problems]
+    )
+    axis.invert_yaxis()
+    axis.set_xlabel(f"TFLOP/s, {torch.cuda.get_device_name()}")
+    axis.legend()
+    figure.savefig(file, dpi=120)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_gemm", description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES[:3]],
                         help="tokens x in x out, as 8192x4096x4096")  # fmt: skip
     parser.add_argument("--recipes", nargs="+", default=[*RECIPES, "fp8_rowwise"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():
         return code
@@ -143,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines += of_shape((tokens, k, n), options.recipes)
     if options.json:
         options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    if options.plot:
+        plot(lines, options.plot)
     return 0
 
 

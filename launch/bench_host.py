@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import os
 import pstats
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -52,18 +54,20 @@ def sharded(recipe: str) -> Run:
     return both
 
 
-def show_sharded(recipes: Sequence[str], alone: float) -> None:
+def show_sharded(recipes: Sequence[str], alone: float) -> dict[str, list[float]]:
     """The second table; `alone`: microseconds of nn.Linear by itself."""
     shape = "x".join(map(str, TINY))
     print(f"\nhost under FSDP2, {shape}: microseconds, ratio to {BASE} there, excess (limit {SHARDED_LIMIT})")
-    base = 0.0
+    found: dict[str, list[float]] = {}
     for recipe in (BASE, *recipes):
         both = sharded(recipe)
         for _ in range(3):
             both()
-        found = host_us(both, 200, ROUNDS)
-        base = base or found
-        print(f"{recipe:12} {found:8.1f} {found / base:6.2f} {(found - base + alone) / alone:6.2f}", flush=True)
+        took = host_us(both, 200, ROUNDS)
+        base = found[BASE][0] if found else took
+        found[recipe] = [took, took / base, (took - base + alone) / alone]
+        print(f"{recipe:12} {took:8.1f} {took / base:6.2f} {found[recipe][2]:6.2f}", flush=True)
+    return found
 
 
 def profile(recipe: str) -> None:
@@ -83,21 +87,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_host", description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--profile", metavar="RECIPE", help="list the functions of forward, too")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    try:
-        loader.load()
-    except loader.BuildError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if code := loader.load_or_explain():
+        return code
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     hosts = show_hosts(options.recipes)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    show_sharded(options.recipes, hosts[BASE][0])
+    fsdp2 = show_sharded(options.recipes, hosts[BASE][0])
     dist.destroy_process_group()
     if options.profile:
         profile(options.profile)
+    if options.json:
+        options.json.write_text(json.dumps({"alone": hosts, "fsdp2": fsdp2}, indent=1))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 
 from dlp.kernels import build, loader, tune
 from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, compile_module, sources
-from launch import bench_gemm, bench_linear, bench_quantize
+from launch import bench, bench_gemm, bench_host, bench_linear, bench_quantize
 
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]
@@ -131,7 +131,10 @@ def test_a_machine_that_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert loader.architecture() == "sm_90a"
 
 
-@pytest.mark.parametrize("command", [tune.main, bench_gemm.main, bench_linear.main, bench_quantize.main])
+COMMANDS = [tune, bench, bench_gemm, bench_host, bench_linear, bench_quantize]
+
+
+@pytest.mark.parametrize("command", [module.main for module in COMMANDS], ids=[m.__name__ for m in COMMANDS])
 @pytest.mark.parametrize(
     ("error", "code"), [(MissingError("there is no GPU"), 2), (BuildError("it does not compile"), 1)]
 )
@@ -154,3 +157,22 @@ def test_two_releases_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         loader.check_cuda(TOOLS)
     monkeypatch.setattr(torch.version, "cuda", "13.1")
     loader.check_cuda(TOOLS)
+
+
+def test_the_benchmark_runs_its_parts_and_stops_at_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+
+    def stand_in(code: int) -> Callable[[Sequence[str]], int]:
+        return lambda arguments: ran.append(list(arguments)) or code
+
+    monkeypatch.setattr(loader, "load", lambda: None)
+    first, *others = bench.PARTS.items()
+    parts = {first[0]: first[1]._replace(main=stand_in(0))} | {n: p._replace(main=stand_in(1)) for n, p in others}
+    monkeypatch.setattr(bench, "PARTS", parts)
+    assert bench.main([*parts, "--out", str(tmp_path), "--quick"]) == 1
+    assert [arguments[1] for arguments in ran] == [str(tmp_path / "host.json"), str(tmp_path / "quantize.json")]
+    assert "--plot" not in ran[0] and ran[1][2:4] == ["--plot", str(tmp_path / "quantize.png")] and "--sizes" in ran[1]
+    assert bench.main([first[0], "--out", str(tmp_path)]) == 0 and ran[2] == ran[0][:2]
+    assert f"results in {tmp_path}" in capsys.readouterr().out

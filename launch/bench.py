@@ -1,0 +1,70 @@
+"""All that one GPU has to say, in one command: the host, quantizers, GEMMs and linears, each beside its peers.
+
+    python -m launch.bench [PART ...] [--out FOLDER] [--quick]
+
+Parts run one after the other; each prints its table and leaves FOLDER/PART.json and, where there is something to draw,
+FOLDER/PART.png. `--quick` takes one size of each. What a part measures, its own command says:
+
+    host        launch.bench_host        what one tiny linear costs the host; first, while the device is idle
+    quantize    launch.bench_quantize    TB/s of casts and amaxes, beside a device copy
+    gemm        launch.bench_gemm        TFLOP/s of each recipe's GEMMs, beside torch.mm and torch._scaled_mm
+    linear      launch.bench_linear      forward + backward in each recipe, beside nn.Linear and what else is installed
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dlp.kernels import loader
+from launch import bench_gemm, bench_host, bench_linear, bench_quantize
+
+
+class Part(NamedTuple):
+    """A program, whether it draws, and its arguments for one size."""
+
+    main: Callable[[Sequence[str]], int]
+    draws: bool
+    quick: tuple[str, ...]
+
+
+SHAPE = ("--shapes", "8192x4096x14336")
+PARTS = {
+    "host": Part(bench_host.main, False, ("--recipes", "fp8_current")),
+    "quantize": Part(bench_quantize.main, True, ("--sizes", "256", "--dtypes", "bfloat16")),
+    "gemm": Part(bench_gemm.main, True, SHAPE),
+    "linear": Part(bench_linear.main, True, SHAPE),
+}
+
+
+def arguments_of(name: str, folder: Path, quick: bool) -> list[str]:
+    """The command line of a part."""
+    part = PARTS[name]
+    files = ["--json", str(folder / f"{name}.json"), *(["--plot", str(folder / f"{name}.png")] if part.draws else [])]
+    return [*files, *(part.quick if quick else ())]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.bench", description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", default=list(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of results (runs/bench)")
+    parser.add_argument("--quick", action="store_true", help="one size of each")
+    known = parser.parse_args(arguments)
+    if unknown := [name for name in known.parts if name not in PARTS]:
+        parser.error(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    if code := loader.load_or_explain():
+        return code
+    known.out.mkdir(parents=True, exist_ok=True)
+    for name in known.parts:
+        print(f"\n== {name}", flush=True)
+        if code := PARTS[name].main(arguments_of(name, known.out, known.quick)):
+            return code
+    print(f"\nresults in {known.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
