@@ -5,8 +5,8 @@
 // adjacent bytes of the transposed matrix; they meet in shared memory, from where whole 128-byte rows are written.
 //
 // Tiles come by way of shared memory (tile_copies.cuh). Kernels at the speed of memory take one tile a block: while one
-// block works, the tiles of others on the same multiprocessor are on their way. Kernels bound by instructions, and those
-// that write nearly nothing, have persistent blocks, each of which fetches its next tile ahead.
+// block works, the tiles of others on the same multiprocessor are on their way. Blocks of kernels bound by instructions take
+// a few tiles, those of kernels that write nearly nothing are persistent; both fetch their next tile ahead.
 #pragma once
 
 #include "fp8.cuh"
@@ -77,7 +77,7 @@ class Incoming {
     Copies copies_;
 };
 
-// The tiles of a persistent block in turn, each fetched while the one before is worked on.
+// The tiles of a block in turn, each fetched while the one before is worked on.
 template <class T, class Job>
 class Tiles {
    public:
