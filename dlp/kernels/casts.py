@@ -216,12 +216,17 @@ def _block_job(x: Tensor, row: Parts | None, col: Parts | None) -> BlockJob:
 
 
 def _launch_block(kernel: Callable[..., None], tile: bool, x: Tensor, row: Parts | None, col: Parts | None) -> None:
-    """Scales are written as they lie: as GEMMs read them, or compact."""
+    """Scales are written as they lie."""
+    job, gemm_layout = _laid_out(x, row, col, tile)
+    kernel(job, gemm_layout=gemm_layout)
+
+
+def _laid_out(x: Tensor, row: Parts | None, col: Parts | None, tile: bool) -> tuple[BlockJob, bool]:
+    """The job of a cast into these parts, and whether all their scales lie as GEMMs read them; else they are compact."""
     views = [parts and _as_gemms_read(parts, tile) for parts in (row, col)]
     if all(parts is None or view for parts, view in zip((row, col), views, strict=True)):
-        kernel(_block_job(x, *views), gemm_layout=True)
-    else:
-        kernel(_block_job(x, row, col), gemm_layout=False)
+        return _block_job(x, *views), True
+    return _block_job(x, row, col), False
 
 
 def _as_gemms_read(parts: Parts, tile: bool) -> Parts | None:
@@ -278,12 +283,9 @@ def cast_fp8_block_batch(
 ) -> Launches:
     """Prepares `cast_fp8_block_both` of many matrices."""
     tile, launches = TILE_OF[block], list[Launch]()
-    views = [[parts and _as_gemms_read(parts, tile) for parts in out] for out in outs]
+    laid_out = [_laid_out(x, *out, tile) for x, out in zip(xs, outs, strict=True)]
     for gemm_layout in (False, True):
-        jobs = [
-            _block_job(x, *(view if gemm_layout else out)) for x, out, view in zip(xs, outs, views, strict=True)
-            if all(parts is None or seen for parts, seen in zip(out, view, strict=True)) == gemm_layout
-        ]  # fmt: skip
+        jobs = [job for job, as_read in laid_out if as_read == gemm_layout]
         options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon, "gemm_layout": gemm_layout}
         launches += [cuda.cast_block_batch(jobs, tile=tile, **options)] if jobs else []
     return Launches([], [(None, None)] * len(xs), launches)
