@@ -12,12 +12,12 @@ the same accumulation. `best` is the fastest of cuBLASLt's candidates over the o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from dlp.kernels.tune import fastest
 from dlp.quant.gemm import Gemm, kernel_name
 from dlp.quant.recipe import GEMMS, Recipe
 from dlp.quant.tensor import QuantizedTensor
+from launch.bench_files import add_files, write_files
 from launch.bench_linear import RECIPES, SETTLING, SHAPES, Shape, operand
 from launch.bench_quantize import Launch, graph_of, replay, rotation
 
@@ -154,8 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES[:3]],
                         help="tokens x in x out, as 8192x4096x4096")  # fmt: skip
     parser.add_argument("--recipes", nargs="+", default=[*RECIPES, "fp8_rowwise"])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    add_files(parser)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():
         return code
@@ -166,10 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for text in options.shapes:
         tokens, k, n = (int(size) for size in text.split("x"))
         lines += of_shape((tokens, k, n), options.recipes)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
-    if options.plot:
-        plot(lines, options.plot)
+    write_files(options, [asdict(line) for line in lines], partial(plot, lines))
     return 0
 
 

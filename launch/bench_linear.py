@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from dlp.parallel.step import end_step
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMMS, Recipe
+from launch.bench_files import add_files, write_files
 from launch.bench_quantize import copy_of, graph_of, host_us, replay
 from launch.where import longest_kernels
 
@@ -295,8 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="tokens x in x out, as 8192x4096x4096")  # fmt: skip
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    add_files(parser)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():
         return code
@@ -319,10 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.where:
                 print(where(recipe, (tokens, k, n)), flush=True)
             torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps({"lines": [asdict(line) for line in lines], "host_us": hosts}, indent=1))
-    if options.plot:
-        plot(lines, options.plot)
+    write_files(options, {"lines": [asdict(line) for line in lines], "host_us": hosts}, partial(plot, lines))
     return 0
 
 

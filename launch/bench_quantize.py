@@ -13,12 +13,12 @@ what one call costs the host, with nothing for the device to do.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.cuda_fp4 import scale_shape as fp4_scale_shape
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.reference import Draw
+from launch.bench_files import add_files, write_files
 
 Run = Callable[[], Any]
 E4M3 = torch.float8_e4m3fn
@@ -347,8 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=float, nargs="+", default=[256, 64, 4], help="MB of input")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains one of these")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    add_files(parser)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():
         return code
@@ -361,10 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lines.append(measure(name, getattr(torch, dtype), megabytes))
                 show(lines[-1])
                 torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
-    if options.plot:
-        plot(lines, options.plot)
+    write_files(options, [asdict(line) for line in lines], partial(plot, lines))
     return 0
 
 
