@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import codes, cuda, dispatch, gemms, loader, ops, program, reference
+from dlp.kernels import codes, cuda, cuda_producers, dispatch, gemms, loader, ops, program, reference
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel import direct
 
@@ -24,6 +24,7 @@ ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 TYPES = {number: dtype for dtype, number in gemms.TYPES.items()}
 PIECE = 2**30
+TYPE = (torch.bfloat16, torch.float32)
 
 
 def at(address: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Tensor:
@@ -36,6 +37,20 @@ def at(address: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[
 
 def matrix(words: Sequence[int], wide: bool) -> Tensor:
     return at(words[0], words[1:3], torch.float32 if wide else torch.bfloat16, (words[3], 1))
+
+
+def made(words: Sequence[int], wide: bool, source: Sequence[int]) -> Tensor:
+    """What a cast makes its codes of: of its matrix, and the words of a source (csrc/kernels.h)."""
+    x, (producer, rstd, weight, fp32, up, stride, sums) = matrix(words, wide), source
+    if producer == cuda_producers.RMS_NORM:
+        factors = at(rstd, (len(x), 1), torch.float32), at(weight, x.shape[1:], TYPE[fp32]).float()
+        return (x.float() * factors[0] * factors[1]).to(x.dtype)
+    if producer == cuda_producers.SWIGLU:
+        return reference.swiglu(x, at(up, x.shape, x.dtype, (stride, 1)))
+    if producer == cuda_producers.COLUMN_SUMS:
+        found = reference.tile_sums(x)
+        at(sums, found.shape, torch.float32).copy_(found)
+    return x
 
 
 def scalar(address: int) -> Tensor | None:
@@ -105,7 +120,7 @@ class Program:
 class Module:
     """The functions of csrc/bindings.cpp that the recipes of per-tensor and block FP8 call."""
 
-    AMAX_CHUNK, TILE = 16384, 128
+    AMAX_CHUNK, TILE, NORM_PARTS = 16384, 128, 512
     GemmPlan, Program = Plan, Program
 
     @staticmethod
@@ -114,28 +129,31 @@ class Module:
 
     @staticmethod
     def cast_tensor(words: Any, wide: bool, e5m2: bool, rule: Any, stream: int) -> None:
-        Module.cast_transpose(words, 0, 1, 1, wide, e5m2, rule, False, stream)
+        Module.cast_transpose(words, 0, 1, 1, wide, e5m2, rule, False, cuda.MATRIX, stream)
 
     @staticmethod
     def cast_transpose(
-        words: Any, many: int, count: int, items: int, wide: bool, e5m2: bool, rule: Any, observe: bool, stream: int
-    ) -> None:
-        x, (row, col, amax, scale, staging, scale_inv) = matrix(words, wide), words[5:]
+        words: Any, many: int, count: int, items: int, wide: bool, e5m2: bool, rule: Any, observe: bool, producer: Any,
+        stream: int,
+    ) -> None:  # fmt: skip
+        x, (row, col, amax, scale, staging, scale_inv) = made(words, wide, producer), words[5:]
         source = Fp8Scale(scalar(amax), scalar(scale), scalar(staging), power_of_two=rule[3], epsilon=rule[1])
-        made, inverse = reference.cast_fp8_tensor(x, CODES[e5m2], source)
+        codes, inverse = reference.cast_fp8_tensor(x, CODES[e5m2], source)
         at(scale_inv, (), torch.float32).copy_(inverse)
-        for address, values in ((row, made), (col, made.t())):
+        for address, values in ((row, codes), (col, codes.t())):
             if address:
                 at(address, values.shape, CODES[e5m2]).copy_(values)
 
     @staticmethod
-    def cast_block(tile: bool, words: Any, wide: bool, e5m2: bool, rule: Any, gemm_layout: bool) -> None:
-        x = matrix(words, wide)
+    def cast_block(
+        tile: bool, words: Any, wide: bool, e5m2: bool, rule: Any, gemm_layout: bool, producer: Any = cuda.MATRIX
+    ) -> None:
+        x = made(words, wide, producer)
         for source, (payload, scale) in ((x, words[5:7]), (x.t(), words[7:9])):
             if payload:
                 options = {"power_of_two": rule[3], "epsilon": rule[1]}
-                made, compact = reference.cast_fp8_block(source, (128 if tile else 1, 128), CODES[e5m2], **options)
-                at(payload, made.shape, CODES[e5m2]).copy_(made)
+                codes, compact = reference.cast_fp8_block(source, (128 if tile else 1, 128), CODES[e5m2], **options)
+                at(payload, codes.shape, CODES[e5m2]).copy_(codes)
                 laid = reference.block_2d_layout(compact) if tile else reference.block_1d_layout(compact)
                 lies = laid if gemm_layout else compact
                 at(scale, lies.shape, torch.float32).copy_(lies)
@@ -147,6 +165,53 @@ class Module:
     @staticmethod
     def cast_block_2d(words: Any, many: int, count: int, items: int, *more: Any) -> None:
         Module.cast_block(True, words, *more[:-1])
+
+    @staticmethod
+    def rms_norm(words: Any, eps: float, wide: bool, stream: int) -> None:
+        x, (weight, fp32, rstd, y, amax) = matrix(words, wide), words[5:]
+        value, found = reference.rms_norm(x, at(weight, x.shape[1:], TYPE[fp32]), eps)
+        at(rstd, found.shape, torch.float32).copy_(found)
+        Module._written(value, y, amax)
+
+    @staticmethod
+    def rms_norm_backward(words: Any, wide: bool, stream: int) -> None:
+        x, (weight, fp32, rstd, dy, stride, dx, parts) = matrix(words, wide), words[5:]
+        given = at(dy, x.shape, x.dtype, (stride, 1)), x, at(weight, x.shape[1:], TYPE[fp32])
+        dvalue, dweight = reference.rms_norm_backward(*given, at(rstd, (len(x),), torch.float32))
+        at(dx, x.shape, x.dtype).copy_(dvalue)
+        sums = at(parts, (min(len(x), Module.NORM_PARTS), x.shape[1]), torch.float32)
+        sums.zero_()[0] = dweight
+
+    @staticmethod
+    def swiglu(words: Any, wide: bool, stream: int) -> None:
+        gate, (up, stride, h, amax) = matrix(words, wide), words[5:]
+        Module._written(reference.swiglu(gate, at(up, gate.shape, gate.dtype, (stride, 1))), h, amax)
+
+    @staticmethod
+    def swiglu_backward(words: Any, wide: bool, stream: int) -> None:
+        gate, (up, up_stride, dh, dh_stride, dgate, dup) = matrix(words, wide), words[5:]
+        given = (
+            at(address, gate.shape, gate.dtype, (stride, 1)) for address, stride in ((dh, dh_stride), (up, up_stride))
+        )
+        grads = reference.swiglu_backward(next(given), gate, next(given))
+        for address, grad in zip((dgate, dup), grads, strict=True):
+            at(address, gate.shape, gate.dtype).copy_(grad)
+
+    @staticmethod
+    def _written(value: Tensor, out: int, amax: int) -> None:
+        if out:
+            at(out, value.shape, value.dtype).copy_(value)
+        if amax:
+            at(amax, (), torch.float32).copy_(reference.amax(value))
+
+    @staticmethod
+    def tile_sums(words: Any, items: int, sums: int, wide: bool, stream: int) -> None:
+        found = reference.tile_sums(matrix(words, wide))
+        at(sums, found.shape, torch.float32).copy_(found)
+
+    @staticmethod
+    def sum_parts(parts: int, count: int, cols: int, out: int, stream: int) -> None:
+        at(out, (cols,), torch.float32).copy_(reference.sum_parts(at(parts, (count, cols), torch.float32)))
 
     @staticmethod
     def transpose_bytes(words: Any, tiles: int, stream: int) -> None:

@@ -58,7 +58,8 @@ def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """[elements, bytes of one element], little-endian, on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # adjacent also where one element has a stride of its own
+    flat.view(tensor.shape).copy_(tensor.detach().cpu())
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
 
 

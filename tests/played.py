@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import casts, cuda, cuda_fp4, cuda_rowwise, dispatch, reference
+from dlp.kernels import casts, cuda, cuda_fp4, cuda_producers, cuda_rowwise, dispatch, reference
 from dlp.kernels.cuda import BlockJob, TensorJob
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.cuda_rowwise import RowwiseJob
@@ -32,20 +32,25 @@ def playing() -> Iterator[list[object]]:
 def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     jobs: list[object] = []
 
-    def cast_tensor(job: TensorJob, **options: bool | float) -> None:
+    def cast_tensor(job: TensorJob, source: Any = cuda.MATRIX, **options: bool | float) -> None:
         jobs.append(job)
+        job = _made(job, source)
         source = Fp8Scale(job.amax, job.scale, job.staging, **options)  # type: ignore[arg-type]
         codes, scale_inv = reference.cast_fp8_tensor(job.x, _code_dtype(job), source)
         _fill((job.codes, job.codes_t, job.scale_inv), (codes, codes.t(), scale_inv))
 
-    def cast_block(job: BlockJob, *, tile: bool, gemm_layout: bool, **options: bool | float) -> None:
+    def cast_block(
+        job: BlockJob, *, tile: bool, gemm_layout: bool, source: Any = cuda.MATRIX, **options: bool | float
+    ) -> None:
         jobs.append(job)
+        job = _made(job, source)
         for source, out in ((job.x, job[1:3]), (job.x.t(), job[3:5])):
             made = reference.cast_fp8_block(source, (128 if tile else 1, 128), _code_dtype(job), **options)  # type: ignore[arg-type]
             _fill(out, made)
 
-    def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str) -> None:
+    def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str, source: Any = cuda.MATRIX) -> None:
         jobs.append(job)
+        job = _made(job, source)
         for source, out in ((job.x, job[1:3]), (job.x.t(), job[3:5])):
             _fill(out, reference.cast_mxfp8(source, (32 if tile else 1, 32), _code_dtype(job), rule=rule))
 
@@ -53,15 +58,17 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         jobs.append(x)
         out.copy_(reference.amax(x))
 
-    def amax_lines(x: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
+    def amax_lines(x: Tensor, rows: Tensor | None, cols: Tensor | None, source: Any = cuda.MATRIX) -> None:
         jobs.append(x)
+        x = _made_matrix(x, source)
         _fill((rows, cols), (reference.amax(x, 1), reference.amax(x, 0)))
 
     def amax_lines_batch(xs: Sequence[Tensor], outs: Sequence[tuple[Tensor, Tensor]]):
         return lambda: [amax_lines(_readable(x), *out) for x, out in zip(xs, outs, strict=True)]
 
-    def cast_rowwise(job: RowwiseJob, *, power_of_two: bool, epsilon: float) -> None:
+    def cast_rowwise(job: RowwiseJob, *, power_of_two: bool, epsilon: float, source: Any = cuda.MATRIX) -> None:
         jobs.append(job)
+        job = _made(job, source)
         for source, (codes, amax, scale_inv) in ((job.x, job[1:4]), (job.x.t(), job[4:7])):
             if codes is not None:
                 made = casts._rowwise_by_reference(source, amax, codes.dtype, power_of_two, epsilon)
@@ -72,9 +79,11 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         out.copy_(torch.stack([reference.amax(x), reference.amax(reference.rht16(x.t()))]))
 
     def cast_nvfp4(
-        job: Nvfp4Job, *, rht: bool = False, draws: tuple[Any, Any] = (None, None), tile: bool = False
-    ) -> None:
+        job: Nvfp4Job, *, rht: bool = False, draws: tuple[Any, Any] = (None, None), tile: bool = False,
+        source: Any = cuda.MATRIX,
+    ) -> None:  # fmt: skip
         jobs.append(job)
+        job = _made(job, source)
         for turned, draw, source, (codes, scale, amax, out) in (
             (False, draws[0], job.x, job[1:5]), (rht, draws[1], job.x.t(), job[5:9]),
         ):  # fmt: skip
@@ -108,7 +117,49 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(cuda_rowwise, "amax_lines_batch", amax_lines_batch)
     monkeypatch.setattr(cuda_fp4, "cast_nvfp4_batch", batched(cast_nvfp4))
     monkeypatch.setattr(dispatch, "has_kernel", lambda x: True)
+    _play_producers(monkeypatch)
     return jobs
+
+
+def _play_producers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of words, a source is a function that makes the matrix; see `_made`."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, rstd: Tensor, *, y: Any = None, amax: Any = None) -> None:
+        value, found = reference.rms_norm(x, weight, eps)
+        _fill((rstd, y, amax), (found, value, reference.amax(value)))
+
+    def swiglu(gate: Tensor, up: Tensor, *, h: Any = None, amax: Any = None) -> None:
+        value = reference.swiglu(gate, up)
+        _fill((h, amax), (value, reference.amax(value)))
+
+    def normed(x: Tensor, weight: Tensor, rstd: Tensor) -> Any:
+        return lambda x: (x.float() * rstd[:, None] * weight.float()).to(x.dtype)
+
+    def summed(x: Tensor, parts: Tensor) -> Any:
+        def take(x: Tensor) -> Tensor:
+            parts.zero_()[0] = reference.column_sums(x)
+            return x
+
+        return take
+
+    played = {
+        "rms_norm": rms_norm, "swiglu": swiglu, "rms_norm_source": normed, "column_sums_source": summed,
+        "swiglu_source": lambda gate, up: lambda x: reference.swiglu(x, up),
+        "column_sums": lambda x, out: out.copy_(reference.column_sums(x)),
+        "empty_parts": lambda x: torch.empty(max(1, -(-len(x) // 128)), x.shape[1]),
+        "sum_parts": lambda parts, out: out.copy_(reference.sum_parts(parts)),
+    }  # fmt: skip
+    for name, play in played.items():
+        monkeypatch.setattr(cuda_producers, name, play)
+
+
+def _made_matrix(x: Tensor, source: Any) -> Tensor:
+    return source(x) if callable(source) else x
+
+
+def _made(job: Any, source: Any) -> Any:
+    """The job as a kernel casts it."""
+    return job._replace(x=_made_matrix(job.x, source))
 
 
 def _readable(job: Any) -> Any:

@@ -8,6 +8,8 @@ Other input dtypes than bf16 and fp32, and blocks of other sizes, have no kernel
     cast_fp8_block          one fp32 scale 128 elements or 128x128 tile
     cast_mxfp8              one power of two 32 elements or 32x32 tile
 
+Where they take a matrix they also take a `Produced` one, which a kernel makes on its way (see produced.py).
+
 A cast returns the parts of its operand, written into `out` where that is given. Its `_both` makes the operands of x and
 of x.t() in one read: the bits of two casts. Its `_batch` prepares that, or one of the two, for many matrices in one
 launch, into given outputs, and exists on CUDA only. NVFP4 lies in casts_fp4.py.
@@ -23,9 +25,10 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_rowwise, dispatch, gemms, loader, reference
-from dlp.kernels.cuda import BlockJob, TensorJob
+from dlp.kernels.cuda import MATRIX, BlockJob, TensorJob, Words
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.dispatch import Launch, Launches, Outs, Parts, Wanted, both_into, into
+from dlp.kernels.produced import Produced, opened
 from dlp.kernels.reference import Fp8Scale
 from dlp.kernels.reference.scales import Block
 
@@ -51,8 +54,11 @@ def has_batches(x: Tensor) -> bool:
     return dispatch.has_kernel(x) and cuda.readable(x)
 
 
-def amax(x: Tensor, dim: int | None = None) -> Tensor:
+def amax(x: Tensor | Produced, dim: int | None = None) -> Tensor:
     """max |x| as fp32, over the whole tensor (shape []) or along `dim`; NaN is ignored, an empty tensor gives 0."""
+    if isinstance(x, Produced):
+        found = x.amax() if dim is None else None
+        return amax(x.value, dim) if found is None else found
     if not dispatch.has_kernel(x):
         return reference.amax(x, dim)
     matrix, flipped = dispatch.adjacent(x)
@@ -64,23 +70,25 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
     return out
 
 
-def amax_lines(x: Tensor) -> tuple[Tensor, Tensor]:
+def amax_lines(x: Tensor | Produced) -> tuple[Tensor, Tensor]:
     """max |x| of every row [rows] and of every column [C], fp32, in one read."""
+    x, words = opened(x)
     if not dispatch.has_kernel(x):
         return reference.amax(x, 1), reference.amax(x, 0)
     matrix, flipped = dispatch.adjacent(x)
-    lines = _amaxes_of_lines(matrix, True, True)
+    lines = _amaxes_of_lines(matrix, True, True, words)
     return lines[::-1] if flipped else lines
 
 
-def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool) -> tuple[Any, Any]:
-    """The amaxes of a matrix that kernels can read, of its rows and of its columns where they are wanted."""
+def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool, words: Words = MATRIX) -> tuple[Any, Any]:
+    """The amaxes of a matrix that kernels can read, of its rows and of its columns where they are wanted. `words`: what
+    makes its elements, here as below."""
     sizes = [size if wanted else 0 for size, wanted in zip(matrix.shape, (rows, cols), strict=True)]
     whole = torch.empty(sum(sizes), device=matrix.device)
     cuda.set_zero(whole)
     lines = whole.split(sizes)
     made = lines[0] if rows else None, lines[1] if cols else None
-    cuda_rowwise.amax_lines(matrix, *made)
+    cuda_rowwise.amax_lines(matrix, *made, words)
     return made
 
 
@@ -93,9 +101,9 @@ def _tensor_job(x: Tensor, row: Parts | None, col: Parts | None, source: Fp8Scal
     return TensorJob(x, scale_inv, codes, codes_t, source.amax, source.scale, source.staging)
 
 
-def _launch_tensor(source: Fp8Scale, x: Tensor, row: Parts | None, col: Parts | None) -> None:
+def _launch_tensor(source: Fp8Scale, words: Words, x: Tensor, row: Parts | None, col: Parts | None) -> None:
     job = _tensor_job(x, row, col, source)
-    cuda.cast_tensor(job, power_of_two=source.power_of_two, epsilon=source.epsilon)
+    cuda.cast_tensor(job, power_of_two=source.power_of_two, epsilon=source.epsilon, source=words)
     if row and col and col[1].data_ptr() != row[1].data_ptr():
         col[1].copy_(row[1])
 
@@ -104,15 +112,19 @@ def _empty_tensor(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
     return torch.empty(shape, dtype=dtype, device=x.device), torch.empty((), device=x.device)
 
 
-def cast_fp8_tensor(x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, out: Parts | None = None) -> Parts:
+def cast_fp8_tensor(x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, out: Parts | None = None) -> Parts:
     """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv []; `source` says where the scale comes from."""
+    x, words = opened(x, dtype)
     if not dispatch.has_kernel(x):
         return into(out, reference.cast_fp8_tensor(x, dtype, source))
-    return dispatch.rowwise(x, out, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source))
+    return dispatch.rowwise(x, out, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, words))
 
 
-def cast_fp8_tensor_both(x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None) -> tuple[Parts, Parts]:
+def cast_fp8_tensor_both(
+    x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None
+) -> tuple[Parts, Parts]:
     """`cast_fp8_tensor` of x and of x.t(); their scale_inv share memory, except in given outputs."""
+    x, words = opened(x, dtype)
     if not dispatch.has_kernel(x):
         codes, scale_inv = reference.cast_fp8_tensor(x, dtype, source)
         row, col = outs if outs is not None else (None, None)
@@ -120,7 +132,7 @@ def cast_fp8_tensor_both(x: Tensor, dtype: torch.dtype, source: Fp8Scale, *, out
     if outs is None:
         row = _empty_tensor(x, dtype, x.shape)
         outs = row, (torch.empty(x.shape[::-1], dtype=dtype, device=x.device), row[1])
-    return dispatch.both(x, outs, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source))
+    return dispatch.both(x, outs, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, words))
 
 
 def cast_fp8_tensor_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale]) -> Launches:
@@ -151,24 +163,27 @@ def _rowwise_job(x: Tensor, row: RowwiseWay | None, col: RowwiseWay | None) -> R
 
 
 def cast_fp8_rowwise(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0, out: Parts | None = None
-) -> Parts:
+    x: Tensor | Produced, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    out: Parts | None = None,
+) -> Parts:  # fmt: skip
     """x [rows, C], the amaxes of its rows -> codes [rows, C] of `dtype` and fp32 scale_inv [rows]."""
+    x, words = opened(x, dtype)
     if not dispatch.has_kernel(x):
         return into(out, _rowwise_by_reference(x, amax, dtype, power_of_two, epsilon))
 
     matrix, flipped = dispatch.adjacent(x)
     made = out if out is not None else _empty_rowwise(x, dtype, x.shape)
     job = _rowwise_job(matrix, *((None, (made, amax)) if flipped else ((made, amax), None)))
-    cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon)
+    cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon, source=words)
     return made
 
 
 def cast_fp8_rowwise_both(
-    x: Tensor, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     outs: Outs = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
+    x, words = opened(x, dtype)
     if not dispatch.has_kernel(x):
         row, col = outs if outs is not None else (None, None)
         make = partial(_rowwise_by_reference, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
@@ -178,7 +193,7 @@ def cast_fp8_rowwise_both(
     row, col = outs if outs is not None else (_empty_rowwise(x, dtype, shape) for shape in (x.shape, x.shape[::-1]))
     ways = (row, amaxes[0]), (col, amaxes[1])
     job = _rowwise_job(matrix, *(ways[::-1] if flipped else ways))
-    cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon)
+    cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon, source=words)
     return row, col
 
 
@@ -213,6 +228,13 @@ def cast_fp8_rowwise_batch(
 
 def _block_job(x: Tensor, row: Parts | None, col: Parts | None) -> BlockJob:
     return BlockJob(x, *(row or (None, None)), *(col or (None, None)))
+
+
+def _opened_in_blocks(x: Tensor | Produced, codes: torch.dtype, block: Block, fused: Block) -> tuple[Tensor, Words]:
+    """`opened` where kernels of these blocks make what they cast; else x itself."""
+    if isinstance(x, Tensor) or block == fused:
+        return opened(x, codes)
+    return x.value, MATRIX
 
 
 def _launch_block(kernel: Callable[..., None], tile: bool, x: Tensor, row: Parts | None, col: Parts | None) -> None:
@@ -252,29 +274,38 @@ def _empty_block(x: Tensor, tile: bool, dtype: torch.dtype, shape: Sequence[int]
 
 
 def cast_fp8_block(
-    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0, out: Parts | None = None
-) -> Parts:
+    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    out: Parts | None = None,
+) -> Parts:  # fmt: skip
     """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks]; edge blocks may be partial.
 
     A quotient max/amax that overflows becomes the largest finite value of x's dtype.
     """
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
+    x, words = _opened_in_blocks(x, dtype, block, (1, 128))
     if block not in TILE_OF or not dispatch.has_kernel(x):
         return into(out, reference.cast_fp8_block(x, block, dtype, **options))
     tile = TILE_OF[block]
-    kernel = partial(cuda.cast_block, tile=tile, **options)
+    kernel = partial(cuda.cast_block, tile=tile, source=words, **options)
     return dispatch.rowwise(x, out, partial(_empty_block, x, tile, dtype), partial(_launch_block, kernel, tile))
 
 
 def cast_fp8_block_both(
-    x: Tensor, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0, outs: Outs = None
+    x: Tensor | Produced,
+    block: Block,
+    dtype: torch.dtype,
+    *,
+    power_of_two: bool,
+    epsilon: float = 0.0,
+    outs: Outs = None,
 ) -> tuple[Parts, Parts]:
     """`cast_fp8_block` of x and of x.t()."""
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
+    x, words = _opened_in_blocks(x, dtype, block, (1, 128))
     if block not in TILE_OF or not dispatch.has_kernel(x):
         return both_into(outs, partial(reference.cast_fp8_block, block=block, dtype=dtype, **options), x)
     tile = TILE_OF[block]
-    kernel = partial(cuda.cast_block, tile=tile, **options)
+    kernel = partial(cuda.cast_block, tile=tile, source=words, **options)
     return dispatch.both(x, outs, partial(_empty_block, x, tile, dtype), partial(_launch_block, kernel, tile))
 
 
@@ -303,21 +334,25 @@ def _empty_mx(x: Tensor, block: Block, dtype: torch.dtype, shape: Sequence[int])
     return torch.empty(shape, dtype=dtype, device=x.device), torch.empty(scales, dtype=torch.uint8, device=x.device)
 
 
-def cast_mxfp8(x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None) -> Parts:
+def cast_mxfp8(
+    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None
+) -> Parts:
     """x [rows, C] -> codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks], by scale rule "ceil" or "floor"."""
+    x, words = _opened_in_blocks(x, dtype, block, (1, 32))
     if not dispatch.has_kernel(x):
         return into(out, reference.cast_mxfp8(x, block, dtype, rule=rule))
-    kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule)
+    kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule, source=words)
     return dispatch.rowwise(x, out, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel))
 
 
 def cast_mxfp8_both(
-    x: Tensor, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None
+    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None
 ) -> tuple[Parts, Parts]:
     """`cast_mxfp8` of x and of x.t()."""
+    x, words = _opened_in_blocks(x, dtype, block, (1, 32))
     if not dispatch.has_kernel(x):
         return both_into(outs, partial(reference.cast_mxfp8, block=block, dtype=dtype, rule=rule), x)
-    kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule)
+    kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule, source=words)
     return dispatch.both(x, outs, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel))
 
 

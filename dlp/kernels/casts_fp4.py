@@ -5,6 +5,8 @@
 
 The kernel transforms along the columns of the matrix that it reads, which is the way a columnwise operand goes. Tiles
 have kernels where they are rounded to nearest and not transformed, as weights are.
+
+Produced activations are computed apart: bound by instructions, these kernels were slower with a producer inside.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_fp4, dispatch, reference
+from dlp.kernels.cuda import MATRIX, Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted, into
+from dlp.kernels.produced import Produced, opened, stored
 from dlp.kernels.reference import Draw
 from dlp.kernels.reference.scales import Block
 
@@ -25,8 +29,9 @@ Draws = tuple[Draw | None, Draw | None]  # of x, of x.t()
 Way = tuple[Parts, Tensor]  # of one orientation, with its amax
 
 
-def amax_nvfp4(x: Tensor, *, rht: bool) -> Tensor:
+def amax_nvfp4(x: Tensor | Produced, *, rht: bool) -> Tensor:
     """max |x| of x [rows, C] as fp32 []; `rht`: of rht16(x)."""
+    x = stored(x)
     if not dispatch.has_kernel(x):
         return reference.amax(reference.rht16(x) if rht else x)
     if rht:
@@ -36,8 +41,9 @@ def amax_nvfp4(x: Tensor, *, rht: bool) -> Tensor:
     return out
 
 
-def amax_nvfp4_both(x: Tensor) -> tuple[Tensor, Tensor]:
+def amax_nvfp4_both(x: Tensor | Produced) -> tuple[Tensor, Tensor]:
     """max |x| and max |rht16(x.t())|, in one read."""
+    x = stored(x)
     if not dispatch.has_kernel(x):
         return reference.amax(x), reference.amax(reference.rht16(x.t()))
     amaxes = _amax_rht(x if cuda.readable(x) else x.contiguous())
@@ -73,11 +79,18 @@ def _job(x: Tensor, row: Way | None, col: Way | None) -> Nvfp4Job:
     return Nvfp4Job(x, *ways[0], *ways[1])
 
 
-def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws) -> None:
+def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words) -> None:
     if block == TILE:
         cuda_fp4.cast_nvfp4_tile(job)
     else:
-        cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws)
+        cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws, source=words)
+
+
+def _opened(x: Tensor | Produced, block: Block) -> tuple[Tensor, Words]:
+    """x as its kernel reads it: one of tiles makes nothing on its way."""
+    if isinstance(x, Tensor) or block != TILE:
+        return opened(x, torch.uint8)
+    return x.value, MATRIX
 
 
 def _by_reference(x: Tensor, amax: Tensor, block: Block, rht: bool, draw: Draw | None) -> Parts:
@@ -86,24 +99,27 @@ def _by_reference(x: Tensor, amax: Tensor, block: Block, rht: bool, draw: Draw |
 
 
 def cast_nvfp4(
-    x: Tensor, amax: Tensor, block: Block, *, rht: bool = False, draw: Draw | None = None, out: Parts | None = None
-) -> Parts:
+    x: Tensor | Produced, amax: Tensor, block: Block, *, rht: bool = False, draw: Draw | None = None,
+    out: Parts | None = None,
+) -> Parts:  # fmt: skip
     """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
     amax. `rht`: of rht16(x); `draw`: the random bits of stochastic rounding, None rounds to nearest."""
+    x, words = (x.value, MATRIX) if rht and isinstance(x, Produced) else _opened(x, block)
     if not _kernel_takes(x, block, rht, draw is not None):
         return into(out, _by_reference(x, amax, block, rht, draw))
     matrix, flipped = (_columns_of(x), True) if rht else dispatch.adjacent(x)
     made = out if out is not None else _empty(x, block, x.shape)
     job = _job(matrix, *((None, (made, amax)) if flipped else ((made, amax), None)))
-    _run(job, block, rht, (None, draw) if flipped else (draw, None))
+    _run(job, block, rht, (None, draw) if flipped else (draw, None), words)
     return made
 
 
 def cast_nvfp4_both(
-    x: Tensor, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
+    x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
     outs: Outs = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
+    x, words = _opened(x, block)
     if not _kernel_takes(x, block, rht, draws != (None, None)):
         row, col = outs if outs is not None else (None, None)
         made = _by_reference(x, amaxes[0], block, False, draws[0])
@@ -113,7 +129,7 @@ def cast_nvfp4_both(
     ways = (row, amaxes[0]), (col, amaxes[1])
     if flipped:
         ways, draws = ways[::-1], draws[::-1]
-    _run(_job(matrix, *ways), block, rht, draws)
+    _run(_job(matrix, *ways), block, rht, draws, words)
     return row, col
 
 

@@ -32,6 +32,7 @@ from dlp.kernels.reference import FLT_MAX, FP8_MAX
 
 INPUTS = (torch.bfloat16, torch.float32)
 Words = tuple[int, ...]
+MATRIX: Words = (0,) * 7  # what a cast makes its elements of (`cuda_producers`): its matrix, as it is
 
 
 class AmaxJob(NamedTuple):
@@ -218,18 +219,19 @@ def _tensor_words(job: TensorJob, matrix: Words) -> Words:
     )  # fmt: skip
 
 
-def cast_tensor(job: TensorJob, *, power_of_two: bool = False, epsilon: float = 0.0) -> None:
-    """Per-tensor FP8: q = enc(fl(x * scale)), in one read whatever is wanted."""
+def cast_tensor(job: TensorJob, *, power_of_two: bool = False, epsilon: float = 0.0, source: Words = MATRIX) -> None:
+    """Per-tensor FP8: q = enc(fl(x * scale)), in one read whatever is wanted. `source`: of cuda_producers."""
     module = loader.load()
     dtype = _code_dtype(job)
     rule = scale_rule(dtype, power_of_two, epsilon)
     wide, e5m2 = job.x.dtype == torch.float32, dtype == torch.float8_e5m2
-    if job.codes_t is None:
+    if job.codes_t is None and source == MATRIX:
         launch("cast_tensor", job.x, _tensor_words(job, _flat(job.x)), wide, e5m2, rule)
         return
     tiles = _tiles(job.x, module.TILE)
     observe = job.staging is not None
-    launch("cast_transpose", job.x, _tensor_words(job, _matrix(job.x)), 0, 1, tiles, wide, e5m2, rule, observe)
+    words = _tensor_words(job, _matrix(job.x))
+    launch("cast_transpose", job.x, words, 0, 1, tiles, wide, e5m2, rule, observe, source)
 
 
 def cast_tensor_batch(jobs: Sequence[TensorJob], *, power_of_two: bool = False, epsilon: float = 0.0) -> Batch:
@@ -241,9 +243,8 @@ def cast_tensor_batch(jobs: Sequence[TensorJob], *, power_of_two: bool = False, 
     words = [_tensor_words(job, _matrix(job.x)) for job in jobs]
     tiles = [_tiles(job.x, module.TILE) for job in jobs]
     rule = scale_rule(dtype, power_of_two, epsilon)
-    return _batch(
-        module.cast_transpose, len(words[0]), words, tiles, jobs, wide, dtype == torch.float8_e5m2, rule, observe
-    )
+    e5m2 = dtype == torch.float8_e5m2
+    return _batch(module.cast_transpose, len(words[0]), words, tiles, jobs, wide, e5m2, rule, observe, MATRIX)
 
 
 # FP8, one scale 128 elements or tile
@@ -281,18 +282,26 @@ def _block_words(job: BlockJob, tile: bool, gemm_layout: bool) -> Words:
 
 
 def cast_block(
-    job: BlockJob, *, tile: bool, power_of_two: bool = True, epsilon: float = 0.0, gemm_layout: bool = False
-) -> None:
+    job: BlockJob, *, tile: bool, power_of_two: bool = True, epsilon: float = 0.0, gemm_layout: bool = False,
+    source: Words = MATRIX,
+) -> None:  # fmt: skip
     """Block FP8, a scale every 128 elements of the contraction or every 128x128 tile, both orientations in one read.
 
-    Scales are fp32 scale_inv of `block_scale_shape`.
+    Scales are fp32 scale_inv of `block_scale_shape`. `source`: of cuda_producers, not for tiles.
     """
-    module = loader.load()
     dtype = _code_dtype(job)
+    kernel, more = _block_kernel("cast_block", tile, source)
     rule = scale_rule(dtype, power_of_two, epsilon, torch.finfo(job.x.dtype).max)
-    words, tiles = _block_words(job, tile, gemm_layout), _tiles(job.x, module.TILE)
+    words, tiles = _block_words(job, tile, gemm_layout), _tiles(job.x, loader.load().TILE)
     wide, e5m2 = job.x.dtype == torch.float32, dtype == torch.float8_e5m2
-    launch("cast_block_2d" if tile else "cast_block_1d", job.x, words, 0, 1, tiles, wide, e5m2, rule, gemm_layout)
+    launch(kernel, job.x, words, 0, 1, tiles, wide, e5m2, rule, gemm_layout, *more)
+
+
+def _block_kernel(name: str, tile: bool, source: Words) -> tuple[str, tuple[Words, ...]]:
+    """The kernel for blocks along the contraction or for tiles, and what it takes beside: tiles are of weights, which
+    nothing produces."""
+    assert not tile or source == MATRIX
+    return (f"{name}_2d", ()) if tile else (f"{name}_1d", (source,))
 
 
 def cast_block_batch(
@@ -301,13 +310,13 @@ def cast_block_batch(
     """The same for many matrices."""
     module = loader.load()
     dtype = _same([_code_dtype(job) for job in jobs], "the dtype of their codes")
-    source = _same([job.x.dtype for job in jobs], "the input dtype")
-    kernel = module.cast_block_2d if tile else module.cast_block_1d
-    rule = scale_rule(dtype, power_of_two, epsilon, torch.finfo(source).max)
+    x_dtype = _same([job.x.dtype for job in jobs], "the input dtype")
+    kernel, more = _block_kernel("cast_block", tile, MATRIX)
+    rule = scale_rule(dtype, power_of_two, epsilon, torch.finfo(x_dtype).max)
     words = [_block_words(job, tile, gemm_layout) for job in jobs]
     tiles = [_tiles(job.x, module.TILE) for job in jobs]
-    wide, e5m2 = source == torch.float32, dtype == torch.float8_e5m2
-    return _batch(kernel, len(words[0]), words, tiles, jobs, wide, e5m2, rule, gemm_layout)
+    wide, e5m2 = x_dtype == torch.float32, dtype == torch.float8_e5m2
+    return _batch(getattr(module, kernel), len(words[0]), words, tiles, jobs, wide, e5m2, rule, gemm_layout, *more)
 
 
 # MXFP8
@@ -331,15 +340,16 @@ def _mx_words(job: BlockJob, tile: bool) -> Words:
     )  # fmt: skip
 
 
-def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str = "ceil") -> None:
+def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str = "ceil", source: Words = MATRIX) -> None:
     """MXFP8, an E8M0 byte every 32 elements of the contraction or every 32x32 tile, both orientations in one read.
 
-    rule: "ceil" or "floor", see `reference.mx_scale`; the bytes are those of `mx_scale_shape`.
+    rule: "ceil" or "floor", see `reference.mx_scale`; the bytes are those of `mx_scale_shape`. `source`: of
+    cuda_producers, not for tiles.
     """
-    module = loader.load()
-    words, tiles = _mx_words(job, tile), _tiles(job.x, module.TILE)
+    kernel, more = _block_kernel("cast_mxfp8", tile, source)
+    words, tiles = _mx_words(job, tile), _tiles(job.x, loader.load().TILE)
     wide, e5m2 = job.x.dtype == torch.float32, _code_dtype(job) == torch.float8_e5m2
-    launch("cast_mxfp8_2d" if tile else "cast_mxfp8_1d", job.x, words, 0, 1, tiles, wide, e5m2, rule == "floor")
+    launch(kernel, job.x, words, 0, 1, tiles, wide, e5m2, rule == "floor", *more)
 
 
 def cast_mxfp8_batch(jobs: Sequence[BlockJob], *, tile: bool, rule: str = "ceil") -> Batch:
@@ -347,7 +357,7 @@ def cast_mxfp8_batch(jobs: Sequence[BlockJob], *, tile: bool, rule: str = "ceil"
     module = loader.load()
     e5m2 = _same([_code_dtype(job) for job in jobs], "the dtype of their codes") == torch.float8_e5m2
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
-    kernel = module.cast_mxfp8_2d if tile else module.cast_mxfp8_1d
+    kernel, more = _block_kernel("cast_mxfp8", tile, MATRIX)
     words = [_mx_words(job, tile) for job in jobs]
     tiles = [_tiles(job.x, module.TILE) for job in jobs]
-    return _batch(kernel, len(words[0]), words, tiles, jobs, wide, e5m2, rule == "floor")
+    return _batch(getattr(module, kernel), len(words[0]), words, tiles, jobs, wide, e5m2, rule == "floor", *more)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader
-from dlp.kernels.cuda import Batch, Words, _batch, _matrix, _output, _same, _scalar, _tiles
+from dlp.kernels.cuda import MATRIX, Batch, Words, _batch, _matrix, _output, _same, _scalar, _tiles
 from dlp.kernels.launches import launch
 from dlp.kernels.reference import Draw
 
@@ -82,13 +82,15 @@ def _draw_words(draw: Draw | None) -> Words:
     return draw.counter.data_ptr(), draw.row, draw.column // 16, across, draw.direction, seed & WORD, tensor & WORD
 
 
-def cast_nvfp4(job: Nvfp4Job, *, rht: bool = False, draws: tuple[Draw | None, Draw | None] = (None, None)) -> None:
+def cast_nvfp4(
+    job: Nvfp4Job, *, rht: bool = False, draws: tuple[Draw | None, Draw | None] = (None, None), source: Words = MATRIX
+) -> None:
     """NVFP4 in blocks of 16, both orientations in one read. `rht`: the columns are transformed first; `draws`: where the
-    random bits of each orientation come from, None rounds to nearest."""
+    random bits of each orientation come from, None rounds to nearest; `source`: of cuda_producers."""
     module = loader.load()
     words, tiles = _words(job, False), _tiles(job.x, module.TILE)
     draw, draw_t = (_draw_words(draw) for draw in draws)
-    launch("cast_nvfp4_1d", job.x, words, 0, 1, tiles, job.x.dtype == torch.float32, rht, draw, draw_t)
+    launch("cast_nvfp4_1d", job.x, words, 0, 1, tiles, job.x.dtype == torch.float32, rht, draw, draw_t, source)
 
 
 def cast_nvfp4_tile(job: Nvfp4Job) -> None:
@@ -111,4 +113,4 @@ def cast_nvfp4_batch(jobs: Sequence[Nvfp4Job], *, tile: bool) -> Batch:
     if tile:
         return _batch(module.cast_nvfp4_2d, len(words[0]), [_one_amax(row) for row in words], tiles, jobs, wide)
     nothing = _draw_words(None)
-    return _batch(module.cast_nvfp4_1d, len(words[0]), words, tiles, jobs, wide, False, nothing, nothing)
+    return _batch(module.cast_nvfp4_1d, len(words[0]), words, tiles, jobs, wide, False, nothing, nothing, MATRIX)

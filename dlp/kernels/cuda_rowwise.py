@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader
-from dlp.kernels.cuda import Batch, Words, _batch, _matrix, _output, _same, _tiles, scale_rule
+from dlp.kernels.cuda import MATRIX, Batch, Words, _batch, _matrix, _output, _same, _tiles, scale_rule
 from dlp.kernels.launches import launch
 
 
@@ -51,11 +51,12 @@ def _lines_words(job: LinesJob) -> Words:
     return (*_matrix(job.x), 0, _output(job.amax, [rows], fp32, "amax"), _output(job.amax_t, [cols], fp32, "amax_t"))
 
 
-def amax_lines(x: Tensor, amax: Tensor | None, amax_t: Tensor | None) -> None:
-    """Raises amax [rows] and amax_t [cols] to max |x| of every row and column; NaN is ignored."""
+def amax_lines(x: Tensor, amax: Tensor | None, amax_t: Tensor | None, source: Words = MATRIX) -> None:
+    """Raises amax [rows] and amax_t [cols] to max |x| of every row and column; NaN is ignored. `source`: of
+    cuda_producers."""
     module = loader.load()
     words, tiles = _lines_words(LinesJob(x, amax, amax_t)), _tiles(x, module.TILE)
-    launch("amax_lines", x, words, 0, 1, tiles, x.dtype == torch.float32)
+    launch("amax_lines", x, words, 0, 1, tiles, x.dtype == torch.float32, source)
 
 
 def amax_lines_batch(xs: Sequence[Tensor], amaxes: Sequence[tuple[Tensor | None, Tensor | None]]) -> Batch:
@@ -64,7 +65,7 @@ def amax_lines_batch(xs: Sequence[Tensor], amaxes: Sequence[tuple[Tensor | None,
     jobs = [LinesJob(x, *amax) for x, amax in zip(xs, amaxes, strict=True)]
     wide = _same([x.dtype for x in xs], "the input dtype") == torch.float32
     words, tiles = [_lines_words(job) for job in jobs], [_tiles(x, module.TILE) for x in xs]
-    return _batch(module.amax_lines, len(words[0]), words, tiles, jobs, wide)
+    return _batch(module.amax_lines, len(words[0]), words, tiles, jobs, wide, MATRIX)
 
 
 def _rowwise_words(job: RowwiseJob) -> Words:
@@ -79,12 +80,14 @@ def _rowwise_words(job: RowwiseJob) -> Words:
     )  # fmt: skip
 
 
-def cast_rowwise(job: RowwiseJob, *, power_of_two: bool = True, epsilon: float = 0.0) -> None:
-    """Rowwise FP8, a scale a row from its amax, and a scale a column in the transposed copy, in one read."""
+def cast_rowwise(job: RowwiseJob, *, power_of_two: bool = True, epsilon: float = 0.0, source: Words = MATRIX) -> None:
+    """Rowwise FP8, a scale a row from its amax, and a scale a column in the transposed copy, in one read. `source`: of
+    cuda_producers."""
     module = loader.load()
     rule = scale_rule(job.code_dtype, power_of_two, epsilon)
     wide, e5m2 = job.x.dtype == torch.float32, job.code_dtype == torch.float8_e5m2
-    launch("cast_rowwise", job.x, _rowwise_words(job), 0, 1, _tiles(job.x, module.TILE), wide, e5m2, rule)
+    tiles = _tiles(job.x, module.TILE)
+    launch("cast_rowwise", job.x, _rowwise_words(job), 0, 1, tiles, wide, e5m2, rule, source)
 
 
 def cast_rowwise_batch(jobs: Sequence[RowwiseJob], *, power_of_two: bool = True, epsilon: float = 0.0) -> Batch:
@@ -94,4 +97,6 @@ def cast_rowwise_batch(jobs: Sequence[RowwiseJob], *, power_of_two: bool = True,
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
     words, tiles = [_rowwise_words(job) for job in jobs], [_tiles(job.x, module.TILE) for job in jobs]
     rule = scale_rule(dtype, power_of_two, epsilon)
-    return _batch(module.cast_rowwise, len(words[0]), words, tiles, jobs, wide, dtype == torch.float8_e5m2, rule)
+    return _batch(
+        module.cast_rowwise, len(words[0]), words, tiles, jobs, wide, dtype == torch.float8_e5m2, rule, MATRIX
+    )

@@ -53,6 +53,8 @@ from dlp.kernels.codes import (
 )
 from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted
 from dlp.kernels.gemms import AS_USUAL, BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, How, Scales, finish
+from dlp.kernels.produced import ACTIVATION_CODES, Gated, Produced, RmsNormed, Summed, stored
+from dlp.kernels.producers import column_sums, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from dlp.kernels.reference import (
     AMAX_ALGORITHMS,
     FLT_MAX,
@@ -85,18 +87,19 @@ from dlp.kernels.reference import (
 )
 
 __all__ = [
-    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "Draw", "Fp8Scale", "How", "Launches", "Outs", "Parts",
-    "Wanted", "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout", "cast_fp8",
-    "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",
-    "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8",
-    "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "decode_e2m1",
-    "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale",
-    "delayed_update", "delayed_updates", "empty_block_scales", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0",
-    "encode_fp8",
-    "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches",
-    "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1",
-    "pad_scales", "quantizer_kernels", "random_bytes", "rht16", "rounded", "scale_from_amax", "sum_in_order", "swizzle_128x4",
-    "transpose_codes", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4",
+    "ACTIVATION_CODES", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "Draw", "Fp8Scale", "Gated", "How",
+    "Launches", "Outs", "Parts", "Produced", "RmsNormed", "Summed", "Wanted", "amax", "amax_lines", "amax_nvfp4",
+    "amax_nvfp4_both", "block_1d_layout", "block_2d_layout", "cast_fp8", "cast_fp8_block", "cast_fp8_block_batch",
+    "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch", "cast_fp8_rowwise_both", "cast_fp8_tensor",
+    "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8", "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4",
+    "cast_nvfp4_batch", "cast_nvfp4_both", "column_sums", "decode_e2m1", "decode_e8m0", "decode_fp8",
+    "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update", "delayed_updates",
+    "empty_block_scales", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block",
+    "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches", "mx_scale",
+    "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales",
+    "quantizer_kernels", "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "rounded", "scale_from_amax",
+    "stored", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4", "transpose_codes", "transpose_e2m1",
+    "unpack_e2m1", "unswizzle_128x4",
 ]  # fmt: skip
 
 Block = tuple[int, int]

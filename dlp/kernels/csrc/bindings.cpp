@@ -49,6 +49,8 @@ Job make_job(const Row<Job>& words) {
     return make_work<Job>(words, 0, 1, 0).one;
 }
 
+Source make_source(const Words<Source>& words) { return make_job<Source>(words); }
+
 ScaleRule make_rule(const Rule& rule) {
     return {std::get<0>(rule), std::get<1>(rule), std::get<2>(rule), std::get<3>(rule)};
 }
@@ -56,27 +58,31 @@ ScaleRule make_rule(const Rule& rule) {
 Input input_of(bool wide) { return wide ? Input::kFp32 : Input::kBf16; }
 Code code_of(bool e5m2) { return e5m2 ? Code::kE5m2 : Code::kE4m3; }
 
-template <class Job, class Kernel>
-auto block_cast(Kernel kernel) {
-    return [kernel](const Words<Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
-                    const Rule& rule, bool gemm_layout, Stream stream) {
-        const Work<Job> work = make_work<Job>(one, many, count, items);
-        kernel(work, input_of(wide), code_of(e5m2), make_rule(rule), gemm_layout, stream);
-    };
+void bind_blocks(pybind11::module_& m) {
+    bind_step(m, "cast_block_1d", [](const Words<BlockJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
+                              const Rule& rule, bool gemm_layout, const Words<Source>& source, Stream stream) {
+        const Work<BlockJob> work = make_work<BlockJob>(one, many, count, items);
+        cast_block_1d(work, input_of(wide), code_of(e5m2), make_rule(rule), gemm_layout, make_source(source), stream);
+    });
+    bind_step(m, "cast_block_2d", [](const Words<BlockJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
+                              const Rule& rule, bool gemm_layout, Stream stream) {
+        const Work<BlockJob> work = make_work<BlockJob>(one, many, count, items);
+        cast_block_2d(work, input_of(wide), code_of(e5m2), make_rule(rule), gemm_layout, stream);
+    });
+    bind_step(m, "cast_mxfp8_1d", [](const Words<BlockJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
+                              bool floor, const Words<Source>& source, Stream stream) {
+        const Work<BlockJob> work = make_work<BlockJob>(one, many, count, items);
+        cast_mxfp8_1d(work, input_of(wide), code_of(e5m2), floor, make_source(source), stream);
+    });
+    bind_step(m, "cast_mxfp8_2d", [](const Words<BlockJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
+                              bool floor, Stream stream) {
+        cast_mxfp8_2d(make_work<BlockJob>(one, many, count, items), input_of(wide), code_of(e5m2), floor, stream);
+    });
 }
 
 Draw make_draw(const DrawWords& words) {
     return {reinterpret_cast<const int64_t*>(words[0]), words[1], words[2], words[3],
             uint32_t(words[4]), uint32_t(words[5]), uint32_t(words[6])};
-}
-
-using MxKernel = void (*)(const Work<BlockJob>&, Input, Code, bool, Stream);
-
-auto mx_cast(MxKernel kernel) {
-    return [kernel](const Words<BlockJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
-                    bool floor, Stream stream) {
-        kernel(make_work<BlockJob>(one, many, count, items), input_of(wide), code_of(e5m2), floor, stream);
-    };
 }
 
 template <class Kernel>
@@ -88,13 +94,13 @@ auto transpose_codes(Kernel kernel) {
 
 void bind_lines(pybind11::module_& m) {
     bind_step(m, "amax_lines", [](const Words<LinesJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
-                           Stream stream) {
-        amax_lines(make_work<LinesJob>(one, many, count, items), input_of(wide), stream);
+                           const Words<Source>& source, Stream stream) {
+        amax_lines(make_work<LinesJob>(one, many, count, items), input_of(wide), make_source(source), stream);
     });
     bind_step(m, "cast_rowwise", [](const Words<RowwiseJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
-                             bool e5m2, const Rule& rule, Stream stream) {
+                             bool e5m2, const Rule& rule, const Words<Source>& source, Stream stream) {
         const Work<RowwiseJob> work = make_work<RowwiseJob>(one, many, count, items);
-        cast_rowwise(work, input_of(wide), code_of(e5m2), make_rule(rule), stream);
+        cast_rowwise(work, input_of(wide), code_of(e5m2), make_rule(rule), make_source(source), stream);
     });
 }
 
@@ -103,13 +109,34 @@ void bind_nvfp4(pybind11::module_& m) {
         amax_rht(make_work<RhtAmaxJob>(one, 0, 1, items), input_of(wide), stream);
     });
     bind_step(m, "cast_nvfp4_1d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool rht,
-                              const DrawWords& draw, const DrawWords& draw_t, Stream stream) {
+                              const DrawWords& draw, const DrawWords& draw_t, const Words<Source>& source, Stream stream) {
         const Work<Nvfp4Job> work = make_work<Nvfp4Job>(one, many, count, items);
-        cast_nvfp4_1d(work, input_of(wide), rht, make_draw(draw), make_draw(draw_t), stream);
+        cast_nvfp4_1d(work, input_of(wide), rht, make_draw(draw), make_draw(draw_t), make_source(source), stream);
     });
     bind_step(m, "cast_nvfp4_2d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
                               Stream stream) {
         cast_nvfp4_2d(make_work<Nvfp4Job>(one, many, count, items), input_of(wide), stream);
+    });
+}
+
+void bind_producers(pybind11::module_& m) {
+    bind_step(m, "rms_norm", [](const Words<NormJob>& job, float eps, bool wide, Stream stream) {
+        rms_norm(make_job<NormJob>(job), eps, input_of(wide), stream);
+    });
+    bind_step(m, "rms_norm_backward", [](const Words<NormGradJob>& job, bool wide, Stream stream) {
+        rms_norm_backward(make_job<NormGradJob>(job), input_of(wide), stream);
+    });
+    bind_step(m, "swiglu", [](const Words<SwigluJob>& job, bool wide, Stream stream) {
+        swiglu(make_job<SwigluJob>(job), input_of(wide), stream);
+    });
+    bind_step(m, "swiglu_backward", [](const Words<SwigluGradJob>& job, bool wide, Stream stream) {
+        swiglu_backward(make_job<SwigluGradJob>(job), input_of(wide), stream);
+    });
+    bind_step(m, "tile_sums", [](const Words<MatrixJob>& one, int64_t items, uintptr_t sums, bool wide, Stream stream) {
+        tile_sums(make_work<MatrixJob>(one, 0, 1, items), reinterpret_cast<float*>(sums), input_of(wide), stream);
+    });
+    bind_step(m, "sum_parts", [](uintptr_t parts, int64_t count, int64_t cols, uintptr_t out, Stream stream) {
+        sum_parts(reinterpret_cast<const float*>(parts), count, cols, reinterpret_cast<float*>(out), stream);
     });
 }
 
@@ -196,6 +223,7 @@ PYBIND11_MODULE(dlp_kernels, m) {
     using namespace dlp;
     m.attr("AMAX_CHUNK") = kAmaxChunk;
     m.attr("TILE") = kTile;
+    m.attr("NORM_PARTS") = kNormParts;
 
     bind_step(m, "amax", [](const Words<AmaxJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, uintptr_t out,
                      Stream stream) {
@@ -205,16 +233,14 @@ PYBIND11_MODULE(dlp_kernels, m) {
         cast_tensor(make_job<TensorJob>(one), input_of(wide), code_of(e5m2), make_rule(rule), stream);
     });
     bind_step(m, "cast_transpose", [](const Words<TensorJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
-                               bool e5m2, const Rule& rule, bool observe, Stream stream) {
+                               bool e5m2, const Rule& rule, bool observe, const Words<Source>& source, Stream stream) {
         const Work<TensorJob> work = make_work<TensorJob>(one, many, count, items);
-        cast_transpose(work, input_of(wide), code_of(e5m2), make_rule(rule), observe, stream);
+        cast_transpose(work, input_of(wide), code_of(e5m2), make_rule(rule), observe, make_source(source), stream);
     });
-    bind_step(m, "cast_block_1d", block_cast<BlockJob>(cast_block_1d));
-    bind_step(m, "cast_block_2d", block_cast<BlockJob>(cast_block_2d));
-    bind_step(m, "cast_mxfp8_1d", mx_cast(cast_mxfp8_1d));
-    bind_step(m, "cast_mxfp8_2d", mx_cast(cast_mxfp8_2d));
+    bind_blocks(m);
     bind_lines(m);
     bind_nvfp4(m);
+    bind_producers(m);
     bind_codes(m);
     bind_small(m);
     bind(m, "delayed_update", [](const Row<DelayedJob>& one, uintptr_t many, int64_t count, int64_t items, Stream stream) {

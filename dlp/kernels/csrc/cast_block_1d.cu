@@ -59,15 +59,17 @@ __device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool
     }
 }
 
-template <class T>
-constexpr size_t kShared = Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes + sizeof(Shared);
+template <class T, Producer kProducer>
+constexpr size_t kShared = Incoming<T, BlockJob, kProducer>::kBytes + ColumnWriter::kBytes + sizeof(Shared);
 
-template <class T, class F8>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
-    cast_block_1d_kernel(const __grid_constant__ Work<BlockJob> work, const ScaleRule rule, const bool gemm_layout) {
-    Incoming<T, BlockJob> incoming(shared_memory());
-    ColumnWriter columns(shared_memory() + Incoming<T, BlockJob>::kBytes);
-    Shared& shared = *reinterpret_cast<Shared*>(shared_memory() + Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes);
+template <class T, class F8, Producer kProducer>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
+    cast_block_1d_kernel(const __grid_constant__ Work<BlockJob> work, const __grid_constant__ Source source,
+                         const ScaleRule rule, const bool gemm_layout) {
+    using Input = Incoming<T, BlockJob, kProducer>;
+    Input incoming(shared_memory(), source);
+    ColumnWriter columns(shared_memory() + Input::kBytes);
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory() + Input::kBytes + ColumnWriter::kBytes);
 
     const auto tile = incoming.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
@@ -84,12 +86,13 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
 }  // namespace
 
 void cast_block_1d(const Work<BlockJob>& work, Input input, Code code, const ScaleRule& rule, bool gemm_layout,
-                   Stream stream) {
+                   const Source& source, Stream stream) {
     if (work.items == 0) return;
-    with_types(input, code, [&](auto element, auto f8) {
+    with_source(input, code, source, [&](auto element, auto f8, auto producer) {
         using T = decltype(element);
-        constexpr auto kernel = cast_block_1d_kernel<T, decltype(f8)>;
-        launch_each<kernel>(work.items, kTileThreads, kShared<T>, stream, work, rule, gemm_layout);
+        constexpr auto kernel = cast_block_1d_kernel<T, decltype(f8), producer>;
+        constexpr size_t shared = kShared<T, producer>;
+        launch_each<kernel>(work.items, kTileThreads, shared, stream, work, source, rule, gemm_layout);
     });
 }
 

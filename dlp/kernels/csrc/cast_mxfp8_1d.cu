@@ -18,8 +18,9 @@ struct Maximum {
     alignas(16) uint32_t column[kTileWarps][kTile];  // a warp covers 16 rows
 };
 
-template <class T>
-constexpr size_t kShared = Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes + sizeof(Maximum) + ScaleOut::kBytes;
+template <class T, Producer kProducer>
+constexpr size_t kShared =
+    Incoming<T, BlockJob, kProducer>::kBytes + ColumnWriter::kBytes + sizeof(Maximum) + ScaleOut::kBytes;
 
 // Scales of the rows of this thread's patch, and the bytes of two of them handed on: four lanes hold equal ones.
 template <class F8, bool kFloor, class T, class M>
@@ -69,12 +70,13 @@ __device__ Scales column_scales(const Maximum& maximum, ScaleOut& out) {
     return scales;
 }
 
-template <class T, class F8, bool kFloor>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
-    cast_mxfp8_1d_kernel(const __grid_constant__ Work<BlockJob> work) {
+template <class T, class F8, Producer kProducer, bool kFloor>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
+    cast_mxfp8_1d_kernel(const __grid_constant__ Work<BlockJob> work, const __grid_constant__ Source source) {
     using M = std::conditional_t<kFloor, NanMagnitude<T>, Magnitude<T>>;
-    Incoming<T, BlockJob> incoming(shared_memory());
-    uint8_t* shared = shared_memory() + Incoming<T, BlockJob>::kBytes;
+    using Input = Incoming<T, BlockJob, kProducer>;
+    Input incoming(shared_memory(), source);
+    uint8_t* shared = shared_memory() + Input::kBytes;
     ColumnWriter columns(shared);
     Maximum& maximum = *reinterpret_cast<Maximum*>(shared + ColumnWriter::kBytes);
     ScaleOut out(shared + ColumnWriter::kBytes + sizeof(Maximum));
@@ -95,15 +97,18 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
 }  // namespace
 
 // `floor`: the rule of OCP MX for scales, instead of the one that saturates nothing.
-void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream) {
+void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, const Source& source,
+                   Stream stream) {
     if (work.items == 0) return;
-    with_types(input, code, [&](auto element, auto f8) {
+    with_source(input, code, source, [&](auto element, auto f8, auto producer) {
         using T = decltype(element);
-        using F8 = decltype(f8);
+        constexpr auto by_floor = cast_mxfp8_1d_kernel<T, decltype(f8), producer, true>;
+        constexpr auto by_ceil = cast_mxfp8_1d_kernel<T, decltype(f8), producer, false>;
+        constexpr size_t shared = kShared<T, producer>;
         if (floor)
-            launch_each<cast_mxfp8_1d_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work);
+            launch_each<by_floor>(work.items, kTileThreads, shared, stream, work, source);
         else
-            launch_each<cast_mxfp8_1d_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work);
+            launch_each<by_ceil>(work.items, kTileThreads, shared, stream, work, source);
     });
 }
 

@@ -31,8 +31,9 @@ struct Scaling {
 };
 static_assert(2 * Scaling::kScales == kTileThreads, "both orientations are filled at once");
 
-template <class T>
-constexpr size_t kShared = Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes + Scales::kBytes + 2 * sizeof(Scaling);
+template <class T, Producer kProducer>
+constexpr size_t kShared =
+    Tiles<T, Nvfp4Job, kProducer>::kBytes + NibbleWriter::kBytes + Scales::kBytes + 2 * sizeof(Scaling);
 
 struct Block {
     uint2 codes;
@@ -119,15 +120,16 @@ __device__ void cast_columns(Octet<U> (&patch)[kPatch], const Tile<T, Nvfp4Job>&
     }
 }
 
-template <class T, bool kRht, bool kByChance>
+template <class T, Producer kProducer, bool kRht, bool kByChance>
 __global__ void __launch_bounds__(kTileThreads, kBlocks)
-    cast_nvfp4_1d_kernel(const __grid_constant__ Work<Nvfp4Job> work, const __grid_constant__ Random random,
-                         const __grid_constant__ Random random_t) {
-    Tiles<T, Nvfp4Job> tiles(work, shared_memory());
-    NibbleWriter columns(shared_memory() + Tiles<T, Nvfp4Job>::kBytes);
-    Scales scales(shared_memory() + Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes);
-    Scaling* scaling = reinterpret_cast<Scaling*>(shared_memory() + kShared<T>) - 2;  // rows, columns
-    const Nvfp4Job* scaled = nullptr;                                                 // whose scaling it is
+    cast_nvfp4_1d_kernel(const __grid_constant__ Work<Nvfp4Job> work, const __grid_constant__ Source source,
+                         const __grid_constant__ Random random, const __grid_constant__ Random random_t) {
+    using Input = Tiles<T, Nvfp4Job, kProducer>;
+    Input tiles(work, shared_memory(), source);
+    NibbleWriter columns(shared_memory() + Input::kBytes);
+    Scales scales(shared_memory() + Input::kBytes + NibbleWriter::kBytes);
+    Scaling* scaling = reinterpret_cast<Scaling*>(shared_memory() + kShared<T, kProducer>) - 2;  // rows, columns
+    const Nvfp4Job* scaled = nullptr;                                                            // whose scaling it is
 
     Tile<T, Nvfp4Job> tile;
     Octet<T> patch[kPatch];
@@ -162,24 +164,27 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
     }
 }
 
-template <class T, bool kRht, bool kByChance>
-void run(const Work<Nvfp4Job>& work, const Draw& draw, const Draw& draw_t, Stream stream) {
-    constexpr auto kernel = cast_nvfp4_1d_kernel<T, kRht, kByChance>;
-    launch_few<kernel>(work.items, kTilesEach, kTileThreads, kShared<T>, stream, work, Random(draw), Random(draw_t));
+template <class T, Producer kProducer, bool kRht, bool kByChance>
+void run(const Work<Nvfp4Job>& work, const Source& source, const Draw& draw, const Draw& draw_t, Stream stream) {
+    constexpr auto kernel = cast_nvfp4_1d_kernel<T, kProducer, kRht, kByChance>;
+    constexpr size_t shared = kShared<T, kProducer>;
+    const Random random(draw), random_t(draw_t);
+    launch_few<kernel>(work.items, kTilesEach, kTileThreads, shared, stream, work, source, random, random_t);
 }
 
 }  // namespace
 
 // A counter in either draw rounds by chance, null in both to nearest.
-void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const Draw& draw, const Draw& draw_t, Stream stream) {
+void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const Draw& draw, const Draw& draw_t,
+                   const Source& source, Stream stream) {
     if (work.items == 0) return;
-    with_input(input, [&](auto element) {
+    with_source<Producer::kColumnSums>(input, source, [&](auto element, auto producer) {
         using T = decltype(element);
         const bool by_chance = draw.counter || draw_t.counter;
-        if (rht && by_chance) return run<T, true, true>(work, draw, draw_t, stream);
-        if (rht) return run<T, true, false>(work, draw, draw_t, stream);
-        if (by_chance) return run<T, false, true>(work, draw, draw_t, stream);
-        run<T, false, false>(work, draw, draw_t, stream);
+        if (rht && by_chance) return run<T, producer, true, true>(work, source, draw, draw_t, stream);
+        if (rht) return run<T, producer, true, false>(work, source, draw, draw_t, stream);
+        if (by_chance) return run<T, producer, false, true>(work, source, draw, draw_t, stream);
+        run<T, producer, false, false>(work, source, draw, draw_t, stream);
     });
 }
 

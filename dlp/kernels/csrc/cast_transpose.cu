@@ -8,15 +8,17 @@
 namespace dlp {
 namespace {
 
-template <class T>
-constexpr size_t kShared = Incoming<T, TensorJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
+template <class T, Producer kProducer>
+constexpr size_t kShared = Incoming<T, TensorJob, kProducer>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
 
-template <class T, class F8, bool kObserve>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
-    cast_transpose_kernel(const __grid_constant__ Work<TensorJob> work, const ScaleRule rule) {
-    Incoming<T, TensorJob> incoming(shared_memory());
-    ColumnWriter columns(shared_memory() + Incoming<T, TensorJob>::kBytes);
-    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Incoming<T, TensorJob>::kBytes + ColumnWriter::kBytes);
+template <class T, class F8, Producer kProducer, bool kObserve>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
+    cast_transpose_kernel(const __grid_constant__ Work<TensorJob> work, const __grid_constant__ Source source,
+                          const ScaleRule rule) {
+    using Input = Incoming<T, TensorJob, kProducer>;
+    Input incoming(shared_memory(), source);
+    ColumnWriter columns(shared_memory() + Input::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Input::kBytes + ColumnWriter::kBytes);
 
     const auto tile = incoming.start(work, blockIdx.x);
     const TensorJob& job = *tile.job;
@@ -43,15 +45,17 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
 
 // `observe`: every job has `staging`.
 void cast_transpose(const Work<TensorJob>& work, Input input, Code code, const ScaleRule& rule, bool observe,
-                    Stream stream) {
+                    const Source& source, Stream stream) {
     if (work.items == 0) return;
-    with_types(input, code, [&](auto element, auto f8) {
+    with_source(input, code, source, [&](auto element, auto f8, auto producer) {
         using T = decltype(element);
-        using F8 = decltype(f8);
+        constexpr auto observing = cast_transpose_kernel<T, decltype(f8), producer, true>;
+        constexpr auto casting = cast_transpose_kernel<T, decltype(f8), producer, false>;
+        constexpr size_t shared = kShared<T, producer>;
         if (observe)
-            launch_each<cast_transpose_kernel<T, F8, true>>(work.items, kTileThreads, kShared<T>, stream, work, rule);
+            launch_each<observing>(work.items, kTileThreads, shared, stream, work, source, rule);
         else
-            launch_each<cast_transpose_kernel<T, F8, false>>(work.items, kTileThreads, kShared<T>, stream, work, rule);
+            launch_each<casting>(work.items, kTileThreads, shared, stream, work, source, rule);
     });
 }
 

@@ -155,6 +155,67 @@ struct WireSum {              // the sum over ranks of what they packed
     int64_t ranks, rows, cols;
 };
 
+// What the elements of a cast are, made from those of its matrix on the way (see producer.cuh).
+enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums };
+
+struct Source {
+    Producer producer;
+    const float* rstd;        // kRmsNorm: [rows]
+    const void* weight;       // [cols], fp32 if `wide`, else bf16
+    int64_t wide;
+    const void* up;           // kSwiglu: [rows, cols] like the matrix, which is the gate
+    int64_t up_stride;
+    float* sums;              // kColumnSums: [row tiles, cols], the sum of each column of a tile
+    static constexpr uint32_t addresses = words(1, 2, 4, 6);
+};
+
+struct MatrixJob {            // a matrix that is only read
+    Matrix x;
+    static constexpr uint32_t addresses = words(0);
+};
+
+struct NormJob {              // RMSNorm of the rows of x
+    Matrix x;
+    const void* weight;       // [cols], fp32 if `wide`, else bf16
+    int64_t wide;
+    float* rstd;              // [rows]
+    void* y;                  // [rows, cols] as x, or
+    float* amax;              // []: max |y|, or neither
+    static constexpr uint32_t addresses = words(0, 5, 7, 8, 9);
+};
+
+struct NormGradJob {
+    Matrix x;
+    const void* weight;       // [cols], fp32 if `wide`, else bf16
+    int64_t wide;
+    const float* rstd;        // [rows]
+    const void* dy;           // [rows, cols] as x, rows `dy_stride` apart
+    int64_t dy_stride;
+    void* dx;                 // [rows, cols] as x
+    float* dweight;           // [kNormParts, cols]: the sums over every kNormParts-th row
+    static constexpr uint32_t addresses = words(0, 5, 7, 8, 10, 11);
+};
+
+struct SwigluJob {            // h = silu(gate) * up
+    Matrix gate;
+    const void* up;           // rows `up_stride` apart
+    int64_t up_stride;
+    void* h;                  // [rows, cols] as gate, or
+    float* amax;              // []: max |h|
+    static constexpr uint32_t addresses = words(0, 5, 7, 8);
+};
+
+struct SwigluGradJob {
+    Matrix gate;
+    const void* up;
+    int64_t up_stride;
+    const void* dh;
+    int64_t dh_stride;
+    void* dgate;              // [rows, cols]
+    void* dup;
+    static constexpr uint32_t addresses = words(0, 5, 7, 9, 10);
+};
+
 template <class Job>
 struct Work {
     Job one;
@@ -179,21 +240,24 @@ using Stream = uintptr_t;
 // Elements that one piece of work covers.
 constexpr int64_t kAmaxChunk = 16384;
 constexpr int64_t kTile = 128;  // squared
+constexpr int64_t kNormParts = 512;
 
 void amax(const Work<AmaxJob>& work, Input input, uintptr_t out, int64_t out_count, Stream stream);
 void cast_tensor(const TensorJob& job, Input input, Code code, const ScaleRule& rule, Stream stream);
 void cast_transpose(const Work<TensorJob>& work, Input input, Code code, const ScaleRule& rule, bool observe,
-                    Stream stream);
+                    const Source& source, Stream stream);
 void cast_block_1d(const Work<BlockJob>& work, Input input, Code code, const ScaleRule& rule, bool gemm_layout,
-                   Stream stream);
+                   const Source& source, Stream stream);
 void cast_block_2d(const Work<BlockJob>& work, Input input, Code code, const ScaleRule& rule, bool gemm_layout,
                    Stream stream);
-void amax_lines(const Work<LinesJob>& work, Input input, Stream stream);
-void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const ScaleRule& rule, Stream stream);
-void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream);
+void amax_lines(const Work<LinesJob>& work, Input input, const Source& source, Stream stream);
+void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const ScaleRule& rule, const Source& source,
+                  Stream stream);
+void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, const Source& source, Stream stream);
 void cast_mxfp8_2d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream);
 void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream);
-void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const Draw& draw, const Draw& draw_t, Stream stream);
+void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const Draw& draw, const Draw& draw_t,
+                   const Source& source, Stream stream);
 void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, Stream stream);
 void transpose_bytes(const Work<CodesJob>& work, Stream stream);
 void transpose_nibbles(const Work<CodesJob>& work, Stream stream);
@@ -206,5 +270,11 @@ void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream);
 void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);
 void sum_fp8_wire(const WireSum& job, Input output, Stream stream);
+void rms_norm(const NormJob& job, float eps, Input input, Stream stream);
+void rms_norm_backward(const NormGradJob& job, Input input, Stream stream);
+void swiglu(const SwigluJob& job, Input input, Stream stream);
+void swiglu_backward(const SwigluGradJob& job, Input input, Stream stream);
+void tile_sums(const Work<MatrixJob>& work, float* sums, Input input, Stream stream);
+void sum_parts(const float* parts, int64_t count, int64_t cols, float* out, Stream stream);
 
 }  // namespace dlp

@@ -94,6 +94,28 @@ void with_types(Input input, Code code, Run run) {
     });
 }
 
+template <Producer kProducer>
+using Of = std::integral_constant<Producer, kProducer>;
+
+// The input of a kernel that reads tiles, and which of `kProducers` makes what it casts, if any does. Producers are compiled
+// for bf16, which is what layers compute in.
+template <Producer... kProducers, class Run>
+void with_source(Input input, const Source& source, Run run) {
+    const Producer producer = source.producer;
+    if (producer == Producer::kMatrix) return with_input(input, [&](auto element) { run(element, Of<Producer::kMatrix>{}); });
+    DLP_CHECK_EQ(int(input), int(Input::kBf16));
+    const bool known = ((producer == kProducers && (run(__nv_bfloat16{}, Of<kProducers>{}), true)) || ...);
+    DLP_CHECK_EQ(known, true);
+}
+
+// The same of a cast to FP8. Activations are cast to E4M3, gradients to either.
+template <class Run>
+void with_source(Input input, Code code, const Source& source, Run run) {
+    const auto of = [&](auto f8) { return [=](auto element, auto producer) { run(element, f8, producer); }; };
+    if (code == Code::kE5m2) return with_source<Producer::kColumnSums>(input, source, of(E5m2{}));
+    with_source<Producer::kRmsNorm, Producer::kSwiglu, Producer::kColumnSums>(input, source, of(E4m3{}));
+}
+
 // The dynamic shared memory of a block.
 __device__ inline uint8_t* shared_memory() {
     extern __shared__ __align__(16) uint8_t bytes[];

@@ -6,16 +6,17 @@
 namespace dlp {
 namespace {
 
-template <class T>
-constexpr size_t kAmaxShared = Tiles<T, LinesJob>::kBytes + kTileWarps * kTile * sizeof(uint32_t);
+template <class T, Producer kProducer>
+constexpr size_t kAmaxShared = Tiles<T, LinesJob, kProducer>::kBytes + kTileWarps * kTile * sizeof(uint32_t);
 
 // A tile's maxima: rows by shuffles, columns through shared memory, then at most one atomic a line.
-template <class T>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
-    amax_lines_kernel(const __grid_constant__ Work<LinesJob> work) {
+template <class T, Producer kProducer>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
+    amax_lines_kernel(const __grid_constant__ Work<LinesJob> work, const __grid_constant__ Source source) {
     using Rows = RowMaxima<T, kAcross>;
-    Tiles<T, LinesJob> tiles(work, shared_memory());
-    auto column_max = reinterpret_cast<uint32_t(*)[kTile]>(shared_memory() + Tiles<T, LinesJob>::kBytes);
+    using Input = Tiles<T, LinesJob, kProducer>;
+    Input tiles(work, shared_memory(), source);
+    auto column_max = reinterpret_cast<uint32_t(*)[kTile]>(shared_memory() + Input::kBytes);
 
     Tile<T, LinesJob> tile;
     Octet<T> patch[kPatch];
@@ -47,8 +48,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
     }
 }
 
-template <class T>
-constexpr size_t kCastShared = Incoming<T, RowwiseJob>::kBytes + ColumnWriter::kBytes + 2 * kTile * sizeof(float);
+template <class T, Producer kProducer>
+constexpr size_t kCastShared = Incoming<T, RowwiseJob, kProducer>::kBytes + ColumnWriter::kBytes + 2 * kTile * sizeof(float);
 
 // The scale of row t or column t - 128 of the tile; the first tile along a line writes its inverse.
 template <class T>
@@ -63,12 +64,14 @@ __device__ float line_scale(const Tile<T, RowwiseJob>& tile, const ScaleRule& ru
     return scale;
 }
 
-template <class T, class F8>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
-    cast_rowwise_kernel(const __grid_constant__ Work<RowwiseJob> work, const ScaleRule rule) {
-    Incoming<T, RowwiseJob> incoming(shared_memory());
-    ColumnWriter columns(shared_memory() + Incoming<T, RowwiseJob>::kBytes);
-    float* scale = reinterpret_cast<float*>(shared_memory() + Incoming<T, RowwiseJob>::kBytes + ColumnWriter::kBytes);
+template <class T, class F8, Producer kProducer>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
+    cast_rowwise_kernel(const __grid_constant__ Work<RowwiseJob> work, const __grid_constant__ Source source,
+                        const ScaleRule rule) {
+    using Input = Incoming<T, RowwiseJob, kProducer>;
+    Input incoming(shared_memory(), source);
+    ColumnWriter columns(shared_memory() + Input::kBytes);
+    float* scale = reinterpret_cast<float*>(shared_memory() + Input::kBytes + ColumnWriter::kBytes);
 
     const auto tile = incoming.start(work, blockIdx.x);
     scale[threadIdx.x] = line_scale(tile, rule);
@@ -81,20 +84,23 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
 }  // namespace
 
 // Amaxes are raised: what they point to is set to 0 before.
-void amax_lines(const Work<LinesJob>& work, Input input, Stream stream) {
+void amax_lines(const Work<LinesJob>& work, Input input, const Source& source, Stream stream) {
     if (work.items == 0) return;
-    with_input(input, [&](auto element) {
+    with_source<Producer::kRmsNorm, Producer::kSwiglu>(input, source, [&](auto element, auto producer) {
         using T = decltype(element);
-        launch_persistent<amax_lines_kernel<T>>(work.items, kTileThreads, kAmaxShared<T>, stream, work);
+        constexpr size_t shared = kAmaxShared<T, producer>;
+        launch_persistent<amax_lines_kernel<T, producer>>(work.items, kTileThreads, shared, stream, work, source);
     });
 }
 
-void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const ScaleRule& rule, Stream stream) {
+void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const ScaleRule& rule, const Source& source,
+                  Stream stream) {
     if (work.items == 0) return;
-    with_types(input, code, [&](auto element, auto f8) {
+    with_source(input, code, source, [&](auto element, auto f8, auto producer) {
         using T = decltype(element);
-        constexpr auto kernel = cast_rowwise_kernel<T, decltype(f8)>;
-        launch_each<kernel>(work.items, kTileThreads, kCastShared<T>, stream, work, rule);
+        constexpr auto kernel = cast_rowwise_kernel<T, decltype(f8), producer>;
+        constexpr size_t shared = kCastShared<T, producer>;
+        launch_each<kernel>(work.items, kTileThreads, shared, stream, work, source, rule);
     });
 }
 

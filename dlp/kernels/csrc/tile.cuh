@@ -11,7 +11,7 @@
 
 #include "fp8.cuh"
 #include "jobs.cuh"
-#include "tile_copies.cuh"
+#include "producer.cuh"
 
 namespace dlp {
 
@@ -45,45 +45,55 @@ __device__ Tile<T, Job> tile_at(const Work<Job>& work, uint32_t item) {
     return tile;
 }
 
-// A tile on its way from memory to the patches of a block. `start` one, `finish` it in every thread, `start` the next.
-template <class T, class Job, class Copies = TileCopies<T>>
+// A tile on its way from memory to the patches of a block, and what a producer makes of it there. `start` one, `finish` it
+// in every thread, `start` the next.
+template <class T, class Job, Producer kProducer = Producer::kMatrix>
 class Incoming {
-   public:
-    static constexpr size_t kBytes = Copies::kBytes;
+    using Copies = TileCopies<T>;
 
-    __device__ explicit Incoming(uint8_t* bytes) : copies_(bytes) {}
+   public:
+    static constexpr size_t kBytes = Copies::kBytes + Maker<T, kProducer>::kBytes;
+
+    __device__ explicit Incoming(uint8_t* bytes, const Source& source = {})
+        : copies_(bytes), maker_(source, bytes + Copies::kBytes) {}
 
     // Starts the copy of a tile. One at an edge, or with unaligned rows, is read when it is finished.
     __device__ Tile<T, Job> start(const Work<Job>& work, uint32_t item) {
         auto tile = tile_at<T>(work, item);
         const Matrix& x = tile.job->x;
-        tile.copied = tile.whole && rows_aligned<T>(x);
-        if (tile.copied) copies_.start(static_cast<const T*>(x.data) + tile.row() * x.stride + tile.col(), x.stride);
+        tile.copied = tile.whole && rows_aligned<T>(x) && maker_.aligned();
+        if (tile.copied) {
+            copies_.start(static_cast<const T*>(x.data) + tile.row() * x.stride + tile.col(), x.stride);
+            maker_.begin(tile);
+        }
         return tile;
     }
     // May contain a barrier.
     __device__ void finish(const Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
-        if (tile.copied) return copies_.finish(patch);
-        const Matrix x = tile.job->x;
-        const bool aligned = rows_aligned<T>(x);
-        const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
-        const T* from = static_cast<const T*>(x.data) + row * x.stride + col;
-        const int64_t rows = tile.patch_rows(), cols = tile.patch_cols();
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) patch[i] = load_octet(from + i * x.stride, i < rows ? cols : 0, aligned);
+        const Matrix& x = tile.job->x;
+        const auto taken = maker_.take(tile);
+        if (tile.copied)
+            copies_.finish(patch);
+        else
+            read_patch(static_cast<const T*>(x.data), x.stride, rows_aligned<T>(x), tile, patch);
+        maker_.make(taken, tile, patch);
     }
 
    private:
     Copies copies_;
+    Maker<T, kProducer> maker_;
 };
 
 // The tiles of a block in turn, each fetched while the one before is worked on.
-template <class T, class Job>
+template <class T, class Job, Producer kProducer = Producer::kMatrix>
 class Tiles {
    public:
-    static constexpr size_t kBytes = Incoming<T, Job>::kBytes;
+    static constexpr size_t kBytes = Incoming<T, Job, kProducer>::kBytes;
 
-    __device__ Tiles(const Work<Job>& work, uint8_t* bytes) : work_(work), item_(blockIdx.x), incoming_(bytes) { fetch(); }
+    __device__ Tiles(const Work<Job>& work, uint8_t* bytes, const Source& source = {})
+        : work_(work), item_(blockIdx.x), incoming_(bytes, source) {
+        fetch();
+    }
 
     // Hands out the next tile and its patch; false after the last. May contain a barrier.
     __device__ bool next(Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
@@ -102,7 +112,7 @@ class Tiles {
 
     const Work<Job>& work_;
     uint32_t item_;
-    Incoming<T, Job> incoming_;
+    Incoming<T, Job, kProducer> incoming_;
     Tile<T, Job> ahead_;
 };
 

@@ -19,8 +19,9 @@ constexpr int kPatch = 8;
 constexpr int kAcross = kTile / kPatch;  // patches
 static_assert(kAcross * kAcross == kTileThreads, "a patch a thread");
 
-template <class T>
-constexpr int kTileBlocks = sizeof(T) == 2 ? 3 : 2;  // a multiprocessor
+// Blocks of a multiprocessor; with SwiGLU, which copies two tiles, fewer.
+template <class T, Producer kProducer = Producer::kMatrix>
+constexpr int kTileBlocks = sizeof(T) == 2 && kProducer != Producer::kSwiglu ? 3 : 2;
 
 // The patch of this thread: its column and row among the patches of a tile.
 __device__ inline int patch_column() { return threadIdx.x % kAcross; }

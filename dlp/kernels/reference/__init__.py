@@ -9,6 +9,7 @@ NaN and keeps Inf (the semantics of CUDA's fmax). Nothing here reads a value bac
     mx.py       E8M0 scales and MXFP8
     fp4.py      E2M1: elements, packing, stochastic rounding and its Philox bits
     nvfp4.py    two-level scales over E2M1, the 16-point Hadamard transform
+    producers.py  RMSNorm, SwiGLU, their gradients, sums of columns
     layout.py   the scale layouts that GEMM kernels read
     gemm.py     the GEMM of every pair of formats
 """
@@ -61,6 +62,15 @@ from dlp.kernels.reference.nvfp4 import (
     nvfp4_tensor_scale,
     rht16,
 )
+from dlp.kernels.reference.producers import (
+    column_sums,
+    rms_norm,
+    rms_norm_backward,
+    sum_parts,
+    swiglu,
+    swiglu_backward,
+    tile_sums,
+)
 from dlp.kernels.reference.scales import (
     AMAX_ALGORITHMS,
     FLT_MAX,
@@ -72,12 +82,13 @@ from dlp.kernels.reference.scales import (
 )
 
 __all__ = [
-    "AMAX_ALGORITHMS", "Draw", "FLT_MAX", "FP8_MAX", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout", "cast_fp8",
-    "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "decode_e2m1", "decode_e8m0", "decode_fp8",
-    "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update", "encode_e2m1",
-    "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor",
-    "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "matmul_bf16_exact", "mx_from_block_scales", "mx_scale", "nvfp4_alpha",
-    "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales", "philox_4x32",
-    "random_bytes", "rht16", "scale_from_amax", "sum_in_order", "swizzle_128x4", "transpose_e2m1", "unpack_e2m1",
+    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "Draw", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout",
+    "cast_fp8", "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "column_sums", "decode_e2m1",
+    "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
+    "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise",
+    "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "matmul_bf16_exact", "mx_from_block_scales", "mx_scale",
+    "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales",
+    "philox_4x32", "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "scale_from_amax", "sum_in_order",
+    "sum_parts", "swiglu", "swiglu_backward", "swizzle_128x4", "tile_sums", "transpose_e2m1", "unpack_e2m1",
     "unswizzle_128x4",
 ]  # fmt: skip

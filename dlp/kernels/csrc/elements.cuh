@@ -1,0 +1,87 @@
+// Arithmetic of RMSNorm and SwiGLU on eight elements, in fp32, rounded once: the same in the kernels that store a result
+// and in the casts that make it on the way, so that both give the same bits.
+//
+// RMSNorm is IEEE arithmetic in a fixed order and equals its reference on every device. The exponential of SwiGLU does
+// not: there a device agrees with itself, and with the reference within a bound.
+#pragma once
+
+#include "octet.cuh"
+
+namespace dlp {
+
+template <class T>
+__device__ Octet<T> rounded(const Octet<float>& x) {
+    if constexpr (std::is_same_v<T, float>) {
+        return x;
+    } else {
+        Octet<T> out;
+#pragma unroll
+        for (int i = 0; i < Octet<T>::kWords; ++i) {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+            out.word[i] = reinterpret_cast<const uint32_t&>(pair);
+        }
+        return out;
+    }
+}
+
+template <class T>
+__device__ Octet<float> widened(const Octet<T>& x) {
+    Octet<float> out;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out.set(i, x[i]);
+    return out;
+}
+
+// Elements `first` to `first` + 7 of a vector, fp32 if `wide`, else bf16, as fp32. `valid` are read, the rest is 0. They
+// are read again and again, so they may stay in the caches.
+template <class T>
+__device__ Octet<float> load_kept(const T* from, int64_t valid) {
+    if (valid < 8 || reinterpret_cast<uintptr_t>(from) % 16) return widened(load_octet(from, valid, false));
+    Octet<T> x;
+#pragma unroll
+    for (int v = 0; v < Octet<T>::kVectors; ++v) x.set_vector(v, __ldg(reinterpret_cast<const uint4*>(from) + v));
+    return widened(x);
+}
+__device__ inline Octet<float> load_kept(const void* vector, bool wide, int64_t first, int64_t valid) {
+    if (wide) return load_kept(static_cast<const float*>(vector) + first, valid);
+    return load_kept(static_cast<const __nv_bfloat16*>(vector) + first, valid);
+}
+
+// Writes up to `valid` elements. `aligned`: `to` is a multiple of 16 bytes.
+template <class T>
+__device__ void store_values(T* to, const Octet<T>& x, int64_t valid, bool aligned) {
+    const uint4* vector = reinterpret_cast<const uint4*>(&x);
+    if (aligned && valid >= 8) {
+#pragma unroll
+        for (int v = 0; v < Octet<T>::kVectors; ++v) reinterpret_cast<uint4*>(to)[v] = vector[v];
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < valid) to[i] = T(x[i]);
+}
+
+template <class T>
+__device__ Octet<T> normed(const Octet<T>& x, float rstd, const Octet<float>& weight) {
+    Octet<float> y;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y.set(i, __fmul_rn(__fmul_rn(x[i], rstd), weight[i]));
+    return rounded<T>(y);
+}
+
+// 1 / (1 + exp(-x)), to about two units in the last place.
+__device__ inline float sigmoid(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(1.0f, expf(-x))));
+    return out;
+}
+
+template <class T>
+__device__ Octet<T> gated(const Octet<T>& gate, const Octet<T>& up) {
+    Octet<float> h;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) h.set(i, __fmul_rn(__fmul_rn(gate[i], sigmoid(gate[i])), up[i]));
+    return rounded<T>(h);
+}
+
+}  // namespace dlp

@@ -1,0 +1,127 @@
+// RMSNorm, y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) of each row: forward, what a cast that makes y
+// itself needs of it (rstd, and the amax of y, in one read), and backward.
+//
+// A block takes a row, whose octets stay in registers from the sum of squares to the result; what does not fit is read
+// again. Everything is IEEE arithmetic in a fixed order: results equal the reference bit for bit.
+#include "elements.cuh"
+#include "row_sum.cuh"
+
+namespace dlp {
+namespace {
+
+template <class T>
+__device__ RowOctets<T> octets_of(const void* data, int64_t row, int64_t stride, int64_t cols) {
+    const T* at = static_cast<const T*>(data) + row * stride;
+    return RowOctets<T>(at, cols, reinterpret_cast<uintptr_t>(at) % 16 == 0);
+}
+
+template <class T>
+__device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols, const Octet<T>& x) {
+    T* to = static_cast<T*>(matrix) + row * cols + column;
+    store_values(to, x, cols - column, reinterpret_cast<uintptr_t>(to) % 16 == 0);
+}
+
+template <class T, bool kStore, bool kObserve>
+__global__ void __launch_bounds__(kRowThreads) rms_norm_kernel(const __grid_constant__ NormJob job, const float eps) {
+    __shared__ float scratch[kRowWarps];
+    __shared__ uint32_t largest[kRowWarps];
+    const int64_t row = blockIdx.x, cols = job.x.cols;
+    const RowOctets<T> x = octets_of<T>(job.x.data, row, job.x.stride, cols);
+    float part = 0.0f;
+    for_octets([&](int64_t, const Octet<T>& x) {
+        float squares[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares[i] = __fmul_rn(x[i], x[i]);
+        part = __fadd_rn(part, octet_sum(squares));
+    }, x);
+    const float mean = __fdiv_rn(row_sum(part, scratch), float(cols));
+    const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
+    if (threadIdx.x == 0) job.rstd[row] = rstd;
+    if (!kStore && !kObserve) return;
+
+    Maxima<T> maxima;
+    for_octets([&](int64_t column, const Octet<T>& x) {
+        const Octet<T> y = normed(x, rstd, load_kept(job.weight, job.wide, column, cols - column));
+        if (kStore) store_at(job.y, row, column, cols, y);
+        if (kObserve) maxima.take(y);
+    }, x);
+    if (kObserve) {
+        const uint32_t bits = block_max(maxima.largest(), largest);
+        if (threadIdx.x == 0) raise(job.amax, bits);
+    }
+}
+
+// With g = dy * weight and n = x * rstd:   dx = (g - n * mean(g * n)) * rstd,   dweight = the sum of dy * n over all rows
+// (Zhang and Sennrich, arXiv 1910.07467). A block takes every kNormParts-th row and keeps its sums in shared memory.
+template <class T>
+__global__ void __launch_bounds__(kRowThreads) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
+    __shared__ float scratch[2][kRowWarps];  // in turn, so that a row needs one barrier
+    float4* sums = reinterpret_cast<float4*>(shared_memory());
+    const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
+    for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) sums[i] = sums[octets + i] = make_float4(0, 0, 0, 0);
+
+    int turn = 0;
+    for (int64_t row = blockIdx.x; row < job.x.rows; row += kNormParts, turn ^= 1) {
+        const float rstd = job.rstd[row];
+        const RowOctets<T> x = octets_of<T>(job.x.data, row, job.x.stride, cols);
+        const RowOctets<T> dy = octets_of<T>(job.dy, row, job.dy_stride, cols);
+        float part = 0.0f;
+        for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
+            const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+            float products[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                products[i] = __fmul_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(x[i], rstd));
+            part = __fadd_rn(part, octet_sum(products));
+        }, x, dy);
+        const float mean = __fdiv_rn(row_sum(part, scratch[turn]), float(cols));
+
+        for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
+            const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+            Octet<float> dx, sum;
+            float4 &low = sums[column / 8], &high = sums[octets + column / 8];
+            sum.set_vector(0, reinterpret_cast<const uint4&>(low)), sum.set_vector(1, reinterpret_cast<const uint4&>(high));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float n = __fmul_rn(x[i], rstd);
+                dx.set(i, __fmul_rn(__fsub_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(n, mean)), rstd));
+                sum.set(i, __fadd_rn(sum[i], __fmul_rn(dy[i], n)));
+            }
+            low = make_float4(sum[0], sum[1], sum[2], sum[3]), high = make_float4(sum[4], sum[5], sum[6], sum[7]);
+            store_at(job.dx, row, column, cols, rounded<T>(dx));
+        }, x, dy);
+    }
+    for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) {
+        Octet<float> sum;
+        sum.set_vector(0, reinterpret_cast<const uint4&>(sums[i])), sum.set_vector(1, reinterpret_cast<const uint4&>(sums[octets + i]));
+        store_at(job.dweight, blockIdx.x, 8 * i, cols, sum);
+    }
+}
+
+}  // namespace
+
+void rms_norm(const NormJob& job, float eps, Input input, Stream stream) {
+    if (job.amax)
+        DLP_CHECK_CUDA(cudaMemsetAsync(job.amax, 0, sizeof(float), reinterpret_cast<cudaStream_t>(stream)));
+    if (job.x.rows == 0) return;
+    with_input(input, [&](auto element) {
+        using T = decltype(element);
+        if (job.y) return launch<rms_norm_kernel<T, true, false>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+        if (job.amax) return launch<rms_norm_kernel<T, false, true>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+        launch<rms_norm_kernel<T, false, false>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+    });
+}
+
+// Writes min(rows, kNormParts) parts of dweight.
+void rms_norm_backward(const NormGradJob& job, Input input, Stream stream) {
+    if (job.x.rows == 0) return;
+    const size_t shared = size_t(job.x.cols + 7) / 8 * sizeof(Octet<float>);
+    with_input(input, [&](auto element) {
+        constexpr auto kernel = rms_norm_backward_kernel<decltype(element)>;
+        if (shared > 48 * 1024)
+            DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+        launch<kernel>(std::min(job.x.rows, kNormParts), kRowThreads, shared, stream, job);
+    });
+}
+
+}  // namespace dlp

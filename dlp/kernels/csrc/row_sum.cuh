@@ -1,0 +1,59 @@
+// The sum over a row in an order that does not depend on the device: octet i of a row belongs to thread i % 128.
+//
+// Within an octet elements are added by halves, a thread adds its octets in order, then lanes and warps are added by
+// halves. (`reference.row_sums` is the same in plain torch.)
+#pragma once
+
+#include "octet.cuh"
+
+namespace dlp {
+
+constexpr int kRowThreads = 128;
+constexpr int kRowWarps = kRowThreads / 32;
+
+__device__ inline float octet_sum(const float (&v)[8]) {
+    const float a = __fadd_rn(v[0], v[4]), b = __fadd_rn(v[1], v[5]), c = __fadd_rn(v[2], v[6]), d = __fadd_rn(v[3], v[7]);
+    return __fadd_rn(__fadd_rn(a, c), __fadd_rn(b, d));
+}
+
+// The sum of `part` over the block's threads, in every one. `scratch` holds kRowWarps floats; contains one barrier, and
+// leaves `scratch` in use.
+__device__ inline float row_sum(float part, float* scratch) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) part = __fadd_rn(part, __shfl_xor_sync(kAllLanes, part, lanes));
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = part;
+    __syncthreads();
+    static_assert(kRowWarps == 4, "halves of four warps");
+    return __fadd_rn(__fadd_rn(scratch[0], scratch[2]), __fadd_rn(scratch[1], scratch[3]));
+}
+
+// The octets of a row that belong to this thread. The first kKept of them are loaded at once and stay in registers.
+template <class T>
+struct RowOctets {
+    static constexpr int kKept = sizeof(T) == 2 ? 8 : 4;
+
+    const T* row;
+    int64_t cols;
+    bool aligned;
+    Octet<T> kept[kKept];
+
+    __device__ RowOctets(const T* row, int64_t cols, bool aligned) : row(row), cols(cols), aligned(aligned) {
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            if (column(i) < cols) kept[i] = load(i);
+    }
+    static __device__ int64_t column(int i) { return 8 * (int64_t(i) * kRowThreads + threadIdx.x); }
+    __device__ Octet<T> load(int i) const { return load_octet(row + column(i), cols - column(i), aligned); }
+};
+
+// Calls use(column, octets of each row) for this thread's octets of rows of equal length, in order.
+template <class Use, class T, class... Rows>
+__device__ void for_octets(Use use, const RowOctets<T>& first, const Rows&... others) {
+    constexpr int kKept = RowOctets<T>::kKept;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i)
+        if (first.column(i) < first.cols) use(first.column(i), first.kept[i], others.kept[i]...);
+    for (int i = kKept; first.column(i) < first.cols; ++i) use(first.column(i), first.load(i), others.load(i)...);
+}
+
+}  // namespace dlp

@@ -1,0 +1,105 @@
+// SwiGLU, h = silu(gate) * up: forward, its amax for a cast that makes h itself, and backward (Shazeer, arXiv 2002.05202).
+#include "elements.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kOctets = 2;  // a thread
+constexpr int64_t kChunk = kThreads * kOctets;
+
+template <class T>
+__device__ Octets<T> like(const Matrix& x, const void* data, int64_t stride) {
+    return Octets<T>({data, x.rows, x.cols, stride, 0});
+}
+
+template <class T>
+struct Results {  // contiguous, of the shape of the inputs
+    T* data;
+    int64_t cols;
+
+    __device__ Results(void* data, int64_t cols) : data(static_cast<T*>(data)), cols(cols) {}
+    __device__ void store(const typename Octets<T>::Place& at, const Octet<T>& x) const {
+        T* to = data + at.row * cols + at.column;
+        store_values(to, x, at.valid, reinterpret_cast<uintptr_t>(to) % 16 == 0);
+    }
+};
+
+template <class T, bool kStore>
+__global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluJob job) {
+    __shared__ uint32_t scratch[kThreads / 32];
+    const Octets<T> gate(job.gate), up = like<T>(job.gate, job.up, job.up_stride);
+    const Results<T> h(job.h, job.gate.cols);
+    const int64_t first = blockIdx.x * kChunk + threadIdx.x;
+    Octet<T> gates[kOctets], ups[kOctets];
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) {
+        const auto at = gate.place(first + i * kThreads);
+        gates[i] = gate.load(at), ups[i] = up.load(at);
+    }
+    Maxima<T> maxima;
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) {
+        const Octet<T> made = gated(gates[i], ups[i]);
+        if (kStore) h.store(gate.place(first + i * kThreads), made);
+        else maxima.take(made);
+    }
+    if (!kStore) {
+        const uint32_t bits = block_max(maxima.largest(), scratch);
+        if (threadIdx.x == 0) raise(job.amax, bits);
+    }
+}
+
+// With s = sigmoid(gate):   dup = dh * gate * s,   dgate = dh * up * s * (1 + gate * (1 - s)).
+template <class T>
+__global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_constant__ SwigluGradJob job) {
+    const Octets<T> gate(job.gate), up = like<T>(job.gate, job.up, job.up_stride), dh = like<T>(job.gate, job.dh, job.dh_stride);
+    const Results<T> dgate(job.dgate, job.gate.cols), dup(job.dup, job.gate.cols);
+    const int64_t first = blockIdx.x * kChunk + threadIdx.x;
+    Octet<T> gates[kOctets], ups[kOctets], dhs[kOctets];
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) {
+        const auto at = gate.place(first + i * kThreads);
+        gates[i] = gate.load(at), ups[i] = up.load(at), dhs[i] = dh.load(at);
+    }
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) {
+        Octet<float> of_gate, of_up;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const float g = gates[i][k], d = dhs[i][k], s = sigmoid(g);
+            const float slope = __fmul_rn(s, __fadd_rn(1.0f, __fmul_rn(g, __fsub_rn(1.0f, s))));
+            of_up.set(k, __fmul_rn(d, __fmul_rn(g, s)));
+            of_gate.set(k, __fmul_rn(__fmul_rn(d, ups[i][k]), slope));
+        }
+        const auto at = gate.place(first + i * kThreads);
+        dgate.store(at, rounded<T>(of_gate));
+        dup.store(at, rounded<T>(of_up));
+    }
+}
+
+int64_t blocks_of(const Matrix& x) { return (x.rows * ((x.cols + 7) / 8) + kChunk - 1) / kChunk; }
+
+}  // namespace
+
+void swiglu(const SwigluJob& job, Input input, Stream stream) {
+    if (job.amax)
+        DLP_CHECK_CUDA(cudaMemsetAsync(job.amax, 0, sizeof(float), reinterpret_cast<cudaStream_t>(stream)));
+    const int64_t blocks = blocks_of(job.gate);
+    if (blocks == 0) return;
+    with_input(input, [&](auto element) {
+        using T = decltype(element);
+        if (job.h) return launch<swiglu_kernel<T, true>>(blocks, kThreads, 0, stream, job);
+        launch<swiglu_kernel<T, false>>(blocks, kThreads, 0, stream, job);
+    });
+}
+
+void swiglu_backward(const SwigluGradJob& job, Input input, Stream stream) {
+    const int64_t blocks = blocks_of(job.gate);
+    if (blocks == 0) return;
+    with_input(input, [&](auto element) {
+        launch<swiglu_backward_kernel<decltype(element)>>(blocks, kThreads, 0, stream, job);
+    });
+}
+
+}  // namespace dlp

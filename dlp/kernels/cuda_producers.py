@@ -1,0 +1,118 @@
+"""The CUDA kernels of what makes a linear's x, see cuda.py: RMSNorm, SwiGLU, their gradients, sums of columns.
+
+`..._source` are words that casts take, so that they make such a matrix themselves, in place of the one they are given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import loader
+from dlp.kernels.cuda import INPUTS, Words, _matrix, _output, _scalar, _tiles
+from dlp.kernels.launches import launch
+
+RMS_NORM, SWIGLU, COLUMN_SUMS = 1, 2, 3  # of kernels.h
+MAX_NORM_COLS = 57344  # whose sums in backward fit into shared memory
+
+
+def _vector(weight: Tensor, x: Tensor) -> Words:
+    """Pointer of weight [cols], and whether it is fp32."""
+    return _output(weight, [x.shape[1]], INPUTS, "weight"), int(weight.dtype == torch.float32)
+
+
+def _beside(tensor: Tensor, x: Tensor, name: str) -> Words:
+    """Pointer and row stride of a matrix like x."""
+    if tensor.shape != x.shape or tensor.dtype != x.dtype:
+        raise ValueError(
+            f"{name} must be {x.dtype} {list(x.shape)} as its partner; got {tensor.dtype} {list(tensor.shape)}"
+        )
+    pointer, _, _, stride = _matrix(tensor)
+    return pointer, stride
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, rstd: Tensor, *, y: Tensor | None = None, amax: Tensor | None = None
+) -> None:
+    """x [rows, cols], weight [cols] bf16 or fp32 -> rstd fp32 [rows] and y [rows, cols], or max |y| -> amax fp32 []."""
+    words = (
+        *_matrix(x), 0, *_vector(weight, x), _output(rstd, [len(x)], [torch.float32], "rstd"),
+        _output(y, x.shape, [x.dtype], "y"), _scalar(amax, "amax"),
+    )  # fmt: skip
+    launch("rms_norm", x, words, eps, x.dtype == torch.float32)
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor) -> None:
+    """dy, x [rows, cols], weight [cols], rstd [rows] -> dx [rows, cols], dweight fp32 [cols].
+
+    Raises ValueError where cols is over MAX_NORM_COLS.
+    """
+    rows, cols = x.shape
+    if cols > MAX_NORM_COLS:
+        raise ValueError(f"the gradient of RMSNorm is computed for up to {MAX_NORM_COLS} features; got {cols}")
+    module = loader.load()
+    parts = torch.empty(min(rows, module.NORM_PARTS), cols, device=x.device)
+    words = (
+        *_matrix(x), 0, *_vector(weight, x), _output(rstd, [rows], [torch.float32], "rstd"), *_beside(dy, x, "dy"),
+        _output(dx, x.shape, [x.dtype], "dx"), parts.data_ptr(),
+    )  # fmt: skip
+    launch("rms_norm_backward", x, words, x.dtype == torch.float32)
+    sum_parts(parts, dweight)
+
+
+def swiglu(gate: Tensor, up: Tensor, *, h: Tensor | None = None, amax: Tensor | None = None) -> None:
+    """gate, up [rows, cols] -> h [rows, cols], or max |h| -> amax fp32 []."""
+    words = (
+        *_matrix(gate), 0, *_beside(up, gate, "up"), _output(h, gate.shape, [gate.dtype], "h"), _scalar(amax, "amax"),
+    )  # fmt: skip
+    launch("swiglu", gate, words, gate.dtype == torch.float32)
+
+
+def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """dh, gate, up [rows, cols] -> dgate, dup [rows, cols]."""
+    words = (
+        *_matrix(gate), 0, *_beside(up, gate, "up"), *_beside(dh, gate, "dh"),
+        _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"),
+    )  # fmt: skip
+    launch("swiglu_backward", gate, words, gate.dtype == torch.float32)
+
+
+def column_sums(x: Tensor, out: Tensor) -> None:
+    """x [rows, cols] -> out fp32 [cols]."""
+    module, parts = loader.load(), empty_parts(x)
+    tiles = _tiles(x, module.TILE)
+    launch("tile_sums", x, (*_matrix(x), 0), tiles, parts.data_ptr(), x.dtype == torch.float32)
+    sum_parts(parts, out)
+
+
+def empty_parts(x: Tensor) -> Tensor:
+    """Room for the sums of the columns of each tile of x."""
+    return torch.empty(_tiles_down(x), x.shape[1], device=x.device)
+
+
+def _tiles_down(x: Tensor) -> int:
+    return max(1, -(-len(x) // loader.load().TILE))
+
+
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """parts fp32 [count, cols] -> out [cols], see `reference.sum_parts`."""
+    count, cols = parts.shape
+    target = _output(out, [cols], [torch.float32], "out")
+    launch("sum_parts", parts, parts.data_ptr(), count, cols, target)
+
+
+def rms_norm_source(x: Tensor, weight: Tensor, rstd: Tensor) -> Words:
+    """The cast's x is x [rows, cols] * rstd [rows] * weight [cols]."""
+    vector = _output(rstd, [len(x)], [torch.float32], "rstd")
+    return RMS_NORM, vector, *_vector(weight, x), 0, 0, 0
+
+
+def swiglu_source(gate: Tensor, up: Tensor) -> Words:
+    """The cast's x is silu(gate) * up."""
+    return SWIGLU, 0, 0, 0, *_beside(up, gate, "up"), 0
+
+
+def column_sums_source(x: Tensor, parts: Tensor) -> Words:
+    """The cast's x is x; the sums of the columns of its tiles -> `parts`, see `empty_parts`."""
+    shape = [_tiles_down(x), x.shape[1]]
+    return COLUMN_SUMS, 0, 0, 0, 0, 0, _output(parts, shape, [torch.float32], "parts")

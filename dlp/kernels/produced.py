@@ -1,0 +1,159 @@
+"""Matrices that a cast makes on its way: they stand where casts and amaxes of `dlp.kernels.ops` take a tensor.
+
+    RmsNormed   x * rstd * weight
+    Gated       silu(gate) * up
+    Summed      a gradient as it is, the sums of whose columns are taken beside its cast
+
+A kernel that can makes their elements from what it reads, so that they are never stored. For any other cast, and on a
+CPU, they are computed apart, once. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import cuda_producers
+from dlp.kernels.cuda import MATRIX, Words
+from dlp.kernels.producers import column_sums, has_kernel, rms_norm, swiglu
+
+FUSED_DTYPE = torch.bfloat16  # of what producers inside casts read
+ACTIVATION_CODES = (torch.float8_e4m3fn,)  # that activations are cast to there
+Source = tuple[Tensor, Words]
+
+
+class Produced:
+    """A matrix [rows, C] that a cast can make from others; `matrix` is the first of them, of its shape and dtype."""
+
+    matrix: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    @property
+    def value(self) -> Tensor:
+        """The matrix itself, computed apart."""
+        raise NotImplementedError
+
+    def amax(self) -> Tensor | None:
+        """max |x| of the matrix as fp32 [], without storing it; None where that has to be."""
+        return None
+
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        """What a kernel that casts to `codes`, or that observes (None), is given: a matrix, and what it makes of it (words
+        of `cuda_producers`; none: the matrix is as it is)."""
+        raise NotImplementedError
+
+
+def stored(x: Tensor | Produced) -> Tensor:
+    """The matrix itself."""
+    return x if isinstance(x, Tensor) else x.value
+
+
+def opened(x: Tensor | Produced, codes: torch.dtype | None = None) -> Source:
+    """`Produced.source`; a tensor is itself."""
+    return (x, MATRIX) if isinstance(x, Tensor) else x.source(codes)
+
+
+def _fuses(codes: torch.dtype | None, *matrices: Tensor) -> bool:
+    known = codes is None or codes in ACTIVATION_CODES
+    return known and all(x.dtype == FUSED_DTYPE for x in matrices) and has_kernel(*matrices)
+
+
+class RmsNormed(Produced):
+    """x * rstd * weight, of x [rows, C] and weight [C]. rstd fp32 [rows] is computed when it is first needed: in the read
+    that takes the amax, where that is asked for."""
+
+    def __init__(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        self.matrix, self.weight, self.eps = x, weight, eps
+
+    @cached_property
+    def value(self) -> Tensor:
+        y, self.rstd = rms_norm(self.matrix, self.weight, self.eps)
+        return y
+
+    @cached_property
+    def rstd(self) -> Tensor:
+        if _fuses(None, self.matrix):
+            return self._observed(None)
+        return rms_norm(self.matrix, self.weight, self.eps)[1]
+
+    def amax(self) -> Tensor | None:
+        if not _fuses(None, self.matrix):
+            return None
+        amax = torch.empty((), device=self.matrix.device)
+        self.rstd = self._observed(amax)
+        return amax
+
+    def _observed(self, amax: Tensor | None) -> Tensor:
+        rstd = torch.empty(len(self.matrix), device=self.matrix.device)
+        cuda_producers.rms_norm(self.matrix, self.weight, self.eps, rstd, amax=amax)
+        return rstd
+
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        if not _fuses(codes, self.matrix):
+            return self.value, MATRIX
+        return self.matrix, cuda_producers.rms_norm_source(self.matrix, self.weight, self.rstd)
+
+
+class Gated(Produced):
+    """silu(gate) * up, of gate and up [rows, C]."""
+
+    def __init__(self, gate: Tensor, up: Tensor) -> None:
+        self.matrix, self.up = gate, up
+
+    @cached_property
+    def value(self) -> Tensor:
+        return swiglu(self.matrix, self.up)
+
+    def amax(self) -> Tensor | None:
+        if not _fuses(None, self.matrix, self.up):
+            return None
+        amax = torch.empty((), device=self.matrix.device)
+        cuda_producers.swiglu(self.matrix, self.up, amax=amax)
+        return amax
+
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        if not _fuses(codes, self.matrix, self.up):
+            return self.value, MATRIX
+        return self.matrix, cuda_producers.swiglu_source(self.matrix, self.up)
+
+
+class Summed(Produced):
+    """x [rows, C] as it is; its cast takes the sums of its columns, which is what the bias of a linear gets."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.matrix = x
+        self._parts: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        return self.matrix
+
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        if codes is None or self.matrix.dtype != FUSED_DTYPE or not has_kernel(self.matrix):
+            return self.matrix, MATRIX
+        self._parts = cuda_producers.empty_parts(self.matrix)
+        return self.matrix, cuda_producers.column_sums_source(self.matrix, self._parts)
+
+    def sums(self) -> Tensor:
+        """`column_sums` of x: of the tiles of its cast, after that, where it was one that takes them."""
+        if self._parts is None:
+            return column_sums(self.matrix)
+        out = torch.empty(self.shape[1], device=self.matrix.device)
+        cuda_producers.sum_parts(self._parts, out)
+        return out

@@ -1,0 +1,60 @@
+"""What makes a linear's x, RMSNorm and SwiGLU, their gradients, and sums of columns: by the CUDA kernels where the device
+has them, else by the reference. Matrices whose columns are not adjacent run the reference, too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import cuda, cuda_producers, dispatch, reference
+
+
+def has_kernel(*matrices: Tensor) -> bool:
+    """Whether kernels can read these as they lie."""
+    return all(dispatch.has_kernel(x) and cuda.readable(x) for x in matrices)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [rows, C], weight [C] -> y [rows, C] in the dtype of x, rstd fp32 [rows]; see the reference."""
+    if not has_kernel(x):
+        return reference.rms_norm(x, weight, eps)
+    y, rstd = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(len(x), device=x.device)
+    cuda_producers.rms_norm(x, weight, eps, rstd, y=y)
+    return y, rstd
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """dy, x [rows, C], weight [C], rstd [rows] -> dx [rows, C] in the dtype of x, dweight fp32 [C]."""
+    if not has_kernel(dy, x):
+        return reference.rms_norm_backward(dy, x, weight, rstd)
+    dx, dweight = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape[1], device=x.device)
+    cuda_producers.rms_norm_backward(dy, x, weight, rstd, dx, dweight)
+    return dx, dweight
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up [rows, C] -> silu(gate) * up in their dtype."""
+    if not has_kernel(gate, up):
+        return reference.swiglu(gate, up)
+    h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    cuda_producers.swiglu(gate, up, h=h)
+    return h
+
+
+def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """dh, gate, up [rows, C] -> dgate, dup [rows, C] in their dtype."""
+    if not has_kernel(dh, gate, up):
+        return reference.swiglu_backward(dh, gate, up)
+    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    cuda_producers.swiglu_backward(dh, gate, up, dgate, dup)
+    return dgate, dup
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """x [rows, C] -> fp32 [C], in the order of the reference."""
+    if not has_kernel(x):
+        return reference.column_sums(x)
+    out = torch.empty(x.shape[1], device=x.device)
+    cuda_producers.column_sums(x, out)
+    return out

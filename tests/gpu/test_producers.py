@@ -1,0 +1,181 @@
+"""RMSNorm, SwiGLU, sums of columns, and casts that make what they read of them on the way.
+
+RMSNorm and the sums equal the reference bit for bit; SwiGLU, whose exponential is the device's, lies within a bound of
+float64. A fused cast gives the bits of the stored matrix's cast.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.kernels import cuda_producers, ops, reference
+from dlp.quant.quantizer import one_read, slot_options
+from tests.gpu.inputs import DATA, DTYPES, SHAPES, STRIDES, place, values
+from tests.gpu.test_quantizers import PAIRS, at, slot
+from tests.metrics import assert_bit_equal, assert_close
+
+LONG = [(3, 9001), (2, 20000), (1030, 2056)]  # rows that do not stay in registers; more rows than parts
+ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # relative error: rounding to bf16 is half of 2^-7
+EPS = 1e-5
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+weights = pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+OFFERING = [pair for pair in PAIRS if one_read(*pair) is not None]
+
+
+def assert_equal(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Bits, but for those of a NaN, which conversions on a GPU and on a CPU write differently."""
+    assert_bit_equal(actual.cpu().nan_to_num(1.5, float("inf"), float("-inf")),
+                     expected.nan_to_num(1.5, float("inf"), float("-inf")), what)  # fmt: skip
+    assert torch.equal(actual.cpu().isnan(), expected.isnan()), what
+
+
+@dtypes
+@weights
+@pytest.mark.parametrize("data", DATA)
+def test_rms_norm_is_the_reference(device, poisoned, dtype, weight_dtype, data):
+    for number, shape in enumerate([*SHAPES, *LONG]):
+        x, weight = values(data, *shape, dtype), values("gauss", 1, shape[1], weight_dtype, 1)[0]
+        expected, expected_rstd = reference.rms_norm(x, weight, EPS)
+        stride, what = STRIDES[number % 3], f"{data} {dtype} {shape}"
+        on_device = place(x, stride, device), weight.to(device), EPS
+        rstd, y = poisoned((shape[0],), torch.float32), poisoned(shape, dtype)
+        cuda_producers.rms_norm(*on_device, rstd, y=y)
+        assert_equal(rstd, expected_rstd, f"rstd, {what}")
+        assert_equal(y, expected, f"y, {what}")
+        again, amax = poisoned((shape[0],), torch.float32), poisoned((), torch.float32)
+        cuda_producers.rms_norm(*on_device, again, amax=amax)
+        assert_equal(again, expected_rstd, f"rstd beside amax, {what}")
+        assert_bit_equal(amax.cpu(), reference.amax(expected), f"amax, {what}")
+        alone = poisoned((shape[0],), torch.float32)
+        cuda_producers.rms_norm(*on_device, alone)
+        assert_equal(alone, expected_rstd, f"rstd alone, {what}")
+
+
+@dtypes
+@weights
+@pytest.mark.parametrize("data", ["gauss", "specials", "tiny"])
+def test_rms_norm_backward_is_the_reference(device, poisoned, dtype, weight_dtype, data):
+    for number, shape in enumerate([*SHAPES, *LONG]):
+        x, dy = values(data, *shape, dtype), values(data, *shape, dtype, 2)
+        weight = values("gauss", 1, shape[1], weight_dtype, 1)[0]
+        rstd = reference.rms_norm(x, weight, EPS)[1]
+        expected, stride = reference.rms_norm_backward(dy, x, weight, rstd), STRIDES[number % 3]
+        dx, dweight = poisoned(shape, dtype), poisoned((shape[1],), torch.float32)
+        cuda_producers.rms_norm_backward(
+            place(dy, STRIDES[(number + 1) % 3], device), place(x, stride, device), weight.to(device), rstd.to(device), dx,
+            dweight,
+        )  # fmt: skip
+        assert_equal(dx, expected[0], f"dx, {data} {dtype} {shape}")
+        assert_equal(dweight, expected[1], f"dweight, {data} {dtype} {shape}")
+
+
+@dtypes
+def test_column_sums_are_the_reference(device, poisoned, dtype):
+    for number, (shape, data) in enumerate(product([*SHAPES, *LONG, (5000, 40)], ("gauss", "specials"))):
+        x, out = values(data, *shape, dtype), poisoned((shape[1],), torch.float32)
+        cuda_producers.column_sums(place(x, STRIDES[number % 3], device), out)
+        assert_equal(out, reference.column_sums(x), f"{data} {dtype} {shape}")
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+@dtypes
+def test_swiglu_is_that_of_float64(device, poisoned, dtype):
+    for number, shape in enumerate([*SHAPES, *LONG]):
+        gate, up, dh = (random(*shape, dtype=dtype, seed=seed) for seed in range(3))
+        placed = [place(x, STRIDES[(number + i) % 3], device) for i, x in enumerate((gate, up, dh))]
+        wide = gate.double().requires_grad_(), up.double().requires_grad_()
+        expected = F.silu(wide[0]) * wide[1]
+        gradients = torch.autograd.grad(expected, wide, dh.double())
+        h, dgate, dup = (poisoned(shape, dtype) for _ in range(3))
+        amax = poisoned((), torch.float32)
+        cuda_producers.swiglu(placed[0], placed[1], h=h)
+        cuda_producers.swiglu(placed[0], placed[1], amax=amax)
+        cuda_producers.swiglu_backward(placed[2], placed[0], placed[1], dgate, dup)
+        assert_bit_equal(amax.cpu(), reference.amax(h.cpu()), f"amax, {dtype} {shape}")
+        for name, made, right in zip(("h", "dgate", "dup"), (h, dgate, dup), (expected, *gradients), strict=True):
+            assert_close(made.cpu(), right, ROUNDED[dtype], f"{name}, {dtype} {shape}")
+            bound = ROUNDED[dtype] * 2 * right.abs() + 1e-6 * (1 + gate.double().abs()) * dh.double().abs().clamp(min=1)
+            assert bool(((made.cpu().double() - right).abs() <= bound * (1 + up.double().abs())).all()), name
+
+
+@dtypes
+def test_swiglu_at_its_ends(device, dtype):
+    """Every bf16 value as a gate; NaN and Inf where the reference has them."""
+    gate = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(dtype)
+    up = torch.full_like(gate, 1.5)
+    made, expected = ops.swiglu(gate.to(device), up.to(device)).cpu(), reference.swiglu(gate, up)
+    assert torch.equal(made.isnan(), expected.isnan()) and torch.equal(made.isinf(), expected.isinf())
+    finite = expected.isfinite()
+    assert_close(made[finite] * 2.0**-60, expected[finite].double() * 2.0**-60, ROUNDED[dtype])
+
+
+def produced(which: str, shape: tuple[int, int], data: str, strides: tuple[str, str], device: str) -> ops.Produced:
+    x = place(values(data, *shape, torch.bfloat16), strides[0], device)
+    if which == "rms_norm":
+        return ops.RmsNormed(x, values("gauss", 1, shape[1], torch.float32, 1)[0].to(device), EPS)
+    if which == "swiglu":
+        return ops.Gated(x, place(values(data, *shape, torch.bfloat16, 1), strides[1], device))
+    return ops.Summed(x)
+
+
+def shapes_of(pair) -> list[tuple[int, int]]:
+    unit = max(max(quantizer.format.multiple) for quantizer in pair)
+    return [shape for shape in [*SHAPES, (192, 288), (32, 640), (640, 4096)] if all(size % unit == 0 for size in shape)]
+
+
+@pytest.mark.parametrize("which", ["rms_norm", "swiglu", "sums"])
+@pytest.mark.parametrize("data", ["gauss", "specials", "huge"])
+@pytest.mark.parametrize("pair", OFFERING, ids=str)
+def test_a_fused_cast_is_that_of_the_stored_matrix(device, poisoned, pair, data, which):
+    both = one_read(*pair)
+
+    def run(matrix, outs=None):
+        state = slot(device)
+        made = both.cast(matrix, both.observe(matrix), slot=state, at=at(matrix, device), outs=outs)
+        return [*made[0].parts, *made[1].parts, *([state.staging] if slot_options(pair[0]) else [])], made
+
+    for number, shape in enumerate(shapes_of(pair)):
+        matrix = produced(which, shape, data, (STRIDES[number % 3], STRIDES[number % 2]), device)
+        expected, made = run(matrix.value)
+        outs = tuple(q.format.wrap([poisoned(tuple(part.shape), part.dtype) for part in q.parts]) for q in made)
+        fresh = produced(which, shape, data, (STRIDES[number % 3], STRIDES[number % 2]), device)
+        found, _ = run(fresh, outs)
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_bit_equal(a, b, f"part {i}, {which} {data} {shape}")
+        if isinstance(fresh, ops.Summed):
+            inside = all(quantizer.format.block[0] <= 1 for quantizer in pair)  # casts of tiles take no sums
+            assert (fresh._parts is not None) == inside
+            assert_equal(fresh.sums(), reference.column_sums(matrix.value.cpu()), f"sums {shape}")
+        rowwise = pair[0].cast(fresh, pair[0].observe(fresh), slot=slot(device), at=at(matrix, device)[0])
+        for a, b in zip(rowwise.parts, expected, strict=False):
+            assert_bit_equal(a, b, f"rowwise alone, {which} {data} {shape}")
+
+
+@pytest.mark.parametrize("which", ["rms_norm", "swiglu"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8"])
+def test_what_recipes_cast_of_activations_is_fused(device, monkeypatch, recipe, which):
+    from dlp.quant.recipe import load
+
+    x = load(recipe).x
+    both, matrix = one_read(x.rowwise, x.columnwise), produced(which, (128, 256), "gauss", STRIDES[:2], device)
+    monkeypatch.setattr(type(matrix), "value", property(lambda self: pytest.fail("the matrix was computed apart")))
+    both.cast(matrix, both.observe(matrix), slot=slot(device), at=at(matrix, device))
+
+
+def test_what_producers_refuse(device):
+    x, vector = torch.zeros(4, 8, device=device), torch.zeros(8, device=device)
+    with pytest.raises(ValueError, match=r"weight must be a contiguous \[8\]"):
+        cuda_producers.rms_norm(x, vector[:4], EPS, torch.empty(4, device=device))
+    with pytest.raises(ValueError, match="up must be torch.float32"):
+        cuda_producers.swiglu(x, x.bfloat16(), h=torch.empty_like(x))
+    wide = torch.zeros(1, cuda_producers.MAX_NORM_COLS + 8, device=device)
+    with pytest.raises(ValueError, match="up to 57344 features"):
+        cuda_producers.rms_norm_backward(wide, wide, wide[0], wide[:, 0], wide.clone(), torch.empty_like(wide[0]))

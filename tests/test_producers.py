@@ -1,0 +1,139 @@
+"""RMSNorm, SwiGLU and sums of columns: the references against float64 and autograd, and matrices that a cast makes on its
+way, with kernels that the reference plays (see test_casts.py). No device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.kernels import ops, reference
+from dlp.quant.quantizer import slot_options
+from tests.metrics import assert_bit_equal, assert_close
+from tests.quantizers import a_slot, assert_same, origin
+from tests.test_casts import OFFERING, one_read, played  # noqa: F401
+
+SHAPES = [(1, 1), (5, 300), (130, 1030), (600, 64), (0, 8)]
+ROUNDED = {torch.float32: 5e-7, torch.bfloat16: 4e-3}  # relative error of a result: fp32 arithmetic, one rounding
+EPS = 1e-5
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def rms_norm64(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.pow(2).mean(1, keepdim=True) + EPS).rsqrt() * weight
+
+
+@dtypes
+@shapes
+def test_rms_norm_and_its_gradients_are_those_of_float64(shape, dtype):
+    x, weight, dy = draw(*shape, dtype=dtype), draw(shape[1], seed=1), draw(*shape, seed=2, dtype=dtype)
+    y, rstd = ops.rms_norm(x, weight, EPS)
+    dx, dweight = ops.rms_norm_backward(dy, x, weight, rstd)
+    wide = x.double().requires_grad_(), weight.double().requires_grad_()
+    expected = rms_norm64(*wide)
+    gradients = torch.autograd.grad(expected, wide, dy.double())
+    assert y.dtype == dx.dtype == dtype and dweight.dtype == rstd.dtype == torch.float32
+    assert_close(y, expected, ROUNDED[dtype], "y")
+    if shape != (1, 1):  # there dx is what rounding left of 0
+        assert_close(dx, gradients[0], 2 * ROUNDED[dtype], "dx")
+    assert_close(dweight, gradients[1], ROUNDED[torch.float32], "dweight")
+
+
+def test_rstd_is_rounded_as_the_kernel_rounds():
+    """Each step to the nearest fp32; torch's square root is not, on some CPUs."""
+    x = draw(4000, 8)
+    squares = reference.producers.row_sums(x * x) / 8 + EPS
+    roots = torch.tensor([math.sqrt(value) for value in squares.tolist()])
+    assert_bit_equal(reference.rms_norm(x, torch.ones(8), EPS)[1], torch.ones(4000) / roots, "rstd")
+
+
+@dtypes
+@shapes
+def test_swiglu_and_its_gradients_are_those_of_float64(shape, dtype):
+    gate, up, dh = (draw(*shape, seed=seed, dtype=dtype) for seed in range(3))
+    wide = gate.double().requires_grad_(), up.double().requires_grad_()
+    expected = F.silu(wide[0]) * wide[1]
+    gradients = torch.autograd.grad(expected, wide, dh.double())
+    assert_close(ops.swiglu(gate, up), expected, ROUNDED[dtype], "h")
+    for name, made, right in zip(("dgate", "dup"), ops.swiglu_backward(dh, gate, up), gradients, strict=True):
+        assert made.dtype == dtype
+        assert_close(made, right, ROUNDED[dtype], name)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 100.0, -100.0, float("inf"), float("nan")])
+def test_swiglu_at_its_ends(value):
+    gate, one = torch.full((1, 1), value), torch.ones(1, 1)
+    expected = F.silu(gate)
+    assert torch.equal(ops.swiglu(gate, one).nan_to_num(7), expected.nan_to_num(7))
+
+
+@dtypes
+@shapes
+def test_sums_of_columns_are_those_of_float64(shape, dtype):
+    x = draw(*shape, dtype=dtype)
+    assert_close(ops.column_sums(x), x.double().sum(0), 5e-6, "sums")
+
+
+@pytest.mark.parametrize("sums", [reference.column_sums, lambda x: reference.producers.row_sums(x.t().contiguous())])
+def test_sums_do_not_depend_on_zeros_around_them(sums):
+    """So that kernels may leave out what lies outside of a matrix."""
+    x = draw(300, 40)
+    assert_bit_equal(sums(F.pad(x, (0, 0, 0, 2000))), sums(x))
+
+
+def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.Produced]:
+    x, other = draw(rows, cols, dtype=torch.bfloat16), draw(rows, cols, seed=1, dtype=torch.bfloat16)
+    return {"rms_norm": ops.RmsNormed(x, draw(cols, seed=2), EPS), "swiglu": ops.Gated(x, other), "sums": ops.Summed(x)}
+
+
+@pytest.mark.parametrize("which", ["rms_norm", "swiglu", "sums"])
+@pytest.mark.parametrize("pair", OFFERING, ids=str)
+def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  # noqa: F811
+    """Both orientations and one alone; also with a quantizer whose kernel makes nothing on its way."""
+    both = one_read(*pair)
+    stored = produced()[which].value
+    at = origin(stored), origin(stored.t())
+    for made in (produced()[which], produced()[which].value):
+        slot = a_slot()
+        pairs = (
+            both.cast(made, both.observe(made), slot=slot, at=at),
+            pair[0].cast(made, pair[0].observe(made), slot=slot, at=at[0]),
+        )
+        if isinstance(made, ops.Produced):
+            first, staging = pairs, slot.staging
+    assert_same(first[0][0], pairs[0][0])
+    assert_same(first[0][1], pairs[0][1])
+    assert_same(first[1], pairs[1])
+    assert_bit_equal(staging, slot.staging)
+    assert bool(staging) == (slot_options(pair[0]) is not None)
+
+
+@pytest.mark.parametrize("which", ["rms_norm", "swiglu"])
+def test_a_fused_cast_stores_nothing_else(which, played, monkeypatch):  # noqa: F811
+    """Neither the cast nor its amax asks for the matrix itself."""
+    matrix, quantizers = produced()[which], OFFERING[0]
+    monkeypatch.setattr(type(matrix), "value", property(lambda self: pytest.fail("the matrix was computed apart")))
+    both = one_read(*quantizers)
+    both.cast(matrix, both.observe(matrix), slot=a_slot())
+    wide = produced()[which]
+    wide.matrix = wide.matrix.float()
+    with pytest.raises(pytest.fail.Exception, match="computed apart"):  # fp32 has no such kernel
+        both.cast(wide, both.observe(wide), slot=a_slot())
+
+
+def test_a_cast_takes_the_sums_of_its_columns(played):  # noqa: F811
+    summed = produced()["sums"]
+    before = len(played)
+    ops.cast_fp8_block_both(summed, (1, 128), torch.float8_e5m2, power_of_two=True)
+    sums, jobs = summed.sums(), len(played) - before
+    assert jobs == 1 and summed._parts is not None
+    assert_bit_equal(sums, reference.column_sums(summed.matrix))
+    assert_bit_equal(ops.Summed(summed.matrix).sums(), sums)  # without a cast
