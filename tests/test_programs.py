@@ -20,12 +20,25 @@ from dlp.kernels import cuda, program
 from dlp.kernels.program import NotPlain, Program
 from dlp.parallel import direct
 from dlp.parallel.linear import LinearCore
+from dlp.parallel.prologue import PROLOGUES
 from dlp.parallel.step import end_step
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.recipe import both, load
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
-from tests.twins import K, M, N, Results, Twins, check_used, forward_backward, programs, values
+from tests.twins import (
+    K,
+    M,
+    N,
+    Produced,
+    Results,
+    Twins,
+    check_used,
+    forward_backward,
+    programs,
+    values,
+    without_programs,
+)
 
 pytestmark = pytest.mark.usefixtures("emulated")
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")
@@ -60,6 +73,31 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
     for seed in range(4):
         twins.step(lambda model, seed: forward_backward(model, seed, **case), seed)
     check_used(twins.model, *direct.DIRECTIONS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sizes", [N, (N, K)], ids=["alone", "siblings"])
+@pytest.mark.parametrize("shape", [(M,), (2, M // 2)], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("prologue", PROLOGUES)
+def test_so_it_does_for_every_prologue(recipe: str, prologue: str, sizes: Any, shape: tuple[int, ...]):
+    twins = Twins(lambda: Produced(prologue, sizes, recipe=recipe))
+    for seed in range(4):
+        twins.step(lambda model, seed: forward_backward(model, seed, shape), seed)
+    check_used(twins.model, *direct.DIRECTIONS)
+
+
+@pytest.mark.parametrize("prologue", PROLOGUES)
+def test_another_weight_of_a_norm_is_read(prologue: str):
+    """What a prologue reads beside the first tensor is an address of each call, too."""
+    linear = dlp.Linear(K, N, recipe="fp8_current", prologue=prologue, dtype=torch.bfloat16)
+    x, ys = values(0, M, K), []
+    for seed in range(5):
+        beside = values(seed, K).float() if prologue == "rms_norm" else values(seed, M, K)
+        with torch.no_grad():
+            ys.append(linear(x, beside))
+        with without_programs(), torch.no_grad():
+            assert_bit_equal(ys[-1], linear(x, beside))
+    check_used(linear, direct.FORWARD)
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():

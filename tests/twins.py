@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,19 @@ from tests.metrics import assert_bit_equal
 
 K, N, M = 256, 640, 256
 Results = dict[str, Tensor]
+
+
+class Produced(nn.Module):
+    """A linear with a prologue, of one x and a weight of its own."""
+
+    def __init__(self, prologue: str, sizes: int | tuple[int, ...] = N, bias: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, K))
+        self.linear = dlp.Linear(K, sizes, bias, prologue=prologue, **options)
+        self.gates = prologue == "swiglu"
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.linear(x, x * self.scale if self.gates else self.scale)
 
 
 class Twins:

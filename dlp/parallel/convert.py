@@ -118,6 +118,7 @@ def _make_spec(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
     return make_spec(
         name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp, target.runtime,
         tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens, delay_wgrad=first.delay_wgrad,
+        prologue=first.prologue,
     )  # fmt: skip
 
 

@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor
 from dlp.kernels import program
 from dlp.kernels.program import ALIGNMENT, NotPlain, Program
 from dlp.parallel import fit
-from dlp.parallel.linear_fn import bias_grads, gathered_parts, run_backward, run_forward, waits
+from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, to_save, waits
 from dlp.parallel.spec import LinearSpec, remembered
 from dlp.parallel.weight import Sides
 from dlp.quant.gemm import own_gemm
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, cast_op
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, runs_op
 from dlp.quant.recipe import GEMMS
 
 DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
-X, FIRST = 2, 3  # places of x and of the first weight among the arguments of `DirectLinearFn`
+X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
 LIMIT = 64  # a layer whose shapes vary without end runs without programs
 SEEN = "seen once"
 Run = Callable[[], list[Tensor]]
@@ -51,14 +51,14 @@ def _programmable(spec: LinearSpec, direction: str) -> bool:
 
 
 def _is_known(quantizer: Quantizer) -> bool:
-    """A quantizer of this package, that is pure and casts by a kernel; what wraps one, or a user's, may do anything."""
-    ours = type(quantizer).__module__.startswith("dlp.quant.")
-    return type(quantizer) is KeepHighPrecision or (ours and cast_op(quantizer) != "")
+    """It is pure, and casts by a kernel or not at all."""
+    return type(quantizer) is KeepHighPrecision or runs_op(quantizer)
 
 
 class Wanted(NamedTuple):
     """The gradients that one backward makes. `used`: the members whose y has a gradient; a sibling whose y nobody used has
-    none. dw, db: by used member. places: where gradients go among those of `DirectLinearFn`, in the order dx, dw, db."""
+    none. dx: that of x, or those of what the prologue reads. dw, db: by used member. places: where gradients go among those
+    of `DirectLinearFn`, in the order dx, dw, db."""
 
     used: list[int]
     dx: bool
@@ -70,16 +70,18 @@ class Wanted(NamedTuple):
 class Call:
     """A layer, called with tensors like those at hand: what does not change between such calls. It holds no tensors.
 
+    first            the place of the first weight among the arguments of `DirectLinearFn`
     differentiable   there will be a backward; `save`: with a wgrad
     layouts          of parameters that are DTensors
     programs         by what they depend on beside; a string where there is none: not yet, or for the reason that it says
     """
 
-    def __init__(self, spec: LinearSpec, record: bool, x: Tensor, parameters: Sequence[Any]) -> None:
+    def __init__(self, spec: LinearSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any]) -> None:
+        x, self.first = inputs[0], X + len(inputs)
         self.spec, self.record, self.count = spec, record, len(spec.members)
         self.x_shape, self.x_dtype = x.shape, x.dtype
         learns = [p is not None and p.requires_grad for p in parameters]
-        self.differentiable = record and (x.requires_grad or any(learns))
+        self.differentiable = record and (any(given.requires_grad for given in inputs) or any(learns))
         self.save = self.differentiable and any(learns[: self.count])
         self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
         self.distributed = any(layout is not None for layout in self.layouts)
@@ -110,35 +112,42 @@ class Call:
         found = self.wanted.get((needs, there))
         if found is None:
             used = [i for i, dy in enumerate(there) if dy]
-            dw, db = ([needs[FIRST + first + i] for i in used] for first in (0, self.count))
-            made = [] if waits(self.spec.delay_wgrad, needs[X]) else dw
-            places = [X] if needs[X] else []
-            places += [FIRST + i for i, need in zip(used, made, strict=False) if need]
-            places += [FIRST + self.count + i for i, need in zip(used, db, strict=True) if need]
-            found = self.wanted[needs, there] = Wanted(used, needs[X], dw, db, places)
+            weights, biases, dx = self.first, self.first + self.count, any(needs[X : self.first])
+            dw, db = ([needs[first + i] for i in used] for first in (weights, biases))
+            made = [] if waits(self.spec.delay_wgrad, dx) else dw
+            places = [*range(X, self.first)] if dx else []
+            places += [weights + i for i, need in zip(used, made, strict=False) if need]
+            places += [biases + i for i, need in zip(used, db, strict=True) if need]
+            found = self.wanted[needs, there] = Wanted(used, dx, dw, db, places)
         return found
 
 
-def call_of(spec: LinearSpec, record: bool, x: Tensor, parameters: Sequence[Any], sides: Sides | None) -> Call:
+def call_of(
+    spec: LinearSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any], sides: Sides | None
+) -> Call:
     """The call that this one is like. It is kept with the operands that it reads, and goes with them, or with the spec."""
     if sides is None:
         calls, like = spec.calls, [None if p is None else (*_like(_local(p)), p.requires_grad) for p in parameters]
     else:
         calls, like = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
+    x = inputs[0]
     tf32 = x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
     key = (spec, record, x.requires_grad, *_like(x), *like, tf32, spec.runtime.by_regions)
+    if len(inputs) > 1:
+        key += (inputs[1].requires_grad, *_like(inputs[1]))
     found: Call | None = calls.get(key)
     if found is None:
-        found = Call(spec, record, x, parameters)
+        found = Call(spec, record, inputs, parameters)
         if len(calls) < LIMIT:
             calls[key] = found
     return found
 
 
 def forward(
-    call: Call, sides: Sides | None, x: Tensor, parameters: Sequence[Any]
+    call: Call, sides: Sides | None, inputs: Sequence[Tensor], parameters: Sequence[Any]
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:  # fmt: skip
-    """x [..., K] -> y_i [..., N_i], what is kept of x for wgrad (see `run_forward`), and this rank's weights."""
+    """x [..., K], or what the prologue reads -> y_i [..., N_i], what is kept for backward (see `run_forward`), and this
+    rank's weights."""
     spec, count, record = call.spec, call.count, call.record
     spec.runtime.begin_forward(spec, record)
     tensors = [_local(p) for p in parameters] if call.distributed else parameters
@@ -147,29 +156,31 @@ def forward(
     if sides is not None:
         parts: Sequence[Tensor] = sides.row
     else:
-        parts = gathered_parts(spec, spec.members, weights, x.dtype, row=True, record=record)
+        parts = gathered_parts(spec, spec.members, weights, call.x_dtype, row=True, record=record)
         key += tuple(map(_like, parts))
 
     def run() -> list[Tensor]:
-        ys, kept = run_forward(spec, x, weights, biases, parts, call.save, record)
+        ys, kept = run_forward(spec, inputs, weights, biases, parts, call.save, record)
         return [*ys, *kept]
 
     if call.plain_forward:
-        made = call.run(key, [x, *(parts or weights), *[bias for bias in biases if bias is not None]], run)
+        made = call.run(key, [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]], run)
     else:
         made = run()
     return made[:count], made[count:], weights
 
 
 class DirectLinearFn(torch.autograd.Function):
-    """`apply(call, sides, x, *weights, *biases)` -> a tuple of y_i. Weights and biases are parameters as modules hold them:
-    DTensors are taken apart here, since a function that did it for each would cost as much as the layer."""
+    """`apply(call, sides, *inputs, *weights, *biases)` -> a tuple of y_i; `inputs`: x, or what the prologue reads. Weights
+    and biases are parameters as modules hold them: DTensors are taken apart here, since a function that did it for each
+    would cost as much as the layer."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, sides: Sides | None, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
-        ys, kept, weights = forward(call, sides, x, parameters)
+    def forward(ctx: Any, call: Call, sides: Sides | None, *tensors: Any) -> tuple[Tensor, ...]:
+        inputs, parameters = tensors[: call.first - X], tensors[call.first - X :]
+        ys, kept, weights = forward(call, sides, inputs, parameters)
         ctx.call, ctx.sides = call, sides
-        ctx.save_for_backward(*weights, *((kept or (x,)) if call.save else ()))
+        ctx.save_for_backward(*weights, *to_save(inputs, kept, call.save))
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
@@ -185,7 +196,7 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     grads: list[Any] = [None] * len(needs)
     for place, grad in zip(wanted.places, made, strict=True):
         grads[place] = grad
-    for place, layout in enumerate(call.layouts, FIRST) if call.distributed else ():
+    for place, layout in enumerate(call.layouts, call.first) if call.distributed else ():
         if layout is not None and grads[place] is not None:
             grads[place] = DTensor(grads[place], layout, requires_grad=False)
     return tuple(grads)
@@ -199,7 +210,9 @@ def _gradients(
     spec, used = call.spec, wanted.used
     spec.runtime.in_layer_backward()
     weights = weights if len(used) == call.count else [weights[i] for i in used]
-    key: Key = tuple([BACKWARD, wanted.dx, *used, *wanted.dw, *[_lies(tensor) for tensor in (*dys, *saved)]])
+    key: Key = tuple(
+        [BACKWARD, wanted.dx, *used, *wanted.dw, *wanted.db, *[_lies(tensor) for tensor in (*dys, *saved)]]
+    )
     parts: Sequence[Tensor] = ()
     if wanted.dx and sides is not None:
         parts = sides.col_of(used)
@@ -208,17 +221,15 @@ def _gradients(
         parts = gathered_parts(spec, members, weights, call.x_dtype, row=False, record=True)
         key += tuple(map(_like, parts))
 
-    def run(db: Sequence[bool]) -> list[Tensor]:
-        made = run_backward(spec, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, db)
+    def run() -> list[Tensor]:
+        made = run_backward(spec, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, wanted.db)
         if wanted.dx and len(call.x_shape) != 2:
             made[0] = made[0].view(call.x_shape)
         return made
 
-    if not call.plain_backward:
-        return run(wanted.db)
-    given = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
-    made = call.run(key, given, lambda: run([False] * len(used)))
-    return made + bias_grads(dys, weights, wanted.db) if True in wanted.db else made
+    if not (call.plain_backward and wanted.places):
+        return run()
+    return call.run(key, [*dys, *saved, *((parts or weights) if wanted.dx else ())], run)
 
 
 _backward_once = once_differentiable(_backward)

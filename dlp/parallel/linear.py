@@ -6,7 +6,7 @@ where the weights are, and is shared by siblings: layers that read the same x an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,13 +16,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.parallel import overlap as overlaps
+from dlp.parallel import prologue as prologues
 from dlp.parallel.autocast import active_spec
 from dlp.parallel.casts_together import Cast
 from dlp.parallel.direct import DirectLinearFn, call_of, forward
 from dlp.parallel.opaque import OpaqueLinearFn, opaque
+from dlp.parallel.prologue import Prologue
 from dlp.parallel.quantized_init import hold_quantized
 from dlp.parallel.runtime import Runtime
-from dlp.parallel.spec import LinearSpec, Overlaps
+from dlp.parallel.spec import LinearSpec, Overlaps, num_inputs
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.values import Values
 from dlp.parallel.weight import CastWeights, Sides, local, place
@@ -51,7 +53,7 @@ class LinearCore:
         self.dtype: torch.dtype | None = None
         self.cast_weights = CastWeights()
         self.sides: Sides | None = None
-        self._x: Tensor | None = None
+        self._inputs: tuple[Tensor, ...] = ()
         self._ys: dict[int, Tensor] = {}
         hold_quantized(self)
 
@@ -94,19 +96,26 @@ class LinearCore:
             self.cast_weights.retype()
         return self.cast_weights.parts
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [..., K] -> y_i [..., N_i] (token shards in or out as the style says)."""
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says)."""
+        if len(inputs) != num_inputs(self.spec):
+            self._refuse(len(inputs))
         if opaque():
-            return self._by_ops(x)
+            return self._by_ops(inputs)
         spec, record = active_spec(self), torch.is_grad_enabled()
-        sides = self._sides(spec, x.dtype)
+        sides = self._sides(spec, inputs[0].dtype)
         parameters = [m.module._parameters[m.weight] for m in self.members]
         parameters += [m.module._parameters[m.bias] for m in self.members]
-        call = call_of(spec, record, x, parameters, sides)
+        call = call_of(spec, record, inputs, parameters, sides)
         if call.differentiable:
-            results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, x, *parameters)
+            results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, *inputs, *parameters)
             return results
-        return tuple(forward(call, sides, x, parameters)[0])
+        return tuple(forward(call, sides, inputs, parameters)[0])
+
+    def _refuse(self, given: int) -> None:
+        prologue = self.spec.prologue
+        reads = "x" if prologue is None else f"{', '.join(prologue.reads)} (prologue {prologue.name})"
+        raise ValueError(f"{self.spec.name}: it is called with {reads}; got {given} tensors")
 
     def _sides(self, spec: LinearSpec, dtype: torch.dtype) -> Sides | None:
         """`_cached` by orientation."""
@@ -117,26 +126,28 @@ class LinearCore:
             self.sides = Sides(cached, spec.weight_formats[1])
         return self.sides
 
-    def _by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _by_ops(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The same, for what traces or watches."""
         spec = self.spec if torch.compiler.is_dynamo_compiling() else active_spec(self)
-        weights, biases, cached = self.weights(), self.biases(), self._cached(spec, x.dtype)
+        weights, biases, cached = self.weights(), self.biases(), self._cached(spec, inputs[0].dtype)
         record = torch.is_grad_enabled()
-        if not (record and any(t is not None and t.requires_grad for t in (x, *weights, *biases))):
+        if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):
             # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
-            ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec.ticket, spec.kind, False, record)
+            given = list(inputs)
+            ys, _ = torch.ops.dlp.linear_fwd(given, weights, biases, cached, spec.ticket, spec.kind, False, record)
             return tuple(ys)
         save = any(w.requires_grad for w in weights)
         results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
-            spec.ticket, spec.kind, len(weights), save, record, spec.delay_wgrad, x, *weights, *biases, *cached
-        )
+            spec.ticket, spec.kind, len(inputs), len(weights), save, record, spec.delay_wgrad, *inputs, *weights, *biases,
+            *cached,
+        )  # fmt: skip
         return results
 
-    def sibling(self, index: int, x: Tensor) -> Tensor:
+    def sibling(self, index: int, *inputs: Tensor) -> Tensor:
         """y of one member. The first call with an x computes all; the others, which must bring the same x, collect."""
         if index not in self._ys:
-            self._x, self._ys = x, dict(enumerate(self(x)))
-        elif x is not self._x:
+            self._inputs, self._ys = inputs, dict(enumerate(self(*inputs)))
+        elif any(given is not first for given, first in zip(inputs, self._inputs, strict=True)):
             names = ", ".join(repr(m.module.name) for m in self.members)
             raise ValueError(
                 f"{self.members[index].module.name}: siblings must read the same tensor, but this one got another than "
@@ -144,7 +155,7 @@ class LinearCore:
             )
         y = self._ys.pop(index)
         if not self._ys:
-            self._x = None
+            self._inputs = ()
         return y
 
 
@@ -185,19 +196,24 @@ class ConvertedLinear(ParallelLinear):
         self.weight = weight
         self.register_parameter("bias", bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.core.sibling(self.index, x)
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return self.core.sibling(self.index, x, *more)
 
 
 class Linear(ParallelLinear):
-    """y = x @ weight.T + bias, whole on every rank. x [..., in_features] -> [..., out_features]."""
+    """y = x @ weight.T + bias, whole on every rank. x [..., in_features] -> [..., out_features].
+
+    `prologue`: what makes x in the cast of it: "rms_norm", or {"name": "rms_norm", "eps": ...}, of layer(x, weight);
+    "swiglu" of layer(gate, up). The gradients go to what the layer is called with.
+    """
 
     _style = "local"
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,
         tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
-        overlap: str = "serial", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        overlap: str = "serial", prologue: str | Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         mesh = _as_mesh(tp, device)
@@ -205,7 +221,8 @@ class Linear(ParallelLinear):
         members = (
             ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
         )
-        spec = make_spec(type(self).__name__, self._style, sequence_parallel, recipe, overlap, mesh, runtime, members)
+        name, ways = type(self).__name__, (self._style, sequence_parallel, recipe, overlap)
+        spec = make_spec(name, *ways, mesh, runtime, members, prologue=prologue)
         self.in_features, self.out_features = in_features, out_features
         sizes = (out_features,) if isinstance(out_features, int) else out_features
         suffixes = [""] if isinstance(out_features, int) else [f"_{i}" for i in range(len(sizes))]
@@ -220,8 +237,9 @@ class Linear(ParallelLinear):
         runtime.cores.append(self.core)
         self.tp_partial = partial_names(spec, owners)
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        ys = self.core(x)
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """`more`: what a prologue reads beside the first of its tensors."""
+        ys = self.core(x, *more)
         return ys[0] if isinstance(self.out_features, int) else ys
 
 
@@ -261,17 +279,17 @@ def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | 
 def make_spec(
     name: str, style_name: str, sequence_parallel: bool, recipe: Any, overlap: str | dict[str, str],
     tp: DeviceMesh | None, runtime: Runtime, members: tuple[str, ...], *, amax_group: ProcessGroup | None = None,
-    tokens: int | None = None, delay_wgrad: bool = False,
+    tokens: int | None = None, delay_wgrad: bool = False, prologue: str | Mapping[str, Any] | Prologue | None = None,
 ) -> LinearSpec:  # fmt: skip
     """A spec from the words users write. `recipe`: a name, a Recipe or a CustomRecipe. `overlap`: one strategy's name,
-    or one per GEMM."""
+    or one per GEMM. `prologue`: see `dlp.parallel.prologue.load`."""
     chosen = overlap if isinstance(overlap, dict) else dict.fromkeys(recipes.GEMMS, overlap)
     strategies = Overlaps(**{gemm: overlaps.load(chosen.get(gemm, "serial")) for gemm in recipes.GEMMS})
     group = None if tp is None else tp.get_group()
     resolved = recipes.made(recipe).for_layer(members[0])
     return LinearSpec(
         name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, runtime, members,
-        delay_wgrad=delay_wgrad,
+        delay_wgrad=delay_wgrad, prologue=prologues.load(prologue),
     )  # fmt: skip
 
 

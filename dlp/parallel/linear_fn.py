@@ -4,6 +4,8 @@
     dx = dy @ w             dgrad     dy [M, N]
     dw = dy.T @ x           wgrad     db = sum of dy over its rows
 
+A layer with a prologue (`dlp.parallel.prologue`) is called with what x is made of, and returns the gradients of that.
+
 Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved
 operand of x, and their dgrads accumulate into one fp32 buffer that is reduced once.
 
@@ -28,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.comm.collectives import Pending, done
-from dlp.kernels.ops import rounded
-from dlp.parallel.operands import quantize
+from dlp.kernels.ops import Summed, rounded
+from dlp.parallel.operands import Values, quantize
 from dlp.parallel.overlap import Gather, Overlap
 from dlp.parallel.spec import LinearSpec
 from dlp.parallel.style import GemmComm
@@ -79,6 +81,26 @@ def _part(values: Tensor, rows: int, columns: int) -> Tensor:
     if values.shape[0] == rows and values.shape[1] == columns:
         return values.contiguous()
     return values[:rows, :columns].contiguous()
+
+
+def _made(spec: LinearSpec, inputs: Sequence[Tensor]) -> Values:
+    """What the layer is called with -> x [M, K]."""
+    rows = _tokens_as_rows(spec, inputs[0])
+    return rows if spec.prologue is None else spec.prologue.make(spec.name, rows, inputs[1])
+
+
+def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> list[Tensor]:
+    """What backward reads of a forward that was called with `inputs` and returned `kept`: parts of x, or x itself; where a
+    prologue made x, then what that keeps, and what it was given."""
+    if len(inputs) > 1:
+        return [*kept, *inputs]
+    return list(kept or inputs) if save else []
+
+
+def _beside(spec: LinearSpec, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """`to_save` -> what wgrad reads, what the prologue reads."""
+    count = 0 if spec.prologue is None else spec.prologue.keeps + len(spec.prologue.reads)
+    return saved[: len(saved) - count], saved[len(saved) - count :]
 
 
 def _tokens_as_rows(spec: LinearSpec, x: Tensor) -> Tensor:
@@ -153,16 +175,19 @@ def _rounded(spec: LinearSpec, tensor: str, member: str, values: Tensor, record:
 
 
 def run_forward(
-    spec: LinearSpec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], parts: Sequence[Tensor],
-    save: bool, record: bool,
+    spec: LinearSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    parts: Sequence[Tensor], save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """x [..., K], weights [N_i, K] -> (y_i, the parts of x kept for wgrad; none where wgrad reads x itself).
+    """`inputs`: x [..., K], or what the prologue reads; weights [N_i, K] -> (y_i, what is kept for backward: the parts of
+    x, none where wgrad reads x itself, and what the prologue keeps).
 
     `parts`: of the rowwise weights; none: they are cast here. `save`: there will be a wgrad. `record`: gradients are
     enabled, so amaxes count for delayed scales.
     """
-    comm, options, rows = spec.style.fprop, spec.recipe.fprop, _tokens_as_rows(spec, x)
-    operand, kept = x_of_forward(spec, rows, save, record)
+    comm, options, x, made = spec.style.fprop, spec.recipe.fprop, inputs[0], _made(spec, inputs)
+    operand, kept = x_of_forward(spec, made, save, record)
+    if spec.prologue is not None and record:
+        kept += spec.prologue.kept(made)
     ws = _weight_operands(spec, spec.members, weights, parts, x.dtype, row=True, record=record)
     dtype = options.out_dtype or x.dtype
     ys = []
@@ -185,11 +210,12 @@ def run_backward(
     parts: Sequence[Tensor], dtype: torch.dtype, used: Sequence[int], needs_dx: bool, needs_dw: Sequence[bool],
     needs_db: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """dy_i [..., N_i] of the `used` members and what forward saved -> those gradients that are needed, in the order
-    dx [M, K] in `dtype`, that of x, dw_i, db_i. Without dw_i where they wait (`delay_wgrad`). `parts`: of the
-    columnwise weights of these members."""
+    """dy_i [..., N_i] of the `used` members and what forward saved (`to_save`) -> those gradients that are needed, in the
+    order dx [M, K] in `dtype`, that of x (with a prologue: of what that read), dw_i, db_i. Without dw_i where they wait
+    (`delay_wgrad`). `parts`: of the columnwise weights of these members."""
     members = [spec.members[i] for i in used]
-    rows = [_matrix(dy) for dy in dys]
+    saved, beside = _beside(spec, saved)
+    rows = [Summed(_matrix(dy)) if need else _matrix(dy) for dy, need in zip(dys, needs_db, strict=True)]
     dy_rows, dy_cols = _start_dy(spec, members, rows, needs_dx, any(needs_dw))
     x_col = x_of_backward(spec, saved, x_tokens(spec, len(rows[0]))) if any(needs_dw) else None
     grads, dx = [], None
@@ -209,20 +235,19 @@ def run_backward(
             spec.runtime.waiting.extend(wgrads)
         else:
             grads += [wgrad() for _, wgrad in wgrads]
-    grads += bias_grads(dys, weights, needs_db)
+    grads += [rounded(dy.sums(), w.dtype) for dy, w in zip(rows, weights, strict=True) if isinstance(dy, Summed)]
     if dx is None:
         return grads
     whole = dx.wait()
     whole = _part(whole, whole.shape[0], weights[0].shape[1])
-    return [_rounded(spec, "dx", spec.members[0], whole).to(dtype), *grads]
+    whole = _rounded(spec, "dx", spec.members[0], whole).to(dtype)
+    return [*(_of_inputs(spec, whole, beside) if beside else [whole]), *grads]
 
 
-def bias_grads(dys: Sequence[Tensor], weights: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    """db_i [N_i], those that are needed, in the dtypes of the weights."""
-    return [
-        _matrix(dy).sum(0, dtype=torch.float32).to(w.dtype)
-        for dy, w, need in zip(dys, weights, needed, strict=True) if need
-    ]  # fmt: skip
+def _of_inputs(spec: LinearSpec, dx: Tensor, beside: Sequence[Tensor]) -> list[Tensor]:
+    """dx -> the gradients of what the prologue was given."""
+    assert spec.prologue is not None
+    return spec.prologue.gradients(dx, beside[:-2], beside[-2], beside[-1])
 
 
 def _wgrad(
@@ -239,7 +264,7 @@ def waits(delay: bool, needs_dx: bool) -> bool:
 
 
 def _start_dy(
-    spec: LinearSpec, members: Sequence[str], rows: Sequence[Tensor], row: bool, col: bool
+    spec: LinearSpec, members: Sequence[str], rows: Sequence[Values], row: bool, col: bool
 ) -> tuple[list[Any], list[Columnwise]]:
     """dgrad's operands, and wgrad's when they are asked for; a travelling dy starts here."""
     if spec.style.gathers == "dy":

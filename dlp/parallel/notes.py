@@ -2,7 +2,7 @@
 
 an operand that travels in high precision      a GEMM that decodes an operand because the other one is not quantized
 results that are rounded                       how the device runs the recipe
-wgrads that wait, or cannot
+wgrads that wait, or cannot                    a prologue, and where it runs
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Iterator
 import torch
 
 from dlp.kernels.gemms import device_kind
-from dlp.kernels.ops import quantizer_kernels
+from dlp.kernels.ops import ACTIVATION_CODES, quantizer_kernels
 from dlp.parallel import fit
+from dlp.parallel.operands import makes
+from dlp.parallel.prologue import Prologue
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.gemm import support
 from dlp.quant.quantizer import cast_op
@@ -90,6 +92,20 @@ def support_note(recipe: Recipe, device_type: str) -> str:
     text = by_gemm["fprop"] if same else ", ".join(f"{which} {found}" for which, found in by_gemm.items())
     casts = _casts(recipe, device_type) if device_type == "cuda" else ()
     return "; casts by ".join([f"{recipe} on {device_type}: {text}", *casts])
+
+
+def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -> tuple[str, ...]:
+    """What makes x of what a layer is called with, and where: in the cast of x where a kernel does both."""
+    if prologue is None:
+        return ()
+    x = recipe.x
+    by_kernel = all(quantizer_kernels(cast_op(way), device_type) == "kernel" for way in (x.rowwise, x.columnwise))
+    one_cast = makes(recipe, "x", fit.units(recipe)[0], True, True)
+    along = all(
+        way.format.block[0] <= 1 and way.format.parts[0].dtype in ACTIVATION_CODES for way in (x.rowwise, x.columnwise)
+    )
+    where = "in the cast of x, from bf16 activations" if by_kernel and one_cast and along else "apart, before x is cast"
+    return (f"prologue {prologue.name}({', '.join(prologue.reads)}) runs {where}",)
 
 
 def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from dlp.comm import wire as ledger
 from dlp.parallel.autocast import check_compiled
-from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, waits, x_tokens, y_shape
-from dlp.parallel.spec import LinearSpec, spec_of
+from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, to_save, waits, x_tokens, y_shape
+from dlp.parallel.spec import LinearSpec, num_inputs, spec_of
 from dlp.parallel.weight import Sides
 
 
@@ -33,15 +33,15 @@ def _parts(
 
 
 def linear_fwd(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], ticket: Tensor, kind: int,
+    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], ticket: Tensor, kind: int,
     save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """`run_forward` as an op."""
     spec = spec_of(ticket)
     check_compiled(spec)
     spec.runtime.begin_forward(spec, record)
-    parts = _parts(spec, spec.members, weights, cached, x.dtype, row=True, record=record)
-    return run_forward(spec, x, weights, biases, parts, save, record)
+    parts = _parts(spec, spec.members, weights, cached, inputs[0].dtype, row=True, record=record)
+    return run_forward(spec, inputs, weights, biases, parts, save, record)
 
 
 def linear_bwd(
@@ -57,19 +57,28 @@ def linear_bwd(
 
 
 def _linear_fwd_fake(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], ticket: Tensor, kind: int,
+    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], ticket: Tensor, kind: int,
     save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Shapes only, for torch.compile."""
-    spec, tokens = spec_of(kind), x.numel() // x.shape[-1]
+    spec, x = spec_of(kind), inputs[0]
     dtype = spec.recipe.fprop.out_dtype or x.dtype
     ys = [x.new_empty(y_shape(spec, x, w.shape[0]), dtype=dtype) for w in weights]
-    if not save or spec.saves_x(tokens):
-        return ys, []
+    kept = _kept_fake(spec, x) if save else []
+    if spec.prologue is not None and record:
+        kept += [x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32) for _ in range(spec.prologue.keeps)]
+    return ys, kept
+
+
+def _kept_fake(spec: LinearSpec, x: Tensor) -> list[Tensor]:
+    """What `x_of_forward` keeps for wgrad of an x, or of one that is made of this."""
+    tokens = x.numel() // x.shape[-1]
+    if spec.saves_x(tokens):
+        return [] if spec.prologue is None else [x.new_empty(tokens, x.shape[-1])]
     features = x.shape[-1] + -x.shape[-1] % spec.units[2]
     padded = tokens + -tokens % spec.units[0]
     shape = (tokens, features) if spec.saves_rowwise(tokens) else (features, padded)
-    return ys, list(spec.recipe.x.columnwise.format.empty(shape, dtype=x.dtype, device=x.device).parts)
+    return list(spec.recipe.x.columnwise.format.empty(shape, dtype=x.dtype, device=x.device).parts)
 
 
 def _linear_bwd_fake(
@@ -80,6 +89,8 @@ def _linear_bwd_fake(
     spec, dy = spec_of(kind), dys[0]
     tokens, features = x_tokens(spec, dy.numel() // dy.shape[-1]), weights[0].shape[1]
     grads = [dy.new_empty((tokens, features), dtype=dtype)] if needs_dx else []
+    if needs_dx and spec.prologue is not None:
+        grads = [given.new_empty(given.shape) for given in saved[-num_inputs(spec) :]]
     now = not waits(spec.delay_wgrad, needs_dx)
     grads += [w.new_empty(w.shape) for w, needed in zip(weights, needs_dw, strict=True) if needed and now]
     return grads + [w.new_empty(w.shape[:1]) for w, needed in zip(weights, needs_db, strict=True) if needed]
@@ -98,7 +109,7 @@ def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
 
 _LIBRARY = torch.library.Library("dlp", "DEF")
 _LIBRARY.define(
-    "linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor ticket, int kind, bool save,"
+    "linear_fwd(Tensor[] inputs, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor ticket, int kind, bool save,"
     " bool record) -> (Tensor[], Tensor[])"
 )
 _LIBRARY.define(
@@ -119,38 +130,41 @@ def opaque() -> bool:
 
 
 class OpaqueLinearFn(torch.autograd.Function):
-    """`apply(ticket, kind, count, save, record, delay, x, *weights, *biases, *cached)` -> a tuple of y_i; `count` weights
-    and biases; `delay`: the spec's `delay_wgrad`."""
+    """`apply(ticket, kind, reads, count, save, record, delay, *inputs, *weights, *biases, *cached)` -> a tuple of y_i;
+    `reads` inputs, `count` weights and biases; `delay`: the spec's `delay_wgrad`."""
 
     @staticmethod
     def forward(
-        ctx: Any, ticket: Tensor, kind: int, count: int, save: bool, record: bool, delay: bool, x: Tensor, *tensors: Any
+        ctx: Any, ticket: Tensor, kind: int, reads: int, count: int, save: bool, record: bool, delay: bool, *tensors: Any
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        inputs, tensors = list(tensors[:reads]), tensors[reads:]
         weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
-        ys, saved = torch.ops.dlp.linear_fwd(x, weights, biases, cached, ticket, kind, save, record)
-        ctx.kind, ctx.count, ctx.delay, ctx.x_shape, ctx.x_dtype = kind, count, delay, x.shape, x.dtype
-        ctx.num_saved = len(saved) or 1
-        ctx.save_for_backward(ticket, *(saved or [x if save else None]), *weights, *cached)
+        ys, kept = torch.ops.dlp.linear_fwd(inputs, weights, biases, cached, ticket, kind, save, record)
+        saved = to_save(inputs, kept, save)
+        ctx.kind, ctx.reads, ctx.count, ctx.delay, ctx.num_saved = kind, reads, count, delay, len(saved)
+        ctx.x_shape, ctx.x_dtype = inputs[0].shape, inputs[0].dtype
+        ctx.save_for_backward(ticket, *saved, *weights, *cached)
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-        count, (ticket, *tensors) = ctx.count, ctx.saved_tensors
+        reads, count, (ticket, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
         saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
         cached = list(tensors[ctx.num_saved + count :])
         used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
-        needs = ctx.needs_input_grad[6:]
-        needs_dw, needs_db = [needs[1 + i] for i in used], [needs[1 + count + i] for i in used]
+        needs_dx, needs = any(ctx.needs_input_grad[7 : 7 + reads]), ctx.needs_input_grad[7 + reads :]
+        needs_dw, needs_db = [needs[i] for i in used], [needs[count + i] for i in used]
         size = len(cached) // count
         grads = iter(torch.ops.dlp.linear_bwd(
-            [dys[i] for i in used], [] if saved[0] is None else saved, [weights[i] for i in used],
+            [dys[i] for i in used], saved, [weights[i] for i in used],
             [part for i in used for part in cached[i * size : (i + 1) * size]], ticket, ctx.kind, ctx.x_dtype, used,
-            needs[0], needs_dw, needs_db,
+            needs_dx, needs_dw, needs_db,
         ))  # fmt: skip
-        dx = next(grads).view(ctx.x_shape) if needs[0] else None
-        now = not waits(ctx.delay, needs[0])
-        dws = [next(grads) if i in used and needs[1 + i] and now else None for i in range(count)]
-        dbs = [next(grads) if i in used and needs[1 + count + i] else None for i in range(count)]
-        return None, None, None, None, None, None, dx, *dws, *dbs, *(None for _ in cached)
+        dx = next(grads).view(ctx.x_shape) if needs_dx else None
+        more = [next(grads) if needs_dx else None for _ in range(1, reads)]
+        now = not waits(ctx.delay, needs_dx)
+        dws = [next(grads) if i in used and needs[i] and now else None for i in range(count)]
+        dbs = [next(grads) if i in used and needs[count + i] else None for i in range(count)]
+        return None, None, None, None, None, None, None, dx, *more, *dws, *dbs, *(None for _ in cached)

@@ -3,6 +3,7 @@
 This is the one place where a recipe meets a parallel style: quantizers say which dimensions a scale spans, the style
 says which dimension tp cuts and what travels, and a scale is agreed over tp iff the dimension it spans is cut in an
 operand that is gathered. A matrix that a format cannot hold is zero-padded first, alike in both operands of a GEMM.
+One that a cast can make on its way (`ops.Produced`) is handed to it, where one cast is all there is; else it is stored.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.comm.amax import agree
+from dlp.kernels.ops import Produced, stored
 from dlp.parallel import fit
 from dlp.parallel.casts_together import NOBODY, Cast
 from dlp.parallel.spec import LinearSpec, remembered
 from dlp.parallel.style import ParallelStyle
-from dlp.quant.quantizer import OneRead, Origin, Quantizer, needs_origin, one_read, slot_options
+from dlp.quant.quantizer import OneRead, Origin, Quantizer, needs_origin, one_read, runs_op, slot_options
 from dlp.quant.recipe import OPERANDS, Operand, Recipe
 from dlp.quant.tensor import QuantizedTensor
 
 Amaxes = tuple[Tensor | None, ...]  # an amax for each operand that a cast makes
+Values = Tensor | Produced
 NONE = (None, None)
 
 
@@ -47,7 +50,7 @@ class _Job(NamedTuple):
     that tensor before zeros were appended, and what to write into: an operand, or both where both are made."""
 
     quantizer: Quantizer
-    matrix: Tensor
+    matrix: Any  # Values
     flipped: bool
     shape: Sequence[int]
     member: str
@@ -55,7 +58,7 @@ class _Job(NamedTuple):
 
 
 def quantize(
-    spec: LinearSpec, tensor: str, values: Sequence[Tensor], *, row: bool, col: bool,
+    spec: LinearSpec, tensor: str, values: Sequence[Values], *, row: bool, col: bool,
     members: Sequence[str] | None = None, record: bool = True, whole: bool = False, into: Pair | None = None,
 ) -> list[Pair]:  # fmt: skip
     """Values [rows, cols] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
@@ -68,6 +71,8 @@ def quantize(
     into       storage of `operand_shape` for the one operand there is, in the orientations that have some
     """
     way = _way(spec, tensor, row, col, whole, values[0].shape[0])
+    if not way.makes:
+        values = [stored(value) for value in values]
     if way.plain and way.both is not None and into is None:
         matrices = [_pad(value, way.units[0], way.units[1]) for value in values]
         return [Pair(*way.both.cast(matrix, way.both.observe(matrix))) for matrix in matrices]
@@ -87,7 +92,7 @@ def quantize(
 class _Way(NamedTuple):
     """How the matrices of one tensor are cast: `together` both orientations from one read, else those of `row` and `col`
     that are needed. What is padded to what, who must agree, and what casts ask for (by orientation: row, col). `plain`:
-    both come from one read, and nothing is asked for but what that observes."""
+    both come from one read, and nothing is asked for but what that observes. `makes`: the cast takes a `Produced`."""
 
     quantizers: Operand
     together: bool
@@ -100,6 +105,7 @@ class _Way(NamedTuple):
     origin: tuple[bool, bool]
     both: OneRead | None
     plain: bool
+    makes: bool
 
 
 @remembered
@@ -116,17 +122,18 @@ def _way(spec: LinearSpec, tensor: str, row: bool, col: bool, whole: bool, lines
     return _Way(
         quantizers, together, need_row, need_col, _units(spec.recipe, tensor), _tokens_unit(spec.recipe, tensor), agree,
         slot, origin, one_read(*ways) if together else None, together and not asks,
+        makes(spec.recipe, tensor, lines, row, col),
     )  # fmt: skip
 
 
-def _jobs(way: _Way, value: Tensor, member: str, into: Pair) -> Iterator[_Job]:
+def _jobs(way: _Way, value: Values, member: str, into: Pair) -> Iterator[_Job]:
     """The casts of one matrix."""
     padded = _pad(value, way.units[0], way.units[1])
     if way.row:
         outs = tuple(into) if way.together else (into.row,)
         yield _Job(way.quantizers.rowwise, padded, False, value.shape, member, outs)
     if way.col:
-        matrix = _pad(padded, way.tokens, 1).t()
+        matrix = stored(_pad(padded, way.tokens, 1)).t()
         yield _Job(way.quantizers.columnwise, matrix, True, value.shape, member, (into.col,))
 
 
@@ -177,6 +184,14 @@ def casts(recipe: Recipe, tensor: str, rows: int, row: bool, col: bool) -> tuple
     return together or row or (col and derived), col and not derived and not together, together
 
 
+def makes(recipe: Recipe, tensor: str, rows: int, row: bool, col: bool) -> bool:
+    """Whether these orientations of a tensor come from one cast, that may be given a `Produced`."""
+    quantizers = fit.quantizers(recipe, tensor)
+    assert quantizers is not None
+    _, need_col, _ = casts(recipe, tensor, rows, row, col)
+    return not need_col and runs_op(quantizers.rowwise) and runs_op(quantizers.columnwise)
+
+
 def observed_by_casts(
     recipe: Recipe, tensor: str, value: Tensor, row: bool, col: bool
 ) -> list[tuple[bool, Tensor | None]]:
@@ -209,12 +224,12 @@ def _units(recipe: Recipe, tensor: str) -> tuple[int, int]:
     return {"x": (1, k), "w": (n, k), "dy": (1, n)}.get(tensor, (1, 1))
 
 
-def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+def _pad(matrix: Values, rows: int, columns: int) -> Any:
     """Zeros appended up to multiples; the matrix itself where it fits."""
     if rows == columns == 1:
         return matrix
     below, right = -matrix.shape[0] % rows, -matrix.shape[1] % columns
-    return F.pad(matrix, (0, right, 0, below)) if below or right else matrix
+    return F.pad(stored(matrix), (0, right, 0, below)) if below or right else matrix
 
 
 def _cast(

@@ -13,10 +13,12 @@ from torch import nn
 
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
+from dlp.parallel import prologue as prologues
 from dlp.parallel.embedding import VocabParallelEmbedding
 from dlp.parallel.linear import ParallelLinear
-from dlp.parallel.notes import layer_notes, support_note
+from dlp.parallel.notes import layer_notes, prologue_note, support_note
 from dlp.parallel.parameters import ParameterPlan, plan_parameters
+from dlp.parallel.prologue import Prologue
 from dlp.parallel.style import ParallelStyle, shard_sizes, style
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name
@@ -38,6 +40,7 @@ class LayerPlan:
     recipe: Recipe
     overlap: str | dict[str, str]
     delay_wgrad: bool
+    prologue: Prologue | None
     kernels: tuple[str, str, str]
     parameters: int
     group: str
@@ -208,12 +211,15 @@ def _plan_linear(
     recipe = _recipe(chosen.recipe, name)
     fit.check(name, row, recipe)
     tokens = batch[0] * batch[1] // tp if batch is not None else None
-    delay = bool(chosen.delay_wgrad) and not row.partial_weight_grad
+    delay, prologue = bool(chosen.delay_wgrad) and not row.partial_weight_grad, prologues.load(chosen.prologue)
+    if prologue is not None:
+        prologue.check(name, row, tp)
     overrode = [f"{f}: {', '.join(lost)}" for f, lost in chosen.overrode.items() if lost]
     return LayerPlan(
         name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name), delay,
-        _kernels(recipe, device_type, name), local[0] * local[1] + bias, _winners(chosen),
-        "; ".join(overrode), layer_notes(recipe, row, tokens, bool(chosen.delay_wgrad)),
+        prologue, _kernels(recipe, device_type, name), local[0] * local[1] + bias, _winners(chosen),
+        "; ".join(overrode),
+        (*layer_notes(recipe, row, tokens, bool(chosen.delay_wgrad)), *prologue_note(prologue, recipe, device_type)),
     )  # fmt: skip
 
 
@@ -267,7 +273,7 @@ def _check_siblings(rows: Sequence[LayerPlan]) -> None:
         for what, value, other in (
             ("in_features", row.shape[1], first.shape[1]), ("style", row.row.name, first.row.name),
             ("recipe", row.recipe, first.recipe), ("overlap", row.overlap, first.overlap),
-            ("delay_wgrad", row.delay_wgrad, first.delay_wgrad),
+            ("delay_wgrad", row.delay_wgrad, first.delay_wgrad), ("prologue", row.prologue, first.prologue),
         ):  # fmt: skip
             if value != other:
                 raise ValueError(

@@ -1,8 +1,8 @@
 """LinearSpec: everything a parallel linear is besides its tensors, frozen and numbered.
 
 The opaque ops take tensors and two names of a spec: its `ticket`, a tensor, says which spec a call runs; its `kind`, an
-integer, is the same for all specs of equal style, recipe, tp and `delay_wgrad`, and is all that results depend on in
-shape and number. torch.compile sees the kind as a constant and the ticket as an input, so that equal blocks share one
+integer, is the same for all specs of equal style, recipe, tp, `delay_wgrad` and prologue, and is all that results depend
+on in shape and number. torch.compile sees the kind as a constant and the ticket as an input, so that equal blocks share one
 compiled graph. Changing a layer's recipe or overlap makes a new spec, so a spec in flight (a forward whose backward is
 still to come) never changes.
 """
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.parallel import fit
 from dlp.parallel.overlap import Overlap
+from dlp.parallel.prologue import Prologue
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import SlotOptions, needs_origin, slot_options
@@ -76,7 +77,8 @@ class LinearSpec:
     it, a superset of what the style asks. `tokens`: B*S of a microbatch, which sequence-parallel layers check x
     against, None where it is not known. `runtime`: what changes between steps, shared by the layers of a model.
     `members`: a name for each weight, under which its scales are kept and its random bits drawn. `variant`: sets the
-    scales of a recipe that overrides the layer's own apart. `delay_wgrad`: backward leaves wgrad to `backward_dw`."""
+    scales of a recipe that overrides the layer's own apart. `delay_wgrad`: backward leaves wgrad to `backward_dw`.
+    `prologue`: what makes x of what the layer is called with; None: that is x."""
 
     name: str
     style: ParallelStyle
@@ -89,6 +91,7 @@ class LinearSpec:
     members: tuple[str, ...] = ("linear",)
     variant: str = ""
     delay_wgrad: bool = False
+    prologue: Prologue | None = None
     ticket: Tensor = field(init=False)
     kind: int = field(init=False)
     known: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
@@ -96,6 +99,8 @@ class LinearSpec:
 
     def __post_init__(self) -> None:
         fit.check(self.name, self.style, self.recipe)
+        if self.prologue is not None:
+            self.prologue.check(self.name, self.style, self.tp)
         self._check_group(self.amax_group)
         if self.slots:
             self._check_group(self.runtime.amax_group)
@@ -104,9 +109,8 @@ class LinearSpec:
         object.__setattr__(self, "ticket", torch.tensor(number, device="cpu"))  # whatever the default device is
         self.runtime.made.append(self)
         self.runtime.draws |= self.draws
-        object.__setattr__(
-            self, "kind", _KINDS.setdefault((self.style, self.recipe, self.tp, self.delay_wgrad), number)
-        )
+        alike = self.style, self.recipe, self.tp, self.delay_wgrad, self.prologue
+        object.__setattr__(self, "kind", _KINDS.setdefault(alike, number))
         if self.kind == number:
             _OF_KIND[number] = alone = object.__new__(LinearSpec)
             vars(alone).update(vars(self) | {"runtime": Runtime(), "known": {}, "calls": {}})
@@ -197,6 +201,11 @@ class LinearSpec:
         """x is kept for wgrad rowwise and transposed when wgrad consumes it: x itself, or an operand that travels
         again in backward and whose payload may be transposed on arrival."""
         return fit.saves_rowwise(self.recipe, self.style, tokens)
+
+
+def num_inputs(spec: LinearSpec) -> int:
+    """How many tensors the layer is called with."""
+    return 1 if spec.prologue is None else len(spec.prologue.reads)
 
 
 def owners(members: tuple[str, ...], tensor: str) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from functools import cache
 from torch import Tensor
 
 from dlp.comm import wire
+from dlp.kernels.ops import Produced, stored
 from dlp.parallel import fit
-from dlp.parallel.operands import Pair, operand_shape, quantize
+from dlp.parallel.operands import Pair, Values, operand_shape, quantize
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.scales import check_gathered
 from dlp.parallel.spec import LinearSpec
@@ -28,8 +29,9 @@ Rowwise = QuantizedTensor | Gather
 Columnwise = Callable[[], QuantizedTensor]
 
 
-def x_of_forward(spec: LinearSpec, x: Tensor, keep: bool, record: bool) -> tuple[Rowwise, list[Tensor]]:
-    """x [M, K] of this rank -> fprop's operand, and the parts of x kept for wgrad: none where it reads x itself."""
+def x_of_forward(spec: LinearSpec, x: Values, keep: bool, record: bool) -> tuple[Rowwise, list[Tensor]]:
+    """x [M, K] of this rank -> fprop's operand, and the parts of x kept for wgrad: none where it reads x itself, and
+    nobody has to keep that."""
     tokens, gathered = len(x), spec.style.gathers == "x"
     parts = keep and not spec.saves_x(tokens)
     columnwise = parts and not spec.saves_rowwise(tokens)
@@ -38,11 +40,13 @@ def x_of_forward(spec: LinearSpec, x: Tensor, keep: bool, record: bool) -> tuple
     lease = _lease(spec, "x", x, False, "fprop") if gathered and quantized and not keeps_rowwise else None
     (mine,) = quantize(spec, "x", [x], row=quantized, col=columnwise, record=record, into=_room(lease))
     kept = list((mine.columnwise() if columnwise else mine.rowwise()).parts) if parts else []
+    if keep and not parts and isinstance(x, Produced):
+        kept = [x.value]
     if not gathered:
         return mine.rowwise(), kept
     if quantized:
         return _start(spec, "fprop", mine.rowwise(), lease, 0), kept
-    return _on_arrival(spec, "x", x, "fprop", row=True, col=False, record=record)().rowwise(), kept
+    return _on_arrival(spec, "x", stored(x), "fprop", row=True, col=False, record=record)().rowwise(), kept
 
 
 def x_of_backward(spec: LinearSpec, saved: Sequence[Tensor], tokens: int) -> Columnwise:
@@ -60,7 +64,7 @@ def x_of_backward(spec: LinearSpec, saved: Sequence[Tensor], tokens: int) -> Col
     return lambda: kept
 
 
-def dy_of_backward(spec: LinearSpec, dy: Tensor, row: bool, col: bool) -> tuple[Rowwise | None, Columnwise]:
+def dy_of_backward(spec: LinearSpec, dy: Values, row: bool, col: bool) -> tuple[Rowwise | None, Columnwise]:
     """This rank's tokens of dy [M/R, N] -> dgrad's and wgrad's operands, as far as they are asked for."""
     tokens = len(dy)
     if not (row or col):
@@ -79,7 +83,7 @@ def dy_of_backward(spec: LinearSpec, dy: Tensor, row: bool, col: bool) -> tuple[
     columnwise: Columnwise | None = _joined(spec, mine.columnwise(), second, 1) if here[1] else None
     if any(there):
         which = "dgrad" if there[0] else "wgrad"
-        arrived = _on_arrival(spec, "dy", dy, which, row=there[0], col=there[1], record=True)
+        arrived = _on_arrival(spec, "dy", stored(dy), which, row=there[0], col=there[1], record=True)
         rowwise = arrived().rowwise() if there[0] else rowwise
         columnwise = columnwise or (lambda: arrived().columnwise())
     assert columnwise is not None or not col
@@ -96,7 +100,7 @@ def _overlap(spec: LinearSpec, which: str) -> Overlap:
     return overlap
 
 
-def _lease(spec: LinearSpec, tensor: str, values: Tensor, columnwise: bool, which: str) -> Lease | None:
+def _lease(spec: LinearSpec, tensor: str, values: Values, columnwise: bool, which: str) -> Lease | None:
     """Room for what is gathered, for GEMM `which`, of the operand of values [M/R, features]; None for values that travel
     themselves."""
     quantizers = spec.quantizers(tensor)

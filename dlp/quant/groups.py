@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlp.quant.recipe import Recipe
 
-FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", "delay_wgrad")
+FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", "delay_wgrad", "prologue")
 STYLES = ("column", "row", "local")
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*)\}")
@@ -45,6 +45,8 @@ class LayerGroup:
     siblings           whether layers that read the same x become one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
     delay_wgrad        whether weight gradients wait in backward until `dlp.backward_dw(model)`
+    prologue           what makes x in the layer's own cast, of the two tensors that it is then called with: "rms_norm",
+                       {"name": "rms_norm", "eps": ...} or "swiglu"
 
     Raises ValueError for a group without patterns or without fields, an unknown style, or a malformed pattern.
     """
@@ -57,6 +59,7 @@ class LayerGroup:
     siblings: bool | None = None
     overlap: str | Mapping[str, str] | None = None
     delay_wgrad: bool | None = None
+    prologue: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "match", (self.match,) if isinstance(self.match, str) else tuple(self.match))
@@ -93,6 +96,7 @@ class Resolved:
     siblings: bool | None = None
     overlap: str | Mapping[str, str] | None = None
     delay_wgrad: bool | None = None
+    prologue: str | Mapping[str, Any] | None = None
     groups: tuple[str, ...] = ()
     won: Mapping[str, str] = field(default_factory=dict)
     overrode: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -187,6 +187,12 @@ def cast_op(quantizer: Quantizer) -> str:
     return getattr(quantizer, "op", "")
 
 
+def runs_op(quantizer: Quantizer) -> bool:
+    """Whether a quantizer only observes and casts by ops of `dlp.kernels.ops`: one of this package with a `cast_op`. What
+    wraps one, or a user's, may do anything."""
+    return type(quantizer).__module__.startswith("dlp.quant.") and cast_op(quantizer) != ""
+
+
 @dataclass(frozen=True)
 class KeepHighPrecision:
     """The identity: hands the values on in the dtype they have."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.parallel.linear_fn import to_save
 from tests import pool as worker
 from tests.metrics import relative_error
 
@@ -32,6 +33,23 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.up(x)
         return x + self.down(torch.sigmoid(a) * b)
+
+
+class FusedMlp(nn.Module):
+    """The same with prologues."""
+
+    def __init__(self, recipe: str, sequence_parallel: bool, features: int = 64) -> None:
+        super().__init__()
+        options: dict[str, Any] = {
+            "tp": worker.mesh(tp=dist.get_world_size())["tp"], "recipe": recipe, "device": worker.device(),
+            "sequence_parallel": sequence_parallel, "dtype": torch.bfloat16,
+        }  # fmt: skip
+        self.norm = nn.Parameter(torch.ones(HIDDEN, device=worker.device()))
+        self.up = ColumnParallelLinear(HIDDEN, (features, features), True, prologue="rms_norm", **options)
+        self.down = RowParallelLinear(features, HIDDEN, True, prologue="swiglu", **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(*self.up(x, self.norm))
 
 
 def results(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -58,11 +76,13 @@ def graph_of(module: nn.Module, x: Tensor) -> tuple[Any, list[str]]:
     return torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note)), names
 
 
-def compiled_equals_eager(recipe: str, sequence_parallel: bool, features: int) -> tuple[list[bool], list[str]]:
+def compiled_equals_eager(
+    recipe: str, sequence_parallel: bool, features: int, kind: type[nn.Module] = Mlp
+) -> tuple[list[bool], list[str]]:
     torch.manual_seed(dist.get_rank() if sequence_parallel else 0)
     x = torch.randn(48, HIDDEN, device=worker.device(), dtype=torch.bfloat16)
     torch.manual_seed(1)
-    model = Mlp(recipe, sequence_parallel, features)
+    model = kind(recipe, sequence_parallel, features)
     eager = results(model, model, x)
     compiled, names = graph_of(model, x)
     traced = results(compiled, model, x)
@@ -71,10 +91,11 @@ def compiled_equals_eager(recipe: str, sequence_parallel: bool, features: int) -
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [Mlp, FusedMlp])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("recipe", "features"), [("bf16", 64), ("fp8_current", 64), ("mxfp8", 40)])
-def test_a_linear_is_two_ops_to_the_compiler(ranks, recipe, features, sequence_parallel):
-    for equal, names in ranks(2).run(compiled_equals_eager, recipe, sequence_parallel, features):
+def test_a_linear_is_two_ops_to_the_compiler(ranks, recipe, features, sequence_parallel, kind):
+    for equal, names in ranks(2).run(compiled_equals_eager, recipe, sequence_parallel, features, kind):
         assert all(equal), equal
         assert sorted(names) == ["dlp.linear_bwd.default"] * 2 + ["dlp.linear_fwd.default"] * 2
 
@@ -141,21 +162,24 @@ def test_a_converted_model_compiles(ranks, backend, whole, world):
         assert whole or graphs == 1, "equal blocks share a graph"
 
 
-def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int) -> None:
+def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int, prologue: str | None) -> None:
     """torch.library.opcheck on both ops: schema, aliasing, and the shapes of the fake versions."""
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
     layer = style(
         HIDDEN, features, True, tp=tp, sequence_parallel=sequence_parallel, recipe=recipe, device=worker.device(),
-        dtype=torch.bfloat16,
+        dtype=torch.bfloat16, prologue=prologue,
     )  # fmt: skip
     spec = layer.core.spec
     weights = [w.detach() for w in layer.core.weights()]
     biases = [b.detach() for b in layer.core.biases() if b is not None]
     x = torch.randn(24, weights[0].shape[1], device=worker.device(), dtype=torch.bfloat16)
-    forward = (x, weights, biases, [], spec.ticket, spec.kind, True, True)
-    (y,), saved = torch.ops.dlp.linear_fwd(*forward)
+    beside = {None: [], "rms_norm": [torch.ones_like(x[0])], "swiglu": [torch.randn_like(x)]}
+    inputs = [x, *beside[prologue]]
+    forward = (inputs, weights, biases, [], spec.ticket, spec.kind, True, True)
+    (y,), kept = torch.ops.dlp.linear_fwd(*forward)
     backward = (
-        [torch.randn_like(y)], saved or [x], weights, [], spec.ticket, spec.kind, x.dtype, [0], True, [True], [True]
+        [torch.randn_like(y)], to_save(inputs, kept, True), weights, [], spec.ticket, spec.kind, x.dtype, [0], True, [True],
+        [True],
     )  # fmt: skip
     torch.library.opcheck(torch.ops.dlp.linear_fwd.default, forward)
     readable = all(part.itemsize > 1 for part in backward[1])  # the check of aliases cannot compare fp8 inputs
@@ -168,4 +192,13 @@ def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, feature
 @pytest.mark.parametrize("style", [Linear, ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize(("recipe", "features"), [("bf16", 64), ("fp8_current", 64), ("mxfp8", 40)])
 def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel):
-    ranks(2).run(check_ops, recipe, style, sequence_parallel, features)
+    ranks(2).run(check_ops, recipe, style, sequence_parallel, features, None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("prologue", "style"), [("rms_norm", ColumnParallelLinear), ("swiglu", RowParallelLinear), ("swiglu", Linear)]
+)
+def test_the_ops_pass_opcheck_with_a_prologue(ranks, prologue, style, recipe):
+    ranks(2).run(check_ops, recipe, style, True, 64, prologue)

@@ -37,7 +37,7 @@ def in_a_real_block(recipe: Any) -> int:
     """Bytes saved by the linears of a converted Llama's block, as it runs."""
     model = Llama(BLOCK).to(worker.device(), torch.bfloat16)
     group = {"name": "recipe", "match": ["layers.**.*_proj"], "recipe": recipe}
-    dlp.convert(model, [*parallel_groups(False), group], worker.mesh(dp_shard=1), batch=(1, TOKENS))
+    dlp.convert(model, [*parallel_groups(BLOCK, False), group], worker.mesh(dp_shard=1), batch=(1, TOKENS))
     weights = [parameter.to_local() for parameter in model.parameters()]
     kept: list[Any] = []
     total = 0

@@ -1,0 +1,286 @@
+"""A linear with a prologue gives the bits of `ops.rms_norm` or `ops.swiglu` followed by the same linear without one: y and
+every gradient, for every recipe and style; and lies within a bound of fp64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dlp
+from dlp.kernels import ops, produced
+from dlp.parallel import linear_fn, prologue
+from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.quant import recipe as recipes
+from launch.saved_bytes import saved
+from tests import pool as worker
+from tests.cases import RECIPES
+from tests.metrics import relative_error
+
+EPS, TOKENS, WIDTH = 1e-5, 96, 64
+CLASSES = {"local": Linear, "column": ColumnParallelLinear, "row": RowParallelLinear}
+STYLES = {  # world, class, sequence parallelism
+    "rms_norm": [(1, "local", False), (2, "column", False), (2, "column", True), (2, "local", True)],
+    "swiglu": [(1, "local", False), (2, "row", False), (2, "row", True), (2, "column", True)],
+}
+CASES = [(name, *style) for name, styles in STYLES.items() for style in styles]
+
+
+class Before(torch.autograd.Function):
+    """The producer as a function of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, first: Tensor, second: Tensor) -> Tensor:
+        rows = first.reshape(-1, first.shape[-1])
+        if name == "swiglu":
+            made, kept = ops.swiglu(rows, second.reshape(rows.shape)), []
+        else:
+            made, *kept = ops.rms_norm(rows, second, EPS)
+        ctx.name = name
+        ctx.save_for_backward(first, second, *kept)
+        return made.view(first.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Any:
+        first, second, *kept = ctx.saved_tensors
+        shape = (-1, first.shape[-1])
+        if ctx.name == "swiglu":
+            grads = ops.swiglu_backward(dx.reshape(shape), first.reshape(shape), second.reshape(shape))
+        else:
+            grads = ops.rms_norm_backward(dx.reshape(shape), first.reshape(shape), second, *kept)
+        return None, grads[0].view(first.shape), grads[1].to(second.dtype).view(second.shape)
+
+
+def inputs_of(name: str, tokens: int, dtype: torch.dtype, shard: int) -> list[Tensor]:
+    """What the producer is given, of this rank: features that are whole, or its own."""
+    generator = torch.Generator().manual_seed(3 + shard)
+    first = 2 * torch.randn(tokens, WIDTH, generator=generator)
+    second = torch.randn(tokens, WIDTH, generator=generator) if name == "swiglu" else torch.linspace(0.5, 1.5, WIDTH)
+    return [
+        first.to(worker.device(), dtype).requires_grad_(),
+        second.to(worker.device(), dtype if name == "swiglu" else torch.float32).requires_grad_(),
+    ]
+
+
+def layer_of(kind: str, sequence_parallel: bool, recipe: Any, dtype: torch.dtype, **options: Any) -> Linear:
+    """With two siblings where it is column-parallel; a row-parallel one reads features that tp cuts."""
+    torch.manual_seed(0)
+    tp = worker.mesh(tp=dist.get_world_size())["tp"]
+    width = WIDTH * tp.size() if kind == "row" else WIDTH
+    sizes: Any = (64, 128) if kind == "column" else 128
+    return CLASSES[kind](width, sizes, True, tp=tp, sequence_parallel=sequence_parallel, recipe=recipe,
+                         device=worker.device(), dtype=dtype, **options)  # fmt: skip
+
+
+def run(layer: Linear, given: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """y_i, and the gradients of the inputs and of the layer's parameters."""
+    output = layer(*given)
+    ys = output if isinstance(output, tuple) else (output,)
+    torch.manual_seed(7)
+    torch.autograd.backward(ys, [torch.randn_like(y) for y in ys])
+    leaves = [*inputs, *layer.parameters()]
+    grads = [getattr(leaf.grad, "_local_tensor", leaf.grad) for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return [*(y.detach() for y in ys), *grads]
+
+
+def fused_and_before(
+    name: str, kind: str, sequence_parallel: bool, recipe: str, tokens: int, mutation: str
+) -> list[bool]:
+    """Whether each result is equal."""
+    found = []
+    cut = 0 if kind == "column" and not sequence_parallel else dist.get_rank()  # there every rank has the same x
+    mutations = {
+        "none": contextlib.nullcontext,
+        "rstd": lambda: patch.object(prologue.RmsNorm, "kept", lambda self, made: [made.rstd * 1.01]),
+        "gradients": lambda: patch.object(linear_fn, "_of_inputs", lambda spec, dx, beside: [dx, beside[-1]]),
+    }
+    for fused in (False, True):
+        layer = layer_of(kind, sequence_parallel, recipe, torch.bfloat16, **({"prologue": name} if fused else {}))
+        inputs = inputs_of(name, tokens, torch.bfloat16, cut)
+        with mutations[mutation]():
+            given = inputs if fused else [Before.apply(name, *inputs)]
+            found.append(run(layer, given, inputs))
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("name", "world", "kind", "sequence_parallel"), CASES)
+def test_a_prologue_has_the_bits_of_its_producer(ranks, name, world, kind, sequence_parallel, recipe):
+    """Also of tokens that no block holds."""
+    for tokens in (TOKENS, 40):
+        for equal in ranks(world).run(fused_and_before, name, kind, sequence_parallel, recipe, tokens, "none"):
+            assert all(equal), (tokens, equal)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("name", "mutation"), [("rms_norm", "rstd"), ("rms_norm", "gradients"), ("swiglu", "gradients")]
+)
+def test_the_comparison_notices_a_change(ranks, name, mutation):
+    (equal,) = ranks(1).run(fused_and_before, name, "local", False, "fp8_current", TOKENS, mutation)
+    assert not all(equal)
+
+
+def against_fp64(name: str) -> list[float]:
+    """Relative errors of y and all gradients, in fp32 without quantization."""
+    layer, inputs = (
+        layer_of("local", False, "bf16", torch.float32, prologue=name),
+        inputs_of(name, 96, torch.float32, 0),
+    )
+    found = run(layer, inputs, inputs)
+    plain = [getattr(tensor, "_local_tensor", tensor).detach() for tensor in (*inputs, *layer.parameters())]
+    wide = [tensor.double().requires_grad_() for tensor in plain]
+    first, second, weight, bias = wide
+    made = F.silu(first) * second if name == "swiglu" else F.rms_norm(first, (WIDTH,), second, EPS)
+    y = made @ weight.t() + bias
+    torch.manual_seed(7)
+    expected = torch.autograd.grad(y, wide, torch.randn_like(y, dtype=torch.float32).double())
+    return [relative_error(a, b) for a, b in zip(found, [y, *expected], strict=True)]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", prologue.PROLOGUES)
+def test_a_prologue_lies_within_a_bound_of_fp64(ranks, name):
+    (errors,) = ranks(1).run(against_fp64, name)
+    assert max(errors) <= 2e-6, errors
+
+
+@pytest.mark.parametrize("name", prologue.PROLOGUES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_prologue_saves_what_it_was_given_and_the_operand_of_x(name, recipe):
+    def bytes_of(layer: Linear, inputs: Sequence[Tensor]) -> int:
+        with saved(list(layer.parameters())) as found:
+            kept = layer(*inputs)  # noqa: F841
+            return sum(found.values())
+
+    x, gate = (torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    alone = bytes_of(Linear(64, 64, recipe=recipe, dtype=torch.bfloat16), [x])
+    beside = 2 * x.nbytes if name == "swiglu" else x.nbytes + 128 * 4 + 64 * 4
+    given = [x, gate if name == "swiglu" else torch.ones(64, requires_grad=True)]
+    assert bytes_of(Linear(64, 64, recipe=recipe, prologue=name, dtype=torch.bfloat16), given) - alone == beside
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "nvfp4"])
+def test_only_those_gradients_are_made_that_are_wanted(recipe):
+    x, weight = torch.randn(64, 64, dtype=torch.bfloat16), torch.ones(64, requires_grad=True)
+    layer = Linear(64, 64, recipe=recipe, prologue="rms_norm", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = layer(x, weight)
+    layer.weight.requires_grad_(False)
+    y = layer(x, weight)
+    y.sum().backward()
+    assert torch.equal(y, expected) and weight.grad is not None and layer.weight.grad is None
+    frozen = layer(x, weight.detach())
+    assert not frozen.requires_grad
+
+
+def test_bias_gradients_are_sums_of_columns():
+    """Made of dy as it is, in a fixed order, and only where they are wanted."""
+    layer, dy = Linear(32, 64, True, recipe="fp8_current"), torch.randn(300, 64)
+    with patch.object(produced.Summed, "sums", autospec=True, side_effect=produced.Summed.sums) as sums:
+        layer(torch.randn(300, 32)).backward(dy)
+        assert torch.equal(layer.bias.grad, ops.column_sums(dy)) and sums.call_count == 1
+        layer.bias.requires_grad_(False)
+        layer(torch.randn(300, 32)).backward(dy)
+        assert sums.call_count == 1
+
+
+def test_what_a_prologue_refuses():
+    norm, gated = Linear(8, 8, prologue="rms_norm"), Linear(8, 8, prologue="swiglu")
+    x = torch.zeros(4, 8)
+    with pytest.raises(ValueError, match=r"it is called with x, weight \(prologue rms_norm\); got 1 tensors"):
+        norm(x)
+    with pytest.raises(ValueError, match="it is called with x; got 2 tensors"):
+        Linear(8, 8)(x, x)
+    with pytest.raises(
+        ValueError, match=r"prologue rms_norm reads x \[..., 8\] and weight \[8\]; got a weight of shape"
+    ):
+        norm(x, x)
+    with pytest.raises(ValueError, match="prologue swiglu reads gate and up of one shape and dtype; got"):
+        gated(x, x[:2])
+    with pytest.raises(ValueError, match="unknown prologue 'silu': it is one of rms_norm, swiglu"):
+        Linear(8, 8, prologue="silu")
+    with pytest.raises(ValueError, match="prologue swiglu has no option eps"):
+        Linear(8, 8, prologue={"name": "swiglu", "eps": 1e-5})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+
+GROUPS: list[dict[str, Any]] = [
+    {"name": "in", "match": ["gate", "up"], "style": "column", "siblings": True, "prologue": {"name": "rms_norm", "eps": 1e-6}},
+    {"name": "out", "match": ["down"], "style": "row", "prologue": "swiglu"},
+]  # fmt: skip
+
+
+def test_the_plan_names_prologues():
+    text = str(dlp.make_plan(Net(), GROUPS, 2))
+    assert "prologue rms_norm(x, weight) runs apart, before x is cast [gate and 1 more]" in text
+    assert "prologue swiglu(gate, up) runs apart, before x is cast [down]" in text
+    with pytest.raises(
+        ValueError, match="prologue rms_norm takes the mean over all features, and ROW cuts them over tp 2"
+    ):
+        dlp.make_plan(Net(), [*GROUPS, {"name": "norm", "match": ["down"], "prologue": "rms_norm"}], 2)
+    with pytest.raises(ValueError, match="differ in prologue"):
+        dlp.make_plan(Net(), [*GROUPS, {"name": "other", "match": ["up"], "prologue": "swiglu"}], 2)
+
+
+def converted_and_by_hand(recipe: str) -> list[bool]:
+    """Siblings of a converted model share their producer."""
+    torch.manual_seed(0)
+    net = Net().to(worker.device())
+    dlp.convert(net, [*GROUPS, {"name": "all", "match": ["*"], "recipe": recipe}], worker.mesh(dp_shard=1))
+    x, weight = (
+        t[..., :32].contiguous().detach().requires_grad_() for t in inputs_of("rms_norm", TOKENS, torch.float32, 0)
+    )
+    gate, up = net.gate(x, weight), net.up(x, weight)
+    with pytest.raises(ValueError, match="siblings must read the same tensor"):
+        net.gate(x, weight)
+        net.up(x, weight.clone())
+    net.gate.core._ys.clear()
+    normed = ops.rms_norm(x.detach(), weight.detach(), 1e-6)[0]
+    alone = [
+        F.linear(normed, module.weight.to_local(), module.bias.to_local()) if recipe == "bf16" else None
+        for module in (net.gate, net.up)
+    ]
+    y = net.down(gate, up)
+    y.sum().backward()
+    return [a is None or torch.equal(a, b) for a, b in zip(alone, (gate, up), strict=True)] + [x.grad is not None]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_converted_siblings_share_a_prologue(ranks, recipe):
+    assert all(ranks(1).run(converted_and_by_hand, recipe)[0])
+
+
+def test_a_user_s_quantizer_is_given_a_tensor():
+    class Watching(recipes.load("fp8_current").x.rowwise.__class__):  # type: ignore[misc]
+        def cast(self, x: Tensor, amax: Any, **more: Any) -> Any:
+            assert isinstance(x, Tensor)
+            return super().cast(x, amax, **more)
+
+        def both(self, x: Tensor, amaxes: Any, **more: Any) -> Any:
+            assert isinstance(x, Tensor)
+            return super().both(x, amaxes, **more)
+
+    from dataclasses import replace
+
+    from dlp.quant.recipe import both
+
+    recipe = replace(recipes.load("fp8_current"), x=both(Watching()))
+    layer = Linear(32, 32, prologue="rms_norm", recipe=recipe)
+    layer(torch.randn(8, 32, requires_grad=True), torch.ones(32)).sum().backward()
