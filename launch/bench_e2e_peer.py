@@ -9,6 +9,7 @@ by `fully_shard`, each block compiled, a fused AdamW.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ class Peer:
         self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None, float8_gather: bool = True
     ) -> None:  # fmt: skip
         with torch.device("meta"):
-            self.model = Llama(config.model, DTYPES[config.train.dtype])
+            self.model = Llama(replace(config.model, fused=False), DTYPES[config.train.dtype])
         if float8 is not None:
             convert_to_float8(self.model, float8, float8_gather)
         self.after_step = None

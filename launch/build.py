@@ -48,7 +48,7 @@ def layer_groups(config: Config) -> list[LayerGroup]:
         for group in config.groups
         if (layer_fields := group.layer_fields())
     ]
-    return parallel_groups(config.mesh.sequence_parallel) + own
+    return parallel_groups(config.model, config.mesh.sequence_parallel) + own
 
 
 def meta_model(config: Config) -> Llama:

@@ -45,7 +45,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint saves and restores on this rank. `settings`: the model's section of the config, as a table;
+    """What a checkpoint saves and restores on this rank. `settings`: what the config says of the model, as a table;
     `config`: the whole file."""
 
     model: nn.Module

@@ -19,6 +19,9 @@ from launch.sections import Model
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+Inputs = Tensor | tuple[Tensor, Tensor]
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32, in the dtype of x (Zhang and Sennrich, 2019)."""
 
@@ -29,6 +32,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+class LaterRMSNorm(RMSNorm):
+    """Hands on x and the weight, for linears with the prologue rms_norm: they compute it in their cast."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, self.weight
 
 
 def rotary_table(sequence: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -56,10 +66,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden, bias=False)
 
-    def forward(self, x: Tensor, batch: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, S, H], or a token shard -> the same; `batch` is B."""
+    def forward(self, normed: Inputs, batch: int, cos: Tensor, sin: Tensor) -> Tensor:
+        """What a norm returns, of x [B, S, H] or of a token shard -> the same shape; `batch` is B."""
+        inputs = normed if isinstance(normed, tuple) else (normed,)
         q, k, v = (
-            projection(x).view(batch, cos.shape[0], -1, self.head_dim).transpose(1, 2)
+            projection(*inputs).view(batch, cos.shape[0], -1, self.head_dim).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         attended = F.scaled_dot_product_attention(
@@ -71,20 +82,25 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
+        self.fused = config.fused
         self.gate_proj = nn.Linear(config.hidden, config.ffn, bias=False)
         self.up_proj = nn.Linear(config.hidden, config.ffn, bias=False)
         self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, normed: Inputs) -> Tensor:
+        inputs = normed if isinstance(normed, tuple) else (normed,)
+        gate, up = self.gate_proj(*inputs), self.up_proj(*inputs)
+        out: Tensor = self.down_proj(gate, up) if self.fused else self.down_proj(F.silu(gate) * up)
+        return out
 
 
 class Block(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        norm = LaterRMSNorm if config.fused else RMSNorm
+        self.input_layernorm = norm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        self.post_attention_layernorm = norm(config.hidden, config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, batch: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -126,8 +142,9 @@ class Llama(nn.Module):
         return self.lm_head(self.model(tokens).flatten(0, -2))  # the head's own result: FSDP warns of a view
 
 
-def parallel_groups(sequence_parallel: bool) -> list[LayerGroup]:
-    """How tp cuts a Llama; a run's own layer groups come after these and may override them."""
+def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:
+    """How tp cuts a Llama, and which of its linears have a prologue; a run's own layer groups come after these and may
+    override them."""
     sp = sequence_parallel
     qkv, gate_up = "layers.*.self_attn.{q,k,v}_proj", "layers.*.mlp.{gate,up}_proj"
     return [
@@ -136,6 +153,15 @@ def parallel_groups(sequence_parallel: bool) -> list[LayerGroup]:
         LayerGroup("qkv", [qkv], style="column", siblings=True, sequence_parallel=sp),
         LayerGroup("gate_up", [gate_up], style="column", siblings=True, sequence_parallel=sp),
         LayerGroup("o_down", ["layers.*.{self_attn.o,mlp.down}_proj"], style="row", sequence_parallel=sp),
+        *(_prologues(config, [qkv, gate_up]) if config.fused else []),
+    ]
+
+
+def _prologues(config: Model, behind_norms: list[str]) -> list[LayerGroup]:
+    norm = {"name": "rms_norm", "eps": config.norm_eps}
+    return [
+        LayerGroup("norm in the cast", behind_norms, prologue=norm),
+        LayerGroup("swiglu in the cast", ["layers.*.mlp.down_proj"], prologue="swiglu"),
     ]
 
 

@@ -44,6 +44,9 @@ class Model(Section):
     rope_theta: float = setting(number("> 0"), "base of the rotary frequencies", 10000.0)
     norm_eps: float = setting(number("> 0"), "added to the mean square in RMSNorm", 1e-5)
     tie_embeddings: bool = setting(flag(), "the head reads the embedding's weight", False)
+    fused: bool = setting(
+        flag(), "norms and SwiGLU run in the casts of the linears behind them; same parameters, other roundings", False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +172,8 @@ class Group(Section):
         return f"[[groups]] {self.name!r}"
 
     def layer_fields(self) -> dict[str, Any]:
-        """What this group sets of the layers themselves, for `dlp.LayerGroup`."""
-        return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
+        """What this group sets of the layers themselves, for `dlp.LayerGroup`. Prologues are the model's."""
+        return {name: value for name in FIELDS if (value := getattr(self, name, None)) is not None}
 
     def recipes(self) -> list[str | dict[str, Any]]:
         """All recipes that are named here."""

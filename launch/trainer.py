@@ -70,8 +70,9 @@ class Trainer:
         settings = {"sequence": train.sequence, "global_batch": train.global_batch, "micro_batch": built.batch.micro}
         self.train_data = TokenStream(self.shards.train, seed=train.seed, **settings)
         self.validation_data = TokenStream(self.shards.validation, seed=0, **settings)
+        model = {key: value for key, value in asdict(config.model).items() if key != "fused"}  # the same parameters
         self.state = checkpoint.Training(
-            built.model, built.optimizer, self.train_data, built.device, asdict(config.model), to_toml(config)
+            built.model, built.optimizer, self.train_data, built.device, model, to_toml(config)
         )
         self.gradient_norm = GradientNorm(built.model.parameters())
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())

@@ -98,6 +98,7 @@ RESHAPED = [
     pytest.param(4, [], 2, [], id="dp2-tp2-to-tp2"),
     pytest.param(4, ["--model.tie_embeddings=true"], 2, ["--model.tie_embeddings=true", "--mesh.tp=1"], id="tied"),
     pytest.param(1, ["--mesh.tp=1"], 4, [], id="1-to-dp2-tp2"),
+    pytest.param(2, [], 2, ["--model.fused=true"], id="to-fused"),
 ]
 
 

@@ -10,6 +10,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -44,6 +45,7 @@ class Kind(NamedTuple):
     amax_group: str
     gradient: float
     loss: float
+    fused: bool = False
 
 
 # Scales that are agreed over the world are those of one rank, so with fp32 activations the codes are as well. Scales of
@@ -53,7 +55,12 @@ KINDS = {
     "bf16": Kind(torch.bfloat16, "bf16", "auto", 2e-2, 5e-3),
     "fp8_world": Kind(torch.float32, "fp8_current", "world", 6e-2, 1e-2),
     "fp8": Kind(torch.bfloat16, "fp8_current", "auto", 0.16, 1e-2),
+    "fused": Kind(torch.float32, "bf16", "auto", 1e-5, 1e-5, fused=True),
+    "fused fp8_world": Kind(torch.float32, "fp8_current", "world", 6e-2, 1e-2, fused=True),
 }
+
+
+MANY = ("fp32", "bf16", "fp8")  # compared over all steps where the layout is
 
 
 class Run(NamedTuple):
@@ -111,7 +118,7 @@ def initial(name: str, shape: torch.Size) -> Tensor:
 def llama(kind: str) -> Llama:
     """The model with biases, on meta."""
     with torch.device("meta"):
-        model = Llama(CONFIG, KINDS[kind].dtype)
+        model = Llama(replace(CONFIG, fused=KINDS[kind].fused), KINDS[kind].dtype)
         for module in model.model.layers.modules():
             if isinstance(module, nn.Linear):
                 module.bias = nn.Parameter(torch.empty(module.out_features))
@@ -131,7 +138,7 @@ def build(layout: Layout, kind: str) -> tuple[nn.Module, Any]:
     mesh = worker.mesh(dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
     model = llama(kind)
     recipe = LayerGroup("recipe", ["layers.**.*_proj"], recipe=KINDS[kind].recipe)
-    groups = [*parallel_groups(layout.sequence_parallel), recipe]
+    groups = [*parallel_groups(model.config, layout.sequence_parallel), recipe]
     batch = (BATCH // (layout.dp_replicate * layout.dp_shard), SEQUENCE)
     dlp.convert(model, groups, mesh, batch=batch, amax_group=KINDS[kind].amax_group)
     if layout.dp_replicate * layout.dp_shard > 1:
@@ -241,20 +248,26 @@ def errors(run: Run, expected: Run) -> dict[str, float]:
 
 
 @pytest.mark.ranks(1)
-def test_one_converted_rank_trains_as_the_plain_model(ranks, one_rank):
-    converted, plain = one_rank(ranks(1), "fp32"), ranks(1).run(train_plain)[0]
-    assert max(errors(converted, plain).values()) <= KINDS["fp32"].gradient
-    assert abs(converted.losses[0] - plain.losses[0]) <= KINDS["fp32"].loss
+@pytest.mark.parametrize("kind", ["fp32", "fused"])
+def test_one_converted_rank_trains_as_the_plain_model(ranks, one_rank, kind):
+    converted, plain = one_rank(ranks(1), kind), ranks(1).run(train_plain)[0]
+    assert max(errors(converted, plain).values()) <= KINDS[kind].gradient
+    assert abs(converted.losses[0] - plain.losses[0]) <= KINDS[kind].loss
 
 
 @pytest.mark.parametrize(
     ("layout", "world", "kind"),
-    [(layout, layout.world, kind) for layout in LAYOUTS for kind in KINDS if layout in LONG or kind in ("fp32", "fp8")],
+    [
+        (layout, layout.world, kind)
+        for layout in LAYOUTS
+        for kind in KINDS
+        if layout in LONG or kind in ("fp32", "fp8", "fused")
+    ],
     ids=str,
 )
 def test_many_ranks_train_as_one(ranks, one_rank, layout, world, kind):
     expected = one_rank(ranks(1), kind)
-    runs = ranks(world).run(train, layout, kind, "none", STEPS if layout in LONG and kind != "fp8_world" else FEW)
+    runs = ranks(world).run(train, layout, kind, "none", STEPS if layout in LONG and kind in MANY else FEW)
     found = errors(runs[0], expected)
     worst = max(found, key=lambda name: found[name])
     differences = [abs(a - b) for a, b in zip(runs[0].losses, expected.losses, strict=False)]
@@ -268,6 +281,7 @@ def test_many_ranks_train_as_one(ranks, one_rank, layout, world, kind):
     ("mutation", "kind", "damaged"),
     [
         ("norm gradients", "fp32", "norm.weight"),
+        ("norm gradients", "fused", "norm.weight"),
         ("bias gradients", "fp32", "_proj.bias"),
         ("one reduction", "fp32", ""),
         ("amax group", "fp8", ""),

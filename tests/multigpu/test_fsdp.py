@@ -42,7 +42,7 @@ def sharded(config: Model, axes: dict[str, int], *, sequence_parallel: bool = Fa
     mesh = worker.mesh(**axes)
     with torch.device("meta"):
         model = Llama(config, torch.float32)
-    dlp.convert(model, parallel_groups(sequence_parallel), mesh, batch=(2, 8))
+    dlp.convert(model, parallel_groups(config, sequence_parallel), mesh, batch=(2, 8))
     for block in model.model.layers:
         dlp.fully_shard(block, mesh=mesh)
     dlp.fully_shard(model, mesh=mesh)
