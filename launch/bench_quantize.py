@@ -16,7 +16,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ E4M3 = torch.float8_e4m3fn
 COLS = 8192
 COPY_UNIT = 1 << 16  # bytes; on an H200 multiples of 512 were slow to copy, of 4096 fast
 REPLAYS = 15
+DTYPES = ["bfloat16", "float32"]
 # Shares of the copy that must be reached with 256 MB of bf16 and more.
 TARGETS = {
     "amax": 0.90, "cast": 0.88, "cast + transpose": 0.88, "1x128 both": 0.88, "128x128 both": 0.88, "mxfp8 both": 0.88,
@@ -223,7 +224,8 @@ def sum_in_order(x: Tensor) -> Launch:
     return Launch(lambda: cuda_codes.sum_in_order(contributions, out), (x, out))
 
 
-KERNELS: dict[str, Callable[[Tensor], Launch]] = {
+Make = Callable[[Tensor], Launch]
+KERNELS: dict[str, Make] = {
     "amax": amax,
     "amax, 32 in a launch": amax_batch,
     "cast": cast,
@@ -294,9 +296,9 @@ def rotation(make: Callable[[], Launch]) -> list[Launch]:
     return [first, *(make() for _ in range(4 * cache // first.nbytes + 1))]
 
 
-def measure(name: str, dtype: torch.dtype, megabytes: float) -> Line:
+def measure(name: str, make: Make, dtype: torch.dtype, megabytes: float) -> Line:
     rows = int(megabytes * 2**20) // (COLS * dtype.itemsize)
-    quantizers = rotation(lambda: KERNELS[name](torch.randn(rows, COLS, device="cuda").to(dtype)))
+    quantizers = rotation(lambda: make(torch.randn(rows, COLS, device="cuda").to(dtype)))
     copies = rotation(lambda: copy_of(quantizers[0].nbytes))
     graphs = [graph_of(quantizers), graph_of(copies)]
     times = [[replay(*graph) for graph in graphs] for _ in range(REPLAYS + 2)][2:]
@@ -304,7 +306,7 @@ def measure(name: str, dtype: torch.dtype, megabytes: float) -> Line:
     tb_s, copy_tb_s = quantizers[0].nbytes / ours / 1e6, copies[0].nbytes / copy / 1e6
     target = TARGETS.get(name) if dtype == torch.bfloat16 and megabytes >= 256 else None
     return Line(name, dtype_name(dtype), megabytes, ours, tb_s, tb_s / copy_tb_s, copy_tb_s, target,
-                host_us(KERNELS[name](torch.ones(1024, 16, device="cuda", dtype=dtype)).run))  # fmt: skip
+                host_us(make(torch.ones(1024, 64, device="cuda", dtype=dtype)).run))  # fmt: skip
 
 
 def host_us(run: Run, count: int = 100, rounds: int = 5) -> float:
@@ -343,10 +345,12 @@ def show(line: Line) -> None:
           f" {line.copy_share:6.3f} {line.host_us:6.1f}{verdict}", flush=True)  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.bench_quantize", description=__doc__.split("\n")[0])
+def main(
+    arguments: Sequence[str] | None = None, kernels: Mapping[str, Make] = KERNELS, dtypes: Sequence[str] = DTYPES
+) -> int:
+    parser = argparse.ArgumentParser(description="Useful bandwidth, beside a copy that moves as many bytes.")
     parser.add_argument("--sizes", type=float, nargs="+", default=[256, 64, 4], help="MB of input")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=dtypes)
     parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains one of these")
     add_files(parser)
     options = parser.parse_args(arguments)
@@ -357,8 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = []
     for megabytes in options.sizes:
         for dtype in options.dtypes:
-            for name in (name for name in KERNELS if any(part in name for part in options.only)):
-                lines.append(measure(name, getattr(torch, dtype), megabytes))
+            for name in (name for name in kernels if any(part in name for part in options.only)):
+                lines.append(measure(name, kernels[name], getattr(torch, dtype), megabytes))
                 show(lines[-1])
                 torch.cuda.empty_cache()
     write_files(options, [asdict(line) for line in lines], partial(plot, lines))

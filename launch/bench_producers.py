@@ -1,0 +1,116 @@
+"""What RMSNorm, SwiGLU and the bias gradient cost apart from the casts beside them, and inside.
+
+    python -m launch.bench_producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
+
+A row `A > recipe` goes from the producer's input to both operands of that recipe, amaxes included: `apart` by a kernel
+for A and then the casts, `fused` by casts that make what they read. Useful bytes are the same for both: the inputs read
+once, codes and scales written once. Everything else is as in launch.bench_quantize.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant.quantizer import Origin, ScaleSlot, one_read
+from dlp.quant.recipe import Operand, load
+from launch.bench_quantize import Launch, Make
+from launch.bench_quantize import main as bench
+
+RECIPES = ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
+APART_ONLY = ("nvfp4", "x")  # no kernel has a producer of activations there
+EPS = 1e-5
+
+
+def _vector(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], device=x.device)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """gate and up, as many bytes as x."""
+    gate, up = x.chunk(2)
+    return gate, up
+
+
+def rms_norm(x: Tensor) -> Launch:
+    weight = _vector(x)
+    return Launch(lambda: ops.rms_norm(x, weight, EPS), (x, *ops.rms_norm(x, weight, EPS)))
+
+
+def rms_norm_amax(x: Tensor) -> Launch:
+    weight = _vector(x)
+    return Launch(lambda: ops.amax(ops.RmsNormed(x, weight, EPS)), (x,))
+
+
+def rms_norm_backward(x: Tensor) -> Launch:
+    (dy, x), weight = _halves(x), _vector(x)
+    rstd = ops.rms_norm(x, weight, EPS)[1]
+    return Launch(lambda: ops.rms_norm_backward(dy, x, weight, rstd), (dy, x, torch.empty_like(x)))
+
+
+def swiglu(x: Tensor) -> Launch:
+    gate, up = _halves(x)
+    return Launch(lambda: ops.swiglu(gate, up), (x, torch.empty_like(gate)))
+
+
+def swiglu_amax(x: Tensor) -> Launch:
+    gate, up = _halves(x)
+    return Launch(lambda: ops.amax(ops.Gated(gate, up)), (x,))
+
+
+def swiglu_backward(x: Tensor) -> Launch:
+    gate, up = _halves(x)
+    dh = torch.randn_like(gate)
+    return Launch(lambda: ops.swiglu_backward(dh, gate, up), (dh, x, torch.empty_like(x)))
+
+
+def column_sums(x: Tensor) -> Launch:
+    return Launch(lambda: ops.column_sums(x), (x,))
+
+
+def _produced(which: str, x: Tensor) -> Callable[[], ops.Produced]:
+    if which == "rms_norm":
+        return partial(ops.RmsNormed, x, _vector(x), EPS)
+    return partial(ops.Gated, *_halves(x)) if which == "swiglu" else partial(ops.Summed, x)
+
+
+def _pipeline(which: str, quantizers: Operand, fused: bool, x: Tensor) -> Launch:
+    """From x to both operands, and the sums of columns where they are wanted."""
+    make, both = _produced(which, x), one_read(quantizers.rowwise, quantizers.columnwise)
+    assert both is not None
+    slot = ScaleSlot(torch.ones((), device=x.device), torch.zeros((), device=x.device))
+    rows, cols = make().shape
+    origin = Origin(0, 0, rows, cols, 1, 2, torch.zeros((), dtype=torch.int64, device=x.device))
+
+    def run() -> list[Tensor]:
+        matrix = make()
+        given = matrix if fused else matrix.value
+        row, col = both.cast(given, both.observe(given), slot=slot, at=(origin, origin.t()))  # type: ignore[arg-type]
+        return [*row.parts, *col.parts, *([matrix.sums()] if isinstance(matrix, ops.Summed) else [])]
+
+    return Launch(run, (x, *run()))
+
+
+ALONE: dict[str, Make] = {
+    "rms_norm": rms_norm,
+    "rms_norm, rstd + amax": rms_norm_amax,
+    "rms_norm backward": rms_norm_backward,
+    "swiglu": swiglu,
+    "swiglu, amax": swiglu_amax,
+    "swiglu backward": swiglu_backward,
+    "column sums": column_sums,
+}
+PIPELINES: dict[str, Make] = {
+    f"{which} > {recipe}, {how}": partial(_pipeline, which, getattr(load(recipe), operand), how == "fused")
+    for which, operand in (("rms_norm", "x"), ("swiglu", "x"), ("column sums", "dy"))
+    for recipe in RECIPES
+    for how in (("apart",) if (recipe, operand) == APART_ONLY else ("apart", "fused"))
+}
+
+if __name__ == "__main__":
+    sys.exit(bench(kernels=ALONE | PIPELINES, dtypes=["bfloat16"]))
