@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstring>
 
+namespace dlp {  // as our kernels are, since some tools look only there
+
 __global__ void clean(int* out, const int* in, int size) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < size) out[i] = in[i] + 1;
@@ -25,6 +27,8 @@ __global__ void unwritten(int* out, const int* in) {
     out[threadIdx.x] = in[threadIdx.x] + 1;
 }
 
+}  // namespace dlp
+
 int main(int count, char** arguments) {
     const char* which = count == 2 ? arguments[1] : "";
     const int size = 256;
@@ -32,13 +36,13 @@ int main(int count, char** arguments) {
     if (cudaMalloc(&in, size * sizeof(int)) || cudaMalloc(&out, size * sizeof(int))) return 3;
     if (!strcmp(which, "clean")) {
         cudaMemset(in, 0, size * sizeof(int));
-        clean<<<1, size>>>(out, in, size);
+        dlp::clean<<<1, size>>>(out, in, size);
     } else if (!strcmp(which, "memcheck")) {
-        beyond<<<1, size>>>(out, size);
+        dlp::beyond<<<1, size>>>(out, size);
     } else if (!strcmp(which, "racecheck")) {
-        race<<<1, size>>>(out);
+        dlp::race<<<1, size>>>(out);
     } else if (!strcmp(which, "initcheck")) {
-        unwritten<<<1, size>>>(out, in);
+        dlp::unwritten<<<1, size>>>(out, in);
     } else {
         fprintf(stderr, "usage: sanitize_probe clean | memcheck | racecheck | initcheck\n");
         return 2;
