@@ -26,7 +26,7 @@ from dlp.kernels.loader import CUDA, find_program
 
 ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "tools" / "sanitize_probe.cu"
-OURS = ("--kernel-regex", "kernel_substring=3dlp")  # the mangled namespace; torch's kernels need no check, only time
+OURS = ("--kernel-name", "kernel_substring=3dlp")  # the mangled namespace; torch's kernels need no check, only time
 TOOLS = {"memcheck": OURS, "racecheck": OURS, "initcheck": ()}  # initcheck must see who writes, torch's kernels as well
 FOUND = 99  # the sanitizer's exit code for a finding; a program's own is passed on
 # Left out is what multiplies, since cuBLASLt's kernels are not ours (their stores are invisible to initcheck, and tools take
