@@ -9,6 +9,9 @@
 namespace dlp {
 namespace {
 
+// Blocks of a multiprocessor. Backward's kNormParts come in one wave by four, and would in two by three.
+constexpr int kForwardBlocks = 8, kBackwardBlocks = 4;
+
 template <class T>
 __device__ RowOctets<T> octets_of(const void* data, int64_t row, int64_t stride, int64_t cols) {
     const T* at = static_cast<const T*>(data) + row * stride;
@@ -22,7 +25,7 @@ __device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols
 }
 
 template <class T, bool kStore, bool kObserve>
-__global__ void __launch_bounds__(kRowThreads) rms_norm_kernel(const __grid_constant__ NormJob job, const float eps) {
+__global__ void __launch_bounds__(kRowThreads, kForwardBlocks) rms_norm_kernel(const __grid_constant__ NormJob job, const float eps) {
     __shared__ float scratch[kRowWarps];
     __shared__ uint32_t largest[kRowWarps];
     const int64_t row = blockIdx.x, cols = job.x.cols;
@@ -54,7 +57,7 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_kernel(const __grid_cons
 // With g = dy * weight and n = x * rstd:   dx = (g - n * mean(g * n)) * rstd,   dweight = the sum of dy * n over all rows
 // (Zhang and Sennrich, arXiv 1910.07467). A block takes every kNormParts-th row and keeps its sums in shared memory.
 template <class T>
-__global__ void __launch_bounds__(kRowThreads) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
     __shared__ float scratch[2][kRowWarps];  // in turn, so that a row needs one barrier
     float4* sums = reinterpret_cast<float4*>(shared_memory());
     const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
