@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.kernels import casts, cuda, cuda_fp4, cuda_producers, cuda_rowwise, dispatch, reference
@@ -48,11 +49,12 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             made = reference.cast_fp8_block(source, (128 if tile else 1, 128), _code_dtype(job), **options)  # type: ignore[arg-type]
             _fill(out, made)
 
-    def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str, source: Any = cuda.MATRIX) -> None:
+    def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str, blocks_first: bool, source: Any = cuda.MATRIX) -> None:
         jobs.append(job)
         job = _made(job, source)
         for source, out in ((job.x, job[1:3]), (job.x.t(), job[3:5])):
-            _fill(out, reference.cast_mxfp8(source, (32 if tile else 1, 32), _code_dtype(job), rule=rule))
+            codes, scale = reference.cast_mxfp8(source, (32 if tile else 1, 32), _code_dtype(job), rule=rule)
+            _fill(out, (codes, F.pad(scale.t(), (0, -len(scale) % 4)) if blocks_first else scale))
 
     def amax(x: Tensor, out: Tensor) -> None:
         jobs.append(x)
@@ -117,6 +119,7 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(cuda_rowwise, "amax_lines_batch", amax_lines_batch)
     monkeypatch.setattr(cuda_fp4, "cast_nvfp4_batch", batched(cast_nvfp4))
     monkeypatch.setattr(dispatch, "has_kernel", lambda x: True)
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda device: True)
     _play_producers(monkeypatch)
     return jobs
 

@@ -3,7 +3,7 @@
 decode_fp8_block, decode_mxfp8, decode_nvfp4    to fp32, or to bf16, which is what has kernels
 transpose_codes, transpose_e2m1                 of operands that may be transposed
 nvfp4_alpha, rounded                            factors and results of GEMMs
-swizzle_128x4                                   compact scales to the tiles that block-scaled GEMMs read
+swizzle_128x4                                   scales to the tiles that block-scaled GEMMs read
 delayed_updates                                 of all delayed scales of a model
 sum_in_order                                    the contributions of the ranks of a reduction
 """
@@ -25,6 +25,7 @@ ON_DEVICE = ("max", "most_recent")  # algorithms of delayed scaling that the ker
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
+    """Scales are read by their strides and need not be asked about."""
     return all(x.is_cuda and x.is_contiguous() for x in tensors) and not loader.missing()
 
 
@@ -37,15 +38,14 @@ def _decode_bf16(codes: Tensor, scale: Tensor, block: Block) -> Tensor:
 
 def decode_fp8_block(codes: Tensor, scale_inv: Tensor, block: Block, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes [rows, C], fp32 scale_inv [row blocks, C blocks] -> [rows, C], rounded once to `dtype`."""
-    scale_inv = scale_inv.contiguous()  # which may lie as GEMMs read them
-    if dtype == torch.bfloat16 and block[1] % 16 == 0 and _has_kernel(codes, scale_inv):
+    if dtype == torch.bfloat16 and block[1] % 16 == 0 and _has_kernel(codes):
         return _decode_bf16(codes, scale_inv, block)
     return reference.decode_fp8_block(codes, scale_inv, block).to(dtype)
 
 
 def decode_mxfp8(codes: Tensor, scale: Tensor, block: Block, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes [rows, C], E8M0 bytes [row blocks, C blocks] -> [rows, C], rounded once to `dtype`; see the reference."""
-    if dtype == torch.bfloat16 and block[1] % 16 == 0 and _has_kernel(codes, scale):
+    if dtype == torch.bfloat16 and block[1] % 16 == 0 and _has_kernel(codes):
         return _decode_bf16(codes, scale, block)
     return reference.decode_mxfp8(codes, scale, block).to(dtype)
 
@@ -55,7 +55,7 @@ def decode_nvfp4(
 ) -> Tensor:
     """Packed codes [rows, C/2], E4M3 scales [row blocks, C/16] -> [rows, C], rounded once to `dtype`: with the tensor amax
     the values, without it e2m1 * scale, what a GEMM multiplies, exact in bf16."""
-    if amax is None and dtype == torch.bfloat16 and _has_kernel(packed, scale):
+    if amax is None and dtype == torch.bfloat16 and _has_kernel(packed):
         return _decode_bf16(packed, scale, block)
     return reference.decode_nvfp4(packed, scale, block, amax).to(dtype)
 
@@ -100,11 +100,11 @@ def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1)
     """Scale bytes [row blocks, C blocks] of `lines` lines, `lines_each` of which share one -> uint8 tiles of 128x4, flat;
     see the reference."""
     scales = scales.view(torch.uint8)
-    if not _has_kernel(scales):
-        return reference.swizzle_128x4(scales, lines, lines_each)
     lines = len(scales) * lines_each if lines is None else lines
     tiles = -(-lines // 128) * -(-scales.shape[1] // 4)
     out = torch.empty(tiles * 512, dtype=torch.uint8, device=scales.device)
+    if not _has_kernel(out):
+        return reference.swizzle_128x4(scales, lines, lines_each)
     cuda_codes.swizzle(scales, lines, lines_each, out)
     return out
 

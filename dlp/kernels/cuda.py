@@ -322,42 +322,55 @@ def cast_block_batch(
 # MXFP8
 
 
-def mx_scale_shape(lines: int, contraction: int, *, tile: bool) -> tuple[int, int]:
-    """The shape of the E8M0 bytes of codes [lines, contraction]."""
-    return (-(-lines // 32) if tile else lines), -(-contraction // 32)
+def mx_scale_shape(lines: int, contraction: int, *, tile: bool, blocks_first: bool = False) -> tuple[int, int]:
+    """The shape of the E8M0 bytes of codes [lines, contraction]: [lines or line tiles, contraction blocks], or blocks first,
+    [blocks, pad4(lines)], which only 1x32 blocks know."""
+    blocks = -(-contraction // 32)
+    return (blocks, -(-lines // 4) * 4) if blocks_first else ((-(-lines // 32) if tile else lines), blocks)
 
 
-def _mx_words(job: BlockJob, tile: bool) -> Words:
+def _mx_words(job: BlockJob, tile: bool, blocks_first: bool) -> Words:
     rows, cols = job.x.shape
     dtype, byte = [_code_dtype(job)], [torch.uint8]
     _check_together(job)
+    scales, scales_t = (
+        mx_scale_shape(lines, along, tile=tile, blocks_first=blocks_first)
+        for lines, along in ((rows, cols), (cols, rows))
+    )
     return (
         *_matrix(job.x), 0,
-        _output(job.codes, (rows, cols), dtype, "codes"),
-        _output(job.scale, mx_scale_shape(rows, cols, tile=tile), byte, "scale"),
-        _output(job.codes_t, (cols, rows), dtype, "codes_t"),
-        _output(job.scale_t, mx_scale_shape(cols, rows, tile=tile), byte, "scale_t"),
+        _output(job.codes, (rows, cols), dtype, "codes"), _output(job.scale, scales, byte, "scale"),
+        _output(job.codes_t, (cols, rows), dtype, "codes_t"), _output(job.scale_t, scales_t, byte, "scale_t"),
     )  # fmt: skip
 
 
-def cast_mxfp8(job: BlockJob, *, tile: bool, rule: str = "ceil", source: Words = MATRIX) -> None:
+def _mx_kernel(tile: bool, blocks_first: bool, source: Words) -> tuple[str, tuple[Any, ...]]:
+    """`_block_kernel`; tiles have few scales, which are compact."""
+    assert not tile or not blocks_first
+    kernel, more = _block_kernel("cast_mxfp8", tile, source)
+    return kernel, more if tile else (blocks_first, *more)
+
+
+def cast_mxfp8(
+    job: BlockJob, *, tile: bool, rule: str = "ceil", blocks_first: bool = False, source: Words = MATRIX
+) -> None:
     """MXFP8, an E8M0 byte every 32 elements of the contraction or every 32x32 tile, both orientations in one read.
 
     rule: "ceil" or "floor", see `reference.mx_scale`; the bytes are those of `mx_scale_shape`. `source`: of
     cuda_producers, not for tiles.
     """
-    kernel, more = _block_kernel("cast_mxfp8", tile, source)
-    words, tiles = _mx_words(job, tile), _tiles(job.x, loader.load().TILE)
+    kernel, more = _mx_kernel(tile, blocks_first, source)
+    words, tiles = _mx_words(job, tile, blocks_first), _tiles(job.x, loader.load().TILE)
     wide, e5m2 = job.x.dtype == torch.float32, _code_dtype(job) == torch.float8_e5m2
     launch(kernel, job.x, words, 0, 1, tiles, wide, e5m2, rule == "floor", *more)
 
 
-def cast_mxfp8_batch(jobs: Sequence[BlockJob], *, tile: bool, rule: str = "ceil") -> Batch:
+def cast_mxfp8_batch(jobs: Sequence[BlockJob], *, tile: bool, rule: str = "ceil", blocks_first: bool = False) -> Batch:
     """The same for many matrices."""
     module = loader.load()
     e5m2 = _same([_code_dtype(job) for job in jobs], "the dtype of their codes") == torch.float8_e5m2
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
-    kernel, more = _block_kernel("cast_mxfp8", tile, MATRIX)
-    words = [_mx_words(job, tile) for job in jobs]
+    kernel, more = _mx_kernel(tile, blocks_first, MATRIX)
+    words = [_mx_words(job, tile, blocks_first) for job in jobs]
     tiles = [_tiles(job.x, module.TILE) for job in jobs]
     return _batch(getattr(module, kernel), len(words[0]), words, tiles, jobs, wide, e5m2, rule == "floor", *more)

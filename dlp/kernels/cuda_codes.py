@@ -21,17 +21,25 @@ ENCODINGS = {
 
 
 def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """codes [rows, C], or packed [rows, C/2], and a scale a block [row blocks, C blocks] -> out bf16 [rows, C]."""
+    """codes [rows, C], or packed [rows, C/2], and a scale a block [row blocks, C blocks], which may be strided -> out bf16
+    [rows, C]."""
     encoding = ENCODINGS.get((codes.dtype, scale.dtype))
     if encoding is None:
         raise ValueError(f"no kernel decodes codes of {codes.dtype} with scales of {scale.dtype}; ask the reference")
     rows, cols = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
     blocks = [-(-size // length) for size, length in zip((rows, cols), block, strict=True)]
     words = (
-        _output(codes, codes.shape, [codes.dtype], "codes"), _output(scale, blocks, [scale.dtype], "scale"),
-        _output(out, [rows, cols], [torch.bfloat16], "out"), rows, cols, *block,
+        _output(codes, codes.shape, [codes.dtype], "codes"), _scales(scale, blocks),
+        _output(out, [rows, cols], [torch.bfloat16], "out"), rows, cols, *block, *scale.stride(),
     )  # fmt: skip
     launch("decode", codes, words, encoding)
+
+
+def _scales(scale: Tensor, shape: Sequence[int]) -> int:
+    """Where scales lie that kernels read by their strides."""
+    if list(scale.shape) != list(shape):
+        raise ValueError(f"scales must have shape {list(shape)}, one a block; got {list(scale.shape)}")
+    return scale.data_ptr()
 
 
 def transpose(codes: Tensor, out: Tensor) -> None:
@@ -65,12 +73,12 @@ def round_to_bf16(x: Tensor, out: Tensor) -> None:
 
 
 def swizzle(scale: Tensor, lines: int, lines_each: int, out: Tensor) -> None:
-    """Scale bytes [ceil(lines / lines_each), blocks] -> out, the flat uint8 of as many tiles of 128 lines by 4 blocks as
-    hold a scale for every line."""
+    """Scale bytes [ceil(lines / lines_each), blocks], which may be strided -> out, the flat uint8 of as many tiles of
+    128 lines by 4 blocks as hold a scale for every line."""
     blocks, byte = scale.shape[1], [torch.uint8]
     words = (
-        _output(scale, [-(-lines // lines_each), blocks], byte, "scale"),
-        _output(out, [-(-lines // 128) * -(-blocks // 4) * 512], byte, "out"), lines, blocks, lines_each,
+        _scales(scale, [-(-lines // lines_each), blocks]),
+        _output(out, [-(-lines // 128) * -(-blocks // 4) * 512], byte, "out"), lines, blocks, lines_each, *scale.stride(),
     )  # fmt: skip
     launch("swizzle_scales", scale, words)
 

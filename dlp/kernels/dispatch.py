@@ -36,6 +36,11 @@ def has_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dim() == 2 and x.dtype in cuda.INPUTS and not loader.missing()
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Whether casts of bf16 and fp32 matrices there run kernels."""
+    return device.type == "cuda" and not loader.missing()
+
+
 def adjacent(x: Tensor) -> tuple[Tensor, bool]:
     """A matrix that kernels can read, and whether it is the transpose of x."""
     if cuda.readable(x):

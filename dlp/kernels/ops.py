@@ -34,6 +34,7 @@ from dlp.kernels.casts import (
     cast_mxfp8_batch,
     cast_mxfp8_both,
     empty_block_scales,
+    empty_mx_scales,
     has_batches,
     quantizer_kernels,
 )
@@ -94,8 +95,8 @@ __all__ = [
     "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8", "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4",
     "cast_nvfp4_batch", "cast_nvfp4_both", "column_sums", "decode_e2m1", "decode_e8m0", "decode_fp8",
     "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update", "delayed_updates",
-    "empty_block_scales", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block",
-    "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches", "mx_scale",
+    "empty_block_scales", "empty_mx_scales", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8",
+    "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches", "mx_scale",
     "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales",
     "quantizer_kernels", "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "rounded", "scale_from_amax",
     "stored", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4", "transpose_codes", "transpose_e2m1",

@@ -64,6 +64,10 @@ class Mxfp8(Format):
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         return shape, (shape[0] // self.block[0], shape[1] // self.block[1])
 
+    def empty(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
+        codes = torch.empty(shape, dtype=ELEMENTS[self.element], device=device)
+        return QuantizedTensor(self, (codes, ops.empty_mx_scales(shape, self.tile, device)))
+
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale = q.parts
         return ops.decode_mxfp8(codes, scale, self.block, dtype)

@@ -15,34 +15,43 @@ RULES = ["ceil", "floor"]
 TILES = pytest.mark.parametrize("tile", [False, True], ids=["1x32", "32x32"])
 
 
-def outputs(poisoned, shape, code, tile, wanted=(True, True), offset=0) -> dict[str, Tensor]:
+LAYOUTS = pytest.mark.parametrize("tile, blocks_first", [(False, False), (False, True), (True, False)],
+                                  ids=["1x32", "1x32 blocks first", "32x32"])  # fmt: skip
+
+
+def outputs(poisoned, shape, code, tile, wanted=(True, True), offset=0, blocks_first=False) -> dict[str, Tensor]:
     out = {}
     for name, lines, along, want in (("", *shape, wanted[0]), ("_t", *reversed(shape), wanted[1])):
         if want:
             out[f"codes{name}"] = poisoned((lines, along), code, offset)
-            out[f"scale{name}"] = poisoned(mx_scale_shape(lines, along, tile=tile), torch.uint8, offset)
+            scales = mx_scale_shape(lines, along, tile=tile, blocks_first=blocks_first)
+            out[f"scale{name}"] = poisoned(scales, torch.uint8, offset)
     return out
 
 
-def check(out: dict[str, Tensor], x: Tensor, code: torch.dtype, tile: bool, rule: str, what: str) -> None:
+def check(
+    out: dict[str, Tensor], x: Tensor, code: torch.dtype, tile: bool, rule: str, what: str, blocks_first: bool = False
+) -> None:
     for suffix, source in (("", x), ("_t", x.t())):
         if f"codes{suffix}" in out:
             codes, scale = reference.cast_mxfp8(source, (32 if tile else 1, 32), code, rule=rule)
-            assert_bit_equal(out[f"scale{suffix}"].cpu(), scale, f"scale{suffix} of {what}")
+            made = out[f"scale{suffix}"].cpu()
+            made = made.t()[: len(scale)].contiguous() if blocks_first else made
+            assert_bit_equal(made, scale, f"scale{suffix} of {what}")
             assert_bit_equal(out[f"codes{suffix}"].cpu(), codes, f"codes{suffix} of {what}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@TILES
+@LAYOUTS
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("rule", RULES)
-def test_cast_is_the_reference(device, poisoned, dtype, tile, data, rule):
+def test_cast_is_the_reference(device, poisoned, dtype, tile, blocks_first, data, rule):
     for number, shape in enumerate([*SHAPES, (160, 416), (260, 515)]):
         x, code = values(data, *shape, dtype), CODES[number % 2]
         for stride in STRIDES:
-            out = outputs(poisoned, shape, code, tile)
-            cuda.cast_mxfp8(BlockJob(place(x, stride, device), **out), tile=tile, rule=rule)
-            check(out, x, code, tile, rule, f"{data} {dtype} {shape} {stride} {code}")
+            out = outputs(poisoned, shape, code, tile, blocks_first=blocks_first)
+            cuda.cast_mxfp8(BlockJob(place(x, stride, device), **out), tile=tile, rule=rule, blocks_first=blocks_first)
+            check(out, x, code, tile, rule, f"{data} {dtype} {shape} {stride} {code}", blocks_first)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -71,21 +80,21 @@ def test_one_orientation(device, poisoned, tile, wanted):
     check(out, x, CODES[0], tile, "ceil", "one orientation")
 
 
-@TILES
-def test_unaligned_outputs(device, poisoned, tile):
+@LAYOUTS
+def test_unaligned_outputs(device, poisoned, tile, blocks_first):
     x = values("gauss", 160, 288, torch.bfloat16)
     for offset in (1, 8):
-        out = outputs(poisoned, x.shape, CODES[0], tile, offset=offset)
-        cuda.cast_mxfp8(BlockJob(x.to(device), **out), tile=tile)
-        check(out, x, CODES[0], tile, "ceil", f"offset {offset}")
+        out = outputs(poisoned, x.shape, CODES[0], tile, offset=offset, blocks_first=blocks_first)
+        cuda.cast_mxfp8(BlockJob(x.to(device), **out), tile=tile, blocks_first=blocks_first)
+        check(out, x, CODES[0], tile, "ceil", f"offset {offset}", blocks_first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@TILES
-def test_batch_is_each_alone(device, poisoned, dtype, tile):
+@LAYOUTS
+def test_batch_is_each_alone(device, poisoned, dtype, tile, blocks_first):
     matrices = [values("gauss", *shape, dtype, seed) for seed, shape in enumerate([*SHAPES, (320, 544), (32, 2048)])]
-    outs = [outputs(poisoned, x.shape, CODES[1], tile) for x in matrices]
+    outs = [outputs(poisoned, x.shape, CODES[1], tile, blocks_first=blocks_first) for x in matrices]
     jobs = [BlockJob(place(x, STRIDES[i % 3], device), **outs[i]) for i, x in enumerate(matrices)]
-    cuda.cast_mxfp8_batch(jobs, tile=tile)()
+    cuda.cast_mxfp8_batch(jobs, tile=tile, blocks_first=blocks_first)()
     for i, x in enumerate(matrices):
-        check(outs[i], x, CODES[1], tile, "ceil", f"job {i}")
+        check(outs[i], x, CODES[1], tile, "ceil", f"job {i}", blocks_first)

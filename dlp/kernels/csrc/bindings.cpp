@@ -70,9 +70,9 @@ void bind_blocks(pybind11::module_& m) {
         cast_block_2d(work, input_of(wide), code_of(e5m2), make_rule(rule), gemm_layout, stream);
     });
     bind_step(m, "cast_mxfp8_1d", [](const Words<BlockJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
-                              bool floor, const Words<Source>& source, Stream stream) {
+                              bool floor, bool blocks_first, const Words<Source>& source, Stream stream) {
         const Work<BlockJob> work = make_work<BlockJob>(one, many, count, items);
-        cast_mxfp8_1d(work, input_of(wide), code_of(e5m2), floor, make_source(source), stream);
+        cast_mxfp8_1d(work, input_of(wide), code_of(e5m2), floor, blocks_first, make_source(source), stream);
     });
     bind_step(m, "cast_mxfp8_2d", [](const Words<BlockJob>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool e5m2,
                               bool floor, Stream stream) {

@@ -72,7 +72,8 @@ __device__ Scales column_scales(const Maximum& maximum, ScaleOut& out) {
 
 template <class T, class F8, Producer kProducer, bool kFloor>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
-    cast_mxfp8_1d_kernel(const __grid_constant__ Work<BlockJob> work, const __grid_constant__ Source source) {
+    cast_mxfp8_1d_kernel(const __grid_constant__ Work<BlockJob> work, const __grid_constant__ Source source,
+                         const bool blocks_first) {
     using M = std::conditional_t<kFloor, NanMagnitude<T>, Magnitude<T>>;
     using Input = Incoming<T, BlockJob, kProducer>;
     Input incoming(shared_memory(), source);
@@ -91,13 +92,17 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     if (job.codes_t) put_columns<F8>(patch, column_scales<F8, kFloor>(maximum, out), columns);
     __syncthreads();
     if (job.codes_t) columns.write(job.codes_t, tile);
-    out.write(static_cast<uint8_t*>(job.scale), static_cast<uint8_t*>(job.scale_t), tile);
+    uint8_t *const scale = static_cast<uint8_t*>(job.scale), *const scale_t = static_cast<uint8_t*>(job.scale_t);
+    if (blocks_first)
+        out.write_blocks_first(scale, scale_t, tile);
+    else
+        out.write(scale, scale_t, tile);
 }
 
 }  // namespace
 
-// `floor`: the rule of OCP MX for scales, instead of the one that saturates nothing.
-void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, const Source& source,
+// `floor`: the rule of OCP MX for scales, instead of the one that saturates nothing. `blocks_first`: see ScaleBytes.
+void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, bool blocks_first, const Source& source,
                    Stream stream) {
     if (work.items == 0) return;
     with_source(input, code, source, [&](auto element, auto f8, auto producer) {
@@ -106,9 +111,9 @@ void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floo
         constexpr auto by_ceil = cast_mxfp8_1d_kernel<T, decltype(f8), producer, false>;
         constexpr size_t shared = kShared<T, producer>;
         if (floor)
-            launch_each<by_floor>(work.items, kTileThreads, shared, stream, work, source);
+            launch_each<by_floor>(work.items, kTileThreads, shared, stream, work, source, blocks_first);
         else
-            launch_each<by_ceil>(work.items, kTileThreads, shared, stream, work, source);
+            launch_each<by_ceil>(work.items, kTileThreads, shared, stream, work, source, blocks_first);
     });
 }
 

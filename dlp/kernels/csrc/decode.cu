@@ -5,8 +5,12 @@
 namespace dlp {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kCodes = 16;  // a thread: a vector of bytes, or half a vector of nibbles
+// A block decodes a tile. A thread takes eight codes at a time, so that neighbours write adjacent vectors; its pieces lie
+// kStep columns apart.
+constexpr int kThreads = 256, kAcross = 8;  // threads, and those of a row
+constexpr int kRows = kThreads / kAcross;
+constexpr int kCodes = 8, kPieces = 4, kStep = kAcross * kCodes;
+constexpr int kCols = kPieces * kStep;
 
 template <class F8>
 __device__ float fp8_value(uint32_t code) {
@@ -40,45 +44,65 @@ struct E4m3Scale {
     }
 };
 
-template <class Codes, class Scale>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeJob job) {
-    constexpr int kBytes = kCodes / Codes::kPerByte;
-    const int64_t across = (job.cols + kCodes - 1) / kCodes, piece = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-    const int64_t row = divide(piece, across), col = (piece - row * across) * kCodes;
-    if (row >= job.rows) return;
-    const int64_t scales = (job.cols + job.block_cols - 1) / job.block_cols;
-    const float scale = Scale::at(job.scale, divide(row, job.block_rows) * scales + divide(col, job.block_cols));
-    const uint8_t* from = job.codes + (row * job.cols + col) / Codes::kPerByte;
-    __nv_bfloat16* to = static_cast<__nv_bfloat16*>(job.out) + row * job.cols + col;
+// Codes of a row on their way to bf16.
+template <class Codes>
+struct Piece {
+    static constexpr int kBytes = kCodes / Codes::kPerByte;
+    using Vector = std::conditional_t<kBytes == 8, uint2, uint32_t>;
 
-    alignas(16) uint8_t codes[kBytes] = {};
-    alignas(16) __nv_bfloat16 out[kCodes];
-    const int64_t left = job.cols - col;
-    const bool aligned = reinterpret_cast<uintptr_t>(from) % kBytes == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0;
-    const bool whole = aligned && left >= kCodes;
-    using Vector = std::conditional_t<kBytes == 16, uint4, uint2>;
-    if (whole)
-        *reinterpret_cast<Vector*>(codes) = __ldcs(reinterpret_cast<const Vector*>(from));
-    else
+    alignas(8) uint8_t codes[kBytes];
+
+    // `valid` of them are read, the rest is 0.
+    __device__ void load(const uint8_t* from, int64_t valid) {
+        if (valid >= kCodes && reinterpret_cast<uintptr_t>(from) % kBytes == 0) {
+            *reinterpret_cast<Vector*>(codes) = __ldcs(reinterpret_cast<const Vector*>(from));
+            return;
+        }
 #pragma unroll
-        for (int i = 0; i < kBytes; ++i)
-            if (i * Codes::kPerByte < left) codes[i] = from[i];
+        for (int i = 0; i < kBytes; ++i) codes[i] = i * Codes::kPerByte < valid ? from[i] : 0;
+    }
+    __device__ void store(__nv_bfloat16* to, int64_t valid, float scale) const {
+        alignas(16) __nv_bfloat16 out[kCodes];
 #pragma unroll
-    for (int i = 0; i < kCodes; ++i) out[i] = __float2bfloat16_rn(__fmul_rn(Codes::value(codes, i), scale));
-    if (whole) {
-        reinterpret_cast<uint4*>(to)[0] = reinterpret_cast<const uint4*>(out)[0];
-        reinterpret_cast<uint4*>(to)[1] = reinterpret_cast<const uint4*>(out)[1];
-    } else {
+        for (int i = 0; i < kCodes; ++i) out[i] = __float2bfloat16_rn(__fmul_rn(Codes::value(codes, i), scale));
+        if (valid >= kCodes && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(out);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < kCodes; ++i)
-            if (i < left) to[i] = out[i];
+            if (i < valid) to[i] = out[i];
+    }
+};
+
+template <class Codes, class Scale>
+__global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeJob job) {
+    const int64_t across = (job.cols + kCols - 1) / kCols, tile = divide(blockIdx.x, across);
+    const int64_t row = tile * kRows + threadIdx.x / kAcross;
+    const int64_t first = (blockIdx.x - tile * across) * kCols + threadIdx.x % kAcross * kCodes;
+    if (row >= job.rows) return;
+    Piece<Codes> piece[kPieces];
+    float scale[kPieces];
+    const int64_t scales = divide(row, job.block_rows) * job.down;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+        const int64_t col = first + i * kStep;
+        if (col >= job.cols) continue;
+        piece[i].load(job.codes + (row * job.cols + col) / Codes::kPerByte, job.cols - col);
+        scale[i] = Scale::at(job.scale, scales + divide(col, job.block_cols) * job.across);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+        const int64_t col = first + i * kStep;
+        if (col >= job.cols) continue;
+        piece[i].store(static_cast<__nv_bfloat16*>(job.out) + row * job.cols + col, job.cols - col, scale[i]);
     }
 }
 
 template <class Codes, class Scale>
 void run(const DecodeJob& job, Stream stream) {
-    const int64_t pieces = job.rows * ((job.cols + kCodes - 1) / kCodes);
-    if (pieces) launch<decode_kernel<Codes, Scale>>((pieces + kThreads - 1) / kThreads, kThreads, 0, stream, job);
+    const int64_t tiles = (job.rows + kRows - 1) / kRows * ((job.cols + kCols - 1) / kCols);
+    if (tiles) launch<decode_kernel<Codes, Scale>>(tiles, kThreads, 0, stream, job);
 }
 
 }  // namespace

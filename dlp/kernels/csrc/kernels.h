@@ -119,6 +119,7 @@ struct DecodeJob {            // codes * scales -> bf16
     const void* scale;        // [rows / block_rows, cols / block_cols], rounded up
     void* out;                // bf16 [rows, cols]
     int64_t rows, cols, block_rows, block_cols;
+    int64_t down, across;     // between scales, in elements
     static constexpr uint32_t addresses = words(0, 1, 2);
 };
 
@@ -126,6 +127,7 @@ struct SwizzleJob {           // scale bytes for a block-scaled GEMM
     const uint8_t* scale;     // [ceil(lines / lines_each), blocks]
     uint32_t* out;            // tiles of 128 lines by 4 blocks
     int64_t lines, blocks, lines_each;
+    int64_t down, across;     // between scales
     static constexpr uint32_t addresses = words(0, 1);
 };
 
@@ -253,7 +255,8 @@ void cast_block_2d(const Work<BlockJob>& work, Input input, Code code, const Sca
 void amax_lines(const Work<LinesJob>& work, Input input, const Source& source, Stream stream);
 void cast_rowwise(const Work<RowwiseJob>& work, Input input, Code code, const ScaleRule& rule, const Source& source,
                   Stream stream);
-void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, const Source& source, Stream stream);
+void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, bool blocks_first, const Source& source,
+                   Stream stream);
 void cast_mxfp8_2d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream);
 void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream);
 void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const Draw& draw, const Draw& draw_t,

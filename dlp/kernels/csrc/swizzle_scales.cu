@@ -1,4 +1,4 @@
-// Scale bytes of MXFP8 and NVFP4, compact, to the tiles of 128 lines by 4 blocks that block-scaled GEMMs read: the byte of
+// Scale bytes of MXFP8 and NVFP4 to the tiles of 128 lines by 4 blocks that block-scaled GEMMs read: the byte of
 // line r and block c lies at ((r/128) * tiles across + c/4) * 512 + (r%32) * 16 + (r%128)/32 * 4 + c%4. A thread writes the
 // four bytes of one line in one tile. What lies beyond the matrix is 0, and a scale of several lines is repeated.
 #include "launch.cuh"
@@ -17,10 +17,10 @@ __global__ void __launch_bounds__(kThreads) swizzle_scales_kernel(SwizzleJob job
     const int64_t line = tile / across * 128 + within % 4 * 32 + within / 4, block = tile % across * 4;
     uint32_t bytes = 0;
     if (line < job.lines) {
-        const uint8_t* from = job.scale + line / job.lines_each * job.blocks + block;
+        const uint8_t* from = job.scale + line / job.lines_each * job.down + block * job.across;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (block + i < job.blocks) bytes |= uint32_t(from[i]) << 8 * i;
+            if (block + i < job.blocks) bytes |= uint32_t(from[i * job.across]) << 8 * i;
     }
     job.out[word] = bytes;
 }
