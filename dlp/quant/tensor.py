@@ -5,7 +5,8 @@ payload first (codes, or the high-precision values), then the scales. The `Forma
 shapes, how to decode them, whether the payload may be transposed, and how each part moves when the operand is cut
 along one of its two dimensions: the part's own dimension that concatenates, or SHARED when it is equal on all ranks.
 
-Scales are kept compact; the layout a GEMM kernel wants is made right before the GEMM.
+Scales have compact shapes. Where they stay on a GPU, `Format.empty` may lay them in memory as a kernel stores or reads them
+best; what a GEMM wants beyond that is made right before it, and what travels is contiguous.
 """
 
 from __future__ import annotations
