@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     __syncthreads();
     if (job.codes_t) put_columns<F8>(patch, column_scales<F8, kFloor>(maximum, out), columns);
     __syncthreads();
-    if (job.codes_t) columns.write(job.codes_t, tile);
     uint8_t *const scale = static_cast<uint8_t*>(job.scale), *const scale_t = static_cast<uint8_t*>(job.scale_t);
     if (blocks_first)
         out.write_blocks_first(scale, scale_t, tile);
     else
         out.write(scale, scale_t, tile);
+    if (job.codes_t) columns.write(job.codes_t, tile);  // last, since it takes the longest
 }
 
 }  // namespace
