@@ -1,4 +1,4 @@
-"""All that one GPU has to say, in one command: the host, quantizers, GEMMs and linears, each beside its peers.
+"""All that one GPU has to say, in one command: the host, quantizers, GEMMs, linears and the step boundary.
 
     python -m launch.bench [PART ...] [--out FOLDER] [--quick]
 
@@ -9,6 +9,7 @@ FOLDER/PART.png. `--quick` takes one size of each. What a part measures, its own
     quantize    launch.bench_quantize    TB/s of casts and amaxes, beside a device copy
     gemm        launch.bench_gemm        TFLOP/s of each recipe's GEMMs, beside torch.mm and torch._scaled_mm
     linear      launch.bench_linear      forward + backward in each recipe, beside nn.Linear and what else is installed
+    boundary    launch.bench_boundary    casts of all weights of a model at the step boundary, together and one by one
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlp.kernels import loader
-from launch import bench_gemm, bench_host, bench_linear, bench_quantize
+from launch import bench_boundary, bench_gemm, bench_host, bench_linear, bench_quantize
 
 
 class Part(NamedTuple):
@@ -37,6 +38,7 @@ PARTS = {
     "quantize": Part(bench_quantize.main, True, ("--sizes", "256", "--dtypes", "bfloat16")),
     "gemm": Part(bench_gemm.main, True, SHAPE),
     "linear": Part(bench_linear.main, True, SHAPE),
+    "boundary": Part(bench_boundary.main, False, ("--recipes", "fp8_current", "--blocks", "1")),
 }
 
 

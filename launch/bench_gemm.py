@@ -27,11 +27,13 @@ import dlp
 from dlp.kernels import loader
 from dlp.kernels.tune import fastest
 from dlp.quant.gemm import Gemm, kernel_name
+from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMMS, Recipe
 from dlp.quant.tensor import QuantizedTensor
 from launch.bench_files import add_files, write_files
-from launch.bench_linear import RECIPES, SETTLING, SHAPES, Shape, operand
 from launch.bench_quantize import Launch, graph_of, replay, rotation
+from launch.linear_subjects import RECIPES, SHAPES, Shape
+from launch.timing import SETTLING
 
 SIZES = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}  # rows, cols, contraction
 REPLAYS = 9
@@ -52,6 +54,16 @@ class Line:
     bf16_tflops: float
     torch_tflops: float | None
     best: float | None
+
+
+def operand(recipe: Recipe, which: str, side: int, lines: int, contraction: int) -> Any:
+    """A quantized operand of one GEMM; its values do not matter for time, but that they differ does."""
+    quantizer = recipe.operands(which)[side]
+    x = torch.randn(lines, contraction, device="cuda").bfloat16()
+    slot = ScaleSlot(torch.ones((), device="cuda"), torch.zeros((), device="cuda"))
+    zero = torch.zeros((), dtype=torch.int64, device="cuda")
+    at = Origin(0, 0, lines, contraction, 0, 0, zero)
+    return quantizer.cast(x, quantizer.observe(x), slot=slot, at=at)
 
 
 def microseconds(make: Callable[[], Launch]) -> float:

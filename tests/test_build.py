@@ -14,7 +14,7 @@ import torch
 
 from dlp.kernels import build, loader, tune
 from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, compile_module, sources
-from launch import bench, bench_gemm, bench_host, bench_linear, bench_quantize
+from launch import bench, bench_boundary, bench_gemm, bench_host, bench_linear, bench_quantize
 
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]
@@ -131,7 +131,7 @@ def test_a_machine_that_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert loader.architecture() == "sm_90a"
 
 
-COMMANDS = [tune, bench, bench_gemm, bench_host, bench_linear, bench_quantize]
+COMMANDS = [tune, bench, bench_boundary, bench_gemm, bench_host, bench_linear, bench_quantize]
 
 
 @pytest.mark.parametrize("command", [module.main for module in COMMANDS], ids=[m.__name__ for m in COMMANDS])

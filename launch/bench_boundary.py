@@ -1,0 +1,129 @@
+"""What the step boundary takes to cast all weights of a model, on one GPU: together, and one by one.
+
+    python -m launch.bench_boundary [--recipes fp8_current] [--blocks 4] [--json FILE]
+
+The weights are those of Llama blocks of 8B shape; four have 28 of them, 872 million parameters. They are held in bf16, or in
+fp32, from where they are rounded to bf16 first, since activations are bf16. `together` is what `end_step` does, `alone` the
+same casts made weight by weight. Milliseconds:
+
+    device     medians, with the device busy until all is queued
+    host       until all is queued
+    TB/s       weights read once and operands written once, over the device time together
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import dlp
+from dlp.kernels import loader
+from dlp.parallel.linear import cores
+from dlp.parallel.runtime import runtime_of
+from dlp.parallel.step import end_step
+from dlp.parallel.values import Values
+from launch.bench_quantize import host_us
+from launch.linear_subjects import RECIPES, Run
+from launch.timing import device_ms
+
+LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))  # in, out of siblings
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COUNT, ROUNDS = 4, 5
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table, times in milliseconds."""
+
+    recipe: str
+    held: str
+    device: float
+    device_alone: float
+    host: float
+    host_alone: float
+    tb_s: float
+
+
+def model_of(recipe: str, held: str, blocks: int, layers: Sequence[tuple[int, tuple[int, ...]]] = LAYERS,
+             device: str = "cuda") -> nn.Sequential:  # fmt: skip
+    """Layers that have run once, so that the step boundary casts their weights."""
+    model = nn.Sequential(
+        *(
+            dlp.Linear(k, out, recipe=recipe, device=device, dtype=DTYPES[held])
+            for _ in range(blocks)
+            for k, out in layers
+        )
+    )
+    dlp.attach(model, torch.optim.SGD(model.parameters()))
+    for layer, (k, _) in zip(model, [*layers] * blocks, strict=True):
+        layer(torch.randn(128, k, device=device).bfloat16())
+    end_step(model)
+    return model
+
+
+def boundary_alone(model: nn.Module) -> Run:
+    """The step boundary with each weight cast by itself."""
+    runtime, kept = runtime_of(model), {core: Values() for core in cores(model)}
+
+    def run() -> None:
+        runtime.end_step()
+        for core, values in kept.items():
+            casts = core.casts(values)
+            values.renew()
+            core.cast_weights.take([cast.make(cast.observe()) for cast in casts], len(core.members))
+        runtime.hold_weights()
+
+    return run
+
+
+def nbytes(model: nn.Module) -> int:
+    """Of the weights and of their operands."""
+    parts = [part for core in cores(model) for part in core.cast_weights.parts]
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *parts))
+
+
+def measure(recipe: str, held: str, blocks: int) -> Line:
+    model = model_of(recipe, held, blocks)
+    together, alone = partial(end_step, model), boundary_alone(model)
+    with torch.no_grad():
+        device, device_alone = (device_ms(run, COUNT) for run in (together, alone))
+        host, host_alone = (host_us(run, COUNT, ROUNDS) / 1e3 for run in (together, alone))
+    return Line(recipe, held, device, device_alone, host, host_alone, nbytes(model) / device / 1e9)
+
+
+def show(line: Line) -> None:
+    print(f"{line.recipe:12} {line.held:5} {line.device:8.3f} {line.device_alone:8.3f} {line.host:8.3f} "
+          f"{line.host_alone:8.3f} {line.tb_s:6.2f}", flush=True)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.bench_boundary", description=__doc__.split("\n")[0])
+    parser.add_argument("--recipes", nargs="+", default=[recipe for recipe in RECIPES if recipe != "bf16"])
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(arguments)
+    if code := loader.load_or_explain():
+        return code
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {7 * options.blocks} weights")
+    print(f"{'recipe':12} {'held':5} {'device':>8} {'alone':>8} {'host':>8} {'alone':>8} {'TB/s':>6}")
+    lines = []
+    for recipe in options.recipes:
+        for held in DTYPES:
+            lines.append(measure(recipe, held, options.blocks))
+            show(lines[-1])
+            torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""One shape of `launch.bench_linear`, in a process of its own: every recipe and peer beside `nn.Linear`, one after another.
+
+    python -m launch.bench_linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
+
+Each subject runs alone until clocks have settled under its own load, as in a training that has no other linears; a device
+that takes turns is cooler for the one that heats it more. A subject that fails has a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import dlp
+from dlp.kernels import loader
+from dlp.kernels.tune import fastest
+from dlp.quant.gemm import Gemm
+from dlp.quant.recipe import GEMMS
+from launch.bench_gemm import operand
+from launch.bench_linear import Failure, Line, shape_of, show, target_of
+from launch.bench_quantize import copy_of, graph_of, replay
+from launch.linear_subjects import BASE, PEERS, RECIPES, Shape, Subject, installed_peers
+from launch.timing import device_ms, host_ms
+from launch.where import longest_kernels
+
+# Bytes that casts move for an element of (x, dy) and of w: read in bf16, both orientations written; current scaling reads
+# twice, and where operands are decoded their codes and the decoded values, both ways, are moved as well.
+CAST_BYTES = {"bf16": (0, 0), "fp8_current": (6, 6), "fp8_delayed": (4, 4), "fp8_block": (4.06, 4), "mxfp8": (10.1, 10.1),
+              "nvfp4": (7.1, 7.1)}  # fmt: skip
+DECODED = ("mxfp8", "nvfp4")  # whose GEMMs are bf16 ones
+
+
+@cache
+def gemms_ms(recipe: str, shape: Shape) -> float:
+    """Milliseconds of fprop, dgrad and wgrad alone, each by the fastest candidate."""
+    (tokens, k, n), of, total = shape, dlp.recipe(recipe), 0.0
+    for which, (rows, cols, contraction) in zip(GEMMS, ((tokens, n, k), (tokens, k, n), (n, k, tokens)), strict=True):
+        a, b = operand(of, which, 0, rows, contraction), operand(of, which, 1, cols, contraction)
+        gemm = Gemm(which, b, torch.bfloat16, options=getattr(of, which))
+        total += fastest(lambda gemm=gemm, a=a: gemm(a)).best_ms  # type: ignore[misc]
+    return total
+
+
+@cache
+def copied_in_ms() -> float:
+    """Bytes that a copy moves in a millisecond, half of them read."""
+    launches = [copy_of(512 * 2**20) for _ in range(2)]
+    graph = graph_of(launches)
+    return launches[0].nbytes / statistics.median(replay(*graph) for _ in range(9)) * 1e3
+
+
+def measure(recipe: str, shape: Shape, base: float | None) -> Line:
+    """`base`: milliseconds of nn.Linear, None for itself."""
+    subject = Subject(recipe, shape)
+    tokens, k, n = shape
+    device, host = device_ms(subject.iteration), host_ms(subject.iteration)
+    alone = 0.0 if recipe in PEERS else gemms_ms("bf16" if recipe in (BASE, *DECODED) else recipe, shape)
+    per_token, per_weight = CAST_BYTES.get(recipe, (0, 0))
+    floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
+    return Line(
+        recipe, tokens, k, n, device, device / (base or device), host, alone, floor, 6 * tokens * k * n / device / 1e9,
+        target_of(recipe, shape),
+    )  # fmt: skip
+
+
+def where(recipe: str, shape: Shape) -> str:
+    """What one iteration does on the device, longest first."""
+    subject = Subject(recipe, shape)
+    for _ in range(3):
+        subject.iteration()
+    return "\n".join(longest_kernels(subject.iteration))
+
+
+def measure_all(
+    shape: Shape, recipes: Sequence[str], after: Callable[[str], None] = lambda recipe: None
+) -> tuple[list[Line], list[Failure]]:
+    """nn.Linear and these, shown as they are measured; `after` each."""
+    lines: list[Line] = []
+    failures: list[Failure] = []
+    for recipe in (BASE, *recipes):
+        try:
+            lines.append(measure(recipe, shape, lines[0].device if lines else None))
+            show(lines[-1])
+            after(recipe)
+        except Exception as error:
+            traceback.print_exc()
+            failures.append(Failure(recipe, *shape, f"{type(error).__name__}: {error}".split("\n")[0]))
+            show(failures[-1])
+            if recipe == BASE:  # there is nothing to compare with
+                raise
+        torch.cuda.empty_cache()
+    return lines, failures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.bench_linear_shape", description=__doc__.split("\n")[0])
+    parser.add_argument("shape", help="tokens x in x out, as 8192x4096x4096")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(arguments)
+    if code := loader.load_or_explain():
+        return code
+    shape = shape_of(options.shape)
+
+    def after(recipe: str) -> None:
+        if options.where:
+            print(where(recipe, shape), flush=True)
+
+    lines, failures = measure_all(shape, [*options.recipes, *installed_peers()], after)
+    if options.json:
+        results = {"lines": [asdict(line) for line in lines], "failures": [asdict(failure) for failure in failures]}
+        options.json.write_text(json.dumps(results))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The linears that benchmarks set beside one another: `nn.Linear`, ours in each recipe, those of other libraries."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp.parallel.step import end_step
+
+Run = Callable[[], None]
+Shape = tuple[int, int, int]  # tokens, in_features, out_features
+BASE = "nn.Linear"
+RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 8192, 8192), (8192, 8192, 28672), (16384, 8192, 8192))
+TINY = (128, 128, 128)  # where a device has nothing to do
+
+
+def _torchao(recipe: str, linear: nn.Linear) -> nn.Module:
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    compiled: Any = torch.compile(float8.convert_to_float8_training(nn.Sequential(linear), config=config))
+    module: nn.Module = compiled
+    return module
+
+
+class _TransformerEngine(nn.Module):
+    """Its linear under one of its recipes."""
+
+    def __init__(self, recipe: str, linear: nn.Linear) -> None:
+        super().__init__()
+        te, recipes = (importlib.import_module(f"transformer_engine.{name}") for name in ("pytorch", "common.recipe"))
+        sizes = linear.in_features, linear.out_features
+        self.linear = te.Linear(*sizes, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        self.region = lambda: te.fp8_autocast(enabled=True, fp8_recipe=getattr(recipes, recipe)())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.region():
+            y: Tensor = self.linear(x)
+        return y
+
+
+# Other libraries, measured where they are installed: the package, and what makes a linear of theirs.
+PEERS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
+    "torchao": ("torchao", partial(_torchao, "tensorwise")),
+    "torchao rowwise": ("torchao", partial(_torchao, "rowwise")),
+    "te delayed": ("transformer_engine", partial(_TransformerEngine, "DelayedScaling")),
+    "te current": ("transformer_engine", partial(_TransformerEngine, "Float8CurrentScaling")),
+    "te block": ("transformer_engine", partial(_TransformerEngine, "Float8BlockScaling")),
+}
+
+
+def installed_peers() -> list[str]:
+    return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)]
+
+
+class Subject:
+    """A linear of some kind and what an iteration of it needs: inputs and gradients that rotate."""
+
+    def __init__(self, recipe: str, shape: Shape) -> None:
+        tokens, k, n = shape
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.boundary: Run = lambda: None
+        if recipe == BASE or recipe in PEERS:
+            plain = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+            self.linear: nn.Module = plain if recipe == BASE else PEERS[recipe][1](plain)
+        else:
+            self.linear = nn.Sequential(dlp.Linear(k, n, recipe=recipe, device="cuda", dtype=torch.bfloat16))
+            dlp.attach(self.linear, torch.optim.SGD(self.linear.parameters()))
+            self.boundary = lambda: end_step(self.linear)
+        self.parameters = list(self.linear.parameters())
+        cache = torch.cuda.get_device_properties(0).L2_cache_size
+        count = min(64, 4 * cache // (2 * tokens * (k + n)) + 2)
+        self.inputs = [
+            tuple(torch.randn(tokens, size, device="cuda", generator=generator).bfloat16() for size in (k, n))
+            for _ in range(count)
+        ]
+        self.turn = 0
+        for x, _ in self.inputs:
+            x.requires_grad_()
+
+    def both(self) -> None:
+        """Forward and backward."""
+        x, dy = self.inputs[self.turn % len(self.inputs)]
+        self.turn += 1
+        self.linear(x).backward(dy)
+        x.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def iteration(self) -> None:
+        """Forward, backward and the step boundary."""
+        self.both()
+        self.boundary()

@@ -1,0 +1,105 @@
+"""`launch.bench_linear` measures each shape in a process of its own: nothing that fails there goes missing. No device:
+processes and measurements are stood in for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlp.kernels import loader
+from launch import bench_linear, bench_linear_shape
+from launch.bench_linear import BASE, Line
+from launch.linear_subjects import Shape
+
+SHAPES = ["256x128x64", "512x128x64"]
+DIES = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
+KILLED = "import os, sys; print('working', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+
+
+def line(recipe: str, shape: Shape) -> Line:
+    return Line(recipe, *shape, 2.0, 1.0, 2.5, 1.5, 1.7, 900.0, None)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no device")
+    monkeypatch.setattr(bench_linear, "installed_peers", lambda: ["torchao"])
+    monkeypatch.setattr(bench_linear_shape, "installed_peers", lambda: ["torchao"])
+
+
+def test_every_shape_has_a_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def command_of(shape: str, options: Namespace, file: Path) -> Sequence[str]:
+        tokens, k, n = bench_linear.shape_of(shape)
+        found = {"lines": [asdict(line(BASE, (tokens, k, n)))], "failures": []}
+        return [sys.executable, "-c", f"import os, pathlib; print('row by', os.getpid()); "
+                f"pathlib.Path({str(file)!r}).write_text({json.dumps(found)!r})"]  # fmt: skip
+
+    monkeypatch.setattr(bench_linear, "command_of", command_of)
+    out = tmp_path / "out.json"
+    assert bench_linear.main(["--shapes", *SHAPES, "--json", str(out)]) == 0
+    rows = [row for row in capfd.readouterr().out.splitlines() if row.startswith("row by")]
+    assert len(set(rows)) == 2
+    found = json.loads(out.read_text())
+    assert [row["tokens"] for row in found["lines"]] == [256, 512] and found["failures"] == []
+
+
+@pytest.mark.parametrize(("program", "why"), [(DIES, "ended with 3: out of luck"), (KILLED, "ended with -9: working")])
+def test_a_process_that_dies_has_its_words_in_every_row(
+    program: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_linear, "command_of", lambda *_: [sys.executable, "-c", program])
+    out = tmp_path / "out.json"
+    assert bench_linear.main(["--shapes", *SHAPES, "--recipes", "fp8_block", "--json", str(out)]) == 1
+    said = capfd.readouterr()
+    assert why.split(": ")[1] in said.err
+    for shape in SHAPES:
+        for recipe in (BASE, "fp8_block", "torchao"):
+            wanted = bench_linear.SUBJECT.format(recipe, *bench_linear.shape_of(shape)) + f" FAILED: the process {why}"
+            assert wanted in said.out.splitlines()
+    assert len(json.loads(out.read_text())["failures"]) == 6
+
+
+def test_the_command_measures_one_shape() -> None:
+    command = bench_linear.command_of("8x8x8", Namespace(where=True, recipes=["bf16"]), Path("f"))
+    assert command[1:] == ["-m", "launch.bench_linear_shape", "8x8x8", "--json", "f", "--where", "--recipes", "bf16"]
+
+
+def test_a_subject_that_fails_has_a_row_and_the_others_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(recipe: str, shape: Shape, base: float | None) -> Line:
+        if recipe == "torchao":
+            raise RuntimeError("no kernel for this\nand more")
+        assert (base is None) == (recipe == BASE)
+        return line(recipe, shape)
+
+    monkeypatch.setattr(bench_linear_shape, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    out = tmp_path / "out.json"
+    assert bench_linear_shape.main(["256x128x64", "--recipes", "fp8_block", "--json", str(out)]) == 1
+    said = capsys.readouterr()
+    assert [row.split()[0] for row in said.out.splitlines()] == [BASE, "fp8_block", "torchao"]
+    assert "FAILED: RuntimeError: no kernel for this" in said.out and "and more" in said.err
+    found = json.loads(out.read_text())
+    assert [row["recipe"] for row in found["lines"]] == [BASE, "fp8_block"]
+    (failure,) = found["failures"]
+    assert (failure["recipe"], failure["why"]) == ("torchao", "RuntimeError: no kernel for this")
+
+
+def test_without_nn_linear_there_is_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(recipe: str, shape: Shape, base: float | None) -> Line:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench_linear_shape, "measure", measure)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench_linear_shape.main(["256x128x64"])
