@@ -1,0 +1,40 @@
+"""What `launch.bench_boundary` compares are the same bits, made together and one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dlp.parallel.linear import cores
+from dlp.parallel.step import end_step
+from launch.bench_boundary import DTYPES, boundary_alone, model_of, nbytes
+from launch.linear_subjects import RECIPES
+
+LAYERS = ((256, (128, 64)), (128, (256,)))
+
+
+@pytest.mark.parametrize("held", DTYPES)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "bf16"])
+def test_together_and_one_by_one_make_the_same_bits(recipe: str, held: str) -> None:
+    model = model_of(recipe, held, 1, LAYERS, "cpu")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(torch.linspace(1, 2, weight.shape[1]))
+
+    def parts() -> list[torch.Tensor]:
+        kept = [part for core in cores(model) for part in core.cast_weights.parts]
+        return [part.clone().reshape(-1).view(torch.uint8) for part in kept]
+
+    before = parts()
+    alone = boundary_alone(model)
+    with torch.no_grad():
+        alone()
+    one_by_one = parts()
+    with torch.no_grad():
+        for part in (part for core in cores(model) for part in core.cast_weights.parts):
+            part.reshape(-1).view(torch.uint8).zero_()
+    end_step(model)
+    assert all(map(torch.equal, parts(), one_by_one))
+    assert not all(map(torch.equal, before, one_by_one))
+    codes = {"nvfp4": 0.5}.get(recipe, 1.0)  # bytes of one, both ways, beside what the weights take
+    assert nbytes(model) > (torch.tensor((), dtype=DTYPES[held]).itemsize + 2 * codes) * (256 * 192 + 128 * 256)
