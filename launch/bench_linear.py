@@ -5,8 +5,8 @@
 An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights anew: a step
 of an optimizer without its arithmetic. Inputs rotate over more than four times the L2 cache.
 
-    device     time on the device alone, of which `share` is the share of nn.Linear's: iterations are queued behind a kernel
-               that keeps it busy meanwhile
+    device     time of a device that does nothing else and never waits (`launch.timing`), of which `share` is the share of
+               nn.Linear's; ~ marks those whose host is slower than the device, which then rests before every eight
     host       with the host waiting for the device before each iteration, so that what it does counts
     gemms      the three GEMMs alone, by the algorithm that was the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the bytes that casts read and write at least, at the bandwidth of a copy
@@ -59,6 +59,7 @@ class Line:
     floor: float
     tflops: float
     target: float | None
+    rested: bool
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def show(line: Line | Failure) -> None:
         print(f"{subject} FAILED: {line.why}", flush=True)
         return
     verdict = "" if line.target is None else f"  {'ok' if line.share <= line.target else 'MISSED'} ({line.target})"
-    print(f"{subject} {line.device:8.3f} {line.share:6.3f} {line.host:8.3f}"
+    print(f"{subject} {line.device:8.3f}{'~' if line.rested else ' '}{line.share:6.3f} {line.host:8.3f}"
           f" {line.gemms:8.3f} {line.floor:8.3f} {line.tflops:7.0f}{verdict}", flush=True)  # fmt: skip
 
 

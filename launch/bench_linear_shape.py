@@ -2,8 +2,8 @@
 
     python -m launch.bench_linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Each subject runs alone until clocks have settled under its own load, as in a training that has no other linears; a device
-that takes turns is cooler for the one that heats it more. A subject that fails has a row that says so.
+Each subject runs alone, at the clocks that its own load leaves (`launch.timing`); a device that takes turns is cooler for the
+one that heats it more. A subject that fails has a row that says so.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def measure(recipe: str, shape: Shape, base: float | None) -> Line:
     """`base`: milliseconds of nn.Linear, None for itself."""
     subject = Subject(recipe, shape)
     tokens, k, n = shape
-    device, host = device_ms(subject.iteration), host_ms(subject.iteration)
+    (device, rested), host = device_ms(subject.iteration), host_ms(subject.iteration)
     alone = 0.0 if recipe in PEERS else gemms_ms("bf16" if recipe in (BASE, *DECODED) else recipe, shape)
     per_token, per_weight = CAST_BYTES.get(recipe, (0, 0))
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
     return Line(
         recipe, tokens, k, n, device, device / (base or device), host, alone, floor, 6 * tokens * k * n / device / 1e9,
-        target_of(recipe, shape),
+        target_of(recipe, shape), rested,
     )  # fmt: skip
 
 

@@ -1,38 +1,74 @@
-"""`launch.bench_host` compares turns of one round, and FSDP2's own time falls out. No device: turns are stood in for."""
+"""`launch.bench_host` compares turns of one round, and its clock runs inside a layer only. No device: synchronizing and
+subjects are stood in for."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import time
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from launch import bench_host
+from launch.bench_host import COUNT, ROUNDS, WARM, Inside, Turn, compared, in_turns
 from launch.linear_subjects import BASE
 
 
-def test_turns_are_interleaved_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def test_turns_are_interleaved_without_the_garbage_collector() -> None:
     ran: list[tuple[str, bool]] = []
-    runs = {name: lambda name=name: ran.append((name, gc.isenabled())) for name in ("a", "b")}  # type: ignore[misc]
-    found = bench_host.in_turns(runs)
-    timed = ran[2 * bench_host.WARM :]
-    turns = [name for name, _ in timed[:: bench_host.COUNT]]
-    assert turns == ["a", "b"] * bench_host.ROUNDS and not any(enabled for _, enabled in timed)
-    assert gc.isenabled() and [len(times) for times in found.values()] == [bench_host.ROUNDS] * 2
+    turns = {name: Turn(lambda name=name: ran.append((name, gc.isenabled()))) for name in ("a", "b")}  # type: ignore[misc]
+    found = in_turns(turns)
+    assert [name for name, _ in ran[:: WARM + COUNT]] == ["a", "b"] * (1 + ROUNDS)
+    assert not any(enabled for _, enabled in ran) and gc.isenabled()
+    assert [len(times) for times in found.values()] == [ROUNDS] * 2
 
 
-def test_what_slows_a_round_does_not_move_the_excess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slows_a_round_does_not_move_the_ratio() -> None:
     slow = (1.0, 3.0, 1.0, 1.0, 2.0)
-    costs = {f"{BASE} alone": 100.0, BASE: 1100.0, "fp8_block": 1200.0}
+    costs = {BASE: 100.0, "fp8_block": 180.0}
+    found = {name: [(factor * cost, 1000 + cost) for factor in slow] for name, cost in costs.items()}
+    base, line = compared(found)
+    assert (base.ratio, line.ratio, line.low, line.high) == (1.0, 1.8, 1.8, 1.8)
+    assert (line.microseconds, line.whole) == (180.0, 1180.0)
 
-    def in_turns(runs: Mapping[str, object]) -> dict[str, list[float]]:
-        return {name: [factor * costs[name] for factor in slow] for name in runs}
 
-    monkeypatch.setattr(bench_host, "in_turns", in_turns)
-    monkeypatch.setattr(bench_host, "sharded", lambda recipe: None)
-    monkeypatch.setattr(bench_host, "Subject", lambda recipe, shape: type("Subject", (), {"both": None})())
-    base, line = bench_host.under_fsdp2(["fp8_block"])
-    assert (base.ratio, line.ratio, line.low, line.high) == (1.0, 2.0, 2.0, 2.0)
-    assert line.microseconds == 1200.0
+class Slow(torch.autograd.Function):
+    """Takes 2 ms forward and 3 ms backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        time.sleep(0.003)
+        return grads[0]
+
+
+class Layer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Slow.apply(x)
+        return y
+
+
+def test_the_clock_runs_inside_the_layer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_host, "ROUNDS", 1)
+    layer, x = Layer(), torch.ones(2, requires_grad=True)
+    inside = Inside(layer)
+
+    def run() -> None:
+        y = layer(x)
+        time.sleep(0.01)  # a collective
+        y.register_hook(lambda grad: time.sleep(0.01))  # and one of backward
+        y.sum().backward()
+
+    ((counts, whole),) = in_turns({"layer": Turn(run, inside)})["layer"]
+    assert 5000 < counts < 10_000 and whole > 25_000

@@ -24,7 +24,7 @@ KILLED = "import os, sys; print('working', file=sys.stderr, flush=True); os.kill
 
 
 def line(recipe: str, shape: Shape) -> Line:
-    return Line(recipe, *shape, 2.0, 1.0, 2.5, 1.5, 1.7, 900.0, None)
+    return Line(recipe, *shape, 2.0, 1.0, 2.5, 1.5, 1.7, 900.0, None, False)
 
 
 @pytest.fixture(autouse=True)

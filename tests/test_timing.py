@@ -1,0 +1,74 @@
+"""`launch.timing` on a device that is played: times are those that it takes, whether or not the host is faster."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from launch import timing
+
+
+class Played:
+    """A device and its host, in milliseconds of their own. `queued`: when all that is queued will be done."""
+
+    def __init__(self) -> None:
+        self.now = self.queued = self.idle = 0.0
+
+    def work(self, host: float, device: float) -> None:
+        self.now += host
+        self.idle += max(0.0, self.now - self.queued)
+        self.queued = max(self.queued, self.now) + device
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Played:
+    played = Played()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = max(played.now, played.queued)
+
+        def query(self) -> bool:
+            return self.at <= played.now
+
+        def synchronize(self) -> None:
+            played.now = max(played.now, self.at)
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: played.work(0.0, clocks / 2e6))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(played, "now", max(played.now, played.queued)))
+    monkeypatch.setattr(time, "perf_counter", lambda: played.now / 1e3)
+    return played
+
+
+@pytest.mark.parametrize("host", [0.01, 0.9])
+def test_a_device_that_the_host_keeps_busy_never_waits(host: float, device: Played) -> None:
+    found = timing.device_ms(lambda: device.work(host, 1.0))
+    assert found == (pytest.approx(1.0), False)
+    assert device.idle == pytest.approx(host)  # until the first kernel
+
+
+@pytest.mark.parametrize("host", [1.2, 40.0])
+def test_with_a_slower_host_the_device_rests_and_its_time_is_the_same(host: float, device: Played) -> None:
+    assert timing.device_ms(lambda: device.work(host, 1.0)) == (pytest.approx(1.0), True)
+
+
+def test_the_hosts_time_counts_where_the_device_begins_idle(device: Played) -> None:
+    assert timing.host_ms(lambda: device.work(0.3, 1.0)) == pytest.approx(1.3)
+
+
+def test_clocks_settle_first(device: Played) -> None:
+    def run() -> None:
+        device.work(0.1, 1.0 if device.now < 1e3 * timing.SETTLING - 100 else 1.5)
+
+    assert timing.device_ms(run).ms == pytest.approx(1.5)
+    device.now = device.queued = 0.0
+    assert timing.host_ms(run) == pytest.approx(1.6)
