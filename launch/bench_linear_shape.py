@@ -15,14 +15,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import dlp
 from dlp.kernels import loader
-from dlp.kernels.tune import fastest
+from dlp.kernels.tune import by_the_fastest
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMMS
 from launch.bench_gemm import operand
@@ -41,13 +42,13 @@ DECODED = ("mxfp8", "nvfp4")  # whose GEMMs are bf16 ones
 
 @cache
 def gemms_ms(recipe: str, shape: Shape) -> float:
-    """Milliseconds of fprop, dgrad and wgrad alone, each by the fastest candidate."""
-    (tokens, k, n), of, total = shape, dlp.recipe(recipe), 0.0
+    """Milliseconds of fprop, dgrad and wgrad alone, one after another, each by the fastest candidate."""
+    (tokens, k, n), of, calls = shape, dlp.recipe(recipe), list[Callable[[], Tensor]]()
     for which, (rows, cols, contraction) in zip(GEMMS, ((tokens, n, k), (tokens, k, n), (n, k, tokens)), strict=True):
         a, b = operand(of, which, 0, rows, contraction), operand(of, which, 1, cols, contraction)
-        gemm = Gemm(which, b, torch.bfloat16, options=getattr(of, which))
-        total += fastest(lambda gemm=gemm, a=a: gemm(a)).best_ms  # type: ignore[misc]
-    return total
+        calls.append(partial(Gemm(which, b, torch.bfloat16, options=getattr(of, which)), a))
+    with by_the_fastest(calls):
+        return device_ms(lambda: [call() for call in calls]).ms
 
 
 @cache
