@@ -26,13 +26,13 @@ from torch import nn
 
 import dlp
 from dlp.kernels import loader
+from dlp.kernels.steady import device_ms
 from dlp.parallel.linear import cores
 from dlp.parallel.runtime import runtime_of
 from dlp.parallel.step import end_step
 from dlp.parallel.values import Values
 from launch.bench_quantize import host_us
 from launch.linear_subjects import RECIPES, Run
-from launch.timing import device_ms
 
 LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))  # in, out of siblings
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

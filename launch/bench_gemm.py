@@ -25,6 +25,7 @@ import torch
 
 import dlp
 from dlp.kernels import loader
+from dlp.kernels.steady import SETTLING
 from dlp.kernels.tune import fastest
 from dlp.quant.gemm import Gemm, kernel_name
 from dlp.quant.quantizer import Origin, ScaleSlot
@@ -33,7 +34,6 @@ from dlp.quant.tensor import QuantizedTensor
 from launch.bench_files import add_files, write_files
 from launch.bench_quantize import Launch, graph_of, replay, rotation
 from launch.linear_subjects import RECIPES, SHAPES, Shape
-from launch.timing import SETTLING
 
 SIZES = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}  # rows, cols, contraction
 REPLAYS = 9

@@ -5,8 +5,8 @@
 An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights anew: a step
 of an optimizer without its arithmetic. Inputs rotate over more than four times the L2 cache.
 
-    device     time of a device that does nothing else and never waits (`launch.timing`), of which `share` is the share of
-               nn.Linear's; ~ marks those whose host is slower than the device, which then rests before every eight
+    device     time of a device that does nothing else and never waits (`dlp.kernels.steady`), of which `share` is the share of
+               nn.Linear's; ~ marks one that could not be kept busy and rests before every eight iterations
     host       with the host waiting for the device before each iteration, so that what it does counts
     gemms      the three GEMMs alone, by the algorithm that was the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the bytes that casts read and write at least, at the bandwidth of a copy

@@ -2,8 +2,8 @@
 
     python -m launch.bench_linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Each subject runs alone, at the clocks that its own load leaves (`launch.timing`); a device that takes turns is cooler for the
-one that heats it more. A subject that fails has a row that says so.
+Each subject runs alone, at the clocks that its own load leaves (`dlp.kernels.steady`); a device that takes turns is cooler
+for the one that heats it more. A subject that fails has a row that says so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import dlp
 from dlp.kernels import loader
+from dlp.kernels.steady import device_ms, host_ms
 from dlp.kernels.tune import by_the_fastest
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMMS
@@ -30,14 +31,13 @@ from launch.bench_gemm import operand
 from launch.bench_linear import Failure, Line, shape_of, show, target_of
 from launch.bench_quantize import copy_of, graph_of, replay
 from launch.linear_subjects import BASE, PEERS, RECIPES, Shape, Subject, installed_peers
-from launch.timing import device_ms, host_ms
 from launch.where import longest_kernels
 
 # Bytes that casts move for an element of (x, dy) and of w: read in bf16, both orientations written; current scaling reads
 # twice, and where operands are decoded their codes and the decoded values, both ways, are moved as well.
 CAST_BYTES = {"bf16": (0, 0), "fp8_current": (6, 6), "fp8_delayed": (4, 4), "fp8_block": (4.06, 4), "mxfp8": (10.1, 10.1),
               "nvfp4": (7.1, 7.1)}  # fmt: skip
-DECODED = ("mxfp8", "nvfp4")  # whose GEMMs are bf16 ones
+GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}  # recipes with the same GEMMs
 
 
 @cache
@@ -64,7 +64,7 @@ def measure(recipe: str, shape: Shape, base: float | None) -> Line:
     subject = Subject(recipe, shape)
     tokens, k, n = shape
     (device, rested), host = device_ms(subject.iteration), host_ms(subject.iteration)
-    alone = 0.0 if recipe in PEERS else gemms_ms("bf16" if recipe in (BASE, *DECODED) else recipe, shape)
+    alone = 0.0 if recipe in PEERS else gemms_ms(GEMMS_OF.get(recipe, recipe), shape)
     per_token, per_weight = CAST_BYTES.get(recipe, (0, 0))
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
     return Line(

@@ -10,7 +10,6 @@ GEMMs run by them, in other processes too. The recipe option `tuned = false` lea
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import gemms, loader
+from dlp.kernels.steady import device_ms
 
-ROUNDS, RUNS = 3, 5
+ROUNDS, SETTLING = 5, 0.05  # batches, seconds; the one before has been a load, too
 BETTER = 0.98  # of the first candidate's time, below which another one is taken
 
 
@@ -44,7 +44,8 @@ class Fastest(NamedTuple):
 
 
 def fastest(call: Callable[[], Tensor]) -> Fastest:
-    """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts."""
+    """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts. The device
+    does not rest: of FP8 candidates that win on a rested one some are 10 % slower where its clocks have settled."""
     device, plans = torch.cuda.current_device(), gemms.plans()
     kept = dict(plans)
     plans.clear()
@@ -55,7 +56,7 @@ def fastest(call: Callable[[], Tensor]) -> Fastest:
     times = []
     for candidate in range(plan.candidates):
         plan.choose(candidate)
-        times.append(_time_ms(call))
+        times.append(device_ms(call, settling=SETTLING, rounds=ROUNDS).ms)
     plans.clear()
     plans.update(kept)
     return Fastest(words, times)
@@ -78,22 +79,6 @@ def by_the_fastest(calls: Sequence[Callable[[], Tensor]]) -> Iterator[None]:
     finally:
         plans.clear()
         plans.update(kept)
-
-
-def _time_ms(call: Callable[[], Tensor]) -> float:
-    call()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(1_000_000)  # the host is ahead of the device by the time it is done
-        start.record()
-        for _ in range(RUNS):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / RUNS)
-    return statistics.median(times)
 
 
 # Problems of a config
