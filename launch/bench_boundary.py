@@ -6,7 +6,7 @@ The weights are those of Llama blocks of 8B shape; four have 28 of them, 872 mil
 fp32, from where they are rounded to bf16 first, since activations are bf16. `together` is what `end_step` does, `alone` the
 same casts made weight by weight. Milliseconds:
 
-    device     medians, of a device that does not wait for the host
+    device     medians, with the device busy until all is queued
     host       until all is queued
     TB/s       weights read once and operands written once, over the device time together
 """
@@ -26,7 +26,7 @@ from torch import nn
 
 import dlp
 from dlp.kernels import loader
-from dlp.kernels.steady import device_ms
+from dlp.kernels.timing import device_ms
 from dlp.parallel.linear import cores
 from dlp.parallel.runtime import runtime_of
 from dlp.parallel.step import end_step
@@ -94,7 +94,7 @@ def measure(recipe: str, held: str, blocks: int) -> Line:
     model = model_of(recipe, held, blocks)
     together, alone = partial(end_step, model), boundary_alone(model)
     with torch.no_grad():
-        device, device_alone = (device_ms(run, COUNT).ms for run in (together, alone))
+        device, device_alone = (device_ms(run, COUNT) for run in (together, alone))
         host, host_alone = (host_us(run, COUNT, ROUNDS) / 1e3 for run in (together, alone))
     return Line(recipe, held, device, device_alone, host, host_alone, nbytes(model) / device / 1e9)
 

@@ -25,8 +25,8 @@ import torch
 
 import dlp
 from dlp.kernels import loader
-from dlp.kernels.steady import SETTLING
-from dlp.kernels.tune import fastest
+from dlp.kernels.timing import SETTLING
+from dlp.kernels.tune import fastest, in_bursts
 from dlp.quant.gemm import Gemm, kernel_name
 from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMMS, Recipe
@@ -110,7 +110,7 @@ def measure(recipe: Recipe, which: str, sizes: tuple[int, int, int], bf16_us: fl
     work = 2 * sizes[0] * sizes[1] * sizes[2] / 1e6  # TFLOP/s times microseconds
     launch, a, b = ours(recipe, which, sizes)
     kernel = kernel_name(a.format, b.format, "cuda")
-    found = fastest(launch.run) if kernel.startswith("cublaslt") else None
+    found = fastest(launch.run, in_bursts) if kernel.startswith("cublaslt") else None
     own = microseconds(lambda: ours(recipe, which, sizes)[0])
     theirs = torchs(recipe, which, sizes)
     other = None if theirs is None else work / microseconds(theirs)

@@ -5,8 +5,11 @@
 An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights anew: a step
 of an optimizer without its arithmetic. Inputs rotate over more than four times the L2 cache.
 
-    device     time of a device that does nothing else and never waits (`dlp.kernels.steady`), of which `share` is the share of
-               nn.Linear's; ~ marks one that could not be kept busy and rests before every eight iterations
+    device     time on the device alone, of which `share` is the share of nn.Linear's: iterations are queued behind a kernel
+               that keeps it busy meanwhile, eight at a time
+    sustained  the same of a device that does not rest between them, and its share; - where the host cannot keep it busy.
+               Clocks are lower then (`dlp.kernels.timing`), and those of FP8, which rests the larger part of its time in
+               the other column, fall further
     host       with the host waiting for the device before each iteration, so that what it does counts
     gemms      the three GEMMs alone, by the algorithm that was the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the bytes that casts read and write at least, at the bandwidth of a copy
@@ -19,11 +22,12 @@ What the host does for a linear by itself: `launch.bench_host`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +46,7 @@ TARGETS = {  # shares of nn.Linear's device time that must be reached, by shape
     "nvfp4": (1.35, 1.25, 1.20, 1.20, 1.20),
 }
 SUBJECT = "{:15} {:6} {:6} {:6}"
+HEAD = "{:15} {:>6} {:>6} {:>6} {:>8} {:>6} {:>9} {:>6} {:>8} {:>8} {:>8} {:>7}"
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,13 @@ class Line:
     n: int
     device: float
     share: float
+    sustained: float | None
+    sustained_share: float | None
     host: float
     gemms: float
     floor: float
     tflops: float
     target: float | None
-    rested: bool
 
 
 @dataclass(frozen=True)
@@ -88,42 +94,63 @@ def show(line: Line | Failure) -> None:
         print(f"{subject} FAILED: {line.why}", flush=True)
         return
     verdict = "" if line.target is None else f"  {'ok' if line.share <= line.target else 'MISSED'} ({line.target})"
-    print(f"{subject} {line.device:8.3f}{'~' if line.rested else ' '}{line.share:6.3f} {line.host:8.3f}"
-          f" {line.gemms:8.3f} {line.floor:8.3f} {line.tflops:7.0f}{verdict}", flush=True)  # fmt: skip
+    pair = ((line.sustained, 9), (line.sustained_share, 6))
+    sustained = " ".join(f"{'-' if value is None else f'{value:.3f}':>{width}}" for value, width in pair)
+    print(f"{subject} {line.device:8.3f} {line.share:6.3f} {sustained} {line.host:8.3f} {line.gemms:8.3f} {line.floor:8.3f}"
+          f" {line.tflops:7.0f}{verdict}", flush=True)  # fmt: skip
 
 
 def command_of(shape: str, options: argparse.Namespace, file: Path) -> list[str]:
-    """What measures one shape and leaves the results in a file."""
-    command = [sys.executable, "-m", "launch.bench_linear_shape", shape, "--json", str(file)]
+    """What measures one shape, once a line comes in, and leaves the results in a file."""
+    command = [sys.executable, "-m", "launch.bench_linear_shape", shape, "--wait", "--json", str(file)]
     return [*command, *(["--where"] if options.where else []), "--recipes", *options.recipes]
 
 
-def run_apart(command: Sequence[str]) -> str | None:
-    """Runs a command, whose words come through; how it ended, with the last of them, if not well."""
-    last = ""
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as process:
-        assert process.stderr is not None
-        for said in process.stderr:
-            sys.stderr.write(said)
-            last = said.strip() or last
-    return f"the process ended with {process.returncode}: {last}" if process.returncode else None
+class Apart:
+    """All subjects of one shape, in a process of their own. It gets ready when this is made, which takes as long as most of
+    what it measures, and runs when it is asked for results."""
 
+    def __init__(self, text: str, options: argparse.Namespace, folder: Path) -> None:
+        self._shape, self._recipes = shape_of(text), (BASE, *options.recipes, *installed_peers())
+        self._file = folder / f"{text}.json"
+        self._process = subprocess.Popen(
+            command_of(text, options, self._file), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        )  # fmt: skip
 
-def measure_apart(text: str, options: argparse.Namespace) -> tuple[list[Line], list[Failure]]:
-    """All subjects of one shape, in a process of their own; of one that leaves no results, what it said, for each."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "results.json"
-        ended = run_apart(command_of(text, options, file))
-        if file.exists():
-            found = json.loads(file.read_text())
+    def results(self) -> tuple[list[Line], list[Failure]]:
+        """Its words come through meanwhile; if it leaves no results, the last of them are every subject's."""
+        ended = self._finish()
+        if self._file.exists():
+            found = json.loads(self._file.read_text())
             return [Line(**line) for line in found["lines"]], [Failure(**failure) for failure in found["failures"]]
-    failures = [
-        Failure(recipe, *shape_of(text), ended or "the process left no results")
-        for recipe in (BASE, *options.recipes, *installed_peers())
-    ]
-    for failure in failures:
-        show(failure)
-    return [], failures
+        failures = [Failure(recipe, *self._shape, ended) for recipe in self._recipes]
+        for failure in failures:
+            show(failure)
+        return [], failures
+
+    def _finish(self) -> str:
+        """How it ended, with its last words."""
+        last, process = "", self._process
+        assert process.stdin is not None and process.stderr is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it may be gone
+            process.stdin.write("go\n")
+        with process:
+            for said in process.stderr:
+                sys.stderr.write(said)
+                last = said.strip() or last
+        return f"the process ended with {process.returncode}: {last}"
+
+
+def measure_apart(
+    texts: Sequence[str], options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[list[Line], list[Failure]]]:
+    """The results of each shape; while one is measured, the next process gets ready."""
+    following = Apart(texts[0], options, folder)
+    for text in (*texts[1:], None):
+        current = following
+        if text is not None:
+            following = Apart(text, options, folder)
+        yield current.results()
 
 
 def plot(lines: Sequence[Line], file: Path) -> None:
@@ -159,13 +186,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"peers installed: {', '.join(installed_peers()) or 'none'}")
-    print(f"\n{'recipe':15} {'tokens':>6} {'in':>6} {'out':>6} {'device':>8} {'share':>6} {'host':>8} {'gemms':>8} {'floor':>8}"
-          f" {'TFLOP/s':>7}", flush=True)  # fmt: skip
+    columns = ("device", "share", "sustained", "share", "host", "gemms", "floor", "TFLOP/s")
+    print("\n" + HEAD.format("recipe", "tokens", "in", "out", *columns), flush=True)
     lines: list[Line] = []
     failures: list[Failure] = []
-    for text in options.shapes:
-        found, failed = measure_apart(text, options)
-        lines, failures = lines + found, failures + failed
+    with tempfile.TemporaryDirectory() as folder:
+        for found, failed in measure_apart(options.shapes, options, Path(folder)):
+            lines, failures = lines + found, failures + failed
     results = {"lines": [asdict(line) for line in lines], "failures": [asdict(failure) for failure in failures]}
     write_files(options, results, partial(plot, lines))
     return 1 if failures else 0

@@ -2,7 +2,7 @@
 
     python -m launch.bench_linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Each subject runs alone, at the clocks that its own load leaves (`dlp.kernels.steady`); a device that takes turns is cooler
+Each subject runs alone, at the clocks that its own load leaves (`dlp.kernels.timing`); a device that takes turns is cooler
 for the one that heats it more. A subject that fails has a row that says so.
 """
 
@@ -23,14 +23,14 @@ from torch import Tensor
 
 import dlp
 from dlp.kernels import loader
-from dlp.kernels.steady import device_ms, host_ms
+from dlp.kernels.timing import device_ms, host_ms, sustained_ms
 from dlp.kernels.tune import by_the_fastest
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMMS
 from launch.bench_gemm import operand
 from launch.bench_linear import Failure, Line, shape_of, show, target_of
 from launch.bench_quantize import copy_of, graph_of, replay
-from launch.linear_subjects import BASE, PEERS, RECIPES, Shape, Subject, installed_peers
+from launch.linear_subjects import BASE, PEERS, RECIPES, Shape, Subject, import_peers, installed_peers
 from launch.where import longest_kernels
 
 # Bytes that casts move for an element of (x, dy) and of w: read in bf16, both orientations written; current scaling reads
@@ -38,6 +38,8 @@ from launch.where import longest_kernels
 CAST_BYTES = {"bf16": (0, 0), "fp8_current": (6, 6), "fp8_delayed": (4, 4), "fp8_block": (4.06, 4), "mxfp8": (10.1, 10.1),
               "nvfp4": (7.1, 7.1)}  # fmt: skip
 GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}  # recipes with the same GEMMs
+
+LESS_SETTLING = 0.15  # seconds, after a load like the one that follows
 
 
 @cache
@@ -48,7 +50,7 @@ def gemms_ms(recipe: str, shape: Shape) -> float:
         a, b = operand(of, which, 0, rows, contraction), operand(of, which, 1, cols, contraction)
         calls.append(partial(Gemm(which, b, torch.bfloat16, options=getattr(of, which)), a))
     with by_the_fastest(calls):
-        return device_ms(lambda: [call() for call in calls]).ms
+        return device_ms(lambda: [call() for call in calls])
 
 
 @cache
@@ -59,18 +61,26 @@ def copied_in_ms() -> float:
     return launches[0].nbytes / statistics.median(replay(*graph) for _ in range(9)) * 1e3
 
 
-def measure(recipe: str, shape: Shape, base: float | None) -> Line:
-    """`base`: milliseconds of nn.Linear, None for itself."""
+def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
+    """`base`: the line of nn.Linear, None for itself."""
     subject = Subject(recipe, shape)
     tokens, k, n = shape
-    (device, rested), host = device_ms(subject.iteration), host_ms(subject.iteration)
+    device = device_ms(subject.iteration)
+    sustained = sustained_ms(subject.iteration, settling=LESS_SETTLING)
+    host = host_ms(subject.iteration, settling=LESS_SETTLING)
     alone = 0.0 if recipe in PEERS else gemms_ms(GEMMS_OF.get(recipe, recipe), shape)
     per_token, per_weight = CAST_BYTES.get(recipe, (0, 0))
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
     return Line(
-        recipe, tokens, k, n, device, device / (base or device), host, alone, floor, 6 * tokens * k * n / device / 1e9,
-        target_of(recipe, shape), rested,
+        recipe, tokens, k, n, device, device / (base.device if base else device), sustained,
+        share_of(sustained, base.sustained if base else sustained), host, alone, floor, 6 * tokens * k * n / device / 1e9,
+        target_of(recipe, shape),
     )  # fmt: skip
+
+
+def share_of(ms: float | None, base: float | None) -> float | None:
+    """None where one of them could not be measured."""
+    return ms / base if ms and base else None
 
 
 def where(recipe: str, shape: Shape) -> str:
@@ -89,15 +99,15 @@ def measure_all(
     failures: list[Failure] = []
     for recipe in (BASE, *recipes):
         try:
-            lines.append(measure(recipe, shape, lines[0].device if lines else None))
+            lines.append(measure(recipe, shape, lines[0] if lines else None))
             show(lines[-1])
             after(recipe)
         except Exception as error:
+            if recipe == BASE:  # there is nothing to compare with
+                raise
             traceback.print_exc()
             failures.append(Failure(recipe, *shape, f"{type(error).__name__}: {error}".split("\n")[0]))
             show(failures[-1])
-            if recipe == BASE:  # there is nothing to compare with
-                raise
         torch.cuda.empty_cache()
     return lines, failures
 
@@ -107,17 +117,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("shape", help="tokens x in x out, as 8192x4096x4096")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
+    parser.add_argument("--wait", action="store_true", help="get ready, and begin when a line comes in")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():
         return code
-    shape = shape_of(options.shape)
+    shape, peers = shape_of(options.shape), installed_peers()
+    import_peers(peers)
+    if options.wait and not sys.stdin.readline():
+        return 1  # whoever would have sent a line is gone
 
     def after(recipe: str) -> None:
         if options.where:
             print(where(recipe, shape), flush=True)
 
-    lines, failures = measure_all(shape, [*options.recipes, *installed_peers()], after)
+    lines, failures = measure_all(shape, [*options.recipes, *peers], after)
     if options.json:
         results = {"lines": [asdict(line) for line in lines], "failures": [asdict(failure) for failure in failures]}
         options.json.write_text(json.dumps(results))

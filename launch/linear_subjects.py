@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +47,10 @@ class _TransformerEngine(nn.Module):
         return y
 
 
-# Other libraries, measured where they are installed: the package, and what makes a linear of theirs.
+# Other libraries, measured where they are installed: what is imported, and what makes a linear of theirs.
 PEERS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
-    "torchao": ("torchao", partial(_torchao, "tensorwise")),
-    "torchao rowwise": ("torchao", partial(_torchao, "rowwise")),
+    "torchao": ("torchao.float8", partial(_torchao, "tensorwise")),
+    "torchao rowwise": ("torchao.float8", partial(_torchao, "rowwise")),
     "te delayed": ("transformer_engine", partial(_TransformerEngine, "DelayedScaling")),
     "te current": ("transformer_engine", partial(_TransformerEngine, "Float8CurrentScaling")),
     "te block": ("transformer_engine", partial(_TransformerEngine, "Float8BlockScaling")),
@@ -57,7 +58,14 @@ PEERS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
 
 
 def installed_peers() -> list[str]:
-    return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)]
+    return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package.split(".")[0])]
+
+
+def import_peers(names: Sequence[str]) -> None:
+    """Ahead of their use. One that cannot be imported fails again when a linear of it is made, and says so there."""
+    for package in dict.fromkeys(PEERS[name][0] for name in names):
+        with contextlib.suppress(Exception):
+            importlib.import_module(package)
 
 
 class Subject:

@@ -3,6 +3,7 @@ processes and measurements are stood in for."""
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from argparse import Namespace
@@ -24,7 +25,7 @@ KILLED = "import os, sys; print('working', file=sys.stderr, flush=True); os.kill
 
 
 def line(recipe: str, shape: Shape) -> Line:
-    return Line(recipe, *shape, 2.0, 1.0, 2.5, 1.5, 1.7, 900.0, None, False)
+    return Line(recipe, *shape, 2.0, 1.0, None, None, 2.5, 1.5, 1.7, 900.0, None)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_every_shape_has_a_process(
     def command_of(shape: str, options: Namespace, file: Path) -> Sequence[str]:
         tokens, k, n = bench_linear.shape_of(shape)
         found = {"lines": [asdict(line(BASE, (tokens, k, n)))], "failures": []}
-        return [sys.executable, "-c", f"import os, pathlib; print('row by', os.getpid()); "
+        return [sys.executable, "-c", f"import os, pathlib; assert input() == 'go'; print('row by', os.getpid()); "
                 f"pathlib.Path({str(file)!r}).write_text({json.dumps(found)!r})"]  # fmt: skip
 
     monkeypatch.setattr(bench_linear, "command_of", command_of)
@@ -71,13 +72,23 @@ def test_a_process_that_dies_has_its_words_in_every_row(
 
 def test_the_command_measures_one_shape() -> None:
     command = bench_linear.command_of("8x8x8", Namespace(where=True, recipes=["bf16"]), Path("f"))
-    assert command[1:] == ["-m", "launch.bench_linear_shape", "8x8x8", "--json", "f", "--where", "--recipes", "bf16"]
+    assert command[1:] == [
+        "-m",
+        "launch.bench_linear_shape",
+        "8x8x8",
+        "--wait",
+        "--json",
+        "f",
+        "--where",
+        "--recipes",
+        "bf16",
+    ]
 
 
 def test_a_subject_that_fails_has_a_row_and_the_others_theirs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(recipe: str, shape: Shape, base: float | None) -> Line:
+    def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
         if recipe == "torchao":
             raise RuntimeError("no kernel for this\nand more")
         assert (base is None) == (recipe == BASE)
@@ -96,10 +107,34 @@ def test_a_subject_that_fails_has_a_row_and_the_others_theirs(
     assert (failure["recipe"], failure["why"]) == ("torchao", "RuntimeError: no kernel for this")
 
 
+def test_a_process_whose_parent_is_gone_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_linear_shape, "measure_all", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert bench_linear_shape.main(["256x128x64", "--wait"]) == 1
+
+
 def test_without_nn_linear_there_is_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(recipe: str, shape: Shape, base: float | None) -> Line:
+    def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(bench_linear_shape, "measure", measure)
     with pytest.raises(RuntimeError, match="out of memory"):
         bench_linear_shape.main(["256x128x64"])
+
+
+def test_shares_are_those_of_nn_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"device_ms": 2.0, "sustained_ms": 3.0, "host_ms": 3.5}
+    monkeypatch.setattr(bench_linear_shape, "Subject", lambda recipe, shape: Namespace(iteration=None))
+    for name, ms in times.items():
+        monkeypatch.setattr(bench_linear_shape, name, lambda run, ms=ms, **_: ms)
+    monkeypatch.setattr(bench_linear_shape, "gemms_ms", lambda recipe, shape: {"bf16": 1.9, "fp8_current": 1.0}[recipe])
+    monkeypatch.setattr(bench_linear_shape, "copied_in_ms", lambda: 1e9)
+    shape = (8192, 4096, 4096)
+    base = bench_linear_shape.measure(BASE, shape, None)
+    assert (base.share, base.sustained_share, base.gemms, base.floor, base.target) == (1.0, 1.0, 1.9, 1.9, None)
+    monkeypatch.setattr(bench_linear_shape, "device_ms", lambda run: 1.2)
+    monkeypatch.setattr(bench_linear_shape, "sustained_ms", lambda run, **_: None)
+    ours = bench_linear_shape.measure("fp8_delayed", shape, base)
+    assert (ours.share, ours.sustained, ours.sustained_share, ours.host, ours.gemms) == (0.6, None, None, 3.5, 1.0)
+    assert ours.floor == pytest.approx(1.0 + 1.15 * 4 * (8192 * 8192 + 4096 * 4096) / 1e9) and ours.target == 0.82
+    assert bench_linear_shape.measure("torchao", shape, base).gemms == 0.0

@@ -3,6 +3,7 @@
     python -m dlp.kernels.tune CONFIG [--world N] [--section.key value ...]      as `python -m launch.shapes` takes them
     python -m dlp.kernels.tune FILE.json                                         what that printed with --json
 
+Candidates are timed on a device that does not rest between them: the first candidate then wins more often than in bursts.
 The answers lie in the user's cache, in a file named after the device, by version of cuBLASLt and problem; from then on
 GEMMs run by them, in other processes too. The recipe option `tuned = false` leaves them out.
 """
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import gemms, loader
-from dlp.kernels.steady import device_ms
+from dlp.kernels.timing import device_ms, sustained_ms
 
-ROUNDS, SETTLING = 5, 0.05  # batches, seconds; the one before has been a load, too
+BURST, BATCH, ROUNDS = 3, 8, 5  # calls, calls, times of which the median counts
+SETTLING = 0.1  # seconds
 BETTER = 0.98  # of the first candidate's time, below which another one is taken
 
 
@@ -43,9 +45,20 @@ class Fastest(NamedTuple):
         return min(self.times_ms)
 
 
-def fastest(call: Callable[[], Tensor]) -> Fastest:
-    """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts. The device
-    does not rest: of FP8 candidates that win on a rested one some are 10 % slower where its clocks have settled."""
+def in_bursts(call: Callable[[], Tensor]) -> float:
+    """Milliseconds of a call on a device that rests between a few (see `dlp.kernels.timing`)."""
+    return device_ms(call, BURST, settling=0.0, rounds=ROUNDS)
+
+
+def sustained(call: Callable[[], Tensor]) -> float:
+    """The same on one that does not rest, as far as the host can keep it busy: what a training sees."""
+    found = sustained_ms(call, BATCH, settling=SETTLING, rounds=ROUNDS)
+    return in_bursts(call) if found is None else found
+
+
+def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], float]) -> Fastest:
+    """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts. `timed`:
+    how; a candidate that wins in bursts may be 10 % slower where clocks have settled."""
     device, plans = torch.cuda.current_device(), gemms.plans()
     kept = dict(plans)
     plans.clear()
@@ -53,10 +66,11 @@ def fastest(call: Callable[[], Tensor]) -> Fastest:
     (((words, _, tuned), first),) = plans.items()
     plan = gemms.new_plan(words, device, gemms.CANDIDATES)
     plans[words, device, tuned] = plan
+    timed(call)  # the device gets as warm for the first as it will be for the others
     times = []
     for candidate in range(plan.candidates):
         plan.choose(candidate)
-        times.append(device_ms(call, settling=SETTLING, rounds=ROUNDS).ms)
+        times.append(timed(call))
     plans.clear()
     plans.update(kept)
     return Fastest(words, times)
@@ -64,8 +78,9 @@ def fastest(call: Callable[[], Tensor]) -> Fastest:
 
 @contextmanager
 def by_the_fastest(calls: Sequence[Callable[[], Tensor]]) -> Iterator[None]:
-    """Inside, each of these calls, as `fastest` takes them, runs by the candidate that is the fastest now."""
-    best = {found.words: found.times_ms.index(found.best_ms) for found in map(fastest, calls)}
+    """Inside, each of these calls, as `fastest` takes them, runs by the candidate that is the fastest in bursts."""
+    each = [fastest(call, in_bursts) for call in calls]
+    best = {found.words: found.times_ms.index(found.best_ms) for found in each}
     plans = gemms.plans()
     kept = dict(plans)
     plans.clear()
@@ -156,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
     for problem in (
         each for each in problems_of(arguments) if each["kernel"].startswith(("cublaslt", "decode + bf16"))
     ):
-        found = fastest(problem_call(problem))
+        found = fastest(problem_call(problem), sustained)
         measured[gemms.key_of(found.words)] = found.choice
         print(f"{found.times_ms[0] * 1e3:9.1f} {found.times_ms[found.choice] * 1e3:9.1f} {found.choice:3}  "
               f"{problem['gemm']} {gemms.describe(found.words)}", flush=True)  # fmt: skip

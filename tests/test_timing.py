@@ -1,4 +1,4 @@
-"""`dlp.kernels.steady` on a device that is played: times are those that it takes, whether or not the host is faster."""
+"""`dlp.kernels.timing` on a device that is played: times are those that it takes, whether or not the host is faster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from dlp.kernels import steady
+from dlp.kernels import timing
 
 
 class Played:
@@ -51,36 +51,27 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 @pytest.mark.parametrize("host", [0.01, 0.9])
 def test_a_device_that_the_host_keeps_busy_never_waits(host: float, device: Played) -> None:
-    found = steady.device_ms(lambda: device.work(host, 1.0))
-    assert found == (pytest.approx(1.0), False)
+    assert timing.sustained_ms(lambda: device.work(host, 1.0)) == pytest.approx(1.0)
     assert device.idle == pytest.approx(host)  # until the first kernel
 
 
 @pytest.mark.parametrize("host", [1.2, 40.0])
-def test_a_slower_host_captures_a_graph(host: float, device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Graph:
-        replay = staticmethod(lambda: device.work(0.01, 8.0))
-
-    monkeypatch.setattr(steady, "_captured", lambda run, count: Graph())
-    assert steady.device_ms(lambda: device.work(host, 1.0)) == (pytest.approx(1.0), False)
+def test_with_a_slower_host_there_is_no_sustained_time(host: float, device: Played) -> None:
+    assert timing.sustained_ms(lambda: device.work(host, 1.0)) is None
 
 
-@pytest.mark.parametrize("host", [1.2, 40.0])
-def test_what_cannot_be_captured_lets_the_device_rest(
-    host: float, device: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steady, "_captured", lambda run, count: None)
-    assert steady.device_ms(lambda: device.work(host, 1.0)) == (pytest.approx(1.0), True)
+@pytest.mark.parametrize("host", [0.01, 1.2, 40.0])
+def test_a_burst_waits_for_no_host(host: float, device: Played) -> None:
+    assert timing.device_ms(lambda: device.work(host, 1.0)) == pytest.approx(1.0)
 
 
 def test_the_hosts_time_counts_where_the_device_begins_idle(device: Played) -> None:
-    assert steady.host_ms(lambda: device.work(0.3, 1.0)) == pytest.approx(1.3)
+    assert timing.host_ms(lambda: device.work(0.3, 1.0)) == pytest.approx(1.3)
 
 
-def test_clocks_settle_first(device: Played) -> None:
+@pytest.mark.parametrize(("timed", "takes"), [("device_ms", 1.5), ("sustained_ms", 1.5), ("host_ms", 1.6)])
+def test_clocks_settle_first(timed: str, takes: float, device: Played) -> None:
     def run() -> None:
-        device.work(0.1, 1.0 if device.now < 100 else 1.5)
+        device.work(0.1, 1.0 if device.now < 200 else 1.5)
 
-    assert steady.device_ms(run).ms == pytest.approx(1.5)
-    device.now = device.queued = 0.0
-    assert steady.host_ms(run) == pytest.approx(1.6)
+    assert getattr(timing, timed)(run) == pytest.approx(takes)
