@@ -58,7 +58,7 @@ def sustained(call: Callable[[], Tensor]) -> float:
 
 def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], float]) -> Fastest:
     """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts. `timed`:
-    how; a candidate that wins in bursts may be 10 % slower where clocks have settled."""
+    how; a candidate that wins in bursts may lose by over 10 % where clocks have settled."""
     device, plans = torch.cuda.current_device(), gemms.plans()
     kept = dict(plans)
     plans.clear()
