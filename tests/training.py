@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from launch import deterministic
+from launch import deterministic, recorder
 from launch.config import Config, load
 from launch.data import prepare
 from launch.metrics import read_metrics
+from launch.plot import write_plot
 from launch.stop import StopFlag
 from launch.train import start
 from launch.trainer import Trainer
@@ -73,9 +74,11 @@ def config(folder: Path, data: Path, *overrides: str) -> Config:
     return load(path, overrides)
 
 
-def trainer(config: Config, cls: type[Trainer] = Trainer) -> tuple[Trainer, int]:
-    """Inside a worker: what `launch.train` makes of a config, on a mesh that is kept between tests."""
+def trainer(config: Config, cls: type[Trainer] = Trainer, *, plots: bool = False) -> tuple[Trainer, int]:
+    """Inside a worker: what `launch.train` makes of a config, on a mesh that is kept between tests. A plot takes as long
+    as ten steps, so there are none unless asked for."""
     deterministic.prepare()
+    recorder.write_plot = write_plot if plots else _no_plot
     sizes = config.mesh
     mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
     made, done = start(config, mesh, StopFlag())
@@ -83,14 +86,18 @@ def trainer(config: Config, cls: type[Trainer] = Trainer) -> tuple[Trainer, int]
     return made, done
 
 
+def _no_plot(runs: Sequence[Path], out: Path) -> None:
+    """In place of `write_plot`."""
+
+
 def end_determinism() -> None:
     """Inside a worker, after tests whose configs ask for it: on a GPU it holds for the whole process."""
     torch.use_deterministic_algorithms(False)
 
 
-def run(config: Config) -> None:
+def run(config: Config, *, plots: bool = False) -> None:
     """Inside a worker: a whole run."""
-    made, done = trainer(config)
+    made, done = trainer(config, plots=plots)
     made.train(done)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def checkpoints(config: Config) -> list[str]:
 @pytest.mark.ranks(2)
 def test_a_run_leaves_its_files(ranks, tmp_path, data):
     config = training.config(tmp_path, data, "--train.log_every=2")
-    ranks(2).run(training.run, config)
+    ranks(2).run(functools.partial(training.run, plots=True), config)
     folder = Path(config.run.dir)
     names = ["checkpoints", "config.toml", "env.txt", "log", "loss.png", "metrics.jsonl", "plan.txt"]
     assert sorted(path.name for path in folder.iterdir()) == names
