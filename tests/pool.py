@@ -6,7 +6,8 @@ moved to the CPU, so that no result refers to memory of a worker that may be kil
 
 After a job that failed or timed out, the process group is in an unknown state: a rank may still sit in a collective
 that nobody will complete. So the workers are then killed, and the next job gets new ones. The workers are forked from a
-server that has imported torch and started no thread (forking pytest itself, once it has run a parallel op, may hang).
+server that has imported torch, dlp and launch, which costs four seconds, and started no thread (forking pytest itself,
+once it has run a parallel op, may hang).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
+
+from dlp.comm.mesh import build_mesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -73,8 +76,6 @@ def mesh(*, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> DeviceMes
 
 @functools.cache
 def _mesh(dp_replicate: int, dp_shard: int, tp: int) -> DeviceMesh:
-    from dlp.comm.mesh import build_mesh  # here, so that the pool's own start does not wait for dlp
-
     return build_mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, device_type=device().type)
 
 
@@ -129,7 +130,7 @@ class Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="dlp-ranks-")
         directory = Path(self._directory.name)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+        context.set_forkserver_preload(["pytest", "tests.training"])  # all that jobs have in common
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             args = (rank, self.world, self.device_type, directory, theirs)
