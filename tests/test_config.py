@@ -3,8 +3,6 @@
 import dataclasses
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from launch import config as configuration
 from launch.build import build
 from launch.config import CONFIGS, ConfigError, docs, load, make_parser, to_toml, validate_world
 from launch.sections import SCHEMA, Group, Train
+from tests.command import command
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -270,10 +269,8 @@ def test_command_line_splits_options_from_settings() -> None:
 
 
 def test_as_a_program() -> None:
-    program = [sys.executable, "-m", "launch.config", "tiny"]
-    done = subprocess.run([*program, "--mesh.tp", "4"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == "tiny.toml: [mesh] tp: expected a divisor of [model] kv_heads = 2, got 4\n"
+    refusal = "tiny.toml: [mesh] tp: expected a divisor of [model] kv_heads = 2, got 4\n"
+    assert command("launch.config", "tiny", "--mesh.tp", "4") == (1, "", refusal)
 
 
 def test_a_cuda_graph_needs_a_gpu() -> None:

@@ -3,8 +3,6 @@
 import hashlib
 import math
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from launch.bigram import bigram_loss
 from launch.data import SEPARATOR, STDLIB, encode_bytes, held_out, list_files, main, open_data, prepare
 from launch.shard import HEADER, Shard, open_shard, verify, write_shard
 from launch.stream import TokenStream, permute
-
-ROOT = Path(__file__).parents[1]
+from tests.command import command
 
 
 @pytest.fixture
@@ -209,10 +206,8 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
         main(arguments)
     main(["inspect", str(tmp_path / "out" / "train-00000.shard")])
     assert "dtype <u2, vocabulary 257" in capsys.readouterr().out
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.data", "inspect", "README"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 1 and done.stderr == "[Errno 2] No such file or directory: 'README'\n"
+    code, _, err = command("launch.data", "inspect", "README")
+    assert code == 1 and err == "[Errno 2] No such file or directory: 'README'\n"
 
 
 # --- the order of windows

@@ -9,8 +9,11 @@ strategy. Imports inside functions and under TYPE_CHECKING count too, and so doe
 from __future__ import annotations
 
 import ast
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -93,6 +96,24 @@ def test_the_source_keeps_to_the_arrows():
 def test_every_package_has_a_place_in_the_picture():
     packages = {".".join(module.split(".")[:2]) for _, module, _ in sources() if module.startswith("dlp.")}
     assert packages <= MAY_IMPORT.keys(), f"say in MAY_IMPORT what {sorted(packages - MAY_IMPORT.keys())} may import"
+
+
+def forget_launch() -> dict[str, ModuleType]:
+    """As if nothing of launch had been imported; what was."""
+    ours = [name for name in sys.modules if f"{name}.".startswith("launch.")]
+    return {name: sys.modules.pop(name) for name in ours}
+
+
+def test_every_module_of_launch_can_be_the_first_that_is_imported():
+    """As `python -m` does: no circle among them works only if entered elsewhere."""
+    before = forget_launch()
+    try:
+        for module in [module for _, module, package in sources() if package == "launch"]:
+            importlib.import_module(module)
+            assert module in forget_launch()
+    finally:
+        forget_launch()
+        sys.modules.update(before)
 
 
 @pytest.mark.parametrize(

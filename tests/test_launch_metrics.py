@@ -3,9 +3,10 @@
 import json
 import os
 import pty
-import subprocess
 import sys
 import termios
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,6 @@ from launch.config import load
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, peak_of, read_metrics
 from launch.plot import labels, main, series, smooth, write_plot
 from launch.sections import Model
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_flops_of_matmuls_are_six_per_parameter_and_of_attention_by_hand() -> None:
@@ -84,13 +83,22 @@ def test_progress_prints_lines_without_a_terminal(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "step 4/10: loss 2.1\nstep 10/10: loss 2.0\n"
 
 
-def test_progress_is_a_bar_on_a_terminal() -> None:
-    code = "from launch.metrics import Progress; p = Progress(10, 3); p.show(6, 'loss 2.1'); p.close()"
+def pieces(terminal: int) -> Iterator[bytes]:
+    """What was written to a terminal that is closed on the other side; it arrives little by little."""
+    with suppress(OSError):  # which is how its end is said
+        while piece := os.read(terminal, 1 << 16):
+            yield piece
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    subprocess.run([sys.executable, "-c", code], stderr=theirs, cwd=ROOT, check=True)
-    os.close(theirs)
-    shown = os.read(ours, 1 << 16).decode()
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = Progress(10, 3)
+        progress.show(6, "loss 2.1")
+        progress.close()
+    shown = b"".join(pieces(ours)).decode()
     os.close(ours)
     assert " 30%|" in shown and " 6/10 [" in shown and "loss 2.1" in shown
 

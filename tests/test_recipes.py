@@ -5,8 +5,6 @@ No ranks.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, needs_origin, slot_options
 from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe, both, load, names
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
+from tests.command import command
 from tests.metrics import relative_error
 
 STOCK = ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"]
@@ -211,8 +210,8 @@ def test_the_support_table_has_every_recipe_and_device():
 
 
 def test_the_table_is_a_command():
-    printed = subprocess.run([sys.executable, "-m", "dlp.quant"], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == support_table.table()
+    code, printed, _ = command("dlp.quant")
+    assert code == 0 and printed.strip() == support_table.table()
 
 
 def test_kernel_names_say_what_runs():

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from launch import train
+from launch import stop, train
 from launch.build import learning_rate
 from launch.config import load, to_toml
 from launch.train import lost_peer, plan_text
-
-ROOT = Path(__file__).parents[1]
+from tests.command import command
 
 
 @pytest.mark.parametrize(
@@ -37,13 +34,10 @@ def test_a_billion_parameters_are_planned_without_their_memory():
     assert any(line.startswith("model.layers.15.mlp.down_proj") and "2048 x 8192" in line for line in lines)
 
 
-def test_a_plan_that_does_not_fit_is_one_sentence_and_nothing_else():
-    command = [sys.executable, "-m", "launch.train", "tiny", "--plan", "--world", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        "tiny.toml: [mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled\n"
-    )
+def test_a_plan_that_does_not_fit_is_one_sentence_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(stop, "leave", sys.exit)
+    sentence = "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled"
+    assert command("launch.train", "tiny", "--plan", "--world", "3") == (1, "", f"tiny.toml: {sentence}\n")
 
 
 @pytest.mark.parametrize("arguments", [["--print-config"], ["--plan", "--world", "4", "--device", "cpu"]])

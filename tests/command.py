@@ -1,0 +1,35 @@
+"""`python -m MODULE` inside this process, since a new one takes five seconds to import torch and dlp."""
+
+from __future__ import annotations
+
+import io
+import runpy
+import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from typing import NamedTuple
+from unittest.mock import patch
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def command(module: str, *arguments: str) -> Done:
+    """What `python -m module arguments` would do: the module runs anew as __main__, what it imports is there already (that
+    each can be imported first is for test_imports.py)."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        patch.object(sys, "argv", [module, *arguments]), redirect_stdout(out), redirect_stderr(err),
+        warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)  # runpy's
+        warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)  # torchrun's, of this stderr
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as left:  # as the interpreter takes it
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+            err.write(f"{left.code}\n" if isinstance(left.code, str) else "")
+    return Done(code, out.getvalue(), err.getvalue())
