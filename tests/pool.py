@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ def _mesh(dp_replicate: int, dp_shard: int, tp: int) -> DeviceMesh:
     return build_mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, device_type=device().type)
 
 
+def forking() -> ForkServerContext:
+    """Processes of this context have imported torch, dlp and launch when they begin, if pytest runs in the repository."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "tests.training"])
+    return context
+
+
 class Pool:
     """`world` ranks on gloo (device_type "cpu") or on NCCL and gloo, a GPU each ("cuda"); started by the first job."""
 
@@ -129,8 +137,7 @@ class Pool:
         self.kill()
         self._directory = tempfile.TemporaryDirectory(prefix="dlp-ranks-")
         directory = Path(self._directory.name)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "tests.training"])  # all that jobs have in common
+        context = forking()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             args = (rank, self.world, self.device_type, directory, theirs)
