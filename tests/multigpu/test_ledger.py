@@ -61,7 +61,7 @@ def shares(config: Config) -> tuple[list[float], list[float]]:
 
 
 WHOLE_BLOCKS = ["--model.hidden=128", "--model.ffn=256", "--model.head_dim=32"]  # of 128, in every operand
-OVER_DP = ["--mesh.tp=1", "--mesh.dp_shard=2", "--train.micro_batch=1"]
+OVER_DP = ["--mesh.tp=1", "--mesh.dp_shard=2", "--train.micro_batch=2"]  # two microbatches; of four: "fsdp"
 
 
 @pytest.mark.ranks(2)
@@ -86,12 +86,28 @@ def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path
 
 CHUNKED = "--groups.default.overlap=chunked"
 IN_FP8 = "--groups.default.recipe={name='fp8_current', wire={fprop='fp8', dgrad='fp8'}}"
-CASES = {
+OVER_TP = {
     "fp8 sums": [IN_FP8],
     "fp8 sums of whole tokens": [IN_FP8, "--mesh.sequence_parallel=false"],
     "chunked": [CHUNKED, "--groups.default.recipe=mxfp8"],
     "chunked fp8 sums": [CHUNKED, IN_FP8],
     "chunked fp8 sums of whole tokens": [CHUNKED, IN_FP8, "--mesh.sequence_parallel=false"],
+    "microbatches": ["--train.micro_batch=2"],
+    "recomputed": ["--train.checkpointing=full"],
+    "no sequence parallelism": ["--mesh.sequence_parallel=false"],
+    "odd tokens": ["--train.sequence=66", "--groups.default.recipe=nvfp4"],
+    "world agrees": ["--mesh.amax_group=world", "--groups.default.recipe=nvfp4"],
+    "scope": ["--groups.default.recipe={name='fp8_rowwise', amax_scope='all'}"],
+    "fp32 results": ["--groups.default.recipe={name='fp8_current', out_dtype={fprop='fp32', dgrad='fp32'}}"],
+    "one gemm in bf16": ["--groups.default.recipe={name='nvfp4', high_precision=['dgrad']}"],
+    "dy as it is": ["--groups.default.recipe={name='mxfp8', gather_dy='high_precision'}"],
+    "weights cast at use": [
+        "--train.weight_cache=forward",
+        "--groups.default.recipe={name='fp8_current', amax_scope='all'}",
+    ],
+    "tied": ["--model.tie_embeddings=true"],
+}
+OVER_DATA = {
     "fsdp in both orientations at once": [
         *OVER_DP,
         *WHOLE_BLOCKS,
@@ -118,30 +134,18 @@ CASES = {
     "fsdp tied": [*OVER_DP, "--model.tie_embeddings=true", "--groups.default.match=['**']"],
     "fsdp with gradients in fp8": [*OVER_DP, "--mesh.grad_wire=fp8"],
     "fsdp with gradients in bf16": [*OVER_DP, "--mesh.grad_wire=bf16"],
-    "microbatches": ["--train.micro_batch=2"],
-    "recomputed": ["--train.checkpointing=full"],
-    "no sequence parallelism": ["--mesh.sequence_parallel=false"],
-    "odd tokens": ["--train.sequence=66", "--groups.default.recipe=nvfp4"],
-    "world agrees": ["--mesh.amax_group=world", "--groups.default.recipe=nvfp4"],
-    "scope": ["--groups.default.recipe={name='fp8_rowwise', amax_scope='all'}"],
-    "fp32 results": ["--groups.default.recipe={name='fp8_current', out_dtype={fprop='fp32', dgrad='fp32'}}"],
-    "one gemm in bf16": ["--groups.default.recipe={name='nvfp4', high_precision=['dgrad']}"],
-    "dy as it is": ["--groups.default.recipe={name='mxfp8', gather_dy='high_precision'}"],
-    "weights cast at use": [
-        "--train.weight_cache=forward",
-        "--groups.default.recipe={name='fp8_current', amax_scope='all'}",
-    ],
-    "tied": ["--model.tie_embeddings=true"],
     "fsdp": ["--mesh.tp=1", "--train.micro_batch=1"],
-    "fsdp in fp32": ["--mesh.tp=1", "--train.micro_batch=1", "--train.dtype=fp32"],
+    "fsdp in fp32": [*OVER_DP, "--train.dtype=fp32"],
     "replicas that agree": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1", "--mesh.amax_group=world"],
     "replicas": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1"],
 }
+# what a layer sends over tp does not depend on other blocks; FSDP gathers the next one while a block computes
+CASES = {case: ["--model.layers=1", *options] for case, options in OVER_TP.items()} | OVER_DATA
 ON_FOUR = {
-    "fsdp and tp": ["--train.micro_batch=1", "--groups.default.recipe=fp8_delayed"],
+    "fsdp and tp": ["--train.micro_batch=2", "--groups.default.recipe=fp8_delayed"],
     "fsdp and tp in fp32": ["--train.micro_batch=1", "--train.dtype=fp32"],
     "fsdp and tp agree everywhere": [
-        "--train.micro_batch=1",
+        "--train.micro_batch=2",
         "--groups.default.recipe={name='fp8_current', amax_scope='all'}",
     ],
     "hsdp with gradients in fp8": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=2", "--mesh.grad_wire=fp8"],
@@ -232,9 +236,8 @@ class SilentWeights(Trainer):
 def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
     config = training.config(tmp_path, data, *OVER_DP)
     made = ranks(2).run(by_dp_shard, config)[0]
-    more = (
-        made + 64 * 128 // 2 * 2 * 4
-    )  # half of [64, 128] is on a rank; a byte an element more, two passes, 4 microbatches
+    # half of [64, 128] is on a rank; a byte an element more, two passes, 2 microbatches
+    more = made + 64 * 128 // 2 * 2 * 2
     told = ranks(2).run(message_of, config, SilentWeights)
     assert told[0] == told[1]
     assert f"dp_shard weights: planned {made:,} bytes, counted {more:,} (first in no single layer)" in told[0]
