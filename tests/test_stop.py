@@ -29,7 +29,7 @@ LOOP = """
 flag = stop.StopFlag(patience=1.0)
 flag.watch()
 print("ready", flush=True)
-for _ in range(30):
+for _ in range({tenths}):
     time.sleep(0.1)
     if {beats}: flag.beat()
 print(flag.requested)
@@ -37,28 +37,29 @@ print(flag.requested)
 
 
 def test_a_run_that_reaches_its_boundaries_goes_on_and_knows():
-    process = start(LOOP.format(beats=True))
+    process = start(LOOP.format(beats=True, tenths=16))
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=20) == ("True\n", "") and process.returncode == 0
 
 
 def test_a_run_that_hangs_after_sigterm_is_ended():
-    process = start(LOOP.format(beats=False))
-    began = time.monotonic()
+    process = start(LOOP.format(beats=False, tenths=100))
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
-    assert time.monotonic() - began < 2.5 and process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + signal.SIGTERM
     assert (out, err) == ("", "no step boundary within 1 s of SIGTERM, as when a peer is gone; leaving\n")
 
 
 def test_ctrl_c_ends_a_rank_without_a_word():
-    process = start(LOOP.format(beats=True))
+    process = start(LOOP.format(beats=True, tenths=16))
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20) == ("", "") and process.returncode == -signal.SIGINT
 
 
 def test_other_signals_do_not_count():
-    process = start("import signal\nsignal.signal(signal.SIGUSR1, lambda *_: None)" + LOOP.format(beats=False))
+    process = start(
+        "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: None)" + LOOP.format(beats=False, tenths=16)
+    )
     process.send_signal(signal.SIGUSR1)
     assert process.communicate(timeout=20) == ("False\n", "") and process.returncode == 0
 
