@@ -131,7 +131,9 @@ def killed(config: Config, folder: Path) -> int:
     """Rank 0 is killed once there is a new checkpoint; all are gone soon, and nothing was saved after. Its step."""
     run, before = local(folder), max(steps(config))
     run.wait_for(lambda: max(steps(config)) > before)
-    pid, saved = run.ranks()[0], steps(config)
+    pid = run.ranks()[0]
+    os.kill(pid, signal.SIGSTOP)  # so that no checkpoint is finished between the two lines that follow
+    saved = steps(config)
     os.kill(pid, signal.SIGKILL)
     code, output = run.end(15.0)  # ranks that wait for a lost peer leave after 20
     assert code == 1 and f"resuming from step {before} " in output and "done:" not in output
