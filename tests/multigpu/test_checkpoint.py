@@ -48,6 +48,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("world", "overrides"), MESHES)
 def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, world, overrides):
+    overrides = [*overrides, "--train.steps=4"]
     whole = training.config(tmp_path, data, *overrides, f"--run.dir={tmp_path}/whole")
     ranks(world).run(training.run, whole)
     parts = [training.config(tmp_path, data, *overrides, f"--run.dir={tmp_path}/parts") for _ in range(2)]
@@ -57,7 +58,7 @@ def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, world, overrides)
     assert f"resuming from step 2 ({folder(parts[1])}/step-2)" in training.said(parts[1])
     for key in ("loss", "gradient_norm", "lr", "validation_loss"):
         assert training.metrics(parts[1], key) == training.metrics(whole, key)
-    assert sorted(training.metrics(whole)) == [1, 2, 3, 4, 5, 6]
+    assert sorted(training.metrics(whole)) == [1, 2, 3, 4]
     assert ranks(world).run(equal_tensors, whole, parts[1]) == [True] * world
 
 
