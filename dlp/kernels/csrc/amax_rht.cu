@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) amax_rht_kernel(const _
     Tiles<T, RhtAmaxJob> tiles(work, shared_memory());
     uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Tiles<T, RhtAmaxJob>::kBytes);
     Maxima<T> maxima;
-    float turned_max = 0.0f;
+    Maxima<__nv_bfloat16> turned_maxima;
 
     Tile<T, RhtAmaxJob> tile;
     Octet<T> patch[kPatch];
@@ -32,13 +32,14 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) amax_rht_kernel(const _
             float v[kSixteen];
 #pragma unroll
             for (int k = 0; k < 8; ++k) v[k] = turned[k][j], v[k + 8] = turned[k][j + kHalf];
-            hadamard16(v);
-#pragma unroll
-            for (int k = 0; k < kSixteen; ++k) turned_max = fmaxf(turned_max, fabsf(v[k]));
+            Octet<__nv_bfloat16> low, high;
+            hadamard16(v, low, high);
+            turned_maxima.take(low);
+            turned_maxima.take(high);
         }
     }
     const uint32_t bits = block_max(maxima.largest(), scratch);
-    const uint32_t turned_bits = block_max(__float_as_uint(turned_max), scratch + kTileWarps);
+    const uint32_t turned_bits = block_max(turned_maxima.largest(), scratch + kTileWarps);
     if (threadIdx.x == 0) {
         raise(work.one.out, bits);
         raise(work.one.out_t, turned_bits);

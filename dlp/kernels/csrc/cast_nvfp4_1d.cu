@@ -1,19 +1,26 @@
 // NVFP4 with a scale every 16 elements of the contraction, both orientations in one read: rows as they are, columns
 // after the Hadamard transform where `rht` says so, rounded to nearest or by chance.
 //
-// Two threads share the blocks that span their patches by halves (nibbles.cuh), so that a block's maximum, its scale, its
-// transform and its random bytes stay within one thread. The multipliers that go with the 127 scales of E4M3 are made once
-// a tensor: a division a block of 16 would be a tenth of all instructions.
+// Bound by instructions, and by how many warps there are to issue them. So a thread takes one or two whole blocks at a time
+// from a strip in shared memory (strip.cuh), in 64 registers where nothing is random: a block's maximum, its scale, its
+// transform and its random bytes stay within one thread. The multipliers that go with the 127 scales of E4M3 are made once in
+// four tiles: a division a block of 16 would be a tenth of all instructions.
 #include "fp4.cuh"
-#include "nibbles.cuh"
 #include "scale_bytes.cuh"
+#include "strip.cuh"
 
 namespace dlp {
 namespace {
 
-constexpr int kBlocks = 2;     // a multiprocessor
 constexpr int kTilesEach = 4;  // of a block
+using Columns = PieceWriter<kTile / kSixteen, 2>;
 using Scales = ScaleBytes<kTile / kSixteen>;
+template <class T>
+using CastStrips = Strips<T, Nvfp4Job, kTilesEach>;
+
+// Blocks a multiprocessor: as many as registers, or tiles of fp32, allow.
+template <class T, bool kByChance>
+constexpr int kBlocks = sizeof(T) == 4 ? 2 : kByChance ? 3 : 4;
 
 // What one orientation is multiplied by, in shared memory.
 struct Scaling {
@@ -31,9 +38,12 @@ struct Scaling {
 };
 static_assert(2 * Scaling::kScales == kTileThreads, "both orientations are filled at once");
 
+// Sums of columns: of each strip of a tile.
+constexpr size_t kSums = kTileWarps * kTile * sizeof(float);
+
 template <class T, Producer kProducer>
-constexpr size_t kShared =
-    Tiles<T, Nvfp4Job, kProducer>::kBytes + NibbleWriter::kBytes + Scales::kBytes + 2 * sizeof(Scaling);
+constexpr size_t kShared = CastStrips<T>::kBytes + Columns::kBytes + Scales::kBytes + 2 * sizeof(Scaling) +
+                           (kProducer == Producer::kColumnSums ? kSums : 0);
 
 struct Block {
     uint2 codes;
@@ -54,86 +64,113 @@ struct Random {
     }
 };
 
-template <class Larger>
-__device__ float amax_of(const float (&low)[8], const float (&high)[8], Larger larger) {
-    float amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) amax = larger(amax, larger(fabsf(low[i]), fabsf(high[i])));
-    return amax;
-}
-
-// A maximum that keeps NaN tells, for nothing, whether there is one; then the block takes the long way.
-template <bool kByChance>
-__device__ Block encode_block(const float (&low)[8], const float (&high)[8], const Scaling& scaling, uint4 random) {
-    float amax = amax_of(low, high, [](float a, float b) { return max_keeping_nan(a, b); });
-    const bool has_nan = isnan(amax);
-    if (has_nan) amax = amax_of(low, high, [](float a, float b) { return fmaxf(a, b); });
+// A maximum that keeps NaN tells, for nothing, whether there is one. Then it is taken again without.
+template <bool kByChance, class T>
+__device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scaling, uint4 random) {
+    float amax = amax_keeping_nan(low, high);
+    if (isnan(amax)) {
+        Maxima<T> maxima;
+        maxima.take(low);
+        maxima.take(high);
+        amax = __uint_as_float(maxima.largest());
+        nan_to_infinity(low);
+        nan_to_infinity(high);
+    }
     const uint8_t scale = scaling.tensor.scale(amax);
     const float multiplier = scaling.multiplier[scale];
-    uint2 codes;
     if constexpr (kByChance)
-        codes = make_uint2(encode_by_chance(low, multiplier, random.x, random.y),
-                           encode_by_chance(high, multiplier, random.z, random.w));
+        return {make_uint2(encode_by_chance(low, multiplier, random.x, random.y),
+                           encode_by_chance(high, multiplier, random.z, random.w)), scale};
     else
-        codes = make_uint2(encode_nearest(low, multiplier), encode_nearest(high, multiplier));
-    if (has_nan) codes = make_uint2(mend_nan(low, codes.x), mend_nan(high, codes.y));
-    return {codes, scale};
+        return {make_uint2(encode_nearest(low, multiplier), encode_nearest(high, multiplier)), scale};
 }
 
 template <bool kByChance, class T>
-__device__ void cast_rows(Octet<T> (&patch)[kPatch], const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
+__device__ void cast_rows(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
                           const Random& random, Scales& scales) {
-    exchange_rows(patch);
-    const NibbleRowWriter writer(tile.job->codes, tile);
+    const int64_t pitch = tile.cols() / 2;
+    uint8_t* const codes = tile.job->codes + tile.row() * pitch + tile.col() / 2;
+    const bool fast = tile.whole && reinterpret_cast<uintptr_t>(codes) % 8 == 0;
+#pragma unroll 1
+    for (int j = 0; j < 2; ++j)
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        float low[8], high[8];
+        for (int i = 0; i < 2; ++i) {
+            Octet<T> low, high;
+            strips.read_block(i, j, low, high);
+            const int row = kSixteen * strips.number() + strips.row(i), block = strips.block(j);
+            uint4 bytes{};
+            if (kByChance) bytes = random.bytes(tile.row() + row, tile.col() / kSixteen + block);
+            const Block cast = encode_block<kByChance>(low, high, scaling, bytes);
+            scales.put_row(row, block, cast.scale);
+            uint8_t* const to = codes + row * pitch + 8 * block;
+            if (fast)
+                *reinterpret_cast<uint2*>(to) = cast.codes;
+            else if (tile.row() + row < tile.rows() && tile.col() + kSixteen * block < tile.cols())
+                store_bytes(to, cast.codes, 8);
+        }
+}
+
+template <bool kRht, bool kByChance, class T>
+__device__ void cast_columns(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
+                             const Random& random, Columns& columns, Scales& scales) {
+#pragma unroll 1
+    for (int j = 0; j < 2; ++j) {
+        Pair<T> pair[kSixteen];
+        strips.read_columns(j, pair);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) low[k] = patch[i][k], high[k] = patch[i + kHalf][k];
-        uint4 bytes{};
-        if (kByChance)
-            bytes = random.bytes(tile.row() + Sixteens::row() + i, tile.col() / kSixteen + Sixteens::row_block());
-        const Block block = encode_block<kByChance>(low, high, scaling, bytes);
-        writer.put(i, block.codes);
-        scales.put_row(Sixteens::row() + i, Sixteens::row_block(), block.scale);
+        for (int i = 0; i < 2; ++i) {
+            std::conditional_t<kRht, Octet<__nv_bfloat16>, Octet<T>> low, high;
+            if constexpr (kRht) {
+                float v[kSixteen];
+#pragma unroll
+                for (int k = 0; k < kSixteen; ++k) v[k] = element(to_bf16(pair[k]), i);
+                hadamard16(v, low, high);
+            } else {
+                low = column_of(pair, i), high = column_of(pair + 8, i);
+            }
+            const int column = strips.column(j) + i, block = strips.number();
+            uint4 bytes{};
+            if (kByChance) bytes = random.bytes(tile.col() + column, tile.row() / kSixteen + block);
+            const Block cast = encode_block<kByChance>(low, high, scaling, bytes);
+            columns.put(column, block, cast.codes);
+            scales.put_column(column, block, cast.scale);
+        }
     }
 }
 
-template <bool kRht, bool kByChance, class T, class U>
-__device__ void cast_columns(Octet<U> (&patch)[kPatch], const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
-                             const Random& random, NibbleWriter& columns, Scales& scales) {
-    exchange_columns(patch);
+// The sum of each column of a strip, in the order of producer.cuh: of eight rows in order, and of the eight below.
+template <class T>
+__device__ void sum_columns(const CastStrips<T>& strips, float (*sums)[kTile]) {
+#pragma unroll 1
+    for (int j = 0; j < 2; ++j) {
+        Pair<T> pair[kSixteen];
+        strips.read_columns(j, pair);
 #pragma unroll
-    for (int j = 0; j < kHalf; ++j) {
-        float v[kSixteen], low[8], high[8];
+        for (int i = 0; i < 2; ++i) {
+            float above = element(pair[0], i), below = element(pair[8], i);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) v[k] = patch[k][j], v[k + 8] = patch[k][j + kHalf];
-        if (kRht) hadamard16(v);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) low[k] = v[k], high[k] = v[k + 8];
-        uint4 bytes{};
-        if (kByChance)
-            bytes = random.bytes(tile.col() + Sixteens::column() + j, tile.row() / kSixteen + Sixteens::column_block());
-        const Block block = encode_block<kByChance>(low, high, scaling, bytes);
-        columns.put(Sixteens::column() + j, Sixteens::column_block(), block.codes);
-        scales.put_column(Sixteens::column() + j, Sixteens::column_block(), block.scale);
+            for (int k = 1; k < 8; ++k)
+                above = __fadd_rn(above, element(pair[k], i)), below = __fadd_rn(below, element(pair[k + 8], i));
+            sums[strips.number()][strips.column(j) + i] = __fadd_rn(above, below);
+        }
     }
 }
 
 template <class T, Producer kProducer, bool kRht, bool kByChance>
-__global__ void __launch_bounds__(kTileThreads, kBlocks)
+__global__ void __launch_bounds__(kTileThreads, kBlocks<T, kByChance>)
     cast_nvfp4_1d_kernel(const __grid_constant__ Work<Nvfp4Job> work, const __grid_constant__ Source source,
                          const __grid_constant__ Random random, const __grid_constant__ Random random_t) {
-    using Input = Tiles<T, Nvfp4Job, kProducer>;
-    Input tiles(work, shared_memory(), source);
-    NibbleWriter columns(shared_memory() + Input::kBytes);
-    Scales scales(shared_memory() + Input::kBytes + NibbleWriter::kBytes);
-    Scaling* scaling = reinterpret_cast<Scaling*>(shared_memory() + kShared<T, kProducer>) - 2;  // rows, columns
-    const Nvfp4Job* scaled = nullptr;                                                            // whose scaling it is
+    constexpr bool kSummed = kProducer == Producer::kColumnSums;
+    uint8_t* bytes = shared_memory();
+    CastStrips<T> strips(work, bytes);
+    Columns columns(bytes += CastStrips<T>::kBytes);
+    Scales scales(bytes += Columns::kBytes);
+    Scaling* scaling = reinterpret_cast<Scaling*>(bytes += Scales::kBytes);  // rows, columns
+    float(*sums)[kTile] = reinterpret_cast<float(*)[kTile]>(bytes += 2 * sizeof(Scaling));
+    const Nvfp4Job* scaled = nullptr;  // whose scaling it is
 
     Tile<T, Nvfp4Job> tile;
-    Octet<T> patch[kPatch];
-    while (tiles.next(tile, patch)) {
+    while (strips.next(tile)) {
         const Nvfp4Job& job = *tile.job;
         if (scaled != &job) {
             scaled = &job;
@@ -147,17 +184,12 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
             if (job.amax_out) *job.amax_out = *job.amax;
             if (job.amax_t_out) *job.amax_t_out = *job.amax_t;
         }
-        if (job.codes_t) {
-            using U = std::conditional_t<kRht, __nv_bfloat16, T>;
-            Octet<U> turned[kPatch];
-#pragma unroll
-            for (int i = 0; i < kPatch; ++i)
-                if constexpr (kRht) turned[i] = to_bf16(patch[i]);
-                else turned[i] = patch[i];
-            cast_columns<kRht, kByChance>(turned, tile, scaling[1], random_t, columns, scales);
-        }
-        if (job.codes) cast_rows<kByChance>(patch, tile, scaling[0], random, scales);
+        if (kSummed) sum_columns<T>(strips, sums);
+        if (job.codes_t) cast_columns<kRht, kByChance, T>(strips, tile, scaling[1], random_t, columns, scales);
+        if (job.codes) cast_rows<kByChance, T>(strips, tile, scaling[0], random, scales);
+        strips.fetch();
         __syncthreads();
+        if (kSummed) write_sums(source.sums, sums, tile);
         if (job.codes_t) columns.write(job.codes_t, tile);
         scales.write(job.scale, job.scale_t, tile);
         __syncthreads();

@@ -4,6 +4,8 @@
 // every product is part of the format.
 #pragma once
 
+#include <math_constants.h>
+
 #include "fp8.cuh"
 
 namespace dlp {
@@ -21,9 +23,9 @@ struct TensorScale {
         block = __fmul_rn(encode, 1.0f / 6.0f);
         decode = __frcp_rn(encode);
     }
-    // The E4M3 scale of a block.
+    // The E4M3 scale of a block; a product beyond fp32 is beyond E4M3, too.
     __device__ uint8_t scale(float block_amax) const {
-        return __nv_cvt_float_to_fp8(fminf(__fmul_rn(block_amax, block), FLT_MAX), __NV_SATFINITE, __NV_E4M3);
+        return __nv_cvt_float_to_fp8(__fmul_rn(block_amax, block), __NV_SATFINITE, __NV_E4M3);
     }
     // The multiplier into E2M1; FLT_MAX where the scale is 0.
     __device__ float multiplier(uint8_t scale) const {
@@ -32,13 +34,12 @@ struct TensorScale {
     }
 };
 
-// To nearest, ties to the even code: the least of three lines, each rounded to integers by the addition of 2^23, is the place
-// of |y| on the grid 0, 0.5, 1, 1.5, 2, 3, 4, 6: 2 |y| up to 2, |y| + 2 up to 4, and |y| / 2 + 4, which ends at 7.
+// To nearest, ties to the even code: the place of |y| on the grid 0, 0.5, 1, 1.5, 2, 3, 4, 6, with its bit of 4 flipped, in the
+// last three bits. Below 2^23 floats lie 0.5 apart, above it 1 apart, as the grid does below and above 2: so |y| + 2^23 - 2 is
+// rounded to the grid up to 4, and |y| / 2 + 2^23 beyond. The lesser of the two, and no more than the place of 6, is it.
 __device__ inline int nearest_place(float y) {
-    float last;
-    asm("fma.rn.sat.f32 %0, %1, 0f3F000000, 0fC0000000;" : "=f"(last) : "f"(y));  // y / 2 - 2, in [0, 1]
-    const float first = __fmaf_rn(y, 2.0f, 0x1p23f), middle = __fadd_rn(y, 0x1p23f + 2.0f);
-    return __vimin3_s32(__float_as_int(first), __float_as_int(middle), __float_as_int(__fadd_rn(last, 0x1p23f + 6.0f)));
+    const float fine = __fadd_rn(y, 0x1p23f - 2.0f), coarse = __fmaf_rn(y, 0.5f, 0x1p23f);
+    return __vimin3_s32(__float_as_int(fine), __float_as_int(coarse), __float_as_int(0x1p23f + 3.0f));
 }
 
 // One byte of each of four words.
@@ -48,19 +49,36 @@ __device__ uint32_t byte_of_each(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
     return __byte_perm(__byte_perm(a, b, kTwo), __byte_perm(c, d, kTwo), 0x5410);
 }
 
-// Eight values, none of them NaN, under one multiplier -> eight codes, the first in the lowest nibble.
-__device__ inline uint32_t encode_nearest(const float (&x)[8], float multiplier) {
-    uint32_t place[8], bits[8];
+// Bits of `a` where those of `mask` are 1, of `b` elsewhere.
+template <uint32_t kMask>
+__device__ uint32_t select_bits(uint32_t a, uint32_t b) {
+    uint32_t c;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(c) : "r"(a), "r"(b), "n"(kMask));
+    return c;
+}
+
+// The signs of eight values where their codes have them; the other bits mean nothing.
+__device__ inline uint32_t code_signs(const Octet<__nv_bfloat16>& x) {
+    const uint32_t low = __byte_perm(x.word[0], x.word[1], 0x7351), high = __byte_perm(x.word[2], x.word[3], 0x7351);
+    return select_bits<0x0F0F0F0Fu>(__byte_perm(low, high, 0x5410) >> 4, __byte_perm(low, high, 0x7632));
+}
+__device__ inline uint32_t code_signs(const Octet<float>& x) {
+    uint32_t bits[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        place[i] = nearest_place(fabsf(__fmul_rn(x[i], multiplier)));
-        bits[i] = __float_as_uint(x[i]);
-    }
+    for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(x[i]);
+    const uint32_t even = byte_of_each<3>(bits[0], bits[2], bits[4], bits[6]);
+    return select_bits<0x0F0F0F0Fu>(even >> 4, byte_of_each<3>(bits[1], bits[3], bits[5], bits[7]));
+}
+
+// Eight values, none of them NaN, under one multiplier -> eight codes, the first in the lowest nibble.
+template <class T>
+__device__ uint32_t encode_nearest(const Octet<T>& x, float multiplier) {
+    uint32_t place[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) place[i] = nearest_place(fabsf(__fmul_rn(x[i], multiplier)));
     const uint32_t even = byte_of_each<0>(place[0], place[2], place[4], place[6]);
     const uint32_t odd = byte_of_each<0>(place[1], place[3], place[5], place[7]);
-    const uint32_t even_sign = byte_of_each<3>(bits[0], bits[2], bits[4], bits[6]) & 0x80808080u;
-    const uint32_t odd_sign = byte_of_each<3>(bits[1], bits[3], bits[5], bits[7]) & 0x80808080u;
-    return even | odd << 4 | even_sign >> 4 | odd_sign;
+    return select_bits<0x77777777u>(select_bits<0x0F0F0F0Fu>(even, odd << 4) ^ 0x44444444u, code_signs(x));
 }
 
 // E2M1 is also the top of a half: in the half of y / 2^14, a sign is followed by 512 times the place of |y| on the grid, since
@@ -106,8 +124,8 @@ __device__ inline uint32_t pack_places(uint32_t even, uint32_t odd) {
 }
 
 // `encode_nearest` for any rounding: `places(low, high, i)` makes those of elements i and i + 2.
-template <class Places>
-__device__ uint32_t encode_by_halves(const float (&x)[8], float multiplier, Places places) {
+template <class X, class Places>
+__device__ uint32_t encode_by_halves(const X& x, float multiplier, Places places) {
     float y[8];
     if (multiplier >= 0x1p-112f) {
         multiplier = __fmul_rn(multiplier, kToHalf);
@@ -128,7 +146,8 @@ __device__ inline uint32_t encode_nearest_lean(const float (&x)[8], float multip
 }
 
 // By chance: byte i of `random` and `random_high` is element i's.
-__device__ inline uint32_t encode_by_chance(const float (&x)[8], float multiplier, uint32_t random, uint32_t random_high) {
+template <class T>
+__device__ uint32_t encode_by_chance(const Octet<T>& x, float multiplier, uint32_t random, uint32_t random_high) {
     return encode_by_halves(x, multiplier, [=](float low, float high, int i) {
         const uint32_t four = i < 4 ? random : random_high;
         return places_by_chance(low, high, (i % 2 ? four >> 8 : four) & 0x00FF00FFu);
@@ -143,10 +162,45 @@ __device__ inline uint32_t mend_nan(const float (&x)[8], uint32_t codes) {
     return codes;
 }
 
+// NaN -> +Inf, whose code is the same.
+__device__ inline void nan_to_infinity(Octet<__nv_bfloat16>& x) {
+    constexpr uint32_t kInfinity = 0x7F80;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t low = x.word[i] & 0xFFFFu, high = x.word[i] >> 16;
+        x.word[i] = ((low & 0x7FFFu) > kInfinity ? kInfinity : low) | ((high & 0x7FFFu) > kInfinity ? kInfinity : high) << 16;
+    }
+}
+__device__ inline void nan_to_infinity(Octet<float>& x) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (isnan(x[i])) x.element[i] = CUDART_INF_F;
+}
+
+// max |x| of two values, NaN where one is; pairs of bf16 keep some sign.
 __device__ inline float max_keeping_nan(float a, float b) {
     float c;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(fabsf(a)), "f"(fabsf(b)));
     return c;
+}
+__device__ inline uint32_t max_keeping_nan(uint32_t a, uint32_t b) {
+    uint32_t c;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+
+// The same of sixteen. bf16 is compared as it is, two at a time.
+__device__ inline float amax_keeping_nan(const Octet<__nv_bfloat16>& low, const Octet<__nv_bfloat16>& high) {
+    uint32_t amax = max_keeping_nan(low.word[0], high.word[0]);
+#pragma unroll
+    for (int i = 1; i < 4; ++i) amax = max_keeping_nan(amax, max_keeping_nan(low.word[i], high.word[i]));
+    return max_keeping_nan(__uint_as_float(amax << 16), __uint_as_float(amax & 0xFFFF0000u));
+}
+__device__ inline float amax_keeping_nan(const Octet<float>& low, const Octet<float>& high) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) amax = max_keeping_nan(amax, max_keeping_nan(low[i], high[i]));
+    return amax;
 }
 
 // The keys of the rounds of Philox4x32-10. The host makes them, so that they reach the device as operands.
@@ -171,10 +225,10 @@ __device__ inline uint4 philox(uint4 counter, const RoundKeys& key) {
     return counter;
 }
 
-// y = x D H16 / 4, rounded once to bf16: D flips the signs of kRhtSigns, H16 is a butterfly of strides 1, 2, 4, 8.
+// (low, high) = v D H16 / 4, rounded once to bf16: D flips the signs of kRhtSigns, H16 is a butterfly of strides 1, 2, 4, 8.
 constexpr uint32_t kRhtSigns = 0xD7E8;
 
-__device__ inline void hadamard16(float (&v)[kSixteen]) {
+__device__ inline void hadamard16(float (&v)[kSixteen], Octet<__nv_bfloat16>& low, Octet<__nv_bfloat16>& high) {
 #pragma unroll
     for (int i = 0; i < kSixteen; ++i) v[i] = kRhtSigns >> i & 1 ? -v[i] : v[i];
 #pragma unroll
@@ -189,7 +243,7 @@ __device__ inline void hadamard16(float (&v)[kSixteen]) {
 #pragma unroll
     for (int i = 0; i < kSixteen; i += 2) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(__fmul_rn(v[i], 0.25f), __fmul_rn(v[i + 1], 0.25f));
-        v[i] = __low2float(pair), v[i + 1] = __high2float(pair);
+        (i < 8 ? low : high).word[i / 2 % 4] = reinterpret_cast<const uint32_t&>(pair);
     }
 }
 

@@ -21,15 +21,6 @@ __device__ inline void exchange(uint32_t& a, uint32_t& b, int lanes) {
     b = second ? b : given;
 }
 
-// The four rows, of the patch and the one beside it, that this thread takes: row `i` is patch[i], patch[i + kHalf] then.
-template <class T>
-__device__ void exchange_rows(Octet<T> (&patch)[kPatch]) {
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i)
-#pragma unroll
-        for (int w = 0; w < Octet<T>::kWords; ++w) exchange(patch[i].bits(w), patch[i + kHalf].bits(w), kBeside);
-}
-
 // The four columns, of the patch and the one below it: column `j` is element j of patch[0..7], then j + kHalf of them.
 template <class T>
 __device__ void exchange_columns(Octet<T> (&patch)[kPatch]) {

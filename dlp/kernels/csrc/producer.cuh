@@ -104,6 +104,20 @@ struct Maker<T, Producer::kSwiglu> : AsItIs<T> {
     TileCopies<T> copies_;
 };
 
+// From the sums of each warp's columns to `to` [tiles down, cols]: added by halves.
+template <class Tile>
+__device__ void write_sums(float* to, const float (*sums)[kTile], const Tile& tile) {
+    if (threadIdx.x >= kTile || tile.col() + threadIdx.x >= tile.cols()) return;
+    float sum[kTileWarps];
+#pragma unroll
+    for (int i = 0; i < kTileWarps; ++i) sum[i] = sums[i][threadIdx.x];
+#pragma unroll
+    for (int half = kTileWarps / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int i = 0; i < half; ++i) sum[i] = __fadd_rn(sum[i], sum[i + half]);
+    to[tile.down * tile.cols() + tile.col() + threadIdx.x] = sum[0];
+}
+
 // The matrix itself; beside it the sum of each column of each tile: rows of a patch in order, then the patch below, then
 // the warps by halves. Between two calls lies a barrier.
 template <class T>
@@ -128,22 +142,10 @@ struct Maker<T, Producer::kColumnSums> : AsItIs<T> {
             to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
         }
         __syncthreads();
-        if (threadIdx.x < kTile && tile.col() + threadIdx.x < tile.cols())
-            source_.sums[tile.down * tile.cols() + tile.col() + threadIdx.x] = of_warps(threadIdx.x);
+        write_sums(source_.sums, sums_, tile);
     }
 
    private:
-    __device__ float of_warps(int column) const {
-        float sum[kTileWarps];
-#pragma unroll
-        for (int i = 0; i < kTileWarps; ++i) sum[i] = sums_[i][column];
-#pragma unroll
-        for (int half = kTileWarps / 2; half > 0; half /= 2)
-#pragma unroll
-            for (int i = 0; i < half; ++i) sum[i] = __fadd_rn(sum[i], sum[i + half]);
-        return sum[0];
-    }
-
     const Source& source_;
     float (*sums_)[kTile];
 };

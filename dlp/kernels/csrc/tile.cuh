@@ -142,10 +142,10 @@ class RowWriter {
 // kPieces pieces of 8 bytes, 16 for codes of a byte and 8 for codes of half a byte. Between the last `put` of a tile and
 // its `write`, and between that and the next `put`, lies a barrier.
 //
-// Piece g of column c is kept at g ^ (c / 8); with half bytes, neighbouring columns change places in the upper half of
-// the tile, too. So lanes that hold every eighth column write to all banks, and 8 lanes that read with 16 bytes each
+// Lanes put every kStep-th column. Piece g of column c is kept at g ^ (c / kStep); with half bytes, neighbouring columns change
+// places in every other run of 8 kStep, too. So the lanes write to all banks, and 8 lanes that read with 16 bytes each
 // cover all banks.
-template <int kPieces>
+template <int kPieces, int kStep = kPatch>
 class PieceWriter {
    public:
     static constexpr size_t kBytes = size_t(8) * kPieces * kTile;
@@ -162,24 +162,28 @@ class PieceWriter {
         constexpr int kLanes = kPieces / 2;  // a column
         const int pair = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
         uint8_t* to = codes_t + (tile.col() + first) * pitch + start + 16 * pair;
+        const auto piece = [&](int column) {
+            const int twisted = twist(column);
+            const uint4 codes = reinterpret_cast<const uint4*>(bytes_)[line(column) * kLanes + (pair ^ twisted / 2)];
+            return twisted & 1 ? make_uint4(codes.z, codes.w, codes.x, codes.y) : codes;
+        };
+        if (fast) {
 #pragma unroll
-        for (int i = 0; i < kTile; i += kTileThreads / kLanes) {
-            const int column = first + i, twisted = twist(column);
-            uint4 codes = reinterpret_cast<const uint4*>(bytes_)[line(column) * kLanes + (pair ^ twisted / 2)];
-            if (twisted & 1) codes = make_uint4(codes.z, codes.w, codes.x, codes.y);
-            if (fast) {
-                *reinterpret_cast<uint4*>(to + i * pitch) = codes;
-            } else if (tile.col() + column < tile.cols()) {
-                const int64_t left = pitch - start - 16 * pair;
-                store_bytes(to + i * pitch, make_uint2(codes.x, codes.y), left);
-                store_bytes(to + i * pitch + 8, make_uint2(codes.z, codes.w), left - 8);
-            }
+            for (int i = 0; i < kTile; i += kTileThreads / kLanes) *reinterpret_cast<uint4*>(to + i * pitch) = piece(first + i);
+            return;
+        }
+#pragma unroll 1
+        for (int i = 0; i < kTile && tile.col() + first + i < tile.cols(); i += kTileThreads / kLanes) {
+            const uint4 codes = piece(first + i);
+            const int64_t left = pitch - start - 16 * pair;
+            store_bytes(to + i * pitch, make_uint2(codes.x, codes.y), left);
+            store_bytes(to + i * pitch + 8, make_uint2(codes.z, codes.w), left - 8);
         }
     }
 
    private:
-    static __device__ int twist(int column) { return column / kPatch % kPieces; }
-    static __device__ int line(int column) { return kPieces < kAcross ? column ^ (column / (kTile / 2)) : column; }
+    static __device__ int twist(int column) { return column / kStep % kPieces; }
+    static __device__ int line(int column) { return kPieces < kAcross ? column ^ (column / (8 * kStep) & 1) : column; }
 
     uint8_t* bytes_;
 };

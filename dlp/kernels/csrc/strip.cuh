@@ -1,0 +1,145 @@
+// A 128x128 tile as eight strips of 16 rows, one a warp, for casts whose blocks of 16 elements run along rows and columns.
+//
+// A strip lies in shared memory, from where each lane reads whole blocks either way: 16 rows of two neighbouring columns, or
+// 16 neighbouring elements of a row. So lanes exchange nothing, hold little, and wait for no other warp. The rows of a strip
+// begin 16 bytes further apart than they are long: eight lanes that read 16 bytes of eight rows meet all banks.
+#pragma once
+
+#include "tile.cuh"
+
+namespace dlp {
+
+// Two neighbouring elements of a row.
+template <class T>
+using Pair = std::conditional_t<sizeof(T) == 2, uint32_t, float2>;
+
+inline __device__ float element(uint32_t pair, int i) { return __uint_as_float(i ? pair & 0xFFFF0000u : pair << 16); }
+inline __device__ float element(float2 pair, int i) { return i ? pair.y : pair.x; }
+
+inline __device__ uint32_t to_bf16(uint32_t pair) { return pair; }
+inline __device__ uint32_t to_bf16(float2 pair) {
+    const __nv_bfloat162 rounded = __floats2bfloat162_rn(pair.x, pair.y);
+    return reinterpret_cast<const uint32_t&>(rounded);
+}
+
+// Elements `i` of eight pairs, one below the other.
+inline __device__ Octet<__nv_bfloat16> column_of(const uint32_t* pair, int i) {
+    Octet<__nv_bfloat16> out;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) out.word[k] = __byte_perm(pair[2 * k], pair[2 * k + 1], i ? 0x7632 : 0x5410);
+    return out;
+}
+inline __device__ Octet<float> column_of(const float2* pair, int i) {
+    Octet<float> out;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) out.element[k] = element(pair[k], i);
+    return out;
+}
+
+// The strips of this warp in kTilesEach tiles, one after the other.
+template <class T, class Job, int kTilesEach>
+class Strips {
+   public:
+    static constexpr int kRows = 16;
+    static constexpr int kPitch = kTile * sizeof(T) + sizeof(uint4);  // bytes
+    static constexpr size_t kBytes = size_t(kPitch) * kTile;
+
+    __device__ Strips(const Work<Job>& work, uint8_t* bytes)
+        : work_(work), item_(blockIdx.x * kTilesEach), end_(min(item_ + kTilesEach, uint32_t(work.items))),
+          bytes_(bytes + number() * kRows * kPitch), ahead_(tile_at<T>(work, item_)) {
+        start();
+    }
+
+    // Hands out the next tile, whose strip can be read from then on; false after the last.
+    __device__ bool next(Tile<T, Job>& tile) {
+        if (item_ >= end_) return false;
+        tile = ahead_;
+        __pipeline_wait_prior(0);
+        __syncwarp();
+        return true;
+    }
+    // When this warp has read the strip: fetches that of the tile after.
+    __device__ void fetch() {
+        if (++item_ >= end_) return;
+        __syncwarp();
+        advance();
+        start();
+    }
+
+    // This strip among those of a tile.
+    static __device__ int number() { return threadIdx.x / 32; }
+
+    // Columns column(j) and the one after it, j < 2.
+    static __device__ int column(int j) { return kTile / 2 * j + 2 * lane(); }
+    __device__ void read_columns(int j, Pair<T> (&pair)[kRows]) const {
+        const uint8_t* from = bytes_ + column(j) * sizeof(T);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) pair[i] = *reinterpret_cast<const Pair<T>*>(from + i * kPitch);
+    }
+
+    // The block of 16 elements at row(i) of the strip and block(j) along it, i and j < 2.
+    static __device__ int row(int i) { return lane() % 8 + 8 * i; }
+    static __device__ int block(int j) { return lane() / 8 + 4 * j; }
+    __device__ void read_block(int i, int j, Octet<T>& low, Octet<T>& high) const {
+        constexpr int kVectors = Octet<T>::kVectors;
+        const uint4* from = reinterpret_cast<const uint4*>(bytes_ + row(i) * kPitch) + 2 * kVectors * block(j);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) low.set_vector(v, from[v]), high.set_vector(v, from[kVectors + v]);
+    }
+
+   private:
+    static constexpr int kElements = sizeof(uint4) / sizeof(T), kAcross = kTile / kElements;  // of a vector; vectors of a row
+    static constexpr int kStep = 32 / kAcross;                                                // rows that a warp copies at once
+
+    static __device__ int lane() { return threadIdx.x % 32; }
+
+    // Without a division, where there is one job.
+    __device__ void advance() {
+        if (work_.many) {
+            ahead_ = tile_at<T>(work_, item_);
+            return;
+        }
+        const Matrix& x = work_.one.x;
+        if (int64_t(++ahead_.across) * kTile >= x.cols) ahead_.across = 0, ++ahead_.down;
+        ahead_.whole = ahead_.row() + kTile <= x.rows && ahead_.col() + kTile <= x.cols;
+    }
+    // Starts the copy of a strip. One at an edge, or with unaligned rows, is read here.
+    __device__ void start() {
+        const Matrix x = ahead_.job->x;
+        const int64_t row = ahead_.row() + kRows * number() + lane() / kAcross;
+        const int64_t col = ahead_.col() + lane() % kAcross * kElements;
+        const T* from = static_cast<const T*>(x.data) + row * x.stride + col;
+        uint4* to = reinterpret_cast<uint4*>(bytes_ + lane() / kAcross * kPitch) + lane() % kAcross;
+        if (ahead_.whole && rows_aligned<T>(x)) {
+#pragma unroll
+            for (int i = 0; i < kRows; i += kStep) {
+                __pipeline_memcpy_async(to, from, sizeof(uint4));
+                from += kStep * x.stride, to += kStep * kPitch / sizeof(uint4);
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < kRows; i += kStep) {
+                *to = load_vector(from, row + i < x.rows ? x.cols - col : 0);
+                from += kStep * x.stride, to += kStep * kPitch / sizeof(uint4);
+            }
+        }
+        __pipeline_commit();
+    }
+    // Reads `valid` elements, the rest is 0.
+    static __device__ uint4 load_vector(const T* from, int64_t valid) {
+        using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+        constexpr int kInWord = sizeof(uint32_t) / sizeof(T);
+        uint32_t word[4] = {};
+#pragma unroll
+        for (int i = 0; i < kElements; ++i)
+            if (i < valid) word[i / kInWord] |= uint32_t(reinterpret_cast<const Bits*>(from)[i]) << i % kInWord * 16;
+        return make_uint4(word[0], word[1], word[2], word[3]);
+    }
+
+    const Work<Job>& work_;
+    uint32_t item_, end_;
+    uint8_t* bytes_;
+    Tile<T, Job> ahead_;
+};
+
+}  // namespace dlp
