@@ -122,6 +122,17 @@ def test_every_neighbourhood_of_the_grid(device, poisoned, by_chance):
     check(out, x, amaxes, "grid", drawn=drawn)
 
 
+@pytest.mark.parametrize("amax", [129, 147, 168, 210, 252])
+def test_products_are_rounded_before_the_grid(device, poisoned, amax):
+    """Hundreds of products with these amaxes miss the middle of two grid points by less than fp32 can tell."""
+    x = (torch.randn(256, 512, generator=torch.Generator().manual_seed(0)) * amax / 3).clamp(-amax, amax).bfloat16()
+    x[0, 0] = amax
+    amaxes = observed(x, False)
+    out = outputs(poisoned, x.shape, amaxes)
+    cuda_fp4.cast_nvfp4(Nvfp4Job(x.to(device), **out))
+    check(out, x, amaxes, f"amax {amax}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("data", DATA)
 def test_tiles_are_the_reference(device, poisoned, dtype, data):
