@@ -159,7 +159,7 @@ def plot(lines: Sequence[Line], file: Path) -> None:
 
     shapes = list(dict.fromkeys((line.tokens, line.k, line.n) for line in lines))
     recipes = list(dict.fromkeys(line.recipe for line in lines))
-    figure = Figure(figsize=(2.4 * len(shapes) + 2, 4.5))
+    figure = Figure(figsize=(2.4 * len(shapes) + 3, 4.5))
     axis = figure.subplots()
     for i, recipe in enumerate(recipes):
         shown = {(line.tokens, line.k, line.n): line.share for line in lines if line.recipe == recipe}
@@ -169,7 +169,7 @@ def plot(lines: Sequence[Line], file: Path) -> None:
     axis.set_xticks(range(len(shapes)), [f"{m} x {k}\n-> {n}" for m, k, n in shapes])
     axis.set_ylabel(f"device time / {BASE}")
     axis.set_title(f"One linear, forward + backward, {torch.cuda.get_device_name()}")
-    axis.legend()
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(file, dpi=120)
 
