@@ -101,8 +101,7 @@ def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1)
     see the reference."""
     scales = scales.view(torch.uint8)
     lines = len(scales) * lines_each if lines is None else lines
-    tiles = -(-lines // 128) * -(-scales.shape[1] // 4)
-    out = torch.empty(tiles * 512, dtype=torch.uint8, device=scales.device)
+    out = torch.empty(cuda_codes.swizzled_bytes(lines, scales.shape[1]), dtype=torch.uint8, device=scales.device)
     if not _has_kernel(out):
         return reference.swizzle_128x4(scales, lines, lines_each)
     cuda_codes.swizzle(scales, lines, lines_each, out)

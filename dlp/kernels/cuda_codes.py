@@ -72,13 +72,18 @@ def round_to_bf16(x: Tensor, out: Tensor) -> None:
     launch("round_to_bf16", x, words)
 
 
+def swizzled_bytes(lines: int, blocks: int) -> int:
+    """Of the tiles of 128 lines by 4 blocks that hold the scales of so many."""
+    return -(-lines // 128) * -(-blocks // 4) * 512
+
+
 def swizzle(scale: Tensor, lines: int, lines_each: int, out: Tensor) -> None:
     """Scale bytes [ceil(lines / lines_each), blocks], which may be strided -> out, the flat uint8 of as many tiles of
     128 lines by 4 blocks as hold a scale for every line."""
     blocks, byte = scale.shape[1], [torch.uint8]
     words = (
         _scales(scale, [-(-lines // lines_each), blocks]),
-        _output(out, [-(-lines // 128) * -(-blocks // 4) * 512], byte, "out"), lines, blocks, lines_each, *scale.stride(),
+        _output(out, [swizzled_bytes(lines, blocks)], byte, "out"), lines, blocks, lines_each, *scale.stride(),
     )  # fmt: skip
     launch("swizzle_scales", scale, words)
 

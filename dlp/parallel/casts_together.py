@@ -21,11 +21,8 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.amax import agree
 from dlp.kernels import ops
-from dlp.quant.quantizer import OneRead, Origin, Quantizer, ScaleSlot, one_launch, one_read
-from dlp.quant.tensor import QuantizedTensor
+from dlp.quant.quantizer import Amaxes, OneRead, Origin, Quantizer, ScaleSlot, Wanted, one_launch, one_read
 
-Operands = tuple[QuantizedTensor | None, QuantizedTensor | None]  # of a matrix, of its transpose; None: not wanted
-Amaxes = tuple[Tensor | None, Tensor | None]  # for each of the two; one tensor may serve both
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]  # that agree, the second on what the first has agreed on
 NOBODY: Groups = (None, None)
 
@@ -41,7 +38,7 @@ class Cast(NamedTuple):
     groups: tuple[Groups, Groups] = (NOBODY, NOBODY)
     slot: ScaleSlot | None = None
     at: tuple[Origin, ...] = ()
-    into: Operands = (None, None)
+    into: Wanted = (None, None)
 
     @property
     def both(self) -> OneRead | None:
@@ -55,7 +52,7 @@ class Cast(NamedTuple):
             return row.observe(self.matrix), None
         return None, None if col is None else col.observe(self.matrix.t())
 
-    def make(self, amaxes: Amaxes) -> Operands:
+    def make(self, amaxes: Amaxes) -> Wanted:
         """The operands, by agreed amaxes."""
         more: dict[str, Any] = {} if self.slot is None else {"slot": self.slot}
         both, row, col, (out, out_t) = self.both, self.row, self.col, self.into
@@ -93,7 +90,7 @@ class CastsTogether:
         self._launches: list[ops.Launches] = []
 
     @torch.no_grad()
-    def make(self, casts: Sequence[Cast]) -> list[Operands]:
+    def make(self, casts: Sequence[Cast]) -> list[Wanted]:
         """All ranks call it with casts in the same order; returns their operands, `into` where that was given."""
         batched = _by_quantizer(casts)
         self._prepare(batched)

@@ -26,11 +26,11 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import wire
 from dlp.comm.collectives import all_gather
-from dlp.parallel.casts_together import Operands
 from dlp.parallel.operands import Pair, quantize
 from dlp.parallel.runtime import in_backward
 from dlp.parallel.spec import LinearSpec
 from dlp.parallel.ways import VALUES, Way, Ways, reads, travel
+from dlp.quant.quantizer import Wanted
 from dlp.quant.tensor import SHARED, QuantizedTensor, Shape
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ShardedWeight:
         values = self.layout.shard().detach()
         return values if as_stored else values.to(self.layout.dtype)
 
-    def take(self, made: Sequence[Operands]) -> None:
+    def take(self, made: Sequence[Wanted]) -> None:
         """What the casts of `reads` have made."""
         for ways, operands in zip(self.reads, made, strict=True):
             self.mine |= {w: q for w, q in zip(ways, operands, strict=True) if w is not None and q is not None}

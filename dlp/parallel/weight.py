@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dlp.parallel.casts_together import Cast, Operands
+from dlp.parallel.casts_together import Cast
 from dlp.parallel.operands import Pair, flatten, operand_shape, unflatten, weight_casts
 from dlp.parallel.spec import LinearSpec
 from dlp.parallel.values import Values
+from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
 
 
@@ -99,7 +100,7 @@ class Sides:
         return [part for i in used for part in self.col[i * size : (i + 1) * size]]
 
 
-def _pair(made: Sequence[Operands]) -> Pair:
+def _pair(made: Sequence[Wanted]) -> Pair:
     """The operands of one weight, which one cast has made, or one each."""
     row, col = ([q for q in way if q is not None] for way in zip(*made, strict=True))
     return Pair(row[0] if row else None, col[0] if col else None)
@@ -140,7 +141,7 @@ class CastWeights:
         into = unflatten(recipe.w, self.parts, len(plain)) if self.parts else [None] * len(plain)
         return weight_casts(spec, plain, read, into)
 
-    def take(self, made: Sequence[Operands], count: int) -> None:
+    def take(self, made: Sequence[Wanted], count: int) -> None:
         """What those casts of `count` weights have made: one a weight that makes both orientations, or one for each."""
         each = len(made) // count
         self.keep([_pair(made[i : i + each]) for i in range(0, len(made), each)])

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.quantizer import ScaleSlot, SlotOptions
+from dlp.quant.quantizer import Amaxes, Operands, ScaleSlot, SlotOptions, Wanted
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-Operands = tuple[QuantizedTensor, QuantizedTensor]  # rowwise, columnwise
-Wanted = tuple[QuantizedTensor | None, QuantizedTensor | None]  # those that a batch makes
-Amaxes = tuple[Tensor | None, Tensor | None]  # of the rowwise and of the columnwise operand
 Fp8Format = Literal["HYBRID", "E4M3"]
 FP8_FORMATS = {"HYBRID": ("e4m3", "e5m2"), "E4M3": ("e4m3", "e4m3")}  # elements of x and w, of dy
 PARTS = {

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS, Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.fp8 import ELEMENTS, LANDMARKS, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import Amaxes, Operands, Wanted
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 PARTS = {

@@ -18,6 +18,11 @@ from torch import Tensor
 from dlp.kernels.ops import AMAX_ALGORITHMS, Launches, amax
 from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
 
+# Of a matrix and of its transpose, that is, rowwise and columnwise.
+Operands = tuple[QuantizedTensor, QuantizedTensor]
+Wanted = tuple[QuantizedTensor | None, QuantizedTensor | None]  # None: not wanted, or not there yet
+Amaxes = tuple[Tensor | None, Tensor | None]  # one tensor may serve both
+
 
 @dataclass(frozen=True)
 class ScaleSlot:
