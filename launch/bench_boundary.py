@@ -14,12 +14,10 @@ same casts made weight by weight. Milliseconds:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -31,6 +29,7 @@ from dlp.parallel.linear import cores
 from dlp.parallel.runtime import runtime_of
 from dlp.parallel.step import end_step
 from dlp.parallel.values import Values
+from launch.bench_files import add_files, write_files
 from launch.bench_quantize import host_us
 from launch.linear_subjects import RECIPES, Run
 
@@ -108,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_boundary", description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=[recipe for recipe in RECIPES if recipe != "bf16"])
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="file for the results")
+    add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():
         return code
@@ -120,8 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append(measure(recipe, held, options.blocks))
             show(lines[-1])
             torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    write_files(options, [asdict(line) for line in lines])
     return 0
 
 

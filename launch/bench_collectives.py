@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from dlp.parallel.wires import WIRES
 from dlp.parallel.workload import moved
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
+from launch.bench_files import add_files, write_files
 
 Run = Callable[[], Any]
 # torch's own, renamed in 2.13
@@ -243,8 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = [(8192, 8192), (8192, 4096), (2048, 4096)] if on_gpu else [(256, 256)]
     parser.add_argument("--sizes", type=sizes, nargs="+", default=default, help="tokens of all ranks x features")
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    add_files(parser)
     options = parser.parse_args(arguments)
     init_process_group("cuda" if on_gpu else "cpu")
     mesh = dlp.build_mesh(dp_shard=1, tp=dist.get_world_size())["tp"]
@@ -260,10 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append(line)
             if dist.get_rank() == 0:
                 show(line)
-    if dist.get_rank() == 0 and options.json:
-        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
-    if dist.get_rank() == 0 and options.plot:
-        plot(lines, title, options.plot)
+    if dist.get_rank() == 0:
+        write_files(options, [asdict(line) for line in lines], partial(plot, lines, title))
     shutdown()
     return 0
 

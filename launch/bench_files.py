@@ -1,4 +1,4 @@
-"""What the benchmarks of one GPU leave behind: `--json` and `--plot`."""
+"""What benchmarks leave behind: `--json`, and `--plot` where there is something to draw."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 
-def add_files(parser: argparse.ArgumentParser) -> None:
+def add_files(parser: argparse.ArgumentParser, *, draws: bool = True) -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--plot", type=Path, help="PNG for the results")
+    if draws:
+        parser.add_argument("--plot", type=Path, help="PNG for the results")
 
 
-def write_files(options: argparse.Namespace, results: Any, plot: Callable[[Path], None]) -> None:
-    """Those that were asked for."""
+def write_files(options: argparse.Namespace, results: Any, plot: Callable[[Path], None] | None = None) -> None:
+    """Those that were asked for. `plot`: None for a benchmark that draws nothing."""
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
-    if options.plot:
+    if plot is not None and options.plot:
         plot(options.plot)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import json
 import os
 import pstats
 import statistics
@@ -24,7 +23,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +32,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dlp
 from dlp.kernels import loader
+from launch.bench_files import add_files, write_files
 from launch.linear_subjects import BASE, RECIPES, TINY, Run, Subject, installed_peers
 
 LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # of FP8 recipes
@@ -195,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_host", description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--profile", metavar="RECIPE", help="list the functions of forward, too")
-    parser.add_argument("--json", type=Path)
+    add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():
         return code
@@ -208,11 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dist.destroy_process_group()
     if options.profile:
         profile(options.profile)
-    if options.json:
-        tables = {"alone": hosts, "fsdp2": fsdp2}
-        options.json.write_text(
-            json.dumps({name: [asdict(line) for line in lines] for name, lines in tables.items()}, indent=1)
-        )
+    tables = {"alone": hosts, "fsdp2": fsdp2}
+    write_files(options, {name: [asdict(line) for line in lines] for name, lines in tables.items()})
     return 0
 
 

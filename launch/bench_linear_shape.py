@@ -9,14 +9,12 @@ for the one that heats it more. A subject that fails has a row that says so.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,6 +25,7 @@ from dlp.kernels.timing import device_ms, host_ms, sustained_ms
 from dlp.kernels.tune import by_the_fastest
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMMS
+from launch.bench_files import add_files, write_files
 from launch.bench_gemm import operand
 from launch.bench_linear import Failure, Line, shape_of, show, target_of
 from launch.bench_quantize import copy_of, graph_of, replay
@@ -118,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
     parser.add_argument("--wait", action="store_true", help="get ready, and begin when a line comes in")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():
         return code
@@ -132,9 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(where(recipe, shape), flush=True)
 
     lines, failures = measure_all(shape, [*options.recipes, *peers], after)
-    if options.json:
-        results = {"lines": [asdict(line) for line in lines], "failures": [asdict(failure) for failure in failures]}
-        options.json.write_text(json.dumps(results))
+    results = {"lines": [asdict(line) for line in lines], "failures": [asdict(failure) for failure in failures]}
+    write_files(options, results)
     return 1 if failures else 0
 
 
