@@ -36,13 +36,16 @@ class Fastest(NamedTuple):
     times_ms: list[float]
 
     @property
-    def choice(self) -> int:
-        best = self.times_ms.index(min(self.times_ms))
-        return best if self.times_ms[best] < BETTER * self.times_ms[0] else 0
+    def best(self) -> int:
+        return self.times_ms.index(self.best_ms)
 
     @property
     def best_ms(self) -> float:
         return min(self.times_ms)
+
+    @property
+    def choice(self) -> int:
+        return self.best if self.best_ms < BETTER * self.times_ms[0] else 0
 
 
 def in_bursts(call: Callable[[], Tensor]) -> float:
@@ -59,41 +62,43 @@ def sustained(call: Callable[[], Tensor]) -> float:
 def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], float]) -> Fastest:
     """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts. `timed`:
     how; a candidate that wins in bursts may lose by over 10 % where clocks have settled."""
-    device, plans = torch.cuda.current_device(), gemms.plans()
+    with _other_plans() as plans:
+        call()
+        ((words, device, tuned),) = plans
+        plans[words, device, tuned] = plan = gemms.new_plan(words, device, gemms.CANDIDATES)
+        timed(call)  # the device gets as warm for the first as it will be for the others
+        times = []
+        for candidate in range(plan.candidates):
+            plan.choose(candidate)
+            times.append(timed(call))
+    return Fastest(words, times)
+
+
+@contextmanager
+def _other_plans() -> Iterator[dict[tuple[gemms.Words, int, bool], Any]]:
+    """The plans by which GEMMs run, none at first; those that there were return afterwards."""
+    plans = gemms.plans()
     kept = dict(plans)
     plans.clear()
-    call()
-    (((words, _, tuned), first),) = plans.items()
-    plan = gemms.new_plan(words, device, gemms.CANDIDATES)
-    plans[words, device, tuned] = plan
-    timed(call)  # the device gets as warm for the first as it will be for the others
-    times = []
-    for candidate in range(plan.candidates):
-        plan.choose(candidate)
-        times.append(timed(call))
-    plans.clear()
-    plans.update(kept)
-    return Fastest(words, times)
+    try:
+        yield plans
+    finally:
+        plans.clear()
+        plans.update(kept)
 
 
 @contextmanager
 def by_the_fastest(calls: Sequence[Callable[[], Tensor]]) -> Iterator[None]:
     """Inside, each of these calls, as `fastest` takes them, runs by the candidate that is the fastest in bursts."""
     each = [fastest(call, in_bursts) for call in calls]
-    best = {found.words: found.times_ms.index(found.best_ms) for found in each}
-    plans = gemms.plans()
-    kept = dict(plans)
-    plans.clear()
-    try:
+    best = {found.words: found.best for found in each}
+    with _other_plans() as plans:
         for call in calls:
             call()
         for words, device, tuned in list(plans):
             plans[words, device, tuned] = plan = gemms.new_plan(words, device, gemms.CANDIDATES)
             plan.choose(best[words])
         yield
-    finally:
-        plans.clear()
-        plans.update(kept)
 
 
 # Problems of a config
