@@ -258,8 +258,14 @@ def _as_gemms_read(parts: Parts, tile: bool) -> Parts | None:
     """Codes, and the whole memory of their scales if these lie as GEMMs read them."""
     codes, scale_inv = parts
     shape = cuda.block_scale_shape(codes.shape[0], codes.shape[1], tile=tile, gemm_layout=True)
-    as_read = (shape[1], 1) if tile else (1, shape[1])
-    return (codes, scale_inv.as_strided(shape, (shape[1], 1))) if scale_inv.stride() == as_read else None
+    return _whole(codes, scale_inv, shape, flipped=not tile)
+
+
+def _whole(codes: Tensor, scale: Tensor, shape: tuple[int, int], flipped: bool) -> Parts | None:
+    """Codes, and the whole memory, of this shape, of which the scales are a part, of its transpose if `flipped`; None where
+    they lie otherwise."""
+    lies = (1, shape[1]) if flipped else (shape[1], 1)
+    return (codes, scale.as_strided(shape, (shape[1], 1))) if scale.stride() == lies else None
 
 
 def empty_block_scales(shape: Sequence[int], tile: bool, device: torch.device) -> Tensor:
@@ -345,7 +351,7 @@ def _with_blocks_first(parts: Parts) -> Parts | None:
     """Codes, and the whole memory of their scales if these lie blocks first."""
     codes, scale = parts
     shape = cuda.mx_scale_shape(codes.shape[0], codes.shape[1], tile=False, blocks_first=True)
-    return (codes, scale.as_strided(shape, (shape[1], 1))) if scale.stride() == (1, shape[1]) else None
+    return _whole(codes, scale, shape, flipped=True)
 
 
 def empty_mx_scales(shape: Sequence[int], tile: bool, device: torch.device) -> Tensor:
