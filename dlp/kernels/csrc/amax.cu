@@ -58,8 +58,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
 
 // `out`: fp32 [out_count], what the jobs' own outputs point into; set to 0 here first.
 void amax(const Work<AmaxJob>& work, Input input, uintptr_t out, int64_t out_count, Stream stream) {
-    const size_t bytes = size_t(out_count) * sizeof(float);
-    DLP_CHECK_CUDA(cudaMemsetAsync(reinterpret_cast<void*>(out), 0, bytes, reinterpret_cast<cudaStream_t>(stream)));
+    set_zero(out, out_count * sizeof(float), stream);
     if (work.items == 0) return;
     with_input(input, [&](auto element) {
         using T = decltype(element);

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) amax_rht_kernel(const _
 // One job, whose `out` and `out_t` are neighbours; they are set to 0 here first.
 void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream) {
     DLP_CHECK_EQ(work.one.out + 1, work.one.out_t);
-    DLP_CHECK_CUDA(cudaMemsetAsync(work.one.out, 0, 2 * sizeof(float), reinterpret_cast<cudaStream_t>(stream)));
+    set_zero(reinterpret_cast<uintptr_t>(work.one.out), 2 * sizeof(float), stream);
     with_input(input, [&](auto element) {
         using T = decltype(element);
         launch_persistent<amax_rht_kernel<T>>(work.items, kTileThreads, kShared<T>, stream, work);

@@ -104,8 +104,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
 }  // namespace
 
 void rms_norm(const NormJob& job, float eps, Input input, Stream stream) {
-    if (job.amax)
-        DLP_CHECK_CUDA(cudaMemsetAsync(job.amax, 0, sizeof(float), reinterpret_cast<cudaStream_t>(stream)));
+    if (job.amax) set_zero(reinterpret_cast<uintptr_t>(job.amax), sizeof(float), stream);
     if (job.x.rows == 0) return;
     with_input(input, [&](auto element) {
         using T = decltype(element);

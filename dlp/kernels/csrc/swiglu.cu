@@ -83,8 +83,7 @@ int64_t blocks_of(const Matrix& x) { return (x.rows * ((x.cols + 7) / 8) + kChun
 }  // namespace
 
 void swiglu(const SwigluJob& job, Input input, Stream stream) {
-    if (job.amax)
-        DLP_CHECK_CUDA(cudaMemsetAsync(job.amax, 0, sizeof(float), reinterpret_cast<cudaStream_t>(stream)));
+    if (job.amax) set_zero(reinterpret_cast<uintptr_t>(job.amax), sizeof(float), stream);
     const int64_t blocks = blocks_of(job.gate);
     if (blocks == 0) return;
     with_input(input, [&](auto element) {
