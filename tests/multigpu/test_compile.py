@@ -18,15 +18,19 @@ from tests.metrics import relative_error
 HIDDEN = 32
 
 
+def options_of(recipe: str, sequence_parallel: bool) -> dict[str, Any]:
+    return {
+        "tp": worker.mesh(tp=dist.get_world_size())["tp"], "recipe": recipe, "device": worker.device(),
+        "sequence_parallel": sequence_parallel, "dtype": torch.bfloat16,
+    }  # fmt: skip
+
+
 class Mlp(nn.Module):
     """Two siblings in, one row-parallel linear out, on token shards where sequence parallel."""
 
     def __init__(self, recipe: str, sequence_parallel: bool, features: int = 64) -> None:
         super().__init__()
-        options: dict[str, Any] = {
-            "tp": worker.mesh(tp=dist.get_world_size())["tp"], "recipe": recipe, "device": worker.device(),
-            "sequence_parallel": sequence_parallel, "dtype": torch.bfloat16,
-        }  # fmt: skip
+        options = options_of(recipe, sequence_parallel)
         self.up = ColumnParallelLinear(HIDDEN, (features, features), True, **options)
         self.down = RowParallelLinear(features, HIDDEN, True, **options)
 
@@ -40,10 +44,7 @@ class FusedMlp(nn.Module):
 
     def __init__(self, recipe: str, sequence_parallel: bool, features: int = 64) -> None:
         super().__init__()
-        options: dict[str, Any] = {
-            "tp": worker.mesh(tp=dist.get_world_size())["tp"], "recipe": recipe, "device": worker.device(),
-            "sequence_parallel": sequence_parallel, "dtype": torch.bfloat16,
-        }  # fmt: skip
+        options = options_of(recipe, sequence_parallel)
         self.norm = nn.Parameter(torch.ones(HIDDEN, device=worker.device()))
         self.up = ColumnParallelLinear(HIDDEN, (features, features), True, prologue="rms_norm", **options)
         self.down = RowParallelLinear(features, HIDDEN, True, prologue="swiglu", **options)
