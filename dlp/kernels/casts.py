@@ -230,13 +230,6 @@ def _block_job(x: Tensor, row: Parts | None, col: Parts | None) -> BlockJob:
     return BlockJob(x, *(row or (None, None)), *(col or (None, None)))
 
 
-def _opened_in_blocks(x: Tensor | Produced, codes: torch.dtype, block: Block, fused: Block) -> tuple[Tensor, Words]:
-    """`opened` where kernels of these blocks make what they cast; else x itself."""
-    if isinstance(x, Tensor) or block == fused:
-        return opened(x, codes)
-    return x.value, MATRIX
-
-
 def _launch_block(kernel: Callable[..., None], tile: bool, x: Tensor, row: Parts | None, col: Parts | None) -> None:
     """Scales are written as they lie."""
     job, gemm_layout = _laid_out(x, row, col, partial(_as_gemms_read, tile=tile))
@@ -291,7 +284,7 @@ def cast_fp8_block(
     A quotient max/amax that overflows becomes the largest finite value of x's dtype.
     """
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
-    x, words = _opened_in_blocks(x, dtype, block, (1, 128))
+    x, words = opened(x, dtype, makes=block == (1, 128))
     if block not in TILE_OF or not dispatch.has_kernel(x):
         return into(out, reference.cast_fp8_block(x, block, dtype, **options))
     tile = TILE_OF[block]
@@ -310,7 +303,7 @@ def cast_fp8_block_both(
 ) -> tuple[Parts, Parts]:
     """`cast_fp8_block` of x and of x.t()."""
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
-    x, words = _opened_in_blocks(x, dtype, block, (1, 128))
+    x, words = opened(x, dtype, makes=block == (1, 128))
     if block not in TILE_OF or not dispatch.has_kernel(x):
         return both_into(outs, partial(reference.cast_fp8_block, block=block, dtype=dtype, **options), x)
     tile = TILE_OF[block]
@@ -372,7 +365,7 @@ def cast_mxfp8(
     x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None
 ) -> Parts:
     """x [rows, C] -> codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks], by scale rule "ceil" or "floor"."""
-    x, words = _opened_in_blocks(x, dtype, block, (1, 32))
+    x, words = opened(x, dtype, makes=block == (1, 32))
     if not dispatch.has_kernel(x):
         return into(out, reference.cast_mxfp8(x, block, dtype, rule=rule))
     kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule, source=words)
@@ -383,7 +376,7 @@ def cast_mxfp8_both(
     x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None
 ) -> tuple[Parts, Parts]:
     """`cast_mxfp8` of x and of x.t()."""
-    x, words = _opened_in_blocks(x, dtype, block, (1, 32))
+    x, words = opened(x, dtype, makes=block == (1, 32))
     if not dispatch.has_kernel(x):
         return both_into(outs, partial(reference.cast_mxfp8, block=block, dtype=dtype, rule=rule), x)
     kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule, source=words)

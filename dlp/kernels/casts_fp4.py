@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_fp4, dispatch, reference
-from dlp.kernels.cuda import MATRIX, Words
+from dlp.kernels.cuda import Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted, into
 from dlp.kernels.produced import Produced, opened, stored
@@ -86,13 +86,6 @@ def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words) -> 
         cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws, source=words)
 
 
-def _opened(x: Tensor | Produced, block: Block) -> tuple[Tensor, Words]:
-    """x as its kernel reads it: one of tiles makes nothing on its way."""
-    if isinstance(x, Tensor) or block != TILE:
-        return opened(x, torch.uint8)
-    return x.value, MATRIX
-
-
 def _by_reference(x: Tensor, amax: Tensor, block: Block, rht: bool, draw: Draw | None) -> Parts:
     random = None if draw is None else draw.bytes(x.shape[0], x.shape[1])
     return (*reference.cast_nvfp4(reference.rht16(x) if rht else x, amax, block, random=random), amax)
@@ -104,7 +97,7 @@ def cast_nvfp4(
 ) -> Parts:  # fmt: skip
     """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
     amax. `rht`: of rht16(x); `draw`: the random bits of stochastic rounding, None rounds to nearest."""
-    x, words = (x.value, MATRIX) if rht and isinstance(x, Produced) else _opened(x, block)
+    x, words = opened(x, torch.uint8, makes=not rht and block != TILE)
     if not _kernel_takes(x, block, rht, draw is not None):
         return into(out, _by_reference(x, amax, block, rht, draw))
     matrix, flipped = (_columns_of(x), True) if rht else dispatch.adjacent(x)
@@ -119,7 +112,7 @@ def cast_nvfp4_both(
     outs: Outs = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
-    x, words = _opened(x, block)
+    x, words = opened(x, torch.uint8, makes=block != TILE)
     if not _kernel_takes(x, block, rht, draws != (None, None)):
         row, col = outs if outs is not None else (None, None)
         made = _by_reference(x, amaxes[0], block, False, draws[0])

@@ -64,9 +64,11 @@ def stored(x: Tensor | Produced) -> Tensor:
     return x if isinstance(x, Tensor) else x.value
 
 
-def opened(x: Tensor | Produced, codes: torch.dtype | None = None) -> Source:
-    """`Produced.source`; a tensor is itself."""
-    return (x, MATRIX) if isinstance(x, Tensor) else x.source(codes)
+def opened(x: Tensor | Produced, codes: torch.dtype | None = None, *, makes: bool = True) -> Source:
+    """`Produced.source`, or where the kernel does not make what it casts the matrix itself; a tensor is itself."""
+    if isinstance(x, Tensor):
+        return x, MATRIX
+    return x.source(codes) if makes else (x.value, MATRIX)
 
 
 def _fuses(codes: torch.dtype | None, *matrices: Tensor) -> bool:
