@@ -17,12 +17,12 @@ that needs `--train.deterministic true`, since attention sums its gradients in t
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ import dlp
 from dlp.comm.mesh import shutdown, world_size
 from launch import overrides
 from launch.bench_e2e_peer import FLOAT8, Peer
+from launch.bench_files import add_files, write_files
 from launch.build import build
 from launch.config import Config, command_line, validate_world
 from launch.graph import WARM_UP, CapturedStep
@@ -169,7 +170,7 @@ def differing(results: Sequence[Result]) -> list[str]:
     return [f"{name}: losses differ between quantized and high-precision gathers" for name in names]
 
 
-def plot(results: Sequence[Result], path: str) -> None:
+def plot(results: Sequence[Result], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.6 * len(results) + 1.2), layout="constrained")
@@ -188,8 +189,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--warmup", type=int, default=4, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=10, help="steps that are")
     parser.add_argument("--where", action="store_true", help="list the kernels of a step, on a GPU")
-    parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--plot", help="PNG for the results")
+    add_files(parser)
     try:
         known, config = command_line(parser, ["--train.global_batch", str(world_size()), *arguments])
         mesh = make_mesh(config)
@@ -208,10 +208,7 @@ def main(arguments: Sequence[str]) -> None:
     problems = differing(results) if repeatable else []
     if leader:
         print("", *rows(results), *problems, sep="\n")
-        if known.json:
-            Path(known.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
-        if known.plot:
-            plot(results, known.plot)
+        write_files(known, [asdict(result) for result in results], partial(plot, results))
     shutdown()
     sys.exit(1 if problems else 0)
 

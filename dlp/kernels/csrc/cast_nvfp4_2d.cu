@@ -57,21 +57,18 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) cast_nvfp4_2d_kernel(co
             if (job.amax_t_out) *job.amax_t_out = *job.amax;
         }
         uint32_t bits = largest_bits<T, NanMagnitude<T>>(patch);
-        const bool has_nan = bits > 0x7F800000u;
-        if (has_nan) bits = largest_bits<T, Magnitude<T>>(patch);
+        if (bits > 0x7F800000u) {  // a NaN is among them
+            bits = largest_bits<T, Magnitude<T>>(patch);
+#pragma unroll
+            for (int i = 0; i < kPatch; ++i) nan_to_infinity(patch[i]);
+        }
         const uint8_t scale = tensor.scale(quad_amax(bits));
         const float multiplier = tensor.multiplier(scale);
         store_scale(tile, scale);
 
         uint32_t row[kPatch];
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            float x[8];
-#pragma unroll
-            for (int k = 0; k < 8; ++k) x[k] = patch[i][k];
-            row[i] = encode_nearest_lean(x, multiplier);
-            if (has_nan) row[i] = mend_nan(x, row[i]);
-        }
+        for (int i = 0; i < kPatch; ++i) row[i] = encode_nearest_lean(patch[i], multiplier);
         if (job.codes) {
             const NibbleRowWriter writer(job.codes, tile);
 #pragma unroll

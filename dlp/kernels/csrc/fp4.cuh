@@ -124,8 +124,8 @@ __device__ inline uint32_t pack_places(uint32_t even, uint32_t odd) {
 }
 
 // `encode_nearest` for any rounding: `places(low, high, i)` makes those of elements i and i + 2.
-template <class X, class Places>
-__device__ uint32_t encode_by_halves(const X& x, float multiplier, Places places) {
+template <class T, class Places>
+__device__ uint32_t encode_by_halves(const Octet<T>& x, float multiplier, Places places) {
     float y[8];
     if (multiplier >= 0x1p-112f) {
         multiplier = __fmul_rn(multiplier, kToHalf);
@@ -141,7 +141,8 @@ __device__ uint32_t encode_by_halves(const X& x, float multiplier, Places places
 }
 
 // The codes of `encode_nearest`, by more instructions and fewer registers.
-__device__ inline uint32_t encode_nearest_lean(const float (&x)[8], float multiplier) {
+template <class T>
+__device__ uint32_t encode_nearest_lean(const Octet<T>& x, float multiplier) {
     return encode_by_halves(x, multiplier, [](float low, float high, int) { return nearest_places(low, high); });
 }
 
@@ -154,15 +155,7 @@ __device__ uint32_t encode_by_chance(const Octet<T>& x, float multiplier, uint32
     });
 }
 
-// The codes of NaNs, which the above give no meaning, become +6.
-__device__ inline uint32_t mend_nan(const float (&x)[8], uint32_t codes) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        if (isnan(x[i])) codes = codes & ~(0xFu << 4 * i) | 7u << 4 * i;
-    return codes;
-}
-
-// NaN -> +Inf, whose code is the same.
+// NaN, of which encoding knows nothing -> +Inf, whose code is its own.
 __device__ inline void nan_to_infinity(Octet<__nv_bfloat16>& x) {
     constexpr uint32_t kInfinity = 0x7F80;
 #pragma unroll
