@@ -17,6 +17,7 @@ that needs `--train.deterministic true`, since attention sums its gradients in t
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -104,6 +105,7 @@ def measure(
 ) -> Result:
     """Build a subject, run it, and let it go again. `where`: print its kernels."""
     torch._dynamo.reset()
+    gc.collect()  # what is left of the subject before would count as memory of this one
     step = make_step(subject, config, mesh, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     micro = validate_world(config, mesh.size()).micro

@@ -171,11 +171,10 @@ def problems_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str]) -> int:
     if code := loader.load_or_explain():
         return code
+    problems = [each for each in problems_of(arguments) if each["kernel"].startswith(("cublaslt", "decode + bf16"))]
     measured: dict[str, int] = {}
     print(f"{torch.cuda.get_device_name()}: microseconds of the first candidate, of the fastest, which that is")
-    for problem in (
-        each for each in problems_of(arguments) if each["kernel"].startswith(("cublaslt", "decode + bf16"))
-    ):
+    for problem in problems:
         found = fastest(problem_call(problem), sustained)
         measured[gemms.key_of(found.words)] = found.choice
         print(f"{found.times_ms[0] * 1e3:9.1f} {found.times_ms[found.choice] * 1e3:9.1f} {found.choice:3}  "

@@ -12,9 +12,9 @@ constexpr int kTilesEach = 4;  // of a block
 template <class T>
 constexpr size_t kShared = Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes;
 
-template <class T, class M>
+template <class T>
 __device__ uint32_t largest_bits(const Octet<T> (&patch)[kPatch]) {
-    Maxima<T, M> maxima;
+    Maxima<T> maxima;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) maxima.take(patch[i]);
     return maxima.largest();
@@ -56,13 +56,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) cast_nvfp4_2d_kernel(co
             if (job.amax_out) *job.amax_out = *job.amax;
             if (job.amax_t_out) *job.amax_t_out = *job.amax;
         }
-        uint32_t bits = largest_bits<T, NanMagnitude<T>>(patch);
-        if (bits > 0x7F800000u) {  // a NaN is among them
-            bits = largest_bits<T, Magnitude<T>>(patch);
-#pragma unroll
-            for (int i = 0; i < kPatch; ++i) nan_to_infinity(patch[i]);
-        }
-        const uint8_t scale = tensor.scale(quad_amax(bits));
+        const uint8_t scale = tensor.scale(quad_amax(largest_bits(patch)));
         const float multiplier = tensor.multiplier(scale);
         store_scale(tile, scale);
 

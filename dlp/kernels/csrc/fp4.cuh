@@ -83,7 +83,8 @@ __device__ uint32_t encode_nearest(const Octet<T>& x, float multiplier) {
 
 // E2M1 is also the top of a half: in the half of y / 2^14, a sign is followed by 512 times the place of |y| on the grid, since
 // halves are denormal, evenly spaced, where the grid is. So codes are made two at a time, by integers, from halves rounded
-// toward zero: by chance, and to nearest where a kernel is short of registers.
+// toward zero: by chance, and to nearest where a kernel is short of registers. NaN becomes +6, as it should: a product that is
+// NaN has no sign, and its half loses against that of 6.
 constexpr float kToHalf = 0x1p-14f;
 constexpr uint32_t kLargestPlace = 0x0E000E00u;  // 7, twice
 
