@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8 import ELEMENTS, CurrentScaling, DelayedScaling, Fp8Tensor
-from dlp.quant.fp8_block import BLOCK, BlockScaling
+from dlp.quant.fp8_block import BlockScaling, Fp8Block
 from dlp.quant.fp8_rowwise import RowwiseScaling
 from dlp.quant.gemm import Gemm
 from dlp.quant.mxfp8 import MxScaling
@@ -160,7 +160,7 @@ def fp8_block(case: Case) -> None:
     x, expected = block_of(case), filled(case, "codes_prefix")
     assert same(ops.amax(x), one(case["amax"]))
     for tile in (False, True):
-        matrix = torch.cat([x, torch.zeros(BLOCK - 1, BLOCK, dtype=x.dtype)]) if tile else x
+        matrix = torch.cat([x, torch.zeros(Fp8Block.SIZE - 1, Fp8Block.SIZE, dtype=x.dtype)]) if tile else x
         q = quantize(BlockScaling(case["format"], tile, case["pow2"]), matrix)
         assert raw(q.payload[0]) == expected
         assert same(q.parts[1][:1, :1], floats([case["scale_inv"]])[None])

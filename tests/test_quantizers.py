@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from dlp.kernels import ops
 from dlp.kernels.reference import mx_from_block_scales
-from dlp.quant.fp8 import ELEMENTS, CurrentScaling
+from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
+from dlp.quant.fp8_codes import ELEMENTS
 from dlp.quant.fp8_rowwise import RowwiseScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling

@@ -14,40 +14,32 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.quantizer import Amaxes, Operands, ScaleSlot, SlotOptions, Wanted
+from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
+from dlp.quant.quantizer import (
+    Amaxes,
+    Operands,
+    ScaleSlot,
+    SlotOptions,
+    Wanted,
+    parts_of,
+    parts_of_both,
+    wanted_parts,
+)
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
-ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 Fp8Format = Literal["HYBRID", "E4M3"]
 FP8_FORMATS = {"HYBRID": ("e4m3", "e5m2"), "E4M3": ("e4m3", "e4m3")}  # elements of x and w, of dy
-PARTS = {
-    element: (Part("codes", dtype, rows=0, contraction=1), Part("scale_inv", torch.float32, SHARED, SHARED))
-    for element, dtype in ELEMENTS.items()
-}
-LANDMARKS = {"e4m3": (0x38, 0x7E), "e5m2": (0x3C, 0x7B)}  # the codes of 1 and of the largest value
 
 
 @dataclass(frozen=True)
-class Fp8Tensor(Format):
+class Fp8Tensor(Fp8Codes):
     """FP8 codes [rows, contraction] with one fp32 `scale_inv` []."""
 
-    element: str = "e4m3"
-
+    KIND = "fp8_tensor"
+    PARTS = codes_and(Part("scale_inv", torch.float32, SHARED, SHARED))
     transposable = True
     gemm_kind = "fp8_tensor"
     block = (0, 0)
-
-    @property
-    def name(self) -> str:
-        return f"fp8_tensor[{self.element}]"
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return PARTS[self.element]
-
-    @property
-    def landmarks(self) -> tuple[int, int]:
-        return LANDMARKS[self.element]
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         return shape, ()
@@ -62,21 +54,6 @@ class Fp8Tensor(Format):
 
 
 FORMATS = {element: Fp8Tensor(element) for element in ELEMENTS}
-
-
-def parts_of(out: QuantizedTensor | None) -> ops.Parts | None:
-    """Where a cast is to be written, if that is given."""
-    return None if out is None else out.parts
-
-
-def parts_of_both(outs: Operands | None) -> ops.Outs:
-    """The same for both orientations."""
-    return None if outs is None else (outs[0].parts, outs[1].parts)
-
-
-def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
-    """The same for each matrix of a batch."""
-    return [(parts_of(row), parts_of(col)) for row, col in outs]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Block FP8: an fp32 scale every 128 elements of the contraction, or every 128x128 tile (arXiv 2412.19437).
 
-Scales are rounded down to powers of two unless asked otherwise; decoded values are then exact in bf16. Tiles may be
-transposed, rows of 128 may not: their columnwise operand is a second quantization. Edge blocks may be partial.
+Scales are rounded down to powers of two unless asked otherwise; decoded values are then exact in bf16. Edge blocks may be
+partial.
 """
 
 from __future__ import annotations
@@ -14,43 +14,22 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS, parts_of, parts_of_both, wanted_parts
-from dlp.quant.quantizer import Amaxes, Operands, Wanted
+from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
+from dlp.quant.quantizer import Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
-
-BLOCK = 128
-PARTS = {
-    element: (Part("codes", dtype, rows=0, contraction=1), Part("scale_inv", torch.float32, rows=0, contraction=1))
-    for element, dtype in ELEMENTS.items()
-}
 
 
 @dataclass(frozen=True)
-class Fp8Block(Format):
+class Fp8Block(Fp8Blocks):
     """FP8 codes [rows, contraction], compact fp32 `scale_inv` [rows or ceil(rows/128), ceil(contraction/128)].
 
     tile: one scale a 128x128 tile instead of 1x128. power_of_two: every scale is one.
     """
 
-    element: str = "e4m3"
-    tile: bool = False
     power_of_two: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"fp8_block[{self.element}, {self.block[0]}x{self.block[1]}]"
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return PARTS[self.element]
-
-    @property
-    def block(self) -> tuple[int, int]:
-        return (BLOCK if self.tile else 1), BLOCK
-
-    @property
-    def transposable(self) -> bool:
-        return self.tile
+    KIND = "fp8_block"
+    PARTS = codes_and(Part("scale_inv", torch.float32, rows=0, contraction=1))
+    SIZE = 128
 
     @property
     def gemm_kind(self) -> str:
@@ -59,10 +38,6 @@ class Fp8Block(Format):
     @property
     def bf16_exact(self) -> bool:
         return self.power_of_two
-
-    @property
-    def landmarks(self) -> tuple[int, int]:
-        return LANDMARKS[self.element]
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         return shape, (blocks(shape[0], self.block[0]), blocks(shape[1], self.block[1]))
@@ -74,12 +49,6 @@ class Fp8Block(Format):
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale_inv = q.parts
         return ops.decode_fp8_block(codes, scale_inv, self.block, dtype)
-
-    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
-        if not self.tile:
-            return super().transpose(q)
-        codes, scale_inv = q.parts
-        return QuantizedTensor(self, (ops.transpose_codes(codes), scale_inv.t().contiguous()))
 
 
 @dataclass(frozen=True)

@@ -14,36 +14,19 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS, parts_of, parts_of_both, wanted_parts
-from dlp.quant.quantizer import Amaxes, Operands, Wanted
+from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
+from dlp.quant.quantizer import Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
-
-PARTS = {
-    element: (Part("codes", dtype, rows=0, contraction=1), Part("scale_inv", torch.float32, rows=0, contraction=SHARED))
-    for element, dtype in ELEMENTS.items()
-}
 
 
 @dataclass(frozen=True)
-class Fp8Rowwise(Format):
+class Fp8Rowwise(Fp8Codes):
     """FP8 codes [rows, contraction] with fp32 `scale_inv` [rows]."""
 
-    element: str = "e4m3"
-
+    KIND = "fp8_rowwise"
+    PARTS = codes_and(Part("scale_inv", torch.float32, rows=0, contraction=SHARED))
     gemm_kind = "fp8_rowwise"
     block = (1, 0)
-
-    @property
-    def name(self) -> str:
-        return f"fp8_rowwise[{self.element}]"
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return PARTS[self.element]
-
-    @property
-    def landmarks(self) -> tuple[int, int]:
-        return LANDMARKS[self.element]
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         return shape, shape[:1]

@@ -14,53 +14,27 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import ELEMENTS, LANDMARKS, parts_of, parts_of_both, wanted_parts
-from dlp.quant.quantizer import Amaxes, Operands, Wanted
+from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
+from dlp.quant.quantizer import Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
-
-BLOCK = 32
-PARTS = {
-    element: (Part("codes", dtype, rows=0, contraction=1), Part("scale_e8m0", torch.uint8, rows=0, contraction=1))
-    for element, dtype in ELEMENTS.items()
-}
 
 
 @dataclass(frozen=True)
-class Mxfp8(Format):
+class Mxfp8(Fp8Blocks):
     """FP8 codes [rows, contraction], compact E8M0 bytes [rows or rows/32, contraction/32]. tile: 32x32 blocks.
 
     The contraction, and the rows of tiles, are multiples of 32.
     """
 
-    element: str = "e4m3"
-    tile: bool = False
-
+    KIND = "mxfp8"
+    PARTS = codes_and(Part("scale_e8m0", torch.uint8, rows=0, contraction=1))
+    SIZE = 32
     gemm_kind = "mxfp8"
     bf16_exact = True
 
     @property
-    def name(self) -> str:
-        return f"mxfp8[{self.element}, {self.block[0]}x{self.block[1]}]"
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return PARTS[self.element]
-
-    @property
-    def block(self) -> tuple[int, int]:
-        return (BLOCK if self.tile else 1), BLOCK
-
-    @property
     def multiple(self) -> tuple[int, int]:
         return self.block
-
-    @property
-    def transposable(self) -> bool:
-        return self.tile
-
-    @property
-    def landmarks(self) -> tuple[int, int]:
-        return LANDMARKS[self.element]
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         return shape, (shape[0] // self.block[0], shape[1] // self.block[1])
@@ -72,12 +46,6 @@ class Mxfp8(Format):
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale = q.parts
         return ops.decode_mxfp8(codes, scale, self.block, dtype)
-
-    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
-        if not self.tile:
-            return super().transpose(q)
-        codes, scale = q.parts
-        return QuantizedTensor(self, (ops.transpose_codes(codes), scale.t().contiguous()))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8 import parts_of, parts_of_both, wanted_parts
-from dlp.quant.quantizer import Amaxes, Operands, Origin, Wanted
+from dlp.quant.quantizer import Amaxes, Operands, Origin, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 BLOCK = 16

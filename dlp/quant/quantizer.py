@@ -8,14 +8,14 @@ agreed value, and the reduction happens between the two, elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dlp.kernels.ops import AMAX_ALGORITHMS, Launches, amax
+from dlp.kernels import ops
 from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
 
 # Of a matrix and of its transpose, that is, rowwise and columnwise.
@@ -34,7 +34,7 @@ class ScaleSlot:
 
     def record(self, x: Tensor) -> None:
         """max |x| enters staging."""
-        self.staging.copy_(torch.maximum(self.staging, amax(x)))
+        self.staging.copy_(torch.maximum(self.staging, ops.amax(x)))
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class SlotOptions:
     def __post_init__(self) -> None:
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len must be at least 1, the step itself; got {self.amax_history_len}")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in AMAX_ALGORITHMS:
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ops.AMAX_ALGORITHMS:
             raise ValueError(
-                f"amax_compute_algo must be one of {', '.join(AMAX_ALGORITHMS)} or a function of the window of amaxes; "
+                f"amax_compute_algo must be one of {', '.join(ops.AMAX_ALGORITHMS)} or a function of the window of amaxes; "
                 f"got {self.amax_compute_algo!r}"
             )
 
@@ -109,6 +109,21 @@ class Quantizer(Protocol):
     ) -> QuantizedTensor:  # fmt: skip
         """x [rows, contraction] -> quantized, with the agreed amax, into `out` when given."""
         ...
+
+
+def parts_of(out: QuantizedTensor | None) -> ops.Parts | None:
+    """Where a cast is to be written, if that is given."""
+    return None if out is None else out.parts
+
+
+def parts_of_both(outs: Operands | None) -> ops.Outs:
+    """The same for both orientations."""
+    return None if outs is None else (outs[0].parts, outs[1].parts)
+
+
+def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
+    """The same for each matrix of a batch."""
+    return [(parts_of(row), parts_of(col)) for row, col in outs]
 
 
 def slot_options(quantizer: Quantizer) -> SlotOptions | None:
@@ -181,7 +196,7 @@ def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
     return OneRead(rowwise, columnwise) if hasattr(rowwise, "both") and pairs(columnwise) is True else None
 
 
-def one_launch(quantizer: Quantizer) -> Callable[..., Launches] | None:
+def one_launch(quantizer: Quantizer) -> Callable[..., ops.Launches] | None:
     """The attribute `batch(xs, outs, slots)` of a quantizer that has it, for matrices that `ops.has_batches`: prepares
     `cast` or `both` of all of them, into operands that exist, (of x, of x.t()), None where one is not wanted."""
     return getattr(quantizer, "batch", None)

@@ -1,0 +1,69 @@
+"""What formats with FP8 codes share: the element types, and of those with a scale a block the blocks and their transpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dlp.kernels import ops
+from dlp.quant.tensor import Format, Part, QuantizedTensor
+
+ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+LANDMARKS = {"e4m3": (0x38, 0x7E), "e5m2": (0x3C, 0x7B)}  # the codes of 1 and of the largest value
+PartsByElement = Mapping[str, tuple[Part, ...]]
+
+
+def codes_and(scale: Part) -> PartsByElement:
+    """The parts of a format: FP8 codes [rows, contraction], and this."""
+    return {element: (Part("codes", dtype, rows=0, contraction=1), scale) for element, dtype in ELEMENTS.items()}
+
+
+@dataclass(frozen=True)
+class Fp8Codes(Format):
+    """FP8 codes [rows, contraction] and a scale; a subclass says which, and what it is called."""
+
+    element: str = "e4m3"
+    KIND: ClassVar[str]
+    PARTS: ClassVar[PartsByElement]
+
+    @property
+    def name(self) -> str:
+        return f"{self.KIND}[{self.element}]"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.PARTS[self.element]
+
+    @property
+    def landmarks(self) -> tuple[int, int]:
+        return LANDMARKS[self.element]
+
+
+@dataclass(frozen=True)
+class Fp8Blocks(Fp8Codes):
+    """A scale every SIZE elements of the contraction, or (`tile`) every SIZE x SIZE elements. Tiles may be transposed,
+    rows of SIZE may not: their columnwise operand is a second quantization."""
+
+    tile: bool = False
+    SIZE: ClassVar[int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.KIND}[{self.element}, {self.block[0]}x{self.block[1]}]"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (self.SIZE if self.tile else 1), self.SIZE
+
+    @property
+    def transposable(self) -> bool:
+        return self.tile
+
+    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
+        if not self.tile:
+            return super().transpose(q)
+        codes, scale = q.parts
+        return QuantizedTensor(self, (ops.transpose_codes(codes), scale.t().contiguous()))
