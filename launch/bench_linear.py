@@ -5,14 +5,17 @@
 An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights anew: a step
 of an optimizer without its arithmetic. Inputs rotate over more than four times the L2 cache.
 
-    device     time on the device alone, of which `share` is the share of nn.Linear's: iterations are queued behind a kernel
-               that keeps it busy meanwhile, eight at a time
-    sustained  the same of a device that does not rest between them, and its share; - where the host cannot keep it busy.
+    device     time on the device alone: iterations are queued behind a kernel that keeps it busy meanwhile, eight at a time
+    fwd, bwd   the parts of `device` before the step boundary
+    sustained  `device`, of one that does not rest between iterations; - where the host cannot keep it busy.
                Clocks are lower then (`dlp.kernels.timing`), and those of FP8, which rests the larger part of its time in
                the other column, fall further
     host       with the host waiting for the device before each iteration, so that what it does counts
     gemms      the three GEMMs alone, by the algorithm that was the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the bytes that casts read and write at least, at the bandwidth of a copy
+
+Behind each time is its share of nn.Linear's. `RECIPE:fast` sums in the tensor core only (`accumulation`) in all three GEMMs;
+targets are set for the recipe's own.
 
 Shapes are tokens x in_features x out_features. Each has a process of its own (`launch.bench_linear_shape`), with all that
 is compared, so that torch.compile, which the peer needs, sees one shape and never gives up on it or makes it dynamic.
@@ -28,15 +31,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dlp.kernels import loader
 from launch.bench_files import add_files, write_files
-from launch.linear_subjects import BASE, RECIPES, SHAPES, Shape, installed_peers
+from launch.linear_subjects import ALL_FAST, BASE, RECIPES, SHAPES, Shape, installed_peers
 
 TARGETS = {  # shares of nn.Linear's device time that must be reached, by shape
     "fp8_current": (0.87, 0.60, 0.55, 0.585, 0.54),
@@ -45,23 +49,36 @@ TARGETS = {  # shares of nn.Linear's device time that must be reached, by shape
     "mxfp8": (1.35, 1.25, 1.20, 1.20, 1.20),
     "nvfp4": (1.35, 1.25, 1.20, 1.20, 1.20),
 }
-SUBJECT = "{:15} {:6} {:6} {:6}"
-HEAD = "{:15} {:>6} {:>6} {:>6} {:>8} {:>6} {:>9} {:>6} {:>8} {:>8} {:>8} {:>7}"
+SUBJECT = "{:16} {:6} {:6} {:6}"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds, or shares of nn.Linear's; None where the host could not keep the device busy."""
+
+    device: float
+    fwd: float
+    bwd: float
+    sustained: float | None
+    host: float
+
+    def shares(self, base: Times) -> Times:
+        sustained = self.sustained / base.sustained if self.sustained and base.sustained else None
+        return Times(
+            self.device / base.device, self.fwd / base.fwd, self.bwd / base.bwd, sustained, self.host / base.host
+        )
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table, times in milliseconds."""
+    """One line of the table; `gemms` and `floor` in milliseconds."""
 
     recipe: str
     tokens: int
     k: int
     n: int
-    device: float
-    share: float
-    sustained: float | None
-    sustained_share: float | None
-    host: float
+    ms: Times
+    shares: Times
     gemms: float
     floor: float
     tflops: float
@@ -93,11 +110,26 @@ def show(line: Line | Failure) -> None:
     if isinstance(line, Failure):
         print(f"{subject} FAILED: {line.why}", flush=True)
         return
-    verdict = "" if line.target is None else f"  {'ok' if line.share <= line.target else 'MISSED'} ({line.target})"
-    pair = ((line.sustained, 9), (line.sustained_share, 6))
-    sustained = " ".join(f"{'-' if value is None else f'{value:.3f}':>{width}}" for value, width in pair)
-    print(f"{subject} {line.device:8.3f} {line.share:6.3f} {sustained} {line.host:8.3f} {line.gemms:8.3f} {line.floor:8.3f}"
-          f" {line.tflops:7.0f}{verdict}", flush=True)  # fmt: skip
+    met = line.target is None or line.shares.device <= line.target
+    verdict = "" if line.target is None else f"  {'ok' if met else 'MISSED'} ({line.target})"
+    print(subject, *_times(line), f"{line.gemms:8.3f} {line.floor:8.3f} {line.tflops:7.0f}{verdict}", flush=True)
+
+
+def head() -> str:
+    """The names of the columns."""
+    names = (f"{field.name:>9} {'share':>6}" for field in fields(Times))
+    return " ".join(
+        [f"{'recipe':16} {'tokens':>6} {'in':>6} {'out':>6}", *names, f"{'gemms':>8} {'floor':>8} {'TFLOP/s':>7}"]
+    )
+
+
+def _times(line: Line) -> list[str]:
+    pairs = zip(astuple(line.ms), astuple(line.shares), strict=True)
+    return [f"{_number(ms):>9} {_number(share):>6}" for ms, share in pairs]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def command_of(shape: str, options: argparse.Namespace, file: Path) -> list[str]:
@@ -122,7 +154,7 @@ class Apart:
         ended = self._finish()
         if self._file.exists():
             found = json.loads(self._file.read_text())
-            return [Line(**line) for line in found["lines"]], [Failure(**failure) for failure in found["failures"]]
+            return [_line(line) for line in found["lines"]], [Failure(**failure) for failure in found["failures"]]
         failures = [Failure(recipe, *self._shape, ended) for recipe in self._recipes]
         for failure in failures:
             show(failure)
@@ -139,6 +171,11 @@ class Apart:
                 sys.stderr.write(said)
                 last = said.strip() or last
         return f"the process ended with {process.returncode}: {last}"
+
+
+def _line(found: dict[str, Any]) -> Line:
+    """A line as it was written."""
+    return Line(**found | {name: Times(**found[name]) for name in ("ms", "shares")})
 
 
 def measure_apart(
@@ -162,7 +199,7 @@ def plot(lines: Sequence[Line], file: Path) -> None:
     figure = Figure(figsize=(2.4 * len(shapes) + 3, 4.5))
     axis = figure.subplots()
     for i, recipe in enumerate(recipes):
-        shown = {(line.tokens, line.k, line.n): line.share for line in lines if line.recipe == recipe}
+        shown = {(line.tokens, line.k, line.n): line.shares.device for line in lines if line.recipe == recipe}
         at = [j + (i - len(recipes) / 2) * 0.8 / len(recipes) for j, shape in enumerate(shapes) if shape in shown]
         axis.bar(at, list(shown.values()), width=0.75 / len(recipes), label=recipe, align="edge")
     axis.axhline(1.0, color="black", linewidth=0.8)
@@ -178,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_linear", description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES],
                         help="tokens x in x out, as 8192x4096x4096")  # fmt: skip
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST])
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
     add_files(parser)
     options = parser.parse_args(arguments)
@@ -186,8 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"peers installed: {', '.join(installed_peers()) or 'none'}")
-    columns = ("device", "share", "sustained", "share", "host", "gemms", "floor", "TFLOP/s")
-    print("\n" + HEAD.format("recipe", "tokens", "in", "out", *columns), flush=True)
+    print("\n" + head(), flush=True)
     lines: list[Line] = []
     failures: list[Failure] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -19,17 +19,27 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-import dlp
 from dlp.kernels import loader
-from dlp.kernels.timing import device_ms, host_ms, sustained_ms
+from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
 from dlp.kernels.tune import by_the_fastest
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMMS
 from launch.bench_files import add_files, write_files
 from launch.bench_gemm import operand
-from launch.bench_linear import Failure, Line, shape_of, show, target_of
+from launch.bench_linear import Failure, Line, Times, shape_of, show, target_of
 from launch.bench_quantize import copy_of, graph_of, replay
-from launch.linear_subjects import BASE, PEERS, RECIPES, Shape, Subject, import_peers, installed_peers
+from launch.linear_subjects import (
+    ALL_FAST,
+    BASE,
+    FAST,
+    PEERS,
+    RECIPES,
+    Shape,
+    Subject,
+    import_peers,
+    installed_peers,
+    recipe_of,
+)
 from launch.where import longest_kernels
 
 # Bytes that casts move for an element of (x, dy) and of w: read in bf16, both orientations written; current scaling reads
@@ -44,7 +54,7 @@ LESS_SETTLING = 0.15  # seconds, after a load like the one that follows
 @cache
 def gemms_ms(recipe: str, shape: Shape) -> float:
     """Milliseconds of fprop, dgrad and wgrad alone, one after another, each by the fastest candidate."""
-    (tokens, k, n), of, calls = shape, dlp.recipe(recipe), list[Callable[[], Tensor]]()
+    (tokens, k, n), of, calls = shape, recipe_of(recipe), list[Callable[[], Tensor]]()
     for which, (rows, cols, contraction) in zip(GEMMS, ((tokens, n, k), (tokens, k, n), (n, k, tokens)), strict=True):
         a, b = operand(of, which, 0, rows, contraction), operand(of, which, 1, cols, contraction)
         calls.append(partial(Gemm(which, b, torch.bfloat16, options=getattr(of, which)), a))
@@ -62,24 +72,21 @@ def copied_in_ms() -> float:
 
 def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
     """`base`: the line of nn.Linear, None for itself."""
-    subject = Subject(recipe, shape)
-    tokens, k, n = shape
-    device = device_ms(subject.iteration)
-    sustained = sustained_ms(subject.iteration, settling=LESS_SETTLING)
-    host = host_ms(subject.iteration, settling=LESS_SETTLING)
-    alone = 0.0 if recipe in PEERS else gemms_ms(GEMMS_OF.get(recipe, recipe), shape)
-    per_token, per_weight = CAST_BYTES.get(recipe, (0, 0))
+    subject, plain, (tokens, k, n) = Subject(recipe, shape), recipe.removesuffix(FAST), shape
+    ms = times_of(subject)
+    alone = 0.0 if recipe in PEERS else gemms_ms(recipe.replace(plain, GEMMS_OF.get(plain, plain)), shape)
+    per_token, per_weight = CAST_BYTES.get(plain, (0, 0))
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
-    return Line(
-        recipe, tokens, k, n, device, device / (base.device if base else device), sustained,
-        share_of(sustained, base.sustained if base else sustained), host, alone, floor, 6 * tokens * k * n / device / 1e9,
-        target_of(recipe, shape),
-    )  # fmt: skip
+    shares = ms.shares(base.ms if base else ms)
+    tflops = 6 * tokens * k * n / ms.device / 1e9
+    return Line(recipe, tokens, k, n, ms, shares, alone, floor, tflops, target_of(recipe, shape))
 
 
-def share_of(ms: float | None, base: float | None) -> float | None:
-    """None where one of them could not be measured."""
-    return ms / base if ms and base else None
+def times_of(subject: Subject) -> Times:
+    device = device_ms(subject.iteration)
+    fwd, bwd, _ = parts_ms([subject.forward, subject.backward, subject.boundary], settling=LESS_SETTLING)
+    sustained = sustained_ms(subject.iteration, settling=LESS_SETTLING)
+    return Times(device, fwd, bwd, sustained, host_ms(subject.iteration, settling=LESS_SETTLING))
 
 
 def where(recipe: str, shape: Shape) -> str:
@@ -114,7 +121,7 @@ def measure_all(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_linear_shape", description=__doc__.split("\n")[0])
     parser.add_argument("shape", help="tokens x in x out, as 8192x4096x4096")
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST])
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
     parser.add_argument("--wait", action="store_true", help="get ready, and begin when a line comes in")
     add_files(parser, draws=False)

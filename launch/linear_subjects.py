@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.parallel.step import end_step
+from dlp.quant.recipe import GEMMS
 
 Run = Callable[[], None]
 Shape = tuple[int, int, int]  # tokens, in_features, out_features
 BASE = "nn.Linear"
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+FAST = ":fast"  # behind a recipe: with fast accumulation in all three GEMMs
+ALL_FAST = ("fp8_current:fast", "fp8_delayed:fast")
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 8192, 8192), (8192, 8192, 28672), (16384, 8192, 8192))
 TINY = (128, 128, 128)  # where a device has nothing to do
 
@@ -57,6 +60,12 @@ PEERS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
 }
 
 
+def recipe_of(name: str) -> dlp.Recipe:
+    """One of RECIPES, or with FAST behind it."""
+    plain = name.removesuffix(FAST)
+    return dlp.recipe(plain) if plain == name else dlp.recipe(plain, accumulation=dict.fromkeys(GEMMS, "fast"))
+
+
 def installed_peers() -> list[str]:
     return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package.split(".")[0])]
 
@@ -79,7 +88,7 @@ class Subject:
             plain = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
             self.linear: nn.Module = plain if recipe == BASE else PEERS[recipe][1](plain)
         else:
-            self.linear = nn.Sequential(dlp.Linear(k, n, recipe=recipe, device="cuda", dtype=torch.bfloat16))
+            self.linear = nn.Sequential(dlp.Linear(k, n, recipe=recipe_of(recipe), device="cuda", dtype=torch.bfloat16))
             dlp.attach(self.linear, torch.optim.SGD(self.linear.parameters()))
             self.boundary = lambda: end_step(self.linear)
         self.parameters = list(self.linear.parameters())
@@ -93,14 +102,23 @@ class Subject:
         for x, _ in self.inputs:
             x.requires_grad_()
 
-    def both(self) -> None:
-        """Forward and backward."""
-        x, dy = self.inputs[self.turn % len(self.inputs)]
+        self.y = self.dy = torch.empty(0)
+
+    def forward(self) -> None:
+        x, self.dy = self.inputs[self.turn % len(self.inputs)]
         self.turn += 1
-        self.linear(x).backward(dy)
-        x.grad = None
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.y = self.linear(x)
+
+    def backward(self) -> None:
+        """Of the last forward; gradients are computed and let go."""
+        self.y.backward(self.dy)
+        self.y = self.dy
+        for leaf in (self.inputs[(self.turn - 1) % len(self.inputs)][0], *self.parameters):
+            leaf.grad = None
+
+    def both(self) -> None:
+        self.forward()
+        self.backward()
 
     def iteration(self) -> None:
         """Forward, backward and the step boundary."""

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from dlp.kernels import loader
+from dlp.quant.recipe import GEMMS
 from launch import bench_linear, bench_linear_shape
-from launch.bench_linear import BASE, Line
-from launch.linear_subjects import Shape
+from launch.bench_linear import BASE, Line, Times
+from launch.linear_subjects import ALL_FAST, FAST, Shape, recipe_of
 
 SHAPES = ["256x128x64", "512x128x64"]
 DIES = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
@@ -25,7 +26,7 @@ KILLED = "import os, sys; print('working', file=sys.stderr, flush=True); os.kill
 
 
 def line(recipe: str, shape: Shape) -> Line:
-    return Line(recipe, *shape, 2.0, 1.0, None, None, 2.5, 1.5, 1.7, 900.0, None)
+    return Line(recipe, *shape, Times(2.0, 0.7, 1.3, None, 2.5), Times(1.0, 1.0, 1.0, None, 1.0), 1.5, 1.7, 900.0, None)
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +47,14 @@ def test_every_shape_has_a_process(
                 f"pathlib.Path({str(file)!r}).write_text({json.dumps(found)!r})"]  # fmt: skip
 
     monkeypatch.setattr(bench_linear, "command_of", command_of)
-    out = tmp_path / "out.json"
-    assert bench_linear.main(["--shapes", *SHAPES, "--json", str(out)]) == 0
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    assert bench_linear.main(["--shapes", *SHAPES, "--json", str(out), "--plot", str(picture)]) == 0
+    assert picture.exists()
     rows = [row for row in capfd.readouterr().out.splitlines() if row.startswith("row by")]
     assert len(set(rows)) == 2
     found = json.loads(out.read_text())
     assert [row["tokens"] for row in found["lines"]] == [256, 512] and found["failures"] == []
+    assert found["lines"][0]["ms"] == {"device": 2.0, "fwd": 0.7, "bwd": 1.3, "sustained": None, "host": 2.5}
 
 
 @pytest.mark.parametrize(("program", "why"), [(DIES, "ended with 3: out of luck"), (KILLED, "ended with -9: working")])
@@ -124,17 +127,37 @@ def test_without_nn_linear_there_is_nothing_to_compare_with(monkeypatch: pytest.
 
 def test_shares_are_those_of_nn_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"device_ms": 2.0, "sustained_ms": 3.0, "host_ms": 3.5}
-    monkeypatch.setattr(bench_linear_shape, "Subject", lambda recipe, shape: Namespace(iteration=None))
+    parts = Namespace(iteration=None, forward=None, backward=None, boundary=None)
+    monkeypatch.setattr(bench_linear_shape, "Subject", lambda recipe, shape: parts)
     for name, ms in times.items():
         monkeypatch.setattr(bench_linear_shape, name, lambda run, ms=ms, **_: ms)
-    monkeypatch.setattr(bench_linear_shape, "gemms_ms", lambda recipe, shape: {"bf16": 1.9, "fp8_current": 1.0}[recipe])
+    monkeypatch.setattr(bench_linear_shape, "parts_ms", lambda runs, **_: [0.5, 1.5, 0.0])
+    alone = {"bf16": 1.9, "fp8_current": 1.0, "fp8_current:fast": 0.9}
+    monkeypatch.setattr(bench_linear_shape, "gemms_ms", lambda recipe, shape: alone[recipe])
     monkeypatch.setattr(bench_linear_shape, "copied_in_ms", lambda: 1e9)
     shape = (8192, 4096, 4096)
     base = bench_linear_shape.measure(BASE, shape, None)
-    assert (base.share, base.sustained_share, base.gemms, base.floor, base.target) == (1.0, 1.0, 1.9, 1.9, None)
+    assert base.shares == Times(1.0, 1.0, 1.0, 1.0, 1.0) and (base.gemms, base.floor, base.target) == (1.9, 1.9, None)
     monkeypatch.setattr(bench_linear_shape, "device_ms", lambda run: 1.2)
+    monkeypatch.setattr(bench_linear_shape, "parts_ms", lambda runs, **_: [0.4, 0.75, 0.05])
     monkeypatch.setattr(bench_linear_shape, "sustained_ms", lambda run, **_: None)
     ours = bench_linear_shape.measure("fp8_delayed", shape, base)
-    assert (ours.share, ours.sustained, ours.sustained_share, ours.host, ours.gemms) == (0.6, None, None, 3.5, 1.0)
+    assert ours.ms == Times(1.2, 0.4, 0.75, None, 3.5) and ours.shares == Times(0.6, 0.8, 0.5, None, 1.0)
     assert ours.floor == pytest.approx(1.0 + 1.15 * 4 * (8192 * 8192 + 4096 * 4096) / 1e9) and ours.target == 0.82
+    fast = bench_linear_shape.measure("fp8_delayed:fast", shape, base)
+    assert (fast.gemms, fast.target) == (0.9, None) and fast.floor == pytest.approx(ours.floor - 0.1)
     assert bench_linear_shape.measure("torchao", shape, base).gemms == 0.0
+
+
+def test_fast_accumulates_fast_in_every_gemm() -> None:
+    for name in ALL_FAST:
+        fast, own = recipe_of(name), recipe_of(name.removesuffix(FAST))
+        assert [getattr(fast, which).fast_accumulation for which in GEMMS] == [True, True, True]
+        assert [getattr(own, which).fast_accumulation for which in GEMMS] == [True, False, False]
+
+
+def test_columns_stand_under_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_linear.show(line("fp8_delayed:fast", (16384, 8192, 28672)))
+    (row,) = capsys.readouterr().out.splitlines()
+    assert len(row) == len(bench_linear.head())
+    assert row.split()[4:] == "2.000 1.000 0.700 1.000 1.300 1.000 - - 2.500 1.000 1.500 1.700 900".split()

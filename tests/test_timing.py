@@ -65,6 +65,12 @@ def test_a_burst_waits_for_no_host(host: float, device: Played) -> None:
     assert timing.device_ms(lambda: device.work(host, 1.0)) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("host", [0.01, 1.2, 40.0])
+def test_each_part_of_a_burst_has_its_time(host: float, device: Played) -> None:
+    parts = [lambda ms=ms: device.work(host, ms) for ms in (1.0, 3.0, 0.0)]
+    assert timing.parts_ms(parts) == pytest.approx([1.0, 3.0, 0.0])
+
+
 def test_the_hosts_time_counts_where_the_device_begins_idle(device: Played) -> None:
     assert timing.host_ms(lambda: device.work(0.3, 1.0)) == pytest.approx(1.3)
 

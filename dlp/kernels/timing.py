@@ -1,6 +1,7 @@
-"""Three times of some work on one GPU, in milliseconds.
+"""Times of some work on one GPU, in milliseconds.
 
     device_ms      of the device alone: a burst, queued behind a kernel that does nothing for as long as the host needs
+    parts_ms       the same of each part of the work
     sustained_ms   of the device alone, which never rests
     host_ms        of one run that begins with an idle device, so that what the host does counts
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -27,10 +29,17 @@ AHEAD = 3  # batches of runs that are queued or running while the host queues on
 
 def device_ms(run: Run, count: int = 8, *, settling: float = SETTLING, rounds: int = ROUNDS) -> float:
     """Milliseconds of a run in a burst of `count`, at the clocks that such bursts leave."""
+    (burst,) = parts_ms([lambda: [run() for _ in range(count)]], 1, settling=settling, rounds=rounds)
+    return burst / count
+
+
+def parts_ms(parts: Sequence[Run], count: int = 8, *, settling: float = SETTLING, rounds: int = ROUNDS) -> list[float]:
+    """Milliseconds of each part of a run, which is these parts one after another, in such a burst."""
     settled = time.perf_counter() + settling
     while time.perf_counter() < settled:
-        _burst_ms(run, count)
-    return statistics.median(_burst_ms(run, count) for _ in range(rounds)) / count
+        _burst_ms(parts, count)
+    bursts = [_burst_ms(parts, count) for _ in range(rounds)]
+    return [statistics.median(times) / count for times in zip(*bursts, strict=True)]
 
 
 def sustained_ms(run: Run, count: int = 4, *, settling: float = SETTLING, rounds: int = ROUNDS) -> float | None:
@@ -69,19 +78,21 @@ def host_ms(run: Run, *, settling: float = SETTLING, rounds: int = 2 * ROUNDS + 
     return statistics.median(times)
 
 
-def _burst_ms(run: Run, count: int) -> float:
+def _burst_ms(parts: Sequence[Run], count: int) -> list[float]:
+    """Milliseconds of each part, in all `count` runs together."""
     ahead = 10_000_000  # clocks
     while True:
         torch.cuda.synchronize()
         torch.cuda._sleep(ahead)
-        start = _mark()
-        for _ in range(count):
-            run()
-        end = _mark()
-        late = start.query()  # the device had nothing to do before all was queued
-        end.synchronize()
+        marks = [_mark()]
+        for part in [*parts] * count:
+            part()
+            marks.append(_mark())
+        late = marks[0].query()  # the device had nothing to do before all was queued
+        marks[-1].synchronize()
         if not late or ahead > 2e9:
-            return start.elapsed_time(end)
+            times = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+            return [sum(times[i :: len(parts)]) for i in range(len(parts))]
         ahead *= 2
 
 
