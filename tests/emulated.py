@@ -243,7 +243,7 @@ def emulation() -> Iterator[None]:
         (loader, "load", lambda: Module), (loader, "missing", lambda: ""),
         (dispatch, "has_kernel", lambda x: x.dim() == 2 and x.dtype in cuda.INPUTS),
         (codes, "_has_kernel", lambda *tensors: all(x.is_contiguous() for x in tensors)), (codes, "ON_DEVICE", ()),
-        (ops, "has_batches", lambda x: False), (gemms, "available", lambda a, b: True), (gemms, "is_hopper", lambda x: True),
+        (ops, "has_batches", lambda x: False), (gemms, "available", lambda a: True), (gemms, "is_hopper", lambda x: True),
         (gemms, "scales_blocks", lambda device: True), (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (program, "possible", lambda x: True),

@@ -55,7 +55,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
         return gemms.finish((sums * (1 if alpha is None else alpha.double())).float(), out_dtype, bias, accumulate)
 
     monkeypatch.setattr(gemms, "product", product)
-    monkeypatch.setattr(gemms, "available", lambda a, b: a.numel() > 0 and b.numel() > 0)
+    monkeypatch.setattr(gemms, "available", lambda a: True)
     monkeypatch.setattr(gemms, "is_hopper", lambda x: False)
     monkeypatch.setattr(gemms, "is_blackwell", lambda x: True)
     return asked

@@ -70,11 +70,13 @@ class Scales(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A GEMM that is ready to run: the problem's words (csrc/cublaslt.h), addresses (csrc/bindings.cpp) and its result."""
+    """A GEMM that is ready to run: the problem's words (csrc/cublaslt.h), addresses (csrc/bindings.cpp) and its result.
+    `reads`: operands and scales, copies among them, which nothing else may take the memory of before it runs."""
 
     words: Words
     addresses: Words
     out: Tensor
+    reads: tuple[Tensor | None, ...]
 
 
 def library_names() -> list[str]:
@@ -92,9 +94,14 @@ def _module() -> ModuleType:
     return module
 
 
-def available(a: Tensor, b: Tensor) -> bool:
-    """Whether these operands can be multiplied here: on a GPU with kernels, and not empty."""
-    return a.is_cuda and not loader.missing() and a.numel() > 0 and b.numel() > 0
+def available(a: Tensor) -> bool:
+    """Whether operands like this can be multiplied here: on a GPU with kernels."""
+    return a.is_cuda and not loader.missing()
+
+
+def empty(a: Tensor, b: Tensor) -> bool:
+    """Whether there is nothing to multiply, which cuBLASLt refuses."""
+    return a.numel() == 0 or b.numel() == 0
 
 
 def device_kind(device_type: str) -> str:
@@ -143,6 +150,18 @@ def _aligned(scale: Tensor) -> Tensor:
     return scale if scale.dim() == 0 or scale.data_ptr() % ALIGNMENT == 0 else scale.clone()
 
 
+def _check_devices(a: Tensor, *others: Tensor | None) -> None:
+    """ValueError unless all lie on the device of `a`: cuBLASLt is given addresses."""
+    for other in others:
+        if other is not None and other.device != a.device:
+            raise ValueError(f"a GEMM reads {a.device} and {other.device}: move all its operands to one device")
+
+
+def tf32() -> bool:
+    """Whether torch may round fp32 operands to TF32 in GEMMs, by whichever of its settings."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -156,6 +175,7 @@ def prepare(
 
     bias [cols] in the dtype of the result is added to it; `alpha` fp32 [] multiplies the product.
     """
+    _check_devices(a, b, bias, accumulate, alpha, *(scales[:2] if scales else ()))
     (rows, contraction), cols = a.shape, b.shape[0]
     out = a.new_empty((rows, cols), dtype=out_dtype) if accumulate is None else accumulate
     a, a_stride, a_flipped = _lines(a)
@@ -173,9 +193,9 @@ def prepare(
         contraction, a_stride, b_stride, out.stride(0), a_flipped, b_flipped,
         scales.a_mode if scales else NONE, scales.b_mode if scales else NONE,
         int(accumulate is not None), int(alpha is not None), int(how.fast_accumulation),
-        int(a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32), how.sms, anywhere & -anywhere,
+        int(a.dtype == torch.float32 and tf32()), how.sms, anywhere & -anywhere,
     )  # fmt: skip
-    return Job(words, at, out)
+    return Job(words, at, out, (a, b, a_scale, b_scale))
 
 
 @functools.cache
@@ -324,6 +344,11 @@ def _takes_output(out: Tensor) -> bool:
     stride, step = out.stride()
     aligned = (4 * stride | out.data_ptr()) % ALIGNMENT == 0
     return out.dtype == torch.float32 and step == 1 and stride >= out.shape[1] and aligned
+
+
+def of_nothing(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:
+    """`product` where an operand is empty: sums of nothing."""
+    return finish(torch.zeros(a.shape[0], b.shape[0], device=a.device), out_dtype, bias, accumulate)
 
 
 def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:

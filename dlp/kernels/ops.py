@@ -121,12 +121,28 @@ def gemm_hp(
     Raises ValueError when the contractions differ.
     """
     _check_contraction(a, b)
-    result = out_dtype if accumulate is None else accumulate.dtype
-    if gemms.available(a, b) and a.dtype == b.dtype and result in (a.dtype, torch.float32):
-        return gemms.product(a, b, out_dtype, bias=bias, accumulate=accumulate, alpha=alpha, how=how)
+    if gemms.empty(a, b):
+        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
+    if gemms.available(a):
+        return _by_cublaslt(a, b, out_dtype, bias, accumulate, alpha, how)
     wide = out_dtype if bias is None and accumulate is None and alpha is None else torch.float32
     product = reference.gemm_hp(a, b, wide)
     return finish(product if alpha is None else product * alpha, out_dtype, bias, accumulate)
+
+
+def _by_cublaslt(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None, alpha: Tensor | None,
+    how: How,
+) -> Tensor:  # fmt: skip
+    """`gemm_hp` on a GPU. Operands of two dtypes are multiplied in the wider one; a result that is neither in theirs nor in
+    fp32 is rounded apart."""
+    if a.dtype != b.dtype:
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(dtype), b.to(dtype)
+    result = out_dtype if accumulate is None else accumulate.dtype
+    if result in (a.dtype, torch.float32):
+        return gemms.product(a, b, out_dtype, bias=bias, accumulate=accumulate, alpha=alpha, how=how)
+    return finish(gemms.product(a, b, torch.float32, alpha=alpha, how=how), out_dtype, bias, accumulate)
 
 
 def _pad_to_16(codes: Tensor) -> Tensor:
@@ -157,7 +173,9 @@ def gemm_fp8_tensor(
     On CUDA sizes that are not multiples of 16 are zero-padded; E5M2 times E5M2 is refused there (no such unit).
     """
     _check_contraction(a, b)
-    if gemms.available(a, b):
+    if gemms.empty(a, b):
+        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
+    if gemms.available(a):
         scales = Scales(a_scale_inv, b_scale_inv)
         return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
     if not a.is_cuda:
@@ -177,9 +195,11 @@ def gemm_fp8_rowwise(
     applied to the fp32 result. E5M2 times E5M2 is refused there.
     """
     _check_contraction(a, b)
+    if gemms.empty(a, b):
+        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
     if not a.is_cuda:
         return finish(reference.gemm_fp8_rowwise(a, b, a_scale_inv, b_scale_inv), out_dtype, bias, accumulate)
-    if gemms.available(a, b) and gemms.is_hopper(a):
+    if gemms.available(a) and gemms.is_hopper(a):
         scales = Scales(a_scale_inv, b_scale_inv, ROWWISE, ROWWISE)
         return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
     one = gemms.one(a.device)
@@ -200,13 +220,15 @@ def gemm_fp8_block(
     refuses with ValueError unless `how` allows it.
     """
     _check_contraction(a, b)
-    if gemms.available(a, b) and gemms.is_hopper(a):
+    if gemms.empty(a, b):
+        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
+    if gemms.available(a) and gemms.is_hopper(a):
         tiled = a_block[0] > 1, b_block[0] > 1
         layouts = gemms.block_scales(a_scale_inv, tiled[0]), gemms.block_scales(b_scale_inv, tiled[1])
         modes = [BLOCK_2D if tile else BLOCK_1D for tile in tiled]
         scales = Scales(layouts[0], layouts[1], modes[0], modes[1])
         return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
-    if power_of_two and gemms.available(a, b) and gemms.is_blackwell(a):
+    if power_of_two and gemms.available(a) and gemms.is_blackwell(a):
         bytes_of = [reference.mx_from_block_scales(scale, a.shape[1]) for scale in (a_scale_inv, b_scale_inv)]
         scales = _block_scales(a, b, bytes_of[0], bytes_of[1], a_block, b_block, MX_BLOCKS)
         return gemms.product_blocks(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
@@ -246,7 +268,9 @@ def gemm_mxfp8(
     """MXFP8 GEMM with compact E8M0 bytes: codes a [rows, C], b [cols, C], blocks (1 or 32, 32) -> [rows, cols]. By
     Blackwell's units, or on decoded values."""
     _check_contraction(a, b)
-    if gemms.available(a, b) and gemms.is_blackwell(a):
+    if gemms.empty(a, b):
+        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
+    if gemms.available(a) and gemms.is_blackwell(a):
         scales = _block_scales(a, b, a_scale, b_scale, a_block, b_block, MX_BLOCKS)
         return gemms.product_blocks(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
     if a.is_cuda:
@@ -265,7 +289,9 @@ def gemm_nvfp4(
     """NVFP4 GEMM: packed codes a [rows, C/2], b [cols, C/2], compact E4M3 scales, tensor amaxes, blocks (1 or 16, 16)
     -> [rows, cols]; the amaxes are applied to the fp32 accumulator. By Blackwell's units, or on decoded values."""
     _check_contraction(a, b)
-    if gemms.available(a, b) and gemms.is_blackwell(a):
+    if gemms.empty(a, b):
+        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
+    if gemms.available(a) and gemms.is_blackwell(a):
         scales, alpha = (
             _block_scales(a, b, a_scale, b_scale, a_block, b_block, NVFP4_BLOCKS),
             nvfp4_alpha(a_amax, b_amax),

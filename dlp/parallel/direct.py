@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from dlp.kernels import program
+from dlp.kernels import gemms, program
 from dlp.kernels.program import ALIGNMENT, NotPlain, Program
 from dlp.parallel import fit
 from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, to_save, waits
@@ -34,6 +34,7 @@ DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
 X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
 LIMIT = 64  # a layer whose shapes vary without end runs without programs
 SEEN = "seen once"
+ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 Run = Callable[[], list[Tensor]]
 Key = tuple[Any, ...]
 
@@ -122,6 +123,16 @@ class Call:
         return found
 
 
+def _check(spec: LinearSpec, given: Sequence[Any]) -> None:
+    """ValueError for x in a dtype that nothing computes in, and for tensors that do not lie where x does."""
+    x = given[0]
+    if x.dtype not in ACTIVATIONS:
+        raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
+    elsewhere = [other.device for other in given if other is not None and other.device != x.device]
+    if elsewhere:
+        raise ValueError(f"{spec.name}: x lies on {x.device} and its parameters on {elsewhere[0]}: move one of them")
+
+
 def call_of(
     spec: LinearSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any], sides: Sides | None
 ) -> Call:
@@ -131,12 +142,13 @@ def call_of(
     else:
         calls, like = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
     x = inputs[0]
-    tf32 = x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = x.dtype is torch.float32 and gemms.tf32()
     key = (spec, record, x.requires_grad, *_like(x), *like, tf32, spec.runtime.by_regions)
     if len(inputs) > 1:
         key += (inputs[1].requires_grad, *_like(inputs[1]))
     found: Call | None = calls.get(key)
     if found is None:
+        _check(spec, (*inputs, *(parameters if sides is None else ())))
         found = Call(spec, record, inputs, parameters)
         if len(calls) < LIMIT:
             calls[key] = found

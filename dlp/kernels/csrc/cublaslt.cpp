@@ -5,6 +5,7 @@
 
 #include <array>
 #include <map>
+#include <mutex>
 
 #include "check.h"
 
@@ -134,6 +135,7 @@ struct GemmPlan::State {
     std::vector<Candidate> candidates;
     size_t chosen = 0;
     size_t workspace_bytes = 0;
+    std::mutex running;  // pointers of scales and bias are set in `desc`, which all layers of one shape share
     bool scaled_a = false, scaled_b = false, biased = false, device_alpha = false;
     float beta = 0.0f;
 
@@ -211,6 +213,7 @@ void GemmPlan::choose(int candidate) {
 void GemmPlan::run(const GemmPointers& pointers, void* workspace, uintptr_t stream) {
     State& plan = *state_;
     DLP_CHECK_LT(plan.chosen, plan.candidates.size());
+    const std::lock_guard<std::mutex> alone(plan.running);
     if (plan.scaled_a) set(plan.desc, kScalePointerA, pointers.b_scale);
     if (plan.scaled_b) set(plan.desc, kScalePointerB, pointers.a_scale);
     if (plan.biased) set(plan.desc, kBiasPointer, pointers.bias);

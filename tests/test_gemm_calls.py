@@ -1,0 +1,145 @@
+"""What layers and recipes ask of cuBLASLt, read off the plans of an emulated device, and what is refused. No ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import dlp
+from dlp.kernels import gemms, ops, reference
+from dlp.kernels.ops import How
+from dlp.quant.gemm import Gemm
+from dlp.quant.recipe import GEMMS
+from tests.emulated import emulated  # noqa: F401
+from tests.quantizers import every_recipe, matrix
+from tests.test_gemms import operands
+
+M, N, K = 64, 128, 256
+SIZES = {(M, N, K): "fprop", (M, K, N): "dgrad", (N, K, M): "wgrad"}
+FAST, SMS = 16, 18  # places among the words of a problem, see csrc/cublaslt.h
+SPLIT_BUT_FPROP = {"fprop": 1, "dgrad": 0, "wgrad": 0}
+
+
+def planned(recipe: dlp.Recipe) -> dict[str, tuple[gemms.Words, bool]]:
+    """The words of each GEMM that a linear of this recipe has run, and whether a measured choice was allowed."""
+    linear = dlp.Linear(K, N, recipe=recipe, dtype=torch.bfloat16)
+    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
+    linear(x).sum().backward()
+    return {SIZES[words[4:7]]: (words, tuned) for words, _, tuned in gemms.plans()}
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("recipe", "options", "fast"),
+    [
+        ("bf16", {}, {"fprop": 0, "dgrad": 0, "wgrad": 0}),
+        ("fp8_current", {}, SPLIT_BUT_FPROP),
+        ("fp8_delayed", {}, SPLIT_BUT_FPROP),
+        ("fp8_block", {}, {"fprop": 0, "dgrad": 0, "wgrad": 0}),
+        ("fp8_current", {"accumulation": dict.fromkeys(GEMMS, "fast")}, {"fprop": 1, "dgrad": 1, "wgrad": 1}),
+        ("fp8_delayed", {"accumulation": {"fprop": "split", "wgrad": "fast"}}, {"fprop": 0, "dgrad": 0, "wgrad": 1}),
+    ],
+    ids=str,
+)
+def test_the_recipe_says_how_each_gemm_accumulates(recipe: str, options: dict[str, Any], fast: dict[str, int]):
+    found = planned(dlp.recipe(recipe, **options))
+    assert {which: words[FAST] for which, (words, _) in found.items()} == fast
+    assert all(tuned for _, tuned in found.values())
+
+
+@pytest.mark.usefixtures("emulated")
+def test_the_recipe_declines_measured_choices():
+    found = planned(dlp.recipe("fp8_current", tuned=False))
+    assert set(found) == set(GEMMS) and not any(tuned for _, tuned in found.values())
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_gemm_may_be_limited_to_some_multiprocessors():
+    a, b = operands(dlp.recipe("fp8_current"), "fprop", matrix(0, 32, 64), matrix(1, 48, 64))
+    for sms in (0, 64):
+        Gemm("fprop", b, torch.bfloat16, sms=sms)(a)
+    assert sorted(words[SMS] for words, _, _ in gemms.plans()) == [0, 64]
+
+
+@pytest.mark.parametrize("on", ["cpu", "emulated"])
+@every_recipe
+@pytest.mark.parametrize("which", GEMMS)
+def test_a_product_of_nothing_is_zero(recipe: dlp.Recipe, which: str, on: str, request: pytest.FixtureRequest):
+    full = [matrix(seed, 64, 128) for seed in range(2)]
+    if recipe.operands(which)[0].format.basis:
+        return  # there are transforms of whole blocks only
+    a, b = operands(recipe, which, *full)
+    none = operands(recipe, which, full[0][:0], full[1])[0]
+    if on == "emulated":
+        request.getfixturevalue("emulated")
+    bias, into = torch.randn(64), torch.ones(0, 64)
+    assert Gemm(which, b, torch.bfloat16, options=getattr(recipe, which))(none).shape == (0, 64)
+    assert Gemm(which, b, torch.float32, accumulate=into)(none) is into
+    nothing = [type(q)(q.format, tuple(part[..., :0] if part.dim() == 2 else part for part in q.parts)) for q in (a, b)]
+    made = Gemm(which, nothing[1], torch.float32, bias=bias)(nothing[0])
+    assert torch.equal(made, bias.expand(64, 64))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_other_dtypes_are_multiplied_by_cublaslt_too(monkeypatch: pytest.MonkeyPatch):
+    """A result that is neither fp32 nor in the operands' dtype, and operands of two dtypes."""
+    monkeypatch.setattr(reference, "gemm_hp", lambda *_: pytest.fail("the reference multiplied"))
+    a, b = torch.randn(32, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    product = a.float() @ b.float().t()
+    assert torch.equal(ops.gemm_hp(a, b, out_dtype=torch.float16), product.half())
+    assert torch.equal(ops.gemm_hp(a, b.float(), out_dtype=torch.bfloat16), product.bfloat16())
+    assert all(words[2] in (words[0], gemms.TYPES[torch.float32]) for words, _, _ in gemms.plans()), "cuBLASLt has none"
+
+
+def test_the_reference_runs_on_a_gpu_only_where_that_was_allowed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    operand: Any = SimpleNamespace(is_cuda=True, device=None)
+    with pytest.raises(ValueError, match="some GPU has no kernel for this GEMM"):
+        ops.check_reference(operand, How())
+    ops.check_reference(operand, How(allow_reference=True))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_operands_lie_on_one_device():
+    a, b = torch.randn(32, 64), torch.randn(48, 64)
+    for bad in ({"bias": torch.empty(48, device="meta")}, {"accumulate": torch.empty(32, 48, device="meta")}):
+        with pytest.raises(ValueError, match="a GEMM reads cpu and meta: move all its operands to one device"):
+            gemms.prepare(a, b, torch.float32, **bad)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_current", "fp8_block"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+def test_a_layer_refuses_what_nothing_computes_in(name: str, dtype: torch.dtype):
+    linear = dlp.Linear(64, 64, recipe=name)
+    with pytest.raises(ValueError, match=rf"x must be bf16, fp16 or fp32; got {dtype}: convert it before the layer"):
+        linear(torch.ones(32, 64, dtype=dtype))
+
+
+def test_a_layer_refuses_tensors_that_lie_elsewhere():
+    linear = dlp.Linear(64, 64, recipe="fp8_current")
+    with pytest.raises(ValueError, match="x lies on meta and its parameters on cpu: move one of them"):
+        linear(torch.ones(32, 64, device="meta"))
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_torchs_newer_setting_of_tf32_is_read(precision: str):
+    """`allow_tf32` raises once this has been set."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = precision
+        dlp.Linear(64, 64, recipe="fp8_current")(torch.randn(32, 64))
+        assert gemms.tf32() == (precision == "tf32")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_torchs_older_setting_of_tf32_is_read():
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert gemms.tf32()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert not gemms.tf32()
