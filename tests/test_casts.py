@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import casts, cuda, dispatch, loader, ops
+from dlp.kernels import casts, casts_fp4, cuda, dispatch, loader, ops
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel import casts_together, notes, operands
 from dlp.parallel.style import STYLES
+from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, cast_op, needs_origin, one_launch, one_read, slot_options
 from dlp.quant.recipe import load
 from tests.gpu.batched import BATCHED, check_batch
@@ -226,6 +227,15 @@ def test_what_has_kernels_is_named(monkeypatch):
     for quantizer in QUANTIZERS:
         assert bool(cast_op(quantizer)) == (quantizer != KeepHighPrecision())
         assert cast_op(quantizer) in ("", *casts.WITH_KERNELS)
+
+
+@pytest.mark.parametrize("tile", [False, True])
+@pytest.mark.parametrize("rht", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_cast_of_nvfp4_is_named_where_its_kernel_takes_it(tile, rht, stochastic, played):
+    quantizer = Nvfp4Scaling(tile, rht, stochastic)
+    takes = casts_fp4._kernel_takes(torch.ones(16, 16), quantizer.format.block, rht, stochastic)
+    assert bool(cast_op(quantizer)) == takes
 
 
 def test_a_build_that_fails_is_not_passed_over(monkeypatch):

@@ -118,6 +118,17 @@ def test_a_layer_refuses_what_nothing_computes_in(name: str, dtype: torch.dtype)
         linear(torch.ones(32, 64, dtype=dtype))
 
 
+@pytest.mark.usefixtures("emulated")
+def test_casts_of_fp16_are_in_the_plan_of_a_gpu():
+    for recipe, notes in (("bf16", 0), ("fp8_current", 1)):
+        linear = dlp.Linear(64, 64, recipe=recipe, dtype=torch.float16)
+        linear(torch.ones(32, 64, dtype=torch.float16))
+        found = [
+            note for note in linear.core.spec.runtime.noted if "casts of fp16 run the plain-torch reference" in note
+        ]
+        assert len(found) == notes
+
+
 def test_a_layer_refuses_tensors_that_lie_elsewhere():
     linear = dlp.Linear(64, 64, recipe="fp8_current")
     with pytest.raises(ValueError, match="x lies on meta and its parameters on cpu: move one of them"):

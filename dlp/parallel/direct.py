@@ -131,6 +131,8 @@ def _check(spec: LinearSpec, given: Sequence[Any]) -> None:
     elsewhere = [other.device for other in given if other is not None and other.device != x.device]
     if elsewhere:
         raise ValueError(f"{spec.name}: x lies on {x.device} and its parameters on {elsewhere[0]}: move one of them")
+    if gemms.available(x) and x.dtype == torch.float16 and any(map(runs_op, fit.all_quantizers(spec.recipe))):
+        spec.runtime.note("casts of fp16 run the plain-torch reference: kernels read bf16 and fp32")
 
 
 def call_of(

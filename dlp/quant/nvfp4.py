@@ -90,7 +90,11 @@ class Nvfp4Scaling:
     rht: bool = False
     stochastic: bool = False
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
-    op: ClassVar[str] = "cast_nvfp4"
+
+    @property
+    def op(self) -> str:
+        """Kernels cast tiles as they are, to nearest: as weights are."""
+        return "" if self.tile and (self.rht or self.stochastic) else "cast_nvfp4"
 
     @property
     def format(self) -> Format:
