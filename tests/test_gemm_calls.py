@@ -102,6 +102,14 @@ def test_the_reference_runs_on_a_gpu_only_where_that_was_allowed(monkeypatch: py
     ops.check_reference(operand, How(allow_reference=True))
 
 
+def test_a_gpu_without_fp8_tensor_cores_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    codes, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    with pytest.raises(ValueError, match=r"some GPU has no FP8 tensor cores, which come with compute capability 8\.9"):
+        ops._scaled_mm(codes, codes, scale, scale, torch.float32, False)
+
+
 @pytest.mark.usefixtures("emulated")
 def test_operands_lie_on_one_device():
     a, b = torch.randn(32, 64), torch.randn(48, 64)

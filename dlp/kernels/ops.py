@@ -104,6 +104,7 @@ __all__ = [
 ]  # fmt: skip
 
 Block = tuple[int, int]
+FP8_CORES = (8, 9)  # the least compute capability that has them
 
 
 def _check_contraction(a: Tensor, b: Tensor) -> None:
@@ -156,7 +157,13 @@ def _pad_to_16(codes: Tensor) -> Tensor:
 def _scaled_mm(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    """FP8 codes a [rows, C], b [cols, C], scalar scales -> [rows, cols] by the GPU's FP8 tensor cores, through torch."""
+    """FP8 codes a [rows, C], b [cols, C], scalar scales -> [rows, cols] by the GPU's FP8 tensor cores, through torch.
+    ValueError where it has none."""
+    if torch.cuda.get_device_capability(a.device) < FP8_CORES:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(a.device)} has no FP8 tensor cores, which come with compute capability 8.9: use a "
+            f"recipe that multiplies decoded values there, mxfp8 or nvfp4, or bf16"
+        )
     result = torch._scaled_mm(
         _pad_to_16(a), _pad_to_16(b).t(), scale_a=a_scale_inv, scale_b=b_scale_inv, out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
