@@ -101,7 +101,7 @@ def _hp(gemm: Gemm, a: QuantizedTensor) -> Tensor:
 
 
 def _decode(gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    exact = a.format.bf16_exact and gemm.b.format.bf16_exact
+    exact = all(q.format.bf16_exact or q.payload.dtype == torch.bfloat16 for q in (a, gemm.b))
     values = (q.dequantize(torch.bfloat16 if exact else torch.float32) for q in (a, gemm.b))
     return ops.gemm_hp(*values, **_finish(gemm))
 
