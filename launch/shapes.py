@@ -21,6 +21,7 @@ from dlp.kernels.gemms import device_kind
 from dlp.parallel.plan import LayerPlan
 from dlp.parallel.style import shard_sizes
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
+from dlp.quant.tensor import Format
 from launch.build import plan_for
 from launch.config import Config, command_line, make_parser, validate_world
 from launch.model import DTYPES
@@ -36,6 +37,14 @@ def linear_sizes(layer: LayerPlan, tp: int, tokens: int) -> tuple[int, int, int]
     return tokens // tp if alone else tokens, k, n
 
 
+def decoded_dtype(kernel: str, formats: Sequence[Format]) -> torch.dtype | None:
+    """What a kernel decodes both operands to before it multiplies them; None where it reads them as they are."""
+    if not kernel.startswith("decode"):
+        return None
+    exact = "bf16" in kernel or all(fmt.bf16_exact for fmt in formats)
+    return torch.bfloat16 if exact else torch.float32
+
+
 def problems(
     layer: LayerPlan, sizes: tuple[int, int, int], dtype: torch.dtype, w_dtype: torch.dtype
 ) -> Iterator[Problem]:
@@ -49,13 +58,11 @@ def problems(
         problem = {"gemm": which, "rows": rows, "cols": cols, "contraction": contraction, "kernel": kernel,
                    "fast_accumulation": options.fast_accumulation, "accumulate": False, "alpha": False}  # fmt: skip
         ways = GEMM_OPERANDS[which][1::2]
-        for side, way, quantizer in zip("ab", ways, layer.recipe.operands(which), strict=True):
-            fmt = quantizer.format
-            coded = (
-                "fp8" in kernel or "fp4" in kernel
-            )  # else both are in high precision by the time they are multiplied
-            problem[f"{side}_dtype"] = dtype_name(fmt.parts[0].dtype or dtype if coded else dtype)
-            problem[f"{side}_block"] = list(fmt.block) if coded else [1, 1]
+        formats = [quantizer.format for quantizer in layer.recipe.operands(which)]
+        decoded = decoded_dtype(kernel, formats)
+        for side, way, fmt in zip("ab", ways, formats, strict=True):
+            problem[f"{side}_dtype"] = dtype_name(decoded or fmt.parts[0].dtype or dtype)
+            problem[f"{side}_block"] = [1, 1] if decoded else list(fmt.block)
             problem[f"{side}_flipped"] = fmt.keeps_source and way == "columnwise"
             problem["alpha"] |= fmt.gemm_kind == "nvfp4" and kernel.startswith(("decode + bf16", "cublaslt"))
         kept = [torch.float32, *[torch.float32] * summed] if which == "dgrad" and summed else [out]

@@ -6,9 +6,15 @@ import json
 from math import prod
 
 import pytest
+import torch
 
+from dlp.quant.fp8 import CurrentScaling
+from dlp.quant.fp8_block import BlockScaling
+from dlp.quant.gemm import support
+from dlp.quant.mxfp8 import MxScaling
+from dlp.quant.nvfp4 import Nvfp4Scaling
 from launch.config import load
-from launch.shapes import main, of_config
+from launch.shapes import decoded_dtype, main, of_config
 from tests.command import command
 
 
@@ -51,6 +57,30 @@ def test_what_a_block_scaled_gemm_reads():
     for each in coded:
         assert each["alpha"] and each["a_dtype"] == each["b_dtype"] == "uint8"
         assert each["a_block"] == [1, 16] and each["b_block"] == ([1, 16] if each["gemm"] == "wgrad" else [16, 16])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_is_decoded_has_the_dtype_that_is_multiplied(dtype):
+    config = load("tiny", ["--mesh.tp", "1", "--recipe", "mxfp8", "--train.dtype", dtype])
+    found = [json.loads(text) for text in of_config(config, 1, "sm_90")[0]]
+    assert {(each["kernel"], each["a_dtype"], each["b_dtype"]) for each in found} == {
+        ("decode + bf16 mm", "bfloat16", "bfloat16"), ("cublaslt hp", *[{"bf16": "bfloat16", "fp32": "float32"}[dtype]] * 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "left", "right", "dtype"),
+    [
+        ("decode + mm", CurrentScaling(), MxScaling(), torch.float32),
+        ("decode + mm", BlockScaling(), MxScaling(), torch.bfloat16),
+        ("decode + bf16 mm", Nvfp4Scaling(), Nvfp4Scaling(), torch.bfloat16),
+        ("cublaslt fp8 tn", CurrentScaling(), CurrentScaling(), None),
+    ],
+    ids=str,
+)
+def test_a_pair_is_decoded_to_bf16_where_that_is_exact(kernel, left, right, dtype):
+    assert decoded_dtype(kernel, (left.format, right.format)) == dtype
+    assert support(left.format, right.format, "sm_90").kernel == kernel
 
 
 def test_it_is_a_command(capsys):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -292,19 +293,30 @@ def choice_file(device: int) -> Path:
 @functools.cache
 def choices(device: int) -> dict[str, int]:
     """Problem -> the candidate that was the fastest of CANDIDATES, as far as measured with this version of cuBLASLt."""
-    file = choice_file(device)
-    saved = json.loads(file.read_text()) if file.exists() else {}
-    found: dict[str, int] = saved.get(str(_module().cublaslt_version()), {})
+    return _saved(choice_file(device)).get(str(_module().cublaslt_version()), {})
+
+
+def _saved(file: Path) -> dict[str, dict[str, int]]:
+    """Version of cuBLASLt -> its measured choices; none where there is no such file. Raises ValueError for another file."""
+    try:
+        found = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+        raise ValueError(
+            f"{file} cannot be read as measured choices of GEMMs; remove it, and tune again with "
+            f"python -m dlp.kernels.tune if there shall be some"
+        )
     return found
 
 
 def save_choices(device: int, measured: dict[str, int]) -> Path:
     """Add to the measured choices of this device and version; what was measured before of others stays."""
     file = choice_file(device)
-    saved = json.loads(file.read_text()) if file.exists() else {}
+    saved = _saved(file)
     saved.setdefault(str(_module().cublaslt_version()), {}).update(measured)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
+    part = file.with_suffix(f".{os.getpid()}.part")  # of this process, should another one write, too
     part.write_text(json.dumps(saved, indent=1))
     part.replace(file)
     choices.cache_clear()

@@ -6,10 +6,13 @@
 Candidates are timed on a device that does not rest between them: the first candidate then wins more often than in bursts.
 The answers lie in the user's cache, in a file named after the device, by version of cuBLASLt and problem; from then on
 GEMMs run by them, in other processes too. The recipe option `tuned = false` leaves them out.
+
+Exits 2, saying why, where the kernels, the config or the file cannot be used. What was measured before a failure is kept.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -103,6 +106,10 @@ def by_the_fastest(calls: Sequence[Callable[[], Tensor]]) -> Iterator[None]:
 
 # Problems of a config
 
+KERNELS = ("cublaslt", "decode + bf16")  # how the names begin of those whose GEMM is cuBLASLt's
+READ = ("gemm", "kernel", "rows", "cols", "contraction", "a_dtype", "b_dtype", "out_dtype", "a_block", "b_block",
+        "a_flipped", "b_flipped", "fast_accumulation", "accumulate", "alpha")  # fmt: skip
+FROM_SHAPES = "write one with python -m launch.shapes CONFIG --json"
 MODES = {(0, 0): gemms.TENSOR, (1, 0): gemms.ROWWISE, (1, 128): gemms.BLOCK_1D, (128, 128): gemms.BLOCK_2D}
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -133,8 +140,23 @@ def _block_scaled(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Te
     return codes.view(getattr(torch, problem[f"{side}_dtype"]) if fp8 else gemms.FP4), scales, mode
 
 
+def by_cublaslt(problem: Mapping[str, Any]) -> bool:
+    """Whether cuBLASLt runs this GEMM. 16-bit results of fp32 operands it does not know: torch makes them."""
+    rounds = problem["a_dtype"] == "float32" and problem["out_dtype"] != "float32"
+    return problem["kernel"].startswith(KERNELS) and not rounds
+
+
+def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the GEMM itself is of a problem: where vectors of scales are applied to its result, it has a scale of 1 for each
+    operand and returns its fp32 sums."""
+    if not problem["kernel"].endswith("+ scales"):
+        return problem
+    return {**problem, "a_block": [0, 0], "b_block": [0, 0], "out_dtype": "float32", "accumulate": False}
+
+
 def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """A call that runs one GEMM of `python -m launch.shapes --json`, on operands made here."""
+    """A call that runs one GEMM of `python -m launch.shapes --json`, one that is `by_cublaslt`, on operands made here."""
+    problem = _inside(problem)
     rows, cols, out_dtype = problem["rows"], problem["cols"], getattr(torch, problem["out_dtype"])
     make = _block_scaled if problem["kernel"].endswith("block-scaled") else _operand
     (a, a_scale, a_mode), (b, b_scale, b_mode) = make(problem, "a", rows), make(problem, "b", cols)
@@ -143,44 +165,72 @@ def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
     alpha = torch.ones((), device="cuda") if problem["alpha"] else None
     if a_scale is None or b_scale is None:
         return lambda: gemms.product(a, b, out_dtype, accumulate=into, alpha=alpha, how=how)
-    if a_mode == gemms.ROWWISE and out_dtype != torch.bfloat16:  # scaled after the GEMM
-        a_scale, b_scale, a_mode, b_mode, into = (
-            gemms.one(a.device),
-            gemms.one(a.device),
-            gemms.TENSOR,
-            gemms.TENSOR,
-            None,
-        )
     scales = gemms.Scales(a_scale, b_scale, a_mode, b_mode)
     if make is _block_scaled:
         return lambda: gemms.product_blocks(a, b, out_dtype, scales, accumulate=into, alpha=alpha, how=how)
     return lambda: gemms.product_fp8(a, b, out_dtype, scales, accumulate=into, how=how)
 
 
-def problems_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """The GEMMs of a config, from the program that knows configs, or of a file. Raises SystemExit as that does."""
+def problems_of(arguments: Sequence[str], world: int | None) -> list[dict[str, Any]]:
+    """The GEMMs of a config, from the program that knows configs, or of a file. `world`: None for this machine's GPUs.
+
+    Raises ValueError for a file that is none, and SystemExit where that program refuses, which has said why.
+    """
     if arguments and arguments[0].endswith(".json"):
-        return json.loads(Path(arguments[0]).read_text())
-    world = [] if "--world" in arguments else ["--world", str(torch.cuda.device_count())]
-    done = subprocess.run([sys.executable, "-m", "launch.shapes", *arguments, *world, "--json"], stdout=subprocess.PIPE)
+        return _of_file(Path(arguments[0]))
+    ranks = str(torch.cuda.device_count() if world is None else world)
+    command = [sys.executable, "-m", "launch.shapes", *arguments, "--world", ranks, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE)
     if done.returncode:
-        raise SystemExit(done.returncode)
+        raise SystemExit(2)
     return json.loads(done.stdout)
 
 
+def _of_file(file: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as JSON ({error}); {FROM_SHAPES}") from None
+    if not isinstance(found, list) or not all(isinstance(each, dict) and each.keys() >= set(READ) for each in found):
+        raise ValueError(f"{file}: holds no list of GEMMs, each with {', '.join(READ)}; {FROM_SHAPES}")
+    return found
+
+
+def _options(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    """What is for `launch.shapes` as it stands, and the number of ranks if it is said. Exits 0 once it has helped."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dlp.kernels.tune", usage="%(prog)s {CONFIG [--section.key value ...] | FILE.json} [--world N]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--world", type=int, help="the number of ranks that the config is for [this machine's GPUs]")
+    known, rest = parser.parse_known_args(arguments)
+    return rest, known.world
+
+
 def main(arguments: Sequence[str]) -> int:
+    rest, world = _options(arguments)
     if code := loader.load_or_explain():
         return code
-    problems = [each for each in problems_of(arguments) if each["kernel"].startswith(("cublaslt", "decode + bf16"))]
-    measured: dict[str, int] = {}
+    device = torch.cuda.current_device()
+    try:
+        gemms.choices(device)  # a file that cannot be read cannot be added to
+        problems = [each for each in problems_of(rest, world) if by_cublaslt(each)]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    measure(problems, device)
+    print(f"{len(problems)} choices kept in {gemms.choice_file(device)}")
+    return 0
+
+
+def measure(problems: Sequence[Mapping[str, Any]], device: int) -> None:
+    """Times the candidates of each problem, prints a line of it, and keeps its choice before the next one begins."""
     print(f"{torch.cuda.get_device_name()}: microseconds of the first candidate, of the fastest, which that is")
     for problem in problems:
         found = fastest(problem_call(problem), sustained)
-        measured[gemms.key_of(found.words)] = found.choice
+        gemms.save_choices(device, {gemms.key_of(found.words): found.choice})
         print(f"{found.times_ms[0] * 1e3:9.1f} {found.times_ms[found.choice] * 1e3:9.1f} {found.choice:3}  "
               f"{problem['gemm']} {gemms.describe(found.words)}", flush=True)  # fmt: skip
-    print(f"kept in {gemms.save_choices(torch.cuda.current_device(), measured)}")
-    return 0
 
 
 if __name__ == "__main__":
