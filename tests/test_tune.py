@@ -78,7 +78,7 @@ class Ran:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
         self.words: list[gemms.Words] = []
-        monkeypatch.setattr(gemms, "available", lambda a, b: True)
+        monkeypatch.setattr(gemms, "available", lambda a: True)
         monkeypatch.setattr(gemms, "is_hopper", lambda x: device == "sm_90")
         monkeypatch.setattr(gemms, "is_blackwell", lambda x: device == "sm_100")
         monkeypatch.setattr(gemms, "launch", self._launch)

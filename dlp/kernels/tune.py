@@ -141,17 +141,18 @@ def _block_scaled(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Te
 
 
 def by_cublaslt(problem: Mapping[str, Any]) -> bool:
-    """Whether cuBLASLt runs this GEMM. 16-bit results of fp32 operands it does not know: torch makes them."""
-    rounds = problem["a_dtype"] == "float32" and problem["out_dtype"] != "float32"
-    return problem["kernel"].startswith(KERNELS) and not rounds
+    """Whether cuBLASLt runs this GEMM."""
+    return problem["kernel"].startswith(KERNELS)
 
 
 def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the GEMM itself is of a problem: where vectors of scales are applied to its result, it has a scale of 1 for each
-    operand and returns its fp32 sums."""
-    if not problem["kernel"].endswith("+ scales"):
-        return problem
-    return {**problem, "a_block": [0, 0], "b_block": [0, 0], "out_dtype": "float32", "accumulate": False}
+    """What the GEMM itself is of a problem: it returns its fp32 sums where 16-bit results of fp32 operands are rounded
+    apart, and where vectors of scales are applied to its result, for which it has a scale of 1 for each operand."""
+    if problem["kernel"].endswith("+ scales"):
+        return {**problem, "a_block": [0, 0], "b_block": [0, 0], "out_dtype": "float32", "accumulate": False}
+    if problem["a_dtype"] == "float32" != problem["out_dtype"]:
+        return {**problem, "out_dtype": "float32", "accumulate": False}
+    return problem
 
 
 def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
