@@ -202,7 +202,7 @@ def test_agreed_weights_are_cast_by_their_layer(played):
 
 
 def test_what_is_missing_is_said_once_and_in_the_plan(monkeypatch, caplog):
-    sentence = "native kernels need nvcc, which is not on PATH: the plain-torch reference runs instead"
+    sentence = f"native kernels need nvcc, which is not on PATH; {loader.INSTEAD}"
 
     def load_nothing() -> None:
         raise loader.MissingError(sentence)

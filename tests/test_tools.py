@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dlp.kernels import loader
 from tests.conftest import some_cases
 from tools import check_env, function_length, sanitize
 from tools.function_length import Function
@@ -88,7 +89,7 @@ def test_a_sanitizer_that_does_not_work_is_never_clean(monkeypatch, tmp_path, ca
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(sanitize, "CUDA", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sanitize.torch.cuda, "get_device_name", lambda: "a GPU")
     assert sanitize.main([]) == code
@@ -98,7 +99,8 @@ def test_a_sanitizer_that_does_not_work_is_never_clean(monkeypatch, tmp_path, ca
 
 def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sanitize, "CUDA", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(loader, "CUDA", str(tmp_path))
     assert sanitize.main(["memcheck"]) == 2
     assert "needs nvcc, which is not on PATH" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlp.kernels.loader import CUDA, find_program
+from dlp.kernels.loader import find_program
 
 ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "tools" / "sanitize_probe.cu"
@@ -40,7 +40,7 @@ TOO_LARGE = "2_to_the_31"
 def missing() -> str | None:
     """What this needs and does not find, in a sentence."""
     for program in ("nvcc", "compute-sanitizer"):
-        if find_program(program, CUDA) is None:
+        if find_program(program) is None:
             return f"make sanitize needs {program}, which is not on PATH: it is part of the CUDA toolkit"
     if not torch.cuda.is_available():
         return f"make sanitize needs a CUDA device; torch {torch.__version__} sees none"
@@ -56,7 +56,7 @@ class Done(NamedTuple):
 
 def under(tool: str, command: Sequence[str], *, shown: bool) -> Done:
     """The command under a tool, each allocation of torch one of its own. `shown`: what it prints is printed at once."""
-    sanitizer = str(find_program("compute-sanitizer", CUDA))
+    sanitizer = str(find_program("compute-sanitizer"))
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all", *TOOLS[tool]]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -116,9 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         probe = f"{folder}/probe"
-        subprocess.run(
-            [str(find_program("nvcc", CUDA)), "-arch=native", "-lineinfo", "-o", probe, str(PROBE)], check=True
-        )
+        subprocess.run([str(find_program("nvcc")), "-arch=native", "-lineinfo", "-o", probe, str(PROBE)], check=True)
         return max(check(tool, probe, known.cases) for tool in known.tools)
 
 

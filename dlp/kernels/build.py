@@ -3,7 +3,8 @@
     python -m dlp.kernels.build                                  for this machine's GPU
     python -m dlp.kernels.build --compile-only sm_90a sm_100a    only to see that it compiles
 
-Exits 2, naming it, where something that this needs is missing, and 1 where the kernels do not compile.
+Exits 2, naming it, where something that this needs is missing, and 1 where the kernels do not compile. The result lies in
+~/.cache/dlp, or in the folder that the environment variable DLP_CACHE names.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from torch import Tensor
 from dlp.kernels import loader, reference
 from dlp.kernels.launches import run_plan
 
-CACHE = Path.home() / ".cache" / "dlp" / "gemms"
 WORKSPACE = 32 * 2**20  # bytes, what cuBLAS advises for Hopper
 CANDIDATES = 8  # algorithms a choice is made among
 ALIGNMENT = 16  # bytes: FP8 pointers and rows lie at multiples of it
@@ -287,7 +286,7 @@ def key_of(words: Words) -> str:
 
 
 def choice_file(device: int) -> Path:
-    return CACHE / f"{torch.cuda.get_device_name(device).replace(' ', '_')}.json"
+    return loader.cache_folder("gemms") / f"{torch.cuda.get_device_name(device).replace(' ', '_')}.json"
 
 
 @functools.cache

@@ -1,10 +1,10 @@
 """Compiles csrc/ with nvcc, ninja and pybind11 into the module `dlp_kernels`, once a machine, and loads it.
 
 The first use on a CUDA machine builds by itself; `python -m dlp.kernels.build` does it ahead. The result lies in the
-user's cache, in a folder named by a digest of all that went into it: sources, flags, architectures, and the versions of
-torch, Python and CUDA. Of many ranks that start together one builds, behind a file lock. The sources include no torch
-header, so this takes seconds; `torch.utils.cpp_extension` takes longer for each file that does, and cannot compile CUDA
-under a CPU build of torch.
+user's cache (`cache_folder`), in a folder named by a digest of all that went into it: sources, flags, architectures, and
+the versions of torch, Python and CUDA. Of many ranks that start together one builds, behind a file lock. The sources
+include no torch header, so this takes seconds; `torch.utils.cpp_extension` takes longer for each file that does, and cannot
+compile CUDA under a CPU build of torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import functools
 import hashlib
 import importlib.util
 import logging
+import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,12 +30,11 @@ from types import ModuleType
 import torch
 
 CSRC = Path(__file__).parent / "csrc"
-CACHE = Path.home() / ".cache" / "dlp" / "kernels"
 MODULE = "dlp_kernels"
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # by compute capability
 LOG = logging.getLogger("dlp")
-CUDA = "/usr/local/cuda/bin"  # where its programs are when PATH does not say
-INSTEAD = "the plain-torch reference runs instead"
+CUDA = "/usr/local/cuda/bin"  # where its programs are when neither CUDA_HOME nor PATH says
+INSTEAD = "without native kernels casts run the plain-torch reference, and GEMMs torch's own"
 
 # Scales are IEEE arithmetic: nothing approximate, nothing contracted, denormals kept.
 NVCC_FLAGS = ("-std=c++17 -O3 -lineinfo -ftz=false -prec-div=true -prec-sqrt=true -fmad=false "
@@ -46,7 +47,7 @@ class BuildError(RuntimeError):
 
 
 class MissingError(BuildError):
-    """Something that compiling or running needs is not there; the message says what, and what runs instead."""
+    """Something that compiling or running needs is not there; the message says what, and from `load` what runs instead."""
 
 
 @dataclass(frozen=True)
@@ -60,51 +61,68 @@ class Toolchain:
     includes: tuple[str, ...]
 
 
+def cache_folder(name: str) -> Path:
+    """Where files of this kind are kept from run to run: below DLP_CACHE or, if that is not set, below ~/.cache/dlp."""
+    return Path(os.environ.get("DLP_CACHE") or "~/.cache/dlp").expanduser() / name
+
+
+def _choose(toolkit: str) -> str:
+    """The way out where the nvcc that was found is not the right one."""
+    return f"set CUDA_HOME to {toolkit}, or put its nvcc first on PATH"
+
+
 def _cuda_version(nvcc: str) -> str:
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+\.\d+)", text)
+    try:
+        said = subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+    except OSError as error:
+        said = str(error)
+    found = re.search(r"release (\d+\.\d+)", said)
     if found is None:
-        raise MissingError(f"native kernels need CUDA's nvcc, and {nvcc} does not say which release it is: {INSTEAD}")
+        raise BuildError(
+            f"native kernels need an nvcc that works, and {nvcc} does not say its release of CUDA; "
+            f"{_choose('a toolkit that is whole')}; it said:\n{said[-6000:]}"
+        )
     return found[1]
 
 
-def find_program(name: str, folder: str = "") -> str | None:
-    """The path of a program, in `folder` or on PATH."""
-    return shutil.which(name, path=folder or None) or shutil.which(name)
+def find_program(name: str) -> str | None:
+    """The path of a program: of the CUDA toolkit that is named, on PATH, where pip puts it, or where CUDA is put."""
+    home = os.environ.get("CUDA_HOME")
+    named = [f"{home}/bin"] if home else []
+    folders = [*named, os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"), CUDA]
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
-def _program(name: str, folder: str = "") -> str:
-    found = find_program(name, folder)
+def _program(name: str) -> str:
+    found = find_program(name)
     if found is None:
-        raise MissingError(f"native kernels need {name}, which is not on PATH: {INSTEAD}")
+        raise MissingError(f"native kernels need {name}, which is not on PATH")
     return found
 
 
 def find_toolchain() -> Toolchain:
     """Everything compiling needs. Raises MissingError, naming the first thing that is not there."""
-    nvcc = _program("nvcc", CUDA)
-    ninja = _program("ninja", sysconfig.get_path("scripts"))  # where pip puts it
-    cxx = _program("c++")
+    nvcc, ninja, cxx = map(_program, ("nvcc", "ninja", "c++"))
     if importlib.util.find_spec("pybind11") is None:
-        raise MissingError(f"native kernels need the Python package pybind11, which is not installed: {INSTEAD}")
+        raise MissingError("native kernels need the Python package pybind11, which is not installed")
     import pybind11
 
     includes = (sysconfig.get_path("include"), pybind11.get_include())
     if not (Path(includes[0]) / "Python.h").exists():
-        raise MissingError(f"native kernels need Python.h, which is not in {includes[0]}: {INSTEAD}")
+        raise MissingError(f"native kernels need Python.h, which is not in {includes[0]}")
     return Toolchain(nvcc, _cuda_version(nvcc), ninja, cxx, includes)
 
 
 def architecture() -> str:
     """The name nvcc has for this machine's GPU. Raises MissingError where kernels do not run."""
     if not torch.cuda.is_available():
-        raise MissingError(f"native kernels need a CUDA device, and torch {torch.__version__} sees none: {INSTEAD}")
+        raise MissingError(f"native kernels need a CUDA device, and torch {torch.__version__} sees none")
     capability = torch.cuda.get_device_capability()
     if capability not in ARCHITECTURES:
         known = " and ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
         raise MissingError(
             f"native kernels are written for compute capability {known}, and {torch.cuda.get_device_name()} has "
-            f"{capability[0]}.{capability[1]}: {INSTEAD}"
+            f"{capability[0]}.{capability[1]}"
         )
     return ARCHITECTURES[capability]
 
@@ -112,9 +130,11 @@ def architecture() -> str:
 def check_cuda(tools: Toolchain) -> None:
     """MissingError unless nvcc and torch are of one major release of CUDA."""
     ours = torch.version.cuda or "none"
-    if ours.split(".")[0] != tools.cuda.split(".")[0]:
+    major = ours.split(".")[0]
+    if major != tools.cuda.split(".")[0]:
         raise MissingError(
-            f"native kernels need one release of CUDA, and torch has {ours} where {tools.nvcc} has {tools.cuda}: {INSTEAD}"
+            f"native kernels need one release of CUDA, and torch has {ours} where {tools.nvcc} has {tools.cuda}; "
+            f"{_choose(f'a toolkit of CUDA {major}')}"
         )
 
 
@@ -152,15 +172,30 @@ def run_ninja(tools: Toolchain, folder: Path) -> None:
         raise BuildError(f"native kernels do not compile; {tools.ninja} in {folder} said:\n{done.stdout[-6000:]}")
 
 
-def compile_module(tools: Toolchain, architectures: Sequence[str], cache: Path = CACHE) -> Path:
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Makes a folder, and keeps other processes out of it meanwhile."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(f"{folder}.lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise BuildError(
+            f"native kernels are compiled in a folder that can be written and locked, and {folder} cannot: {error.strerror}; "
+            "let the environment variable DLP_CACHE name another folder for the cache"
+        ) from error
+    with lock:
+        yield
+
+
+def compile_module(tools: Toolchain, architectures: Sequence[str]) -> Path:
     """Builds the module, unless an earlier call or another process has, and returns its path."""
     files = sources()
-    key = build_key(files, tools.cuda, architectures)
-    folder = cache / key
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures)
     built, ready = folder / f"{MODULE}.so", folder / "ready" / f"{MODULE}.so"
-    with open(cache / f"{key}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    if os.path.exists(ready):  # maybe in a cache that can only be read
+        return ready
+    with _alone_in(folder):
         if not ready.exists():
             start = time.monotonic()
             print(f"dlp: compiling kernels for {' '.join(architectures)}, once, into {folder} ...", end="", file=sys.stderr,
@@ -173,13 +208,20 @@ def compile_module(tools: Toolchain, architectures: Sequence[str], cache: Path =
     return ready
 
 
+def _compiled() -> Path:
+    """The module for this machine's GPU. Raises MissingError, with what runs instead, and BuildError."""
+    try:
+        arch, tools = architecture(), find_toolchain()
+        check_cuda(tools)
+    except MissingError as error:
+        raise MissingError(f"{error}; {INSTEAD}") from None
+    return compile_module(tools, [arch])
+
+
 @functools.cache
 def load() -> ModuleType:
     """The compiled module for this machine's GPU, built if need be. Raises BuildError."""
-    arch = architecture()
-    tools = find_toolchain()
-    check_cuda(tools)
-    spec = importlib.util.spec_from_file_location(MODULE, compile_module(tools, [arch]))
+    spec = importlib.util.spec_from_file_location(MODULE, _compiled())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
