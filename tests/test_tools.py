@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,42 @@ def test_help_lists_every_verb():
         "help", "pretrain", "plan", "ledger", "test", "multigpu", "lint", "kernels-compile", "gpu-test", "sanitize", "bench",
         "bench-quantize", "bench-gemm", "bench-linear", "bench-comm",
     ]  # fmt: skip
+
+
+CI_PYTHON = """#!/bin/sh
+echo "$@" >asked
+echo "kernels: exit $CODE"
+exit $CODE
+"""
+CI_MAKE = """#!/bin/sh
+case "$2" in
+    lint) exit $LINT ;;
+    test) echo "=== 3 tests in 1s ==="; exit $TESTS ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "lint", "tests", "expected"),
+    [(0, 0, 0, 0), (2, 0, 0, 0), (1, 0, 0, 1), (3, 0, 0, 1), (127, 0, 0, 1), (0, 1, 0, 1), (2, 1, 0, 1), (2, 0, 1, 1)],
+)
+def test_continuous_integration_passes_over_a_missing_compiler_alone(tmp_path, code, lint, tests, expected):
+    """With stand-ins for make and the interpreter: kernels of all architectures are compiled, whatever is on PATH."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    for name, text in (("make", CI_MAKE), ("python", CI_PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.defpath}", "PYTHON": f"{tmp_path}/python", "CODE": str(code), "LINT": str(lint),
+        "TESTS": str(tests),
+    }  # fmt: skip
+    done = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    assert done.returncode == expected
+    printed = done.stdout.splitlines()
+    assert printed[0] == f"kernels: exit {code}" and set(printed[1:]) == {"=== 3 tests in 1s ==="}
+    asked = (tmp_path / "asked").read_text().split()
+    assert asked == ["-m", "dlp.kernels.build", "--compile-only", *loader.ARCHITECTURES.values()]
 
 
 WORKS = """case "$*" in *" clean") ;; *probe*) exit 99 ;; *) echo "=== 3 passed in 1s ===" ;; esac"""
