@@ -143,11 +143,14 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for where, name, value in (
         (loader, "load_or_explain", lambda: 0), (gemms, "_module", lambda: Version), (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "device_count", lambda: 2), (torch.cuda, "get_device_name", lambda *_: "GPU"),
-        (gemms, "CACHE", tmp_path), (gemms, "_PLANS", {}),
+        (gemms, "_PLANS", {}),
     ):  # fmt: skip
         monkeypatch.setattr(where, name, value)
+    monkeypatch.setenv("DLP_CACHE", str(tmp_path / "cache"))
     gemms.choices.cache_clear()
-    return tmp_path / "GPU.json"
+    file = tmp_path / "cache" / "gemms" / "GPU.json"
+    file.parent.mkdir(parents=True)
+    return file
 
 
 class Version:
@@ -179,7 +182,7 @@ def test_what_was_measured_before_a_failure_is_kept(
         tune.main([str(file)])
     kept = {gemms.key_of(WORDS): 1, gemms.key_of((28, *WORDS[1:])): 0}
     assert json.loads(cache.read_text()) == {"130101": kept} and gemms.choices(0) == kept
-    assert {path.name for path in tmp_path.iterdir()} == {"GPU.json", "problems.json"}, "nothing half written"
+    assert [path.name for path in cache.parent.iterdir()] == ["GPU.json"], "nothing half written"
     file.write_text(json.dumps([{**PROBLEMS[0], "kernel": "decode + mm"}]))
     capsys.readouterr()
     assert tune.main([str(file)]) == 0
@@ -195,6 +198,18 @@ def test_a_file_of_choices_that_cannot_be_read(cache: Path, text: str, capsys: p
     assert tune.main(["tiny"]) == 2 and cache.read_text() == text
     said = capsys.readouterr()
     assert said.err.startswith(f"{cache} cannot be read") and said.err.count("\n") == 1 and said.out == ""
+
+
+def test_choices_that_cannot_be_kept_are_not_measured(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "problems.json"
+    file.write_text(json.dumps(PROBLEMS))
+    monkeypatch.setenv("DLP_CACHE", str(file))
+    monkeypatch.setattr(tune, "measure", lambda *_: pytest.fail("measured"))
+    assert tune.main([str(file)]) == 2
+    said = capsys.readouterr()
+    assert "Not a directory" in said.err and said.err.count("\n") == 1
 
 
 def test_a_write_that_fails_leaves_the_choices(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,9 +214,9 @@ def main(arguments: Sequence[str]) -> int:
         return code
     device = torch.cuda.current_device()
     try:
-        gemms.choices(device)  # a file that cannot be read cannot be added to
         problems = [each for each in problems_of(rest, world) if by_cublaslt(each)]
-    except ValueError as error:
+        gemms.save_choices(device, {})  # a file that cannot be read or written is found before anything is measured
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     measure(problems, device)
