@@ -12,11 +12,13 @@ CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 
 
 Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps.
 Losses are printed too: those of a recipe with both gathers must be equal bit for bit, and the exit code is 1 if not. On GPUs
-that needs `--train.deterministic true`, since attention sums its gradients in the order in which they come.
+that needs `--train.deterministic true`, since attention sums its gradients in the order in which they come. What cannot be
+measured is refused before the first subject, with exit code 2; files are written anew after each subject.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import sys
@@ -34,19 +36,23 @@ from torch.distributed.device_mesh import DeviceMesh
 import dlp
 from dlp.comm.mesh import shutdown, world_size
 from launch import overrides
-from launch.bench_e2e_peer import FLOAT8, Peer
+from launch.bench_e2e_peer import Peer
 from launch.bench_files import add_files, write_files
 from launch.build import build
 from launch.config import Config, command_line, validate_world
+from launch.e2e_subjects import BASELINE, GRAPH, HP_GATHER, PEERS, Subject, subjects_of
 from launch.graph import WARM_UP, CapturedStep
+from launch.schema import ConfigError, check, integer, setting
 from launch.sections import SCHEMA
 from launch.stop import refuse
 from launch.train import make_mesh
 from launch.where import longest_kernels
 
-BASELINE = "peer_bf16"
-HP_GATHER, GRAPH = ":hp_gather", ":graph"
 DEFAULT = [BASELINE, "bf16", f"fp8_current{HP_GATHER}", "fp8_current"]
+COUNTS = {
+    "warmup": setting(integer(">= 0"), "steps that are not timed", 4),
+    "steps": setting(integer(">= 1"), "steps that are", 10),
+}
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -60,11 +66,11 @@ class Result:
     losses: list[float]
 
 
-def ours(config: Config, subject: str, mesh: DeviceMesh, device: torch.device) -> Step:
+def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.device) -> Step:
     """dlp's step, the launcher's model and optimizer without its clipping."""
-    recipe, graph = subject.split(":")[0], GRAPH in subject
+    recipe, graph = subject.base, GRAPH in subject.suffixes
     groups = tuple(replace(group, recipe=recipe) if group.name == "default" else group for group in config.groups)
-    mesh_section = replace(config.mesh, quantized_gather=HP_GATHER not in subject)
+    mesh_section = replace(config.mesh, quantized_gather=HP_GATHER not in subject.suffixes)
     train = replace(config.train, cuda_graph=graph)
     built = build(replace(config, groups=groups, mesh=mesh_section, train=train), mesh, device)
 
@@ -93,15 +99,20 @@ def replayed(step: Step) -> Step:
     return replay
 
 
-def make_step(subject: str, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
-    kind = subject.removeprefix("peer_")
-    if kind == subject:
-        return ours(config, subject, mesh, device)
-    return Peer(config, mesh, device, float8=kind if kind in FLOAT8 else None).step
+def make_step(subject: Subject, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
+    if subject.base in PEERS:
+        return Peer(config, mesh, device, float8=PEERS[subject.base]).step
+    return ours(config, subject, mesh, device)
 
 
 def measure(
-    subject: str, config: Config, mesh: DeviceMesh, device: torch.device, warmup: int, steps: int, where: bool = False
+    subject: Subject,
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+    warmup: int,
+    steps: int,
+    where: bool = False,
 ) -> Result:
     """Build a subject, run it, and let it go again. `where`: print its kernels."""
     torch._dynamo.reset()
@@ -131,7 +142,7 @@ def measure(
         kernels = longest_kernels(lambda: step(text[0][:, :-1], text[0][:, 1:]), times=2, most=24)
         if dist.get_rank() == 0:
             print("\n".join(kernels))
-    return Result(subject, tokens / slowest.item(), peak, [loss.item() for loss in losses])
+    return Result(subject.name, tokens / slowest.item(), peak, [loss.item() for loss in losses])
 
 
 def _mark(device: torch.device) -> float | torch.cuda.Event:
@@ -188,31 +199,48 @@ def main(arguments: Sequence[str]) -> None:
     description = "Times whole training steps under FSDP, beside plain FSDP2 + torch.compile."
     parser = overrides.make_parser("launch.bench_e2e", description, "bench_8b", SCHEMA)
     parser.add_argument("--subjects", default=",".join(DEFAULT), help="comma-separated, see above")
-    parser.add_argument("--warmup", type=int, default=4, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are")
+    for name, count in COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, default=count.default, help=count.metadata["doc"])
     parser.add_argument("--where", action="store_true", help="list the kernels of a step, on a GPU")
     add_files(parser)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         known, config = command_line(parser, ["--train.global_batch", str(world_size()), *arguments])
+        subjects = checked(known, kind)
         mesh = make_mesh(config)
     except ValueError as error:
-        refuse(str(error))
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    if known.where and device.type != "cuda":
-        refuse("--where lists the kernels of GPUs, and this runs on the CPU: leave it away")
+        refuse(str(error), code=2)
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    leader, results = dist.get_rank() == 0, []
-    for subject in known.subjects.split(","):
-        results.append(measure(subject, config, mesh, device, known.warmup, known.steps, known.where))
-        if leader:
-            print(rows(results)[-1], flush=True)
-    repeatable = config.train.deterministic or device.type == "cpu"
+    results = measure_all(subjects, known, partial(measure, config=config, mesh=mesh, device=device))
+    repeatable = config.train.deterministic or kind == "cpu"
     problems = differing(results) if repeatable else []
-    if leader:
+    if dist.get_rank() == 0:
         print("", *rows(results), *problems, sep="\n")
-        write_files(known, [asdict(result) for result in results], partial(plot, results))
     shutdown()
     sys.exit(1 if problems else 0)
+
+
+def checked(known: argparse.Namespace, kind: str) -> list[Subject]:
+    """What is to be measured. Raises ConfigError for options that ranks of this kind cannot follow."""
+    for name, count in COUNTS.items():
+        check(count, getattr(known, name), f"--{name}")
+    if known.where and kind != "cuda":
+        raise ConfigError("--where lists the kernels of GPUs, and this runs on the CPU: leave it away")
+    return subjects_of(known.subjects, world_size(), kind)
+
+
+def measure_all(
+    subjects: Sequence[Subject], known: argparse.Namespace, measured: Callable[..., Result]
+) -> list[Result]:
+    """One after another; rank 0 shows each and writes all so far, which one that fails does not take along."""
+    results: list[Result] = []
+    for subject in subjects:
+        results.append(measured(subject, warmup=known.warmup, steps=known.steps, where=known.where))
+        if dist.get_rank() == 0:
+            print(rows(results)[-1], flush=True)
+            write_files(known, [asdict(result) for result in results], partial(plot, results))
+    return results
 
 
 if __name__ == "__main__":

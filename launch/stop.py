@@ -59,8 +59,8 @@ class StopFlag:
         leave(128 + signal.SIGTERM)
 
 
-def refuse(sentence: str) -> NoReturn:
-    """End a run that cannot go on, with exit code 1. Rank 0 says why, and torchrun then ends the others; only if that
+def refuse(sentence: str, code: int = 1) -> NoReturn:
+    """End a run that cannot go on, with this exit code. Rank 0 says why, and torchrun then ends the others; only if that
     has not come after a few seconds, because rank 0 knows nothing of it, do they say it themselves."""
     rank = int(os.environ.get("RANK", 0))
     if rank:
@@ -68,7 +68,7 @@ def refuse(sentence: str) -> NoReturn:
         time.sleep(RANK_0_FIRST)
         sentence = f"rank {rank}: {sentence}"
     print(sentence, file=sys.stderr)
-    leave(1)
+    leave(code)
 
 
 def leave_behind(reason: str) -> NoReturn:

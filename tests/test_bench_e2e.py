@@ -1,0 +1,126 @@
+"""`launch.bench_e2e` refuses what it cannot measure before the first subject, and loses no result to a later one. No ranks:
+meshes and measurements are stood in for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch import bench_e2e, stop
+from launch.bench_e2e import Result
+from launch.e2e_subjects import Subject, subjects_of
+from launch.schema import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(stop, "leave", leave)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench_e2e, "make_mesh", lambda config: None)
+    monkeypatch.setattr(bench_e2e, "shutdown", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+def test_names_in_parts() -> None:
+    found = subjects_of("peer_bf16,fp8_block:hp_gather,nvfp4:graph", 1, "cuda")
+    assert found == [
+        Subject("peer_bf16", ()), Subject("fp8_block", (":hp_gather",)), Subject("nvfp4", (":graph",)),
+    ]  # fmt: skip
+    assert [subject.name for subject in found] == ["peer_bf16", "fp8_block:hp_gather", "nvfp4:graph"]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "device", "says"),
+    [
+        ("fp8_nope", 1, "cuda", "'fp8_nope' is no peer, which are peer_bf16, .* and no recipe, which are bf16, "),
+        ("peer_x", 1, "cuda", "'peer_x' is no peer, which are "),
+        ("", 1, "cuda", "'' is no peer, which are "),
+        ("fp8_current:grph", 1, "cuda", "unknown suffix :grph; a recipe takes :hp_gather, :graph, a peer none"),
+        ("peer_bf16:graph", 1, "cuda", "unknown suffix :graph; a recipe takes :hp_gather, :graph, a peer none"),
+        ("bf16:graph", 1, "cpu", "a graph is of one rank on a GPU, and ranks here are 1 on a CPU; leave :graph away"),
+        ("bf16:graph", 2, "cuda", "a graph is of one rank on a GPU, and ranks here are 2 on a CUDA; leave :graph away"),
+        ("peer_tensorwise", 1, "cuda", "torchao is not installed; install it, or leave this subject away"),
+        ("peer_rowwise", 1, "cuda", "torchao is not installed; install it, or leave this subject away"),
+    ],
+)
+def test_what_cannot_be_measured(
+    name: str, world: int, device: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=f"^--subjects {name}: {says}"):
+        subjects_of(f"bf16,{name}", world, device)
+
+
+def test_torchao_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package == "torchao")
+    assert len(subjects_of("peer_tensorwise,peer_rowwise", 4, "cuda")) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--subjects", "bf16,fp8_current:grph"], "--subjects fp8_current:grph: unknown suffix :grph"),
+        (["--steps", "0"], "--steps: expected an integer >= 1, got 0\n"),
+        (["--warmup", "-1"], "--warmup: expected an integer >= 0, got -1\n"),
+        (["--where"], "--where lists the kernels of GPUs, and this runs on the CPU: leave it away\n"),
+    ],
+)
+def test_a_refusal_is_a_sentence_and_nothing_runs(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_e2e, "make_mesh", lambda config: pytest.fail("a mesh was made"))
+    with pytest.raises(SystemExit) as left:
+        bench_e2e.main(["tiny", *arguments])
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == ""
+    assert said.err.startswith(says) and said.err.count("\n") == 1
+
+
+def test_a_subject_that_fails_leaves_the_results_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(subject: Subject, **options: Any) -> Result:
+        assert (options["warmup"], options["steps"], options["where"]) == (4, 2, False)
+        if subject.base == "nvfp4":
+            raise RuntimeError("out of memory")
+        return Result(subject.name, 10.0, 1.0, [3.0])
+
+    monkeypatch.setattr(bench_e2e, "measure", measure)
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    files = ["--json", str(out), "--plot", str(picture)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench_e2e.main(["tiny", "--steps", "2", "--subjects", "peer_bf16,bf16,nvfp4,fp8_block", *files])
+    assert [found["subject"] for found in json.loads(out.read_text())] == ["peer_bf16", "bf16"] and picture.exists()
+
+
+def test_losses_that_differ_between_gathers_are_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(subject: Subject, **_: Any) -> Result:
+        return Result(subject.name, 10.0, 1.0, [float(subject.base == "bf16" and bool(subject.suffixes))])
+
+    monkeypatch.setattr(bench_e2e, "measure", measure)
+    for recipe, code in (("bf16", 1), ("fp8_block", 0)):
+        with pytest.raises(SystemExit) as left:
+            bench_e2e.main(["tiny", "--subjects", f"{recipe},{recipe}:hp_gather"])
+        assert left.value.code == code
+
+
+def test_suffixes_say_how_a_step_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr(bench_e2e, "build", lambda config, mesh, device: built.append(config) or Namespace())
+    config, device = (
+        bench_e2e.command_line(bench_e2e.overrides.make_parser("", "", "tiny", {}), [])[1],
+        torch.device("cpu"),
+    )
+    for subject in subjects_of("nvfp4,nvfp4:hp_gather,nvfp4:graph", 1, "cuda"):
+        bench_e2e.make_step(subject, config, None, device)  # type: ignore[arg-type]
+    assert [each.groups[0].recipe for each in built] == ["nvfp4"] * 3
+    assert [each.mesh.quantized_gather for each in built] == [True, False, True]
+    assert [each.train.cuda_graph for each in built] == [False, False, True]
