@@ -1,14 +1,13 @@
 """The peer of launch.bench_e2e: the same Llama without dlp, by FSDP2 and torch.compile, and torchao's float8 if asked.
 
-    torchrun --nproc-per-node N -m launch.bench_e2e_peer [CONFIG] [--float8 tensorwise|rowwise] [--no-float8-gather]
+    torchrun --nproc-per-node N -m launch.bench_e2e [CONFIG] --subjects peer_bf16,peer_tensorwise,peer_rowwise
 
 It is what somebody would write from PyTorch's own documentation: bf16 parameters gathered and gradients reduced in fp32
-by `fully_shard`, each block compiled, a fused AdamW.
+by `fully_shard`, each block compiled, a fused AdamW. The tensorwise recipe gathers weights in float8.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import torch
@@ -21,31 +20,27 @@ from torch.optim import AdamW
 from launch.config import Config
 from launch.model import DTYPES, Llama, init_weights
 
-FLOAT8 = ("tensorwise", "rowwise")
 
-
-def convert_to_float8(model: nn.Module, recipe: str, float8_gather: bool) -> None:
+def convert_to_float8(model: nn.Module, recipe: str) -> None:
     """torchao's training conversion of the blocks' linears. ModuleNotFoundError where it is not installed."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     if recipe == "tensorwise":
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=float8_gather)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
 
 
 class Peer:
-    """A model and its step; `float8` is one of FLOAT8 or None for bf16."""
+    """A model and its step; `float8`: a recipe of torchao's, tensorwise or rowwise, or None for bf16."""
 
-    def __init__(
-        self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None, float8_gather: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None) -> None:
         with torch.device("meta"):
             self.model = Llama(replace(config.model, fused=False), DTYPES[config.train.dtype])
         if float8 is not None:
-            convert_to_float8(self.model, float8, float8_gather)
+            convert_to_float8(self.model, float8)
         self.after_step = None
-        if float8 == "tensorwise" and float8_gather:
+        if float8 == "tensorwise":
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
             self.after_step = precompute_float8_dynamic_scale_for_fsdp
@@ -68,9 +63,3 @@ class Peer:
         if self.after_step is not None:
             self.after_step(self.model)
         return loss.detach()
-
-
-if __name__ == "__main__":
-    from launch.bench_e2e import main
-
-    main(["--subjects", "peer_bf16", *sys.argv[1:]])
