@@ -1,9 +1,11 @@
 """All that one GPU has to say, in one command: the host, quantizers, GEMMs, linears and the step boundary.
 
-    python -m launch.bench [PART ...] [--out FOLDER] [--quick]
+    python -m launch.bench [PART ...] [--shapes 8192x4096x4096] [--out FOLDER] [--quick]
 
 Parts run one after the other; each prints its table and leaves FOLDER/PART.json and, where there is something to draw,
-FOLDER/PART.png. `--quick` takes one size of each. What a part measures, its own command says:
+FOLDER/PART.png. One that fails does not stop the others: the last line names it, and the exit code is the largest.
+`--shapes` are of gemm and linear, as `python -m launch.shapes CONFIG` prints them; `--quick` takes one size of each. What a
+part measures, its own command says:
 
     host        launch.bench_host        what one tiny linear costs the host; first, while the device is idle
     quantize    launch.bench_quantize    TB/s of casts and amaxes, beside a device copy
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,47 +28,67 @@ from launch import bench_boundary, bench_gemm, bench_host, bench_linear, bench_q
 
 
 class Part(NamedTuple):
-    """A program, whether it draws, and its arguments for one size."""
+    """A program, whether it draws, its arguments for one size, and whether sizes are shapes of linears."""
 
     main: Callable[[Sequence[str]], int]
     draws: bool
     quick: tuple[str, ...]
+    shapes: bool = False
 
 
 SHAPE = ("--shapes", "8192x4096x14336")
 PARTS = {
     "host": Part(bench_host.main, False, ("--recipes", "fp8_current")),
     "quantize": Part(bench_quantize.main, True, ("--sizes", "256", "--dtypes", "bfloat16")),
-    "gemm": Part(bench_gemm.main, True, SHAPE),
-    "linear": Part(bench_linear.main, True, SHAPE),
+    "gemm": Part(bench_gemm.main, True, SHAPE, True),
+    "linear": Part(bench_linear.main, True, SHAPE, True),
     "boundary": Part(bench_boundary.main, False, ("--recipes", "fp8_current", "--blocks", "1")),
 }
 
 
-def arguments_of(name: str, folder: Path, quick: bool) -> list[str]:
+def arguments_of(name: str, folder: Path, quick: bool, shapes: Sequence[str]) -> list[str]:
     """The command line of a part."""
     part = PARTS[name]
     files = ["--json", str(folder / f"{name}.json"), *(["--plot", str(folder / f"{name}.png")] if part.draws else [])]
+    if part.shapes and shapes:
+        return [*files, "--shapes", *shapes]
     return [*files, *(part.quick if quick else ())]
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """A part's exit code; 1 where it raised."""
+    print(f"\n== {name}", flush=True)
+    try:
+        return PARTS[name].main(arguments)
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def shape(text: str) -> str:
+    """The text, once it can be read as one."""
+    bench_linear.shape_of(text)
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench", description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", default=list(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="MxKxN", help="of gemm and linear")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of results (runs/bench)")
     parser.add_argument("--quick", action="store_true", help="one size of each")
     known = parser.parse_args(arguments)
     if unknown := [name for name in known.parts if name not in PARTS]:
         parser.error(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    if known.shapes and not any(PARTS[name].shapes for name in known.parts):
+        parser.error(f"--shapes: none of {', '.join(known.parts)} takes shapes; leave it away, or add gemm or linear")
     if code := loader.load_or_explain():
         return code
     known.out.mkdir(parents=True, exist_ok=True)
-    for name in known.parts:
-        print(f"\n== {name}", flush=True)
-        if code := PARTS[name].main(arguments_of(name, known.out, known.quick)):
-            return code
-    print(f"\nresults in {known.out}")
-    return 0
+    codes = {name: run(name, arguments_of(name, known.out, known.quick, known.shapes)) for name in known.parts}
+    failed = [f"{name} ({code})" for name, code in codes.items() if code]
+    print(f"\nresults in {known.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return max(codes.values())
 
 
 if __name__ == "__main__":

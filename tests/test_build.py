@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -301,22 +301,3 @@ def test_two_releases_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.version, "cuda", "13.1")
     loader.check_cuda(TOOLS)
-
-
-def test_the_benchmark_runs_its_parts_and_stops_at_one_that_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[list[str]] = []
-
-    def stand_in(code: int) -> Callable[[Sequence[str]], int]:
-        return lambda arguments: ran.append(list(arguments)) or code
-
-    monkeypatch.setattr(loader, "load", lambda: None)
-    first, *others = bench.PARTS.items()
-    parts = {first[0]: first[1]._replace(main=stand_in(0))} | {n: p._replace(main=stand_in(1)) for n, p in others}
-    monkeypatch.setattr(bench, "PARTS", parts)
-    assert bench.main([*parts, "--out", str(tmp_path), "--quick"]) == 1
-    assert [arguments[1] for arguments in ran] == [str(tmp_path / "host.json"), str(tmp_path / "quantize.json")]
-    assert "--plot" not in ran[0] and ran[1][2:4] == ["--plot", str(tmp_path / "quantize.png")] and "--sizes" in ran[1]
-    assert bench.main([first[0], "--out", str(tmp_path)]) == 0 and ran[2] == ran[0][:2]
-    assert f"results in {tmp_path}" in capsys.readouterr().out
