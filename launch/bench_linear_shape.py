@@ -9,6 +9,7 @@ for the one that heats it more. A subject that fails has a row that says so.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import traceback
@@ -22,8 +23,9 @@ from torch import Tensor
 from dlp.kernels import loader
 from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
 from dlp.kernels.tune import by_the_fastest
+from dlp.parallel.workload import moved
 from dlp.quant.gemm import Gemm
-from dlp.quant.recipe import GEMMS
+from dlp.quant.recipe import GEMMS, Operand
 from launch.bench_files import add_files, write_files
 from launch.bench_gemm import operand
 from launch.bench_linear import Failure, Line, Times, shape_of, show, target_of
@@ -42,12 +44,12 @@ from launch.linear_subjects import (
 )
 from launch.where import longest_kernels
 
-# Bytes that casts move for an element of (x, dy) and of w: read in bf16, both orientations written; current scaling reads
-# twice, and where operands are decoded their codes and the decoded values, both ways, are moved as well.
-CAST_BYTES = {"bf16": (0, 0), "fp8_current": (6, 6), "fp8_delayed": (4, 4), "fp8_block": (4.06, 4), "mxfp8": (10.1, 10.1),
-              "nvfp4": (7.1, 7.1)}  # fmt: skip
+READ_TWICE = ("fp8_current", "fp8_rowwise", "nvfp4")  # recipes whose scales want all values before the first code
+DECODED = ("mxfp8", "nvfp4")  # whose operands the GEMMs take in bf16
 GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}  # recipes with the same GEMMs
 
+BF16 = torch.bfloat16.itemsize
+SAMPLE = (4096, 4096)  # whole blocks of every format
 LESS_SETTLING = 0.15  # seconds, after a load like the one that follows
 
 
@@ -63,6 +65,23 @@ def gemms_ms(recipe: str, shape: Shape) -> float:
 
 
 @cache
+def cast_bytes(recipe: str) -> tuple[float, float]:
+    """Bytes that casts move for an element of (x, dy) and of w: values read, codes and scales of both orientations written;
+    where operands are decoded, these are read again and the decoded values written."""
+    of = recipe_of(recipe)
+
+    def moved_by(operand: Operand) -> float:
+        formats = operand.rowwise.format, operand.columnwise.format
+        if formats[0].keeps_source:
+            return 0.0
+        written = sum(moved(fmt, SAMPLE, 0, torch.bfloat16) / math.prod(SAMPLE) for fmt in formats)
+        again = written + len(formats) * BF16 if recipe in DECODED else 0.0
+        return BF16 * (1 + (recipe in READ_TWICE)) + written + again
+
+    return moved_by(of.x), moved_by(of.w)
+
+
+@cache
 def copied_in_ms() -> float:
     """Bytes that a copy moves in a millisecond, half of them read."""
     launches = [copy_of(512 * 2**20) for _ in range(2)]
@@ -75,7 +94,7 @@ def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
     subject, plain, (tokens, k, n) = Subject(recipe, shape), recipe.removesuffix(FAST), shape
     ms = times_of(subject)
     alone = 0.0 if recipe in PEERS else gemms_ms(recipe.replace(plain, GEMMS_OF.get(plain, plain)), shape)
-    per_token, per_weight = CAST_BYTES.get(plain, (0, 0))
+    per_token, per_weight = (0.0, 0.0) if recipe in (BASE, *PEERS) else cast_bytes(plain)
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
     shares = ms.shares(base.ms if base else ms)
     tflops = 6 * tokens * k * n / ms.device / 1e9

@@ -149,6 +149,22 @@ def test_shares_are_those_of_nn_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench_linear_shape.measure("torchao", shape, base).gemms == 0.0
 
 
+@pytest.mark.parametrize(
+    ("recipe", "per_token", "per_weight"),
+    [
+        ("bf16", 0, 0),
+        ("fp8_current", 2 * 2 + 2, 2 * 2 + 2),
+        ("fp8_delayed", 2 + 2, 2 + 2),
+        ("fp8_rowwise", 2 * 2 + 2 * (1 + 4 / 4096), 2 * 2 + 2 * (1 + 4 / 4096)),
+        ("fp8_block", 2 + 2 * (1 + 4 / 128), 2 + 2 * (1 + 4 / 128**2)),
+        ("mxfp8", 2 + 4 * (1 + 1 / 32) + 4, 2 + 4 * (1 + 1 / 32) + 4),  # 10.125
+        ("nvfp4", 10.25, 2 * 2 + 4 * (1 / 2 + 1 / 16**2) + 4),
+    ],
+)
+def test_bytes_of_casts_are_those_of_their_formats(recipe: str, per_token: float, per_weight: float) -> None:
+    assert bench_linear_shape.cast_bytes(recipe) == pytest.approx((per_token, per_weight), rel=1e-6)
+
+
 def test_fast_accumulates_fast_in_every_gemm() -> None:
     for name in ALL_FAST:
         fast, own = recipe_of(name), recipe_of(name.removesuffix(FAST))
