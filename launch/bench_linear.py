@@ -15,7 +15,10 @@ of an optimizer without its arithmetic. Inputs rotate over more than four times 
     floor      gemms + 1.15 x the bytes that casts read and write at least, at the bandwidth of a copy
 
 Behind each time is its share of nn.Linear's. `RECIPE:fast` sums in the tensor core only (`accumulation`) in all three GEMMs;
-targets are set for the recipe's own.
+targets are set for the recipe's own. Device time is judged three times, each where it applies: its share against a target, at
+the end of a row `ok (0.87)` or `MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows
+of a shape, against the fastest library that quantizes as the recipe does, `0.950 of torchao`. The exit code says only whether
+something failed.
 
 Shapes are tokens x in_features x out_features. Each has a process of its own (`launch.bench_linear_shape`), with all that
 is compared, so that torch.compile, which the peer needs, sees one shape and never gives up on it or makes it dynamic.
@@ -31,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,7 @@ import torch
 
 from dlp.kernels import loader
 from launch.bench_files import add_files, write_files
-from launch.linear_subjects import ALL_FAST, BASE, RECIPES, SHAPES, Shape, installed_peers
+from launch.linear_subjects import ALL_FAST, BASE, PEERS_OF, RECIPES, SHAPES, Shape, installed_peers
 
 TARGETS = {  # shares of nn.Linear's device time that must be reached, by shape
     "fp8_current": (0.87, 0.60, 0.55, 0.585, 0.54),
@@ -71,7 +74,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table; `gemms` and `floor` in milliseconds."""
+    """One line of the table; `gemms` and `floor` in milliseconds. `of_floor`, `of_peer`: device time over the floor, and over
+    that of `peer`, the fastest library of the same kind; None where there is none."""
 
     recipe: str
     tokens: int
@@ -83,6 +87,18 @@ class Line:
     floor: float
     tflops: float
     target: float | None
+    of_floor: float | None = None
+    peer: str | None = None
+    of_peer: float | None = None
+
+    def verdicts(self) -> dict[str, bool]:
+        """Whether what applies is reached."""
+        judged = {
+            "target": (self.shares.device, self.target),
+            "floor": (self.of_floor, 1.0),
+            "peer": (self.of_peer, 1.0),
+        }
+        return {name: ratio <= most for name, (ratio, most) in judged.items() if ratio is not None and most is not None}
 
 
 @dataclass(frozen=True)
@@ -110,9 +126,44 @@ def show(line: Line | Failure) -> None:
     if isinstance(line, Failure):
         print(f"{subject} FAILED: {line.why}", flush=True)
         return
-    met = line.target is None or line.shares.device <= line.target
-    verdict = "" if line.target is None else f"  {'ok' if met else 'MISSED'} ({line.target})"
-    print(subject, *_times(line), f"{line.gemms:8.3f} {line.floor:8.3f} {line.tflops:7.0f}{verdict}", flush=True)
+    print(
+        subject, *_times(line), f"{line.gemms:8.3f} {line.floor:8.3f} {line.tflops:7.0f}{_verdicts(line)}", flush=True
+    )
+
+
+def _verdicts(line: Line) -> str:
+    """Behind the numbers of a row: what its target and its floor say."""
+    met, said = line.verdicts(), ""
+    if line.target is not None:
+        said += f"  {'ok' if met['target'] else 'MISSED'} ({line.target})"
+    if line.of_floor is not None:
+        said += "  floor ok" if met["floor"] else f"  above floor by {100 * (line.of_floor - 1):.1f} %"
+    return said
+
+
+def beside_peers(lines: Sequence[Line]) -> list[Line]:
+    """The lines of one shape, each with the fastest peer of its kind."""
+    times = {line.recipe: line.ms.device for line in lines}
+    return [
+        _beside(line, {name: times[name] for name in PEERS_OF.get(line.recipe, ()) if name in times}) for line in lines
+    ]
+
+
+def _beside(line: Line, peers: dict[str, float]) -> Line:
+    if not peers:
+        return line
+    peer = min(peers, key=peers.__getitem__)
+    return replace(line, peer=peer, of_peer=line.ms.device / peers[peer])
+
+
+def show_peer(line: Line) -> None:
+    """A row of its own, since peers are measured last."""
+    if line.of_peer is not None:
+        met = "ok" if line.verdicts()["peer"] else "MISSED"
+        print(
+            f"{SUBJECT.format(line.recipe, line.tokens, line.k, line.n)} {line.of_peer:.3f} of {line.peer}  {met}",
+            flush=True,
+        )
 
 
 def head() -> str:
@@ -173,9 +224,18 @@ class Apart:
         return f"the process ended with {process.returncode}: {last}"
 
 
+def written(lines: Sequence[Line], failures: Sequence[Failure]) -> dict[str, Any]:
+    """As JSON, verdicts included."""
+    return {
+        "lines": [asdict(line) | {"verdicts": line.verdicts()} for line in lines],
+        "failures": [asdict(failure) for failure in failures],
+    }
+
+
 def _line(found: dict[str, Any]) -> Line:
     """A line as it was written."""
-    return Line(**found | {name: Times(**found[name]) for name in ("ms", "shares")})
+    kept = {field.name: found[field.name] for field in fields(Line)}
+    return Line(**kept | {name: Times(**kept[name]) for name in ("ms", "shares")})
 
 
 def measure_apart(
@@ -229,8 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for found, failed in measure_apart(options.shapes, options, Path(folder)):
             lines, failures = lines + found, failures + failed
-    results = {"lines": [asdict(line) for line in lines], "failures": [asdict(failure) for failure in failures]}
-    write_files(options, results, partial(plot, lines))
+    write_files(options, written(lines, failures), partial(plot, lines))
     return 1 if failures else 0
 
 

@@ -14,7 +14,6 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cache, partial
 
 import torch
@@ -28,7 +27,7 @@ from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMMS, Operand
 from launch.bench_files import add_files, write_files
 from launch.bench_gemm import operand
-from launch.bench_linear import Failure, Line, Times, shape_of, show, target_of
+from launch.bench_linear import Failure, Line, Times, beside_peers, shape_of, show, show_peer, target_of, written
 from launch.bench_quantize import copy_of, graph_of, replay
 from launch.linear_subjects import (
     ALL_FAST,
@@ -98,7 +97,8 @@ def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
     shares = ms.shares(base.ms if base else ms)
     tflops = 6 * tokens * k * n / ms.device / 1e9
-    return Line(recipe, tokens, k, n, ms, shares, alone, floor, tflops, target_of(recipe, shape))
+    of_floor = None if recipe in (BASE, *PEERS) else ms.device / floor
+    return Line(recipe, tokens, k, n, ms, shares, alone, floor, tflops, target_of(recipe, shape), of_floor)
 
 
 def times_of(subject: Subject) -> Times:
@@ -157,8 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(where(recipe, shape), flush=True)
 
     lines, failures = measure_all(shape, [*options.recipes, *peers], after)
-    results = {"lines": [asdict(line) for line in lines], "failures": [asdict(failure) for failure in failures]}
-    write_files(options, results)
+    lines = beside_peers(lines)
+    for line in lines:
+        show_peer(line)
+    write_files(options, written(lines, failures))
     return 1 if failures else 0
 
 

@@ -58,6 +58,13 @@ PEERS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
     "te current": ("transformer_engine", partial(_TransformerEngine, "Float8CurrentScaling")),
     "te block": ("transformer_engine", partial(_TransformerEngine, "Float8BlockScaling")),
 }
+# Of these, the ones that quantize as a recipe does.
+PEERS_OF = {
+    "fp8_current": ("torchao", "te current"),
+    "fp8_delayed": ("torchao", "te delayed"),
+    "fp8_rowwise": ("torchao rowwise",),
+    "fp8_block": ("te block",),
+}
 
 
 def recipe_of(name: str) -> dlp.Recipe:

@@ -8,7 +8,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,10 @@ DIES = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
 KILLED = "import os, sys; print('working', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
 
 
-def line(recipe: str, shape: Shape) -> Line:
-    return Line(recipe, *shape, Times(2.0, 0.7, 1.3, None, 2.5), Times(1.0, 1.0, 1.0, None, 1.0), 1.5, 1.7, 900.0, None)
+def line(recipe: str, shape: Shape, device: float = 2.0) -> Line:
+    return Line(
+        recipe, *shape, Times(device, 0.7, 1.3, None, 2.5), Times(1.0, 1.0, 1.0, None, 1.0), 1.5, 1.7, 900.0, None
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,7 @@ def test_every_shape_has_a_process(
 ) -> None:
     def command_of(shape: str, options: Namespace, file: Path) -> Sequence[str]:
         tokens, k, n = bench_linear.shape_of(shape)
-        found = {"lines": [asdict(line(BASE, (tokens, k, n)))], "failures": []}
+        found = bench_linear.written([line(BASE, (tokens, k, n))], [])
         return [sys.executable, "-c", f"import os, pathlib; assert input() == 'go'; print('row by', os.getpid()); "
                 f"pathlib.Path({str(file)!r}).write_text({json.dumps(found)!r})"]  # fmt: skip
 
@@ -132,21 +134,26 @@ def test_shares_are_those_of_nn_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, ms in times.items():
         monkeypatch.setattr(bench_linear_shape, name, lambda run, ms=ms, **_: ms)
     monkeypatch.setattr(bench_linear_shape, "parts_ms", lambda runs, **_: [0.5, 1.5, 0.0])
-    alone = {"bf16": 1.9, "fp8_current": 1.0, "fp8_current:fast": 0.9}
+    alone = {"bf16": 1.9, "fp8_current": 1.0, "fp8_current:fast": 0.7}
     monkeypatch.setattr(bench_linear_shape, "gemms_ms", lambda recipe, shape: alone[recipe])
     monkeypatch.setattr(bench_linear_shape, "copied_in_ms", lambda: 1e9)
     shape = (8192, 4096, 4096)
     base = bench_linear_shape.measure(BASE, shape, None)
     assert base.shares == Times(1.0, 1.0, 1.0, 1.0, 1.0) and (base.gemms, base.floor, base.target) == (1.9, 1.9, None)
+    assert base.verdicts() == {}
     monkeypatch.setattr(bench_linear_shape, "device_ms", lambda run: 1.2)
     monkeypatch.setattr(bench_linear_shape, "parts_ms", lambda runs, **_: [0.4, 0.75, 0.05])
     monkeypatch.setattr(bench_linear_shape, "sustained_ms", lambda run, **_: None)
     ours = bench_linear_shape.measure("fp8_delayed", shape, base)
     assert ours.ms == Times(1.2, 0.4, 0.75, None, 3.5) and ours.shares == Times(0.6, 0.8, 0.5, None, 1.0)
     assert ours.floor == pytest.approx(1.0 + 1.15 * 4 * (8192 * 8192 + 4096 * 4096) / 1e9) and ours.target == 0.82
+    assert ours.of_floor == pytest.approx(1.2 / ours.floor) and ours.verdicts() == {"target": True, "floor": True}
     fast = bench_linear_shape.measure("fp8_delayed:fast", shape, base)
-    assert (fast.gemms, fast.target) == (0.9, None) and fast.floor == pytest.approx(ours.floor - 0.1)
-    assert bench_linear_shape.measure("torchao", shape, base).gemms == 0.0
+    assert (fast.gemms, fast.target) == (0.7, None) and fast.floor == pytest.approx(ours.floor - 0.3)
+    assert fast.of_floor == pytest.approx(1.2 / fast.floor) and fast.verdicts() == {"floor": False}
+    assert bench_linear_shape.measure("bf16", shape, base).verdicts() == {"floor": True}
+    peer = bench_linear_shape.measure("torchao", shape, base)
+    assert peer.gemms == 0.0 and peer.verdicts() == {}
 
 
 @pytest.mark.parametrize(
@@ -177,3 +184,53 @@ def test_columns_stand_under_their_names(capsys: pytest.CaptureFixture[str]) -> 
     (row,) = capsys.readouterr().out.splitlines()
     assert len(row) == len(bench_linear.head())
     assert row.split()[4:] == "2.000 1.000 0.700 1.000 1.300 1.000 - - 2.500 1.000 1.500 1.700 900".split()
+
+
+@pytest.mark.parametrize(
+    ("target", "of_floor", "says"),
+    [
+        (0.87, 0.99, "900  MISSED (0.87)  floor ok"),
+        (1.0, 1.01, "900  ok (1.0)  above floor by 1.0 %"),
+        (None, 1.0, "900  floor ok"),
+        (None, None, "900"),
+    ],
+)
+def test_a_row_ends_with_its_verdicts(
+    target: float | None, of_floor: float | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench_linear.show(replace(line("fp8_current", (8192, 4096, 4096)), target=target, of_floor=of_floor))
+    (row,) = capsys.readouterr().out.splitlines()
+    assert row.endswith(f" {says}") and len(row) < len(bench_linear.head()) + 40
+
+
+def test_a_recipe_is_judged_by_the_fastest_peer_of_its_kind() -> None:
+    """Not by the fastest of all, and fast accumulation by none."""
+    shape = (8192, 4096, 4096)
+    times = {BASE: 4.0, "fp8_current": 2.0, "fp8_delayed": 1.8, "fp8_current:fast": 1.0, "fp8_rowwise": 3.0, "fp8_block": 2.5,
+             "mxfp8": 5.0, "torchao": 1.9, "torchao rowwise": 1.5, "te current": 1.6, "te delayed": 2.0}  # fmt: skip
+    found = {
+        each.recipe: each for each in bench_linear.beside_peers([line(name, shape, ms) for name, ms in times.items()])
+    }
+    assert {name: (each.peer, each.of_peer) for name, each in found.items() if each.peer} == {
+        "fp8_current": ("te current", 2.0 / 1.6),
+        "fp8_delayed": ("torchao", 1.8 / 1.9),
+        "fp8_rowwise": ("torchao rowwise", 2.0),
+    }
+    judged = [found[name].verdicts() for name in ("fp8_current", "fp8_delayed", "mxfp8")]
+    assert judged == [{"peer": False}, {"peer": True}, {}]
+
+
+def test_verdicts_are_printed_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = {BASE: 4.0, "fp8_current": 1.9, "torchao": 2.0}
+    monkeypatch.setattr(bench_linear_shape, "measure", lambda recipe, shape, base: line(recipe, shape, device[recipe]))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    out = tmp_path / "out.json"
+    assert bench_linear_shape.main(["256x128x64", "--recipes", "fp8_current", "--json", str(out)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == bench_linear.SUBJECT.format("fp8_current", 256, 128, 64) + " 0.950 of torchao  ok"
+    _, ours, peer = json.loads(out.read_text())["lines"]
+    assert (ours["peer"], ours["of_peer"], ours["verdicts"]) == ("torchao", 0.95, {"peer": True})
+    assert (peer["peer"], peer["of_peer"], peer["verdicts"]) == (None, None, {})
+    assert bench_linear._line(ours) == replace(line("fp8_current", (256, 128, 64), 1.9), peer="torchao", of_peer=0.95)
