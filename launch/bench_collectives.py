@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
 from dlp.comm import collectives
-from dlp.comm.mesh import init_process_group, shutdown
+from dlp.comm.mesh import init_process_group, shutdown, world_size
 from dlp.parallel.operands import quantize
 from dlp.parallel.overlap import names as strategies
 from dlp.parallel.spec import LinearSpec
@@ -43,6 +43,7 @@ from dlp.parallel.workload import moved
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
 from launch.bench_files import add_files, write_files
+from launch.stop import refuse
 
 Run = Callable[[], Any]
 # torch's own, renamed in 2.13
@@ -246,6 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     add_files(parser)
     options = parser.parse_args(arguments)
+    if world_size() == 1:
+        refuse("1 rank has nothing to gather or to sum; start 2 or more, as torchrun --nproc-per-node 2 does", code=2)
     init_process_group("cuda" if on_gpu else "cpu")
     mesh = dlp.build_mesh(dp_shard=1, tp=dist.get_world_size())["tp"]
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

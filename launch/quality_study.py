@@ -183,12 +183,15 @@ def main(arguments: Sequence[str], train: Train = local.train) -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
     parser.add_argument(
-        "--recipes", nargs="+", default=recipes.names(), help=f"all by default; {BASELINE} is always there"
-    )
+        "--recipes", nargs="+", default=recipes.names(), choices=recipes.names(), metavar="RECIPE",
+        help=f"all by default; {BASELINE} is always there",
+    )  # fmt: skip
     parser.add_argument("--megabytes", type=float, default=100.0, help="of sources to learn from")
     parser.add_argument("--only", metavar="RECIPE,SEED", help="this run alone")
     rest, overrides = split(arguments)
     known = parser.parse_args(rest)
+    if known.seeds < 1:
+        parser.error(f"--seeds {known.seeds}: a study has one seed or more; leave it away for 3")
     flat = tuple(text for name, value in overrides for text in (f"--{name}", value))
     chosen = tuple(dict.fromkeys([BASELINE, *known.recipes]))
     study = Study(known.folder.resolve(), chosen, tuple(range(known.seeds)), known.ranks, flat)

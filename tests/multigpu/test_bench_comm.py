@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from launch import bench_collectives, stop
 from launch.bench_collectives import KINDS, Bench, Line, column, gathered, received
 from tests import pool as worker
 from tests.cases import RECIPES
@@ -66,3 +67,15 @@ def test_every_kind_runs(ranks):
     (lines, _) = ranks(2).run(every_kind)
     assert {line.kind for line in lines} == set(KINDS)
     assert {line.name for line in lines if line.kind == "gather"} == {"torch bf16", *RECIPES}
+
+
+def test_one_rank_is_refused_before_anything_runs(monkeypatch, capsys):
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(stop, "leave", leave)
+    monkeypatch.setattr(bench_collectives, "init_process_group", lambda kind: pytest.fail("a group was made"))
+    with pytest.raises(SystemExit) as left:
+        bench_collectives.main([])
+    said = "1 rank has nothing to gather or to sum; start 2 or more, as torchrun --nproc-per-node 2 does\n"
+    assert left.value.code == 2 and capsys.readouterr().err == said

@@ -150,6 +150,19 @@ def test_a_small_study_runs_resumes_and_reports(ranks, tmp_path, capsys):
     assert "the run ended early, with code 3; the same command resumes it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--recipes", "nvfp4", "nope"], "argument --recipes: invalid choice: 'nope'"),
+        (["--seeds", "0"], "--seeds 0: a study has one seed or more; leave it away for 3"),
+    ],
+)
+def test_what_cannot_be_studied_is_refused_before_anything_is_made(arguments, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([str(tmp_path / "study"), *arguments, *SMALL], lambda number, arguments: pytest.fail("trained"))
+    assert left.value.code == 2 and says in capsys.readouterr().err and not (tmp_path / "study").exists()
+
+
 def test_the_data_is_a_sample_of_sources_the_same_every_time():
     few = sources(0.5)
     assert list(few) == sorted(few) == list(sources(0.5)) and all(name.endswith(".py") for name in few)
