@@ -60,7 +60,7 @@ gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, 
 	$(NEEDS) pytest ninja pybind11
 	@$(PYTHON) -m pytest tests/gpu $(ARGS)
 
-sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --cases 2"; exit 3 where a tool does not work
+sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --cases 8"; exit 3 where a tool does not work
 	$(NEEDS) pytest ninja pybind11
 	@$(PYTHON) -m tools.sanitize $(ARGS)
 

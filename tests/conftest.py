@@ -13,7 +13,8 @@ Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processe
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 
 import pytest
 import torch
@@ -32,7 +33,12 @@ if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do with
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where multi-rank tests run")
-    parser.addoption("--cases", type=int, metavar="N", help="only so many cases of each test, from first to last")
+    parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="only N cases of each test, or all it takes to meet every parameter's values",
+    )
     parser.addoption(
         "--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones"
     )
@@ -49,12 +55,30 @@ def world_of(item: pytest.Item) -> int:
     return int(mark.args[0]) if mark else 0
 
 
-def some_cases(items: list[pytest.Item], cases: int) -> list[pytest.Item]:
-    """Of each test function so many cases, evenly spread, the first among them."""
+def met_by(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
+    """The values of a case's parameters, one by one and in pairs."""
+    callspec = getattr(item, "callspec", None)
+    values = [(name, repr(value)) for name, value in sorted(callspec.params.items())] if callspec else []
+    return {*combinations(values, 1), *combinations(values, 2)}
+
+
+def covering(items: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
+    """So many cases of one test, or as many as it takes to meet every value of its parameters: always the case with the
+    most values and pairs of values that were not met yet, the first of equals."""
+    left = {i: met_by(item) for i, item in enumerate(items)}
+    missing, chosen = set().union(*left.values()), []
+    while left and (len(chosen) < least or any(len(met) == 1 for met in missing)):
+        chosen.append(max(left, key=lambda i: len(left[i] & missing)))
+        missing -= left.pop(chosen[-1])
+    return [items[i] for i in sorted(chosen)]
+
+
+def some_cases(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
+    """`covering` of each test function."""
     by_function: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [its[i * len(its) // n] for its in by_function.values() for n in [min(cases, len(its))] for i in range(n)]
+    return [item for its in by_function.values() for item in covering(its, cases)]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,23 +108,47 @@ def test_continuous_integration_passes_over_a_missing_compiler_alone(tmp_path, c
     assert asked == ["-m", "dlp.kernels.build", "--compile-only", *loader.ARCHITECTURES.values()]
 
 
-WORKS = """case "$*" in *" clean") ;; *probe*) exit 99 ;; *) echo "=== 3 passed in 1s ===" ;; esac"""
+def under_tools(printed: str, code: int = 0) -> str:
+    """A sanitizer that finds the defect of a bad kernel; under it pytest prints this, and it ends with this code."""
+    return f"""case "$*" in *" clean") ;; *probe*) exit 99 ;; *) printf '{printed}\\n'; exit {code} ;; esac"""
+
+
+PASSED = "=== 3 passed in 1s ==="
+WORKS = under_tools(PASSED)
 BLIND = """case "$*" in *probe*) ;; *) echo "3 passed" ;; esac"""
 WRONG = """exit 99"""
-FINDS = """case "$*" in *" clean") ;; *) echo "=== 3 passed in 1s ==="; exit 99 ;; esac"""
+HAZARDS = "== RACECHECK SUMMARY: 100 hazards displayed (0 errors, 512 warnings)"
+WARNINGS = "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 512 warnings)"
+NO_HAZARDS = "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+NOISY = f"""case "$*" in *" clean") echo "{HAZARDS}" ;; *) exit 99 ;; esac"""
+UNKNOWN = "memcheck: nothing is known,"
 
 
 @pytest.mark.parametrize(
     ("script", "code", "said"),
     [
         (WORKS, 0, "=== 3 passed in 1s ===\nmemcheck: clean, 3 passed in 1s"),
-        (FINDS, 1, "memcheck: exit code 99, 3 passed"),
+        (under_tools(f"{PASSED}\\n{NO_HAZARDS}\\n== ERROR SUMMARY: 0 errors"), 0, "memcheck: clean, 3 passed in 1s"),
+        (under_tools(PASSED, 99), 1, "memcheck: exit code 99, 3 passed"),
+        (under_tools("1 failed, 3 passed in 1s", 1), 1, "memcheck: exit code 1, 1 failed, 3 passed"),
+        (under_tools("4 failed in 1s", 1), 1, "memcheck: exit code 1, 4 failed in 1s"),
+        (under_tools(f"{PASSED}\\n{HAZARDS}"), 1, "memcheck: RACECHECK SUMMARY: 100 hazards displayed (0 errors, 512"),
+        (under_tools("== ERROR SUMMARY: 2 errors", 99), 1, "memcheck: ERROR SUMMARY: 2 errors, pytest said nothing"),
+        (under_tools("", 99), 1, "memcheck: exit code 99, pytest said nothing"),
+        (under_tools(f"{PASSED}\\n{WARNINGS}"), 1, "memcheck: RACECHECK SUMMARY: 0 hazards displayed (0 errors, 512"),
+        (under_tools("99 skipped in 1s"), 3, f"{UNKNOWN} 99 skipped in 1s"),
+        (under_tools("=== 0 passed in 1s ==="), 3, f"{UNKNOWN} 0 passed in 1s"),
+        (under_tools("no tests ran in 0.01s", 5), 3, f"{UNKNOWN} no tests ran in 0.01s"),
+        (under_tools("3 passed", 139), 3, f"{UNKNOWN} pytest said nothing"),
+        (under_tools(""), 3, f"{UNKNOWN} pytest said nothing"),
         (BLIND, 3, "memcheck: does not work on a GPU: it does not find the defect of a bad kernel"),
         (WRONG, 3, "memcheck: does not work on a GPU: it fails on a clean kernel, with exit code 99"),
+        (NOISY, 3, "memcheck: does not work on a GPU: it fails on a clean kernel, with exit code 0"),
     ],
-    ids=["works", "finds", "blind", "wrong"],
 )
-def test_a_sanitizer_that_does_not_work_is_never_clean(monkeypatch, tmp_path, capsys, script, code, said):
+def test_a_sanitizer_that_does_not_work_or_runs_nothing_is_never_clean(
+    monkeypatch, tmp_path, capsys, script, code, said
+):
     for name, text in (("compute-sanitizer", script), ("nvcc", "exit 0")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -132,7 +158,7 @@ def test_a_sanitizer_that_does_not_work_is_never_clean(monkeypatch, tmp_path, ca
     monkeypatch.setattr(sanitize.torch.cuda, "get_device_name", lambda: "a GPU")
     assert sanitize.main([]) == code
     output = "".join(capsys.readouterr())
-    assert said in output and (code == 3) != ("passed" in output)
+    assert said in output and ("clean," in output) == (code == 0)
 
 
 def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
@@ -143,7 +169,35 @@ def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
     assert "needs nvcc, which is not on PATH" in capsys.readouterr().err
 
 
-def test_some_cases_of_each_test_are_spread():
-    names = [*(f"f.py::many[{i}-a[0]]" for i in range(10)), "f.py::one"]
-    found = some_cases([SimpleNamespace(nodeid=name) for name in names], 2)
-    assert [item.nodeid for item in found] == ["f.py::many[0-a[0]]", "f.py::many[5-a[0]]", "f.py::one"]
+def fake_cases(test: str, **parameters: Sequence[object]) -> list[SimpleNamespace]:
+    """As pytest collects them: the last parameter changes first."""
+    made = [dict(zip(parameters, values, strict=True)) for values in product(*parameters.values())]
+    return [SimpleNamespace(nodeid=f"{test}[{case}]", callspec=SimpleNamespace(params=case)) for case in made]
+
+
+def pairs_of(cases: Sequence[SimpleNamespace]) -> set[tuple[tuple[str, object], ...]]:
+    return {pair for case in cases for pair in combinations(case.callspec.params.items(), 2)}
+
+
+def test_some_cases_of_a_test_meet_every_value_of_its_parameters():
+    cases = fake_cases("f.py::cast", rule=["ceil", "floor"], data=list("abcde"), tile=[False, True])
+    found = some_cases(cases, 2)
+    assert len(found) == 5
+    for name in ("rule", "data", "tile"):
+        assert {case.callspec.params[name] for case in found} == {case.callspec.params[name] for case in cases}
+    assert len({(case.callspec.params["rule"], case.callspec.params["tile"]) for case in found}) == 4
+    assert found == some_cases(cases, 5), "the choice is the same each time"
+
+
+def test_more_cases_meet_pairs_of_values_first():
+    cases = fake_cases("f.py::cast", rht=[False, True], chance=[False, True], data=list("abcde"))
+    assert {("rht", True), ("chance", True)} in map(set, pairs_of(some_cases(cases, 4)))
+    assert pairs_of(some_cases(cases, 10)) == pairs_of(cases)
+    assert len(some_cases(cases, 10)) == 10 and some_cases(cases, 100) == cases
+
+
+def test_some_cases_are_chosen_of_each_test():
+    one = SimpleNamespace(nodeid="f.py::one")
+    many = fake_cases("f.py::many", x=[0, 1, 2]) + fake_cases("f.py::few", x=["a[0]", "b[0]"], y=[0])
+    assert some_cases([one, *many], 1) == [one, *many]
+    assert some_cases(fake_cases("f.py::same", x=[0, 0]), 1) == fake_cases("f.py::same", x=[0])

@@ -1,18 +1,19 @@
 """Small cases of the GPU tests under compute-sanitizer: memcheck, racecheck and initcheck.
 
-    python -m tools.sanitize [TOOL ...] [--cases 2]
+    python -m tools.sanitize [TOOL ...] [--cases 8]
 
 A tool must first show on this device that it works: it passes a clean kernel and finds fault with a bad one
 (tools/sanitize_probe.cu). One that does not is named, nothing is run under it, and the exit code is 3.
 
     0   every tool works and found nothing           2   nvcc, compute-sanitizer or a GPU is missing
-    1   a tool found something, or a test failed     3   a tool does not work on this device: nothing is known
+    1   a tool found something, or a test failed     3   a tool does not work on this device, or no test ran: nothing is known
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "tools" / "sanitize_probe.cu"
 OURS = ("--kernel-name", "kernel_substring=3dlp")  # the mangled namespace; torch's kernels need no check, only time
 TOOLS = {"memcheck": OURS, "racecheck": OURS, "initcheck": ()}  # initcheck must see who writes, torch's kernels as well
+CLOSING = re.compile(r"(\b\d+ (passed|failed|skipped|deselected|errors?)|no tests ran)\b.* in [\d.]+s\b")
 FOUND = 99  # the sanitizer's exit code for a finding; a program's own is passed on
 # Left out is what multiplies, since cuBLASLt's kernels are not ours (their stores are invisible to initcheck, and tools take
 # many minutes for them) and graphs cannot be captured under a tool; and what is too large for one.
@@ -72,13 +74,14 @@ def under(tool: str, command: Sequence[str], *, shown: bool) -> Done:
 def obstacle(tool: str, probe: str) -> str | None:
     """Why nothing can be learnt from this tool here; None: it works."""
     clean, bad = (under(tool, [probe, which], shown=False) for which in ("clean", tool))
-    if clean.code:
+    if clean.code or findings(clean.output):
         return f"it fails on a clean kernel, with exit code {clean.code}:\n{clean.output}"
     return None if bad.code == FOUND else f"it does not find the defect of a bad kernel:\n{bad.output}"
 
 
 def small_cases(cases: int) -> list[str]:
-    """The command of pytest that runs so many cases of each GPU test of our own kernels."""
+    """The command of pytest that runs at least so many cases of each GPU test of our own kernels, and every value of its
+    parameters."""
     ignored = [*(f"--ignore={file}" for file in MULTIPLY), "-k", f"not {TOO_LARGE}"]
     return [sys.executable, *f"-m pytest tests/gpu -q -p no:cacheprovider --cases {cases}".split(), *ignored]
 
@@ -90,13 +93,30 @@ def check(tool: str, probe: str, cases: int) -> int:
         print(f"{tool}: does not work on {torch.cuda.get_device_name()}: {why}", file=sys.stderr)
         return 3
     done = under(tool, small_cases(cases), shown=True)
-    print(f"{tool}: {'clean' if done.code == 0 else f'exit code {done.code}'}, {last_line(done.output)}", flush=True)
-    return int(done.code != 0)
+    code, found = verdict(done)
+    print(f"{tool}: {found}, {last_line(done.output)}", flush=True)
+    return code
+
+
+def verdict(done: Done) -> tuple[int, str]:
+    """The exit code of a run of pytest under a tool, and what was found. Some findings are warnings, which a tool may end
+    without an exit code for; and where no test ran, as where all skip, there was nothing to find them in."""
+    if found := findings(done.output):
+        return 1, "; ".join(found)
+    if done.code != FOUND and re.search(r"\b[1-9]\d* (passed|failed)", last_line(done.output)) is None:
+        return 3, "nothing is known"
+    return (1, f"exit code {done.code}") if done.code else (0, "clean")
+
+
+def findings(output: str) -> list[str]:
+    """The summaries of a tool that count anything, be it warnings."""
+    summaries = re.findall(r"^=+ (\w+ SUMMARY: .*)$", output, re.MULTILINE)
+    return [summary for summary in summaries if re.search(r"\b[1-9]", summary)]
 
 
 def last_line(output: str) -> str:
     """Pytest's closing line."""
-    lines = [line for line in output.splitlines() if " passed" in line or " failed" in line]
+    lines = [line for line in output.splitlines() if CLOSING.search(line)]
     return lines[-1].strip("= ") if lines else "pytest said nothing"
 
 
@@ -107,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "tools", nargs="*", metavar="TOOL", default=list(TOOLS), help=f"some of {', '.join(TOOLS)}; default all"
     )
-    parser.add_argument("--cases", type=int, default=2, help="how many cases of each test (default 2)")
+    parser.add_argument("--cases", type=int, default=8, help="how many cases of each test at least (default 8)")
     known = parser.parse_args(arguments)
     if unknown := set(known.tools) - set(TOOLS):
         parser.error(f"unknown tool {', '.join(sorted(unknown))}: the tools are {', '.join(TOOLS)}")
