@@ -1,9 +1,11 @@
 """Matrices of more than 2^31 elements: what a cast makes of the last rows is what it makes of them alone, in both
-orientations; so is what transposes and decoding make. Per-tensor and FP8 block casts have such tests in their own files."""
+orientations; so is what transposes, decoding, RMSNorm and SwiGLU make, and sums where other rows are 0. The last rows have
+the largest values, so that every amax is theirs. Per-tensor and FP8 block casts have such tests in their own files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,21 +16,28 @@ from dlp.kernels import ops
 from dlp.quant.fp8_rowwise import RowwiseScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from dlp.quant.quantizer import one_read
+from dlp.quant.quantizer import Origin, one_read
 from tests.metrics import assert_bit_equal
 
 ROWS, COLS, LAST = 2**20 + 256, 2080, 128
-QUANTIZERS = [RowwiseScaling(), MxScaling(), MxScaling(tile=True), Nvfp4Scaling(), Nvfp4Scaling(tile=True)]
+EPS = 1e-5
+NVFP4, CHANCE, TURNED = Nvfp4Scaling(), Nvfp4Scaling(stochastic=True), Nvfp4Scaling(rht=True)
+ALIKE = [RowwiseScaling(), MxScaling(), MxScaling(tile=True), NVFP4, Nvfp4Scaling(tile=True), CHANCE]
+PAIRS = [*((each, each) for each in ALIKE), (NVFP4, TURNED), (CHANCE, replace(TURNED, stochastic=True))]
 
 
 @pytest.fixture(scope="module")
 def large(device: str) -> Iterator[Tensor]:
-    """bf16 [ROWS, COLS]."""
+    """bf16 [ROWS, COLS], the last rows larger than the others, and the very last larger still."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GiB of free device memory")
     assert ROWS * COLS > 2**31
     generator = torch.Generator(device).manual_seed(0)
-    yield torch.empty(ROWS, COLS, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    x = torch.empty(ROWS, COLS, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    x[-LAST:] *= 8
+    x[-1] *= 8
+    yield x
+    del x
     torch.cuda.empty_cache()
 
 
@@ -41,17 +50,20 @@ def last(q: Any, columnwise: bool) -> list[Tensor]:
     return parts
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
-def test_a_cast_of_more_than_2_to_the_31_elements(large, quantizer):
-    both = one_read(quantizer, quantizer)
-    amax, amax_t = both.observe(large)
-    made = both.cast(large, (amax, amax_t))
-    tail = large[-LAST:].contiguous()
-    rows = amax[-LAST:] if amax is not None and amax.dim() else amax
-    expected = quantizer.cast(tail, rows), quantizer.cast(tail.t(), amax_t)
-    for columnwise in (False, True):
-        for left, right in zip(last(made[columnwise], columnwise), expected[columnwise].parts, strict=True):
-            assert_bit_equal(left.contiguous().cpu(), right.contiguous().cpu(), f"columnwise: {columnwise}")
+def origin(x: Tensor, row: int) -> Origin:
+    """Of a matrix that begins at this row of one of ROWS."""
+    return Origin(row, 0, ROWS, x.shape[1], seed=1, tensor_id=2, counter=torch.tensor(11, device=x.device))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_cast_of_more_than_2_to_the_31_elements(large, pair):
+    both, whole = one_read(*pair), origin(large, 0)
+    made = both.cast(large, both.observe(large), at=(whole, whole.t()))
+    tail, place = large[-LAST:].contiguous(), origin(large, ROWS - LAST)
+    for columnwise, (x, at) in enumerate([(tail, place), (tail.t(), place.t())]):
+        expected = pair[columnwise].cast(x, pair[columnwise].observe(x), at=at)
+        for left, right in zip(last(made[columnwise], bool(columnwise)), expected.parts, strict=True):
+            assert_bit_equal(left.contiguous().cpu(), right.contiguous().cpu(), f"columnwise: {bool(columnwise)}")
 
 
 def test_transposes_and_decoding_of_more_than_2_to_the_31_elements(large):
@@ -62,3 +74,53 @@ def test_transposes_and_decoding_of_more_than_2_to_the_31_elements(large):
     values = ops.decode_mxfp8(codes, scale, (1, 32), torch.bfloat16)[-LAST:]
     expected = ops.decode_fp8(codes[-LAST:]).bfloat16()
     assert_bit_equal(values.nan_to_num(nan=1e9).cpu(), expected.nan_to_num(nan=1e9).cpu())
+
+
+def weight_of(x: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, x.shape[1], device=x.device)
+
+
+def first_bytes(x: Tensor, count: int) -> Tensor:
+    """uint8 [rows, count], of every row."""
+    return x.view(torch.uint8)[:, :count].contiguous()
+
+
+def decoded_nvfp4(x: Tensor, height: int) -> Tensor:
+    scale = (first_bytes(x[::height], COLS // 16) % 127).view(torch.float8_e4m3fn)  # no NaN
+    return ops.decode_nvfp4(first_bytes(x, COLS // 2), scale, (height, 16), dtype=torch.bfloat16)
+
+
+def rms_norm_backward(x: Tensor) -> Tensor:
+    return ops.rms_norm_backward(x, x, weight_of(x), ops.rms_norm(x, weight_of(x), EPS)[1])[0]
+
+
+ROW_BY_ROW: dict[str, Callable[[Tensor], Iterable[Tensor]]] = {
+    "transpose_e2m1": lambda x: [ops.transpose_e2m1(first_bytes(x, COLS)).t()],
+    "decode_nvfp4": lambda x: [decoded_nvfp4(x, 1)],
+    "decode_nvfp4 of tiles": lambda x: [decoded_nvfp4(x, 16)],
+    "rms_norm": lambda x: ops.rms_norm(x, weight_of(x), EPS),
+    "rms_norm_backward": lambda x: [rms_norm_backward(x)],
+    "swiglu": lambda x: [ops.swiglu(x, x)],
+    "swiglu_backward": lambda x: ops.swiglu_backward(x, x, x),
+}
+
+
+@pytest.mark.parametrize("name", ROW_BY_ROW)
+def test_what_is_made_of_rows_of_more_than_2_to_the_31_elements(large, name):
+    made, expected = ROW_BY_ROW[name](large), ROW_BY_ROW[name](large[-LAST:].contiguous())
+    for left, right in zip(made, expected, strict=True):
+        assert_bit_equal(left[-len(right) :].contiguous().cpu(), right.contiguous().cpu(), name)
+
+
+def test_sums_of_more_than_2_to_the_31_elements(large):
+    """Of columns, and in the gradient of a norm's weight, whose order depends on the number of rows: one of them counts."""
+    sparse, tail = torch.zeros_like(large), large[-LAST:].contiguous()
+    sparse[-LAST:] = tail
+    assert_bit_equal(ops.column_sums(sparse).cpu(), ops.column_sums(tail).cpu(), "sums of columns")
+    sparse[:-1] = 0
+    weight = weight_of(large)
+    made, expected = (
+        ops.rms_norm_backward(dy, x, weight, ops.rms_norm(x, weight, EPS)[1])[1]
+        for dy, x in ((sparse, large), (sparse[-LAST:].contiguous(), tail))
+    )
+    assert_bit_equal(made.cpu(), expected.cpu(), "gradient of a weight")
