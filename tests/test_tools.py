@@ -161,6 +161,15 @@ def test_a_sanitizer_that_does_not_work_or_runs_nothing_is_never_clean(
     assert said in output and ("clean," in output) == (code == 0)
 
 
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0, 0), 0), ((0, 3, 0), 3), ((3, 1, 0), 1), ((0, 1, 3), 1)])
+def test_a_finding_of_one_tool_is_not_hidden_by_another(monkeypatch, codes, expected):
+    left = iter(codes)
+    monkeypatch.setattr(sanitize, "missing", lambda: None)
+    monkeypatch.setattr(sanitize, "find_program", lambda name: "true")
+    monkeypatch.setattr(sanitize, "check", lambda *_: next(left))
+    assert sanitize.main([]) == expected
+
+
 def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
