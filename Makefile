@@ -64,7 +64,7 @@ sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --
 	$(NEEDS) pytest ninja pybind11
 	@$(PYTHON) -m tools.sanitize $(ARGS)
 
-bench: $(READY) ## host, quantizers, GEMMs, linears and step boundary of one GPU beside peers, JSON and PNG: ARGS="linear --quick"
+bench: $(READY) ## host, quantizers, producers, GEMMs, linears, step boundary of one GPU beside peers, JSON and PNG: ARGS="linear --quick"
 	$(NEEDS) ninja pybind11
 	@$(PYTHON) -m launch.bench $(ARGS)
 

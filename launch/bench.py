@@ -1,4 +1,4 @@
-"""All that one GPU has to say, in one command: the host, quantizers, GEMMs, linears and the step boundary.
+"""All that one GPU has to say, in one command: the host, quantizers, producers, GEMMs, linears and the step boundary.
 
     python -m launch.bench [PART ...] [--shapes 8192x4096x4096] [--out FOLDER] [--quick]
 
@@ -9,6 +9,7 @@ part measures, its own command says:
 
     host        launch.bench_host        what one tiny linear costs the host; first, while the device is idle
     quantize    launch.bench_quantize    TB/s of casts and amaxes, beside a device copy
+    producers   launch.bench_producers   RMSNorm, SwiGLU and sums of columns in casts, and apart
     gemm        launch.bench_gemm        TFLOP/s of each recipe's GEMMs, beside torch.mm and torch._scaled_mm
     linear      launch.bench_linear      forward + backward in each recipe, beside nn.Linear and what else is installed
     boundary    launch.bench_boundary    casts of all weights of a model at the step boundary, together and one by one
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlp.kernels import loader
-from launch import bench_boundary, bench_gemm, bench_host, bench_linear, bench_quantize
+from launch import bench_boundary, bench_gemm, bench_host, bench_linear, bench_producers, bench_quantize
 
 
 class Part(NamedTuple):
@@ -40,6 +41,7 @@ SHAPE = ("--shapes", "8192x4096x14336")
 PARTS = {
     "host": Part(bench_host.main, False, ("--recipes", "fp8_current")),
     "quantize": Part(bench_quantize.main, True, ("--sizes", "256", "--dtypes", "bfloat16")),
+    "producers": Part(bench_producers.main, True, ("--sizes", "256", "--only", "> fp8_current")),
     "gemm": Part(bench_gemm.main, True, SHAPE, True),
     "linear": Part(bench_linear.main, True, SHAPE, True),
     "boundary": Part(bench_boundary.main, False, ("--recipes", "fp8_current", "--blocks", "1")),

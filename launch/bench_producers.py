@@ -112,5 +112,7 @@ PIPELINES: dict[str, Make] = {
     for how in (("apart",) if (recipe, operand) == APART_ONLY else ("apart", "fused"))
 }
 
+main = partial(bench, kernels=ALONE | PIPELINES, dtypes=["bfloat16"])
+
 if __name__ == "__main__":
-    sys.exit(bench(kernels=ALONE | PIPELINES, dtypes=["bfloat16"]))
+    sys.exit(main())

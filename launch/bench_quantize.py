@@ -28,6 +28,7 @@ from torch import Tensor
 from dlp.comm.wire import dtype_name
 from dlp.kernels import cuda, cuda_codes, cuda_fp4, cuda_rowwise, loader
 from dlp.kernels.cuda import BlockJob, TensorJob, block_scale_shape, mx_scale_shape
+from dlp.kernels.cuda_codes import DelayedJob
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.cuda_fp4 import scale_shape as fp4_scale_shape
 from dlp.kernels.cuda_rowwise import RowwiseJob
@@ -37,6 +38,7 @@ from launch.bench_files import add_files, write_files
 Run = Callable[[], Any]
 E4M3 = torch.float8_e4m3fn
 COLS = 8192
+HISTORY = 1024  # steps that delayed scaling remembers
 COPY_UNIT = 1 << 16  # bytes; on an H200 multiples of 512 were slow to copy, of 4096 fast
 REPLAYS = 15
 DTYPES = ["bfloat16", "float32"]
@@ -201,6 +203,12 @@ def decode_mxfp8(x: Tensor) -> Launch:
     return _decode(x, _bytes(rows, cols).view(E4M3), _bytes(-(-cols // 32), rows).t(), (1, 32))
 
 
+def decode_fp8_block(x: Tensor, tile: bool) -> Launch:
+    rows, cols = x.shape
+    scale = torch.ones(-(-rows // 128) if tile else rows, -(-cols // 128), device="cuda")
+    return _decode(x, _bytes(rows, cols).view(E4M3), scale, (128 if tile else 1, 128))
+
+
 def decode_nvfp4(x: Tensor) -> Launch:
     rows, cols = x.shape
     return _decode(x, _bytes(rows, cols // 2), _bytes(rows, cols // 16).view(E4M3), (1, 16))
@@ -218,6 +226,23 @@ def transpose_codes(x: Tensor) -> Launch:
 def transpose_nibbles(x: Tensor) -> Launch:
     rows, cols = x.shape
     return _transpose(_bytes(rows, cols // 2), torch.empty(cols, rows // 2, dtype=torch.uint8, device="cuda"))
+
+
+def swizzle(x: Tensor) -> Launch:
+    """Of the scales of MXFP8 of x, as they lie after its cast."""
+    rows, blocks = x.shape[0], -(-x.shape[1] // 32)
+    scale, out = (
+        _bytes(blocks, rows).t(),
+        torch.empty(cuda_codes.swizzled_bytes(rows, blocks), dtype=torch.uint8, device="cuda"),
+    )
+    return Launch(lambda: cuda_codes.swizzle(scale, rows, 1, out), (scale, out))
+
+
+def delayed_update(x: Tensor) -> Launch:
+    """Of as many slots as x has rows, more than a model has tensors; their histories are read."""
+    slots = len(x)
+    history, vectors = torch.ones(HISTORY, slots, device="cuda"), [torch.ones(slots, device="cuda") for _ in range(4)]
+    return Launch(cuda_codes.delayed_update_batch([DelayedJob(history, *vectors, False)]), (history, *vectors))
 
 
 def sum_in_order(x: Tensor) -> Launch:
@@ -250,7 +275,11 @@ KERNELS: dict[str, Make] = {
     "nvfp4 rht + sr": lambda x: _nvfp4(x, tile=False, rht=True, by_chance=True),
     "nvfp4 16x16 both": lambda x: _nvfp4(x, tile=True),
     "decode mxfp8": decode_mxfp8,
+    "decode 1x128": lambda x: decode_fp8_block(x, tile=False),
+    "decode 128x128": lambda x: decode_fp8_block(x, tile=True),
     "decode nvfp4": decode_nvfp4,
+    "swizzle of mxfp8 scales": swizzle,
+    "delayed update of a slot a row": delayed_update,
     "transpose codes": transpose_codes,
     "transpose nibbles": transpose_nibbles,
     "sum of 8 in order": sum_in_order,

@@ -38,7 +38,7 @@ def test_a_part_that_fails_does_not_stop_the_others(
     calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench.main(["--out", str(tmp_path)]) == 3
-    assert list(calls) == ["host", "quantize", "gemm", "linear", "boundary"]
+    assert list(calls) == ["host", "quantize", "producers", "gemm", "linear", "boundary"]
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == f"results in {tmp_path}; failed: gemm (1), linear (3)"
     assert "out of memory" in said.err
@@ -62,7 +62,7 @@ def test_shapes_are_for_parts_that_take_them(quick: list[str], calls: Calls, tmp
     [
         (["host", "--shapes", *SHAPES], "--shapes: none of host takes shapes; leave it away, or add gemm or linear"),
         (["--shapes", "8192x4096"], "argument --shapes: invalid shape value: '8192x4096'"),
-        (["linears"], "unknown part linears: the parts are host, quantize, gemm, linear, boundary"),
+        (["linears"], "unknown part linears: the parts are host, quantize, producers, gemm, linear, boundary"),
     ],
 )
 def test_what_no_part_can_do(arguments: list[str], says: str, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
