@@ -241,8 +241,9 @@ def swizzle(x: Tensor) -> Launch:
 def delayed_update(x: Tensor) -> Launch:
     """Of as many slots as x has rows, more than a model has tensors; their histories are read."""
     slots = len(x)
-    history, vectors = torch.ones(HISTORY, slots, device="cuda"), [torch.ones(slots, device="cuda") for _ in range(4)]
-    return Launch(cuda_codes.delayed_update_batch([DelayedJob(history, *vectors, False)]), (history, *vectors))
+    history, scale, target, staging = (torch.ones(*lines, slots, device="cuda") for lines in ((HISTORY,), (), (), ()))
+    job = DelayedJob(history, scale, staging, target, staging, False)
+    return Launch(cuda_codes.delayed_update_batch([job]), (history, scale, target, staging))
 
 
 def sum_in_order(x: Tensor) -> Launch:
