@@ -10,7 +10,17 @@ from torch import Tensor
 
 DTYPES = [torch.bfloat16, torch.float32]
 CODES = [torch.float8_e4m3fn, torch.float8_e5m2]
-SHAPES = [(128, 128), (256, 384), (1, 1), (1, 300), (300, 1), (77, 300), (129, 129), (136, 264), (0, 128), (128, 0)]
+
+
+def random_sizes(count: int, rows: int = 1, cols: int = 1, most: int = 600) -> list[tuple[int, int]]:
+    """Sizes that nobody chose, the same in every run: multiples of `rows` and `cols`, up to `most`."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    drawn = torch.rand(count, 2, generator=generator).tolist()
+    return [(rows * (1 + int(a * most / rows)), cols * (1 + int(b * most / cols))) for a, b in drawn]
+
+
+SHAPES = [(128, 128), (256, 384), (1, 1), (1, 300), (300, 1), (77, 300), (129, 129), (136, 264), (0, 128), (128, 0),
+          *random_sizes(3)]  # fmt: skip
 STRIDES = ["contiguous", "strided", "misaligned"]
 DATA = ["gauss", "zeros", "specials", "tiny", "huge"]
 

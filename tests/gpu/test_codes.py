@@ -8,10 +8,11 @@ from torch import Tensor
 
 from dlp.kernels import cuda_codes, ops, reference
 from dlp.kernels.ops import DelayedSlots
-from tests.gpu.inputs import CODES, DTYPES, values
+from tests.gpu.inputs import CODES, DTYPES, random_sizes, values
 from tests.metrics import assert_bit_equal
 
-SIZES = [(128, 128), (256, 384), (1, 16), (1, 300), (300, 1), (77, 304), (129, 131), (136, 264), (0, 128), (128, 0)]
+SIZES = [(128, 128), (256, 384), (1, 16), (1, 300), (300, 1), (77, 304), (129, 131), (136, 264), (0, 128), (128, 0),
+         *random_sizes(3)]  # fmt: skip
 
 
 def some_bytes(*shape: int, seed: int = 0) -> Tensor:
@@ -40,7 +41,7 @@ def by_columns(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("height", [1, 32])
 def test_mxfp8_decodes_to_the_reference(device, poisoned, code, height):
-    for rows, cols in [(32, 32), (64, 1024), (256, 96), (256, 8192), (0, 32)]:
+    for rows, cols in [(32, 32), (64, 1024), (256, 96), (256, 8192), (0, 32), *random_sizes(3, 32, 32)]:
         codes, scale = some_bytes(rows, cols).view(code), some_bytes(rows // height, cols // 32, seed=1)
         want = without_nan(reference.decode_mxfp8(codes, scale, (height, 32)).bfloat16())
         assert_bit_equal(decoded(poisoned, codes, scale, (height, 32), cols), want, f"{rows} {cols}")
@@ -48,7 +49,7 @@ def test_mxfp8_decodes_to_the_reference(device, poisoned, code, height):
 
 @pytest.mark.parametrize("height", [1, 16])
 def test_nvfp4_decodes_to_the_reference(device, poisoned, height):
-    for rows, cols in [(16, 16), (64, 1024), (256, 80), (256, 8192), (0, 16)]:
+    for rows, cols in [(16, 16), (64, 1024), (256, 80), (256, 8192), (0, 16), *random_sizes(3, 16, 16)]:
         packed = some_bytes(rows, cols // 2)
         scale = some_bytes(rows // height, cols // 16, seed=1).view(torch.float8_e4m3fn)
         want = without_nan(reference.decode_nvfp4(packed, scale, (height, 16)).bfloat16())
@@ -71,7 +72,7 @@ def test_fp8_blocks_decode_to_the_reference(device, poisoned, code, height):
 @pytest.mark.parametrize("each", [1, 16, 32, 128])
 def test_scales_are_swizzled(device, poisoned, each):
     """What a block-scaled GEMM would read; there are none on Hopper."""
-    for lines, blocks in [(128, 4), (256, 512), (1, 1), (300, 7), (77, 6), (129, 33), (0, 4)]:
+    for lines, blocks in [(128, 4), (256, 512), (1, 1), (300, 7), (77, 6), (129, 33), (0, 4), *random_sizes(3)]:
         scale = some_bytes(-(-lines // each), blocks)
         want = reference.swizzle_128x4(scale, lines, each)
         out = poisoned((len(want),), torch.uint8)
@@ -101,6 +102,7 @@ def test_nibbles_transposed(device, poisoned, offset):
         (130, 132),
         (0, 16),
         (1000, 2000),
+        *random_sizes(3, 2, 2),
     ]:
         packed, out = some_bytes(rows, cols // 2), poisoned((cols, rows // 2), torch.uint8, offset)
         cuda_codes.transpose(packed.cuda(), out)
@@ -123,7 +125,7 @@ def slots(length: int, count: int, algorithm: str, device: str) -> DelayedSlots:
 
 def test_delayed_update_is_the_reference(device):
     kinds = [(1, 5, "max"), (2, 40, "most_recent"), (3, 33, "max"), (16, 300, "max"), (1024, 70, "max"), (1024, 1, "max"),
-             (47, 64, "most_recent")]  # fmt: skip
+             (47, 64, "most_recent"), *((length, count, "max") for length, count in random_sizes(3))]  # fmt: skip
     mine, theirs = ([slots(*kind, where) for kind in kinds] for where in (device, "cpu"))
     update, expected = ops.delayed_updates(mine), ops.delayed_updates(theirs)
     for _ in range(3):
