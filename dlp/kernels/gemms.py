@@ -99,11 +99,6 @@ def available(a: Tensor) -> bool:
     return a.is_cuda and not loader.missing()
 
 
-def empty(a: Tensor, b: Tensor) -> bool:
-    """Whether there is nothing to multiply, which cuBLASLt refuses."""
-    return a.numel() == 0 or b.numel() == 0
-
-
 def device_kind(device_type: str) -> str:
     """What a device is to GEMMs: "cuda" for a GPU on which this package has no kernels, else sm_90 or sm_100 for the
     current one; other names stand for themselves."""
@@ -355,11 +350,6 @@ def _takes_output(out: Tensor) -> bool:
     stride, step = out.stride()
     aligned = (4 * stride | out.data_ptr()) % ALIGNMENT == 0
     return out.dtype == torch.float32 and step == 1 and stride >= out.shape[1] and aligned
-
-
-def of_nothing(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:
-    """`product` where an operand is empty: sums of nothing."""
-    return finish(torch.zeros(a.shape[0], b.shape[0], device=a.device), out_dtype, bias, accumulate)
 
 
 def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:

@@ -11,7 +11,9 @@ being returned in `out_dtype`, and `how` it shall run (`How`).
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -107,11 +109,28 @@ Block = tuple[int, int]
 FP8_CORES = (8, 9)  # the least compute capability that has them
 
 
-def _check_contraction(a: Tensor, b: Tensor) -> None:
-    if a.shape[-1] != b.shape[-1]:
-        raise ValueError(f"GEMM operands must share their last dimension; got {tuple(a.shape)} and {tuple(b.shape)}")
+Multiply = TypeVar("Multiply", bound=Callable[..., Tensor])
 
 
+def _gemm(multiply: Multiply) -> Multiply:
+    """A GEMM whose operands share their contraction, ValueError if they do not, and are not empty, which cuBLASLt refuses:
+    sums of nothing are made here."""
+
+    @functools.wraps(multiply)
+    def checked(a: Tensor, b: Tensor, *scales: Any, out_dtype: torch.dtype, **options: Any) -> Tensor:
+        if a.shape[-1] != b.shape[-1]:
+            raise ValueError(
+                f"GEMM operands must share their last dimension; got {tuple(a.shape)} and {tuple(b.shape)}"
+            )
+        if a.numel() and b.numel():
+            return multiply(a, b, *scales, out_dtype=out_dtype, **options)
+        zeros = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+        return finish(zeros, out_dtype, options.get("bias"), options.get("accumulate"))
+
+    return checked  # type: ignore[return-value]
+
+
+@_gemm
 def gemm_hp(
     a: Tensor, b: Tensor, *, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
     alpha: Tensor | None = None, how: How = AS_USUAL,
@@ -121,9 +140,6 @@ def gemm_hp(
 
     Raises ValueError when the contractions differ.
     """
-    _check_contraction(a, b)
-    if gemms.empty(a, b):
-        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
     if gemms.available(a):
         return _by_cublaslt(a, b, out_dtype, bias, accumulate, alpha, how)
     wide = out_dtype if bias is None and accumulate is None and alpha is None else torch.float32
@@ -171,6 +187,7 @@ def _scaled_mm(
     return result[: a.shape[0], : b.shape[0]]
 
 
+@_gemm
 def gemm_fp8_tensor(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out_dtype: torch.dtype,
     bias: Tensor | None = None, accumulate: Tensor | None = None, how: How = AS_USUAL,
@@ -179,9 +196,6 @@ def gemm_fp8_tensor(
 
     On CUDA sizes that are not multiples of 16 are zero-padded; E5M2 times E5M2 is refused there (no such unit).
     """
-    _check_contraction(a, b)
-    if gemms.empty(a, b):
-        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
     if gemms.available(a):
         scales = Scales(a_scale_inv, b_scale_inv)
         return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
@@ -192,6 +206,7 @@ def gemm_fp8_tensor(
     return finish(result, out_dtype, bias, accumulate)
 
 
+@_gemm
 def gemm_fp8_rowwise(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out_dtype: torch.dtype,
     bias: Tensor | None = None, accumulate: Tensor | None = None, how: How = AS_USUAL,
@@ -201,9 +216,6 @@ def gemm_fp8_rowwise(
     Hopper applies the two vectors itself. Elsewhere on CUDA the tensor cores multiply the codes, and the vectors are
     applied to the fp32 result. E5M2 times E5M2 is refused there.
     """
-    _check_contraction(a, b)
-    if gemms.empty(a, b):
-        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
     if not a.is_cuda:
         return finish(reference.gemm_fp8_rowwise(a, b, a_scale_inv, b_scale_inv), out_dtype, bias, accumulate)
     if gemms.available(a) and gemms.is_hopper(a):
@@ -214,6 +226,7 @@ def gemm_fp8_rowwise(
     return finish(sums.mul_(a_scale_inv[:, None]).mul_(b_scale_inv), out_dtype, bias, accumulate)
 
 
+@_gemm
 def gemm_fp8_block(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_block: Block, b_block: Block, *,
     power_of_two: bool, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
@@ -226,9 +239,6 @@ def gemm_fp8_block(
     blocks each to Blackwell, and other GPUs multiply decoded values, exact in bf16; else the reference runs, which CUDA
     refuses with ValueError unless `how` allows it.
     """
-    _check_contraction(a, b)
-    if gemms.empty(a, b):
-        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
     if gemms.available(a) and gemms.is_hopper(a):
         tiled = a_block[0] > 1, b_block[0] > 1
         layouts = gemms.block_scales(a_scale_inv, tiled[0]), gemms.block_scales(b_scale_inv, tiled[1])
@@ -268,15 +278,13 @@ def _block_scales(
     return Scales(*tiles, mode, mode)
 
 
+@_gemm
 def gemm_mxfp8(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_block: Block, b_block: Block, *, out_dtype: torch.dtype,
     bias: Tensor | None = None, accumulate: Tensor | None = None, how: How = AS_USUAL,
 ) -> Tensor:  # fmt: skip
     """MXFP8 GEMM with compact E8M0 bytes: codes a [rows, C], b [cols, C], blocks (1 or 32, 32) -> [rows, cols]. By
     Blackwell's units, or on decoded values."""
-    _check_contraction(a, b)
-    if gemms.empty(a, b):
-        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
     if gemms.available(a) and gemms.is_blackwell(a):
         scales = _block_scales(a, b, a_scale, b_scale, a_block, b_block, MX_BLOCKS)
         return gemms.product_blocks(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
@@ -288,6 +296,7 @@ def gemm_mxfp8(
     return finish(result, out_dtype, bias, accumulate)
 
 
+@_gemm
 def gemm_nvfp4(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_amax: Tensor, b_amax: Tensor, a_block: Block,
     b_block: Block, *, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
@@ -295,9 +304,6 @@ def gemm_nvfp4(
 ) -> Tensor:  # fmt: skip
     """NVFP4 GEMM: packed codes a [rows, C/2], b [cols, C/2], compact E4M3 scales, tensor amaxes, blocks (1 or 16, 16)
     -> [rows, cols]; the amaxes are applied to the fp32 accumulator. By Blackwell's units, or on decoded values."""
-    _check_contraction(a, b)
-    if gemms.empty(a, b):
-        return gemms.of_nothing(a, b, out_dtype, bias, accumulate)
     if gemms.available(a) and gemms.is_blackwell(a):
         scales, alpha = (
             _block_scales(a, b, a_scale, b_scale, a_block, b_block, NVFP4_BLOCKS),
