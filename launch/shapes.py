@@ -20,6 +20,7 @@ from dlp.comm.wire import dtype_name
 from dlp.kernels.gemms import device_kind
 from dlp.parallel.plan import LayerPlan
 from dlp.parallel.style import shard_sizes
+from dlp.quant.gemm import decoded_dtype
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
 from dlp.quant.tensor import Format
 from launch.build import plan_for
@@ -37,12 +38,14 @@ def linear_sizes(layer: LayerPlan, tp: int, tokens: int) -> tuple[int, int, int]
     return tokens // tp if alone else tokens, k, n
 
 
-def decoded_dtype(kernel: str, formats: Sequence[Format]) -> torch.dtype | None:
-    """What a kernel decodes both operands to before it multiplies them; None where it reads them as they are."""
+def decoded_to(kernel: str, formats: Sequence[Format], source: torch.dtype) -> torch.dtype | None:
+    """What a kernel decodes both operands, made of values in `source`, to before it multiplies them; None where it reads
+    them as they are."""
     if not kernel.startswith("decode"):
         return None
-    exact = "bf16" in kernel or all(fmt.bf16_exact for fmt in formats)
-    return torch.bfloat16 if exact else torch.float32
+    return (
+        torch.bfloat16 if "bf16" in kernel else decoded_dtype(*((fmt, fmt.parts[0].dtype or source) for fmt in formats))
+    )
 
 
 def problems(
@@ -59,7 +62,7 @@ def problems(
                    "fast_accumulation": options.fast_accumulation, "accumulate": False, "alpha": False}  # fmt: skip
         ways = GEMM_OPERANDS[which][1::2]
         formats = [quantizer.format for quantizer in layer.recipe.operands(which)]
-        decoded = decoded_dtype(kernel, formats)
+        decoded = decoded_to(kernel, formats, dtype)
         for side, way, fmt in zip("ab", ways, formats, strict=True):
             problem[f"{side}_dtype"] = dtype_name(decoded or fmt.parts[0].dtype or dtype)
             problem[f"{side}_block"] = [1, 1] if decoded else list(fmt.block)

@@ -13,8 +13,9 @@ from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import support
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
+from dlp.quant.quantizer import KeepHighPrecision
 from launch.config import load
-from launch.shapes import decoded_dtype, main, of_config
+from launch.shapes import decoded_to, main, of_config
 from tests.command import command
 
 
@@ -79,8 +80,13 @@ def test_what_is_decoded_has_the_dtype_that_is_multiplied(dtype):
     ids=str,
 )
 def test_a_pair_is_decoded_to_bf16_where_that_is_exact(kernel, left, right, dtype):
-    assert decoded_dtype(kernel, (left.format, right.format)) == dtype
+    assert decoded_to(kernel, (left.format, right.format), torch.float32) == dtype
     assert support(left.format, right.format, "sm_90").kernel == kernel
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+def test_values_as_they_are_meet_decoded_ones_in_their_own_dtype(source):
+    assert decoded_to("decode + mm", (KeepHighPrecision().format, MxScaling().format), source) == source
 
 
 def test_it_is_a_command(capsys):

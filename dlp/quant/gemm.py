@@ -100,10 +100,16 @@ def _hp(gemm: Gemm, a: QuantizedTensor) -> Tensor:
     return ops.gemm_hp(a.payload, gemm.b.payload, **_finish(gemm))
 
 
+def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
+    """What operands, each a format and the dtype of its payload, are multiplied in once they are decoded: bf16 where that is
+    exact for all."""
+    exact = all(fmt.bf16_exact or payload == torch.bfloat16 for fmt, payload in operands)
+    return torch.bfloat16 if exact else torch.float32
+
+
 def _decode(gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    exact = all(q.format.bf16_exact or q.payload.dtype == torch.bfloat16 for q in (a, gemm.b))
-    values = (q.dequantize(torch.bfloat16 if exact else torch.float32) for q in (a, gemm.b))
-    return ops.gemm_hp(*values, **_finish(gemm))
+    dtype = decoded_dtype(*((q.format, q.payload.dtype) for q in (a, gemm.b)))
+    return ops.gemm_hp(a.dequantize(dtype), gemm.b.dequantize(dtype), **_finish(gemm))
 
 
 def _fp8(op: Callable[..., Tensor], gemm: Gemm, a: QuantizedTensor) -> Tensor:
