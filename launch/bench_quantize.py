@@ -231,10 +231,8 @@ def transpose_nibbles(x: Tensor) -> Launch:
 def swizzle(x: Tensor) -> Launch:
     """Of the scales of MXFP8 of x, as they lie after its cast."""
     rows, blocks = x.shape[0], -(-x.shape[1] // 32)
-    scale, out = (
-        _bytes(blocks, rows).t(),
-        torch.empty(cuda_codes.swizzled_bytes(rows, blocks), dtype=torch.uint8, device="cuda"),
-    )
+    scale = _bytes(blocks, rows).t()
+    out = torch.empty(cuda_codes.swizzled_bytes(rows, blocks), dtype=torch.uint8, device="cuda")
     return Launch(lambda: cuda_codes.swizzle(scale, rows, 1, out), (scale, out))
 
 

@@ -108,19 +108,18 @@ class Subject:
         self.turn = 0
         for x, _ in self.inputs:
             x.requires_grad_()
-
-        self.y = self.dy = torch.empty(0)
+        self.x = self.y = self.dy = torch.empty(0)
 
     def forward(self) -> None:
-        x, self.dy = self.inputs[self.turn % len(self.inputs)]
+        self.x, self.dy = self.inputs[self.turn % len(self.inputs)]
         self.turn += 1
-        self.y = self.linear(x)
+        self.y = self.linear(self.x)
 
     def backward(self) -> None:
         """Of the last forward; gradients are computed and let go."""
         self.y.backward(self.dy)
         self.y = self.dy
-        for leaf in (self.inputs[(self.turn - 1) % len(self.inputs)][0], *self.parameters):
+        for leaf in (self.x, *self.parameters):
             leaf.grad = None
 
     def both(self) -> None:
