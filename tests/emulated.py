@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlp.kernels import codes, cuda, cuda_producers, dispatch, gemms, loader, ops, program, reference
 from dlp.kernels.reference import Fp8Scale
-from dlp.parallel import direct
+from dlp.parallel import programs
 
 ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -247,7 +247,7 @@ def emulation() -> Iterator[None]:
         (gemms, "scales_blocks", lambda device: True), (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (program, "possible", lambda x: True),
-        (program, "ALIGNMENT", ALIGNMENT), (direct, "ALIGNMENT", ALIGNMENT),
+        (program, "ALIGNMENT", ALIGNMENT), (programs, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for where, name, value in patches:

@@ -20,6 +20,7 @@ from dlp.kernels import cuda, program
 from dlp.kernels.program import NotPlain, Program
 from dlp.parallel import direct
 from dlp.parallel.linear import LinearCore
+from dlp.parallel.programs import DIRECTIONS, FORWARD
 from dlp.parallel.prologue import PROLOGUES
 from dlp.parallel.step import end_step
 from dlp.quant.fp8 import CurrentScaling
@@ -34,6 +35,7 @@ from tests.twins import (
     Results,
     Twins,
     check_used,
+    compiles,
     forward_backward,
     programs,
     values,
@@ -50,7 +52,7 @@ def test_a_program_gives_the_bits_of_the_functions(recipe: str, attached: bool):
     twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), attached=attached)
     for seed in range(5):
         twins.step(forward_backward, seed)
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -72,7 +74,7 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
             parameter.requires_grad_(False)
     for seed in range(4):
         twins.step(lambda model, seed: forward_backward(model, seed, **case), seed)
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -83,7 +85,30 @@ def test_so_it_does_for_every_prologue(recipe: str, prologue: str, sizes: Any, s
     twins = Twins(lambda: Produced(prologue, sizes, recipe=recipe))
     for seed in range(4):
         twins.step(lambda model, seed: forward_backward(model, seed, shape), seed)
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["cast at the boundary", "cast at use"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", [{}, {"learns": False}, {"siblings": True}, {"bias": True}], ids=str)
+def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any], attached: bool):
+    """The twin is not compiled."""
+    case = dict(case)
+    sizes, bias = (N, K) if case.pop("siblings", False) else N, case.pop("bias", False)
+    twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=attached)
+    compiles(twins.model)
+    for seed in range(5):
+        twins.step(lambda model, seed: forward_backward(model, seed, **case), seed)
+    check_used(twins.model, *DIRECTIONS)
+
+
+@pytest.mark.parametrize("prologue", PROLOGUES)
+def test_so_it_does_in_compiled_code_with_a_prologue(prologue: str):
+    twins = Twins(lambda: Produced(prologue, (N, K), recipe="fp8_current"))
+    compiles(twins.model)
+    for seed in range(5):
+        twins.step(forward_backward, seed)
+    check_used(twins.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("prologue", PROLOGUES)
@@ -97,7 +122,7 @@ def test_another_weight_of_a_norm_is_read(prologue: str):
             ys.append(linear(x, beside))
         with without_programs(), torch.no_grad():
             assert_bit_equal(ys[-1], linear(x, beside))
-    check_used(linear, direct.FORWARD)
+    check_used(linear, FORWARD)
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():
@@ -150,7 +175,7 @@ def test_siblings_given_one_gradient():
 
     for seed in range(6):
         twins.step(shared, seed)
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
 
 
 def test_some_siblings_without_a_gradient():
@@ -164,7 +189,7 @@ def test_some_siblings_without_a_gradient():
 
     for seed in range(4):
         twins.step(one, seed)
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
 
 
 def test_evaluation_between_steps():
@@ -221,7 +246,7 @@ def test_a_swap_a_load_and_new_operands():
                 core.spec.runtime.rebuild()
                 end_step(model)
         twins.step(forward_backward, seed)
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
 
 
 def test_a_region_that_makes_a_new_table_of_scales():
@@ -229,7 +254,7 @@ def test_a_region_that_makes_a_new_table_of_scales():
     for seed in range(7):
         with dlp.autocast(recipe=load("fp8_delayed", margin=2)) if seed == 4 else nullcontext():
             twins.step(forward_backward, seed)
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
 
 
 def test_a_copied_model_has_programs_of_its_own():
@@ -252,7 +277,7 @@ def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
     twins = Twins(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", **change)))
     for seed in range(4):
         twins.step(forward_backward, seed)
-    assert programs(twins.model) == {way: [] for way in direct.DIRECTIONS}
+    assert programs(twins.model) == {way: [] for way in DIRECTIONS}
 
 
 def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.MonkeyPatch):

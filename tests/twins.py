@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import dlp
 from dlp.kernels import program
 from dlp.kernels.program import Program
-from dlp.parallel import direct
 from dlp.parallel.linear import cores
+from dlp.parallel.programs import DIRECTIONS, Programs
 from tests.metrics import assert_bit_equal
 
 K, N, M = 256, 640, 256
@@ -69,6 +69,12 @@ def without_programs() -> Iterator[None]:
         yield
 
 
+def compiles(model: nn.Module) -> None:
+    """The model, traced by torch.compile, in which a linear is opaque ops."""
+    torch._dynamo.reset()  # what other tests compiled counts towards its limit
+    model.compile(backend="aot_eager", fullgraph=True)
+
+
 def values(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -85,17 +91,18 @@ def forward_backward(model: nn.Module, seed: int, shape: tuple[int, ...] = (M,),
 
 def programs(model: nn.Module) -> dict[str, list[Program | str]]:
     """What there is for each direction."""
-    found: dict[str, list[Program | str]] = {way: [] for way in direct.DIRECTIONS}
+    found: dict[str, list[Program | str]] = {way: [] for way in DIRECTIONS}
     for core in cores(model):
         calls = [*core.spec.calls.values(), *(core.sides.calls.values() if core.sides else ())]
         for call in calls:
-            for key, made in call.programs.items():
+            kept = call if isinstance(call, Programs) else call.programs
+            for key, made in kept.made.items():
                 found[key[0]].append(made)
     return found
 
 
 def check_used(model: nn.Module, *ways: str) -> None:
     found = programs(model)
-    for way in direct.DIRECTIONS:
+    for way in DIRECTIONS:
         there = any(isinstance(made, Program) for made in found[way])
         assert there == (way in ways), f"{way}: {found[way]}"

@@ -95,6 +95,8 @@ def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: 
     happened."""
     with recording() as launched, _Watch() as watch:
         results = run()
+    if not results:
+        raise NotPlain("returns nothing")
     return Program(launched, [_span(tensor) for tensor in given], [_span(t) for t in fixed], results, watch.made)
 
 

@@ -1,18 +1,11 @@
 """The linear where nothing traces or watches: one autograd function, either direction of which may run as a program.
 
-A layer that communicates nothing in a direction, and casts and multiplies by kernels of this package, launches the same for
-tensors of the same shapes; only addresses differ. Such a direction becomes a program (`dlp.kernels.program`):
-
-    first call      the functions of `linear_fn`, as everywhere else; plans, workspaces and tables come to be
-    second call     the same functions are taken down as a program, which runs
-    further calls   the program: memory for the results, one call
-
-A `Call` keeps what is the same from call to call; the bits are the same with a program and without.
+A `Call` keeps what is the same from call to call, the programs of these directions among it (`dlp.parallel.programs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,40 +13,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from dlp.kernels import gemms, program
-from dlp.kernels.program import ALIGNMENT, NotPlain, Program
+from dlp.kernels import gemms
 from dlp.parallel import fit
 from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, to_save, waits
-from dlp.parallel.spec import LinearSpec, remembered
+from dlp.parallel.programs import BACKWARD, FORWARD, LIMIT, Key, Programs, lies, like, multiplies_tf32
+from dlp.parallel.spec import LinearSpec
 from dlp.parallel.weight import Sides
-from dlp.quant.gemm import own_gemm
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, runs_op
-from dlp.quant.recipe import GEMMS
+from dlp.quant.quantizer import runs_op
 
-DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
 X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
-LIMIT = 64  # a layer whose shapes vary without end runs without programs
-SEEN = "seen once"
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-Run = Callable[[], list[Tensor]]
-Key = tuple[Any, ...]
-
-
-@remembered
-def _programmable(spec: LinearSpec, direction: str) -> bool:
-    """Nothing is communicated in this direction, nothing waits, and quantizers and GEMMs are those of this package."""
-    style, recipe = spec.style, spec.recipe
-    steps = (style.fprop,) if direction == FORWARD else (style.dgrad, style.wgrad)
-    alone = spec.tp == 1 or (recipe.amax_scope == "table" and not any(step.gather or step.reduce for step in steps))
-    agreed = spec.amax_group is not None and spec.amax_group.size() > 1
-    formats = [[quantizer.format for quantizer in recipe.operands(which)] for which in GEMMS]
-    known = all(map(_is_known, fit.all_quantizers(recipe))) and not any(own_gemm(*pair) for pair in formats)
-    return alone and not agreed and known and not spec.delay_wgrad
-
-
-def _is_known(quantizer: Quantizer) -> bool:
-    """It is pure, and casts by a kernel or not at all."""
-    return type(quantizer) is KeepHighPrecision or runs_op(quantizer)
 
 
 class Wanted(NamedTuple):
@@ -74,7 +43,7 @@ class Call:
     first            the place of the first weight among the arguments of `DirectLinearFn`
     differentiable   there will be a backward; `save`: with a wgrad
     layouts          of parameters that are DTensors
-    programs         by what they depend on beside; a string where there is none: not yet, or for the reason that it says
+    programs         of its directions
     """
 
     def __init__(self, spec: LinearSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any]) -> None:
@@ -86,27 +55,8 @@ class Call:
         self.save = self.differentiable and any(learns[: self.count])
         self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
         self.distributed = any(layout is not None for layout in self.layouts)
-        possible = program.possible(x) and not spec.runtime.by_regions
-        self.plain_forward, self.plain_backward = (possible and _programmable(spec, way) for way in DIRECTIONS)
-        self.programs: dict[Key, Program | str] = {}
+        self.programs = Programs(spec, x)
         self.wanted: dict[Key, Wanted] = {}
-
-    def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
-        """What `run` returns, which reads the tensors given."""
-        found = self.programs.get(key)
-        if isinstance(found, Program):
-            return found(given)
-        if found is None and len(self.programs) < LIMIT:
-            self.programs[key] = SEEN
-        if found is not SEEN or not program.apart(given):
-            return run()
-        try:
-            made = program.record(run, given, self.spec.kept_memory())
-        except NotPlain as why:
-            self.programs[key] = str(why)
-            return run()
-        self.programs[key] = made
-        return made(given)
 
     def wants(self, needs: tuple[bool, ...], there: tuple[bool, ...]) -> Wanted:
         """`needs`: those of `DirectLinearFn`; `there`: which y have a gradient."""
@@ -140,14 +90,13 @@ def call_of(
 ) -> Call:
     """The call that this one is like. It is kept with the operands that it reads, and goes with them, or with the spec."""
     if sides is None:
-        calls, like = spec.calls, [None if p is None else (*_like(_local(p)), p.requires_grad) for p in parameters]
+        calls, alike = spec.calls, [None if p is None else (*like(_local(p)), p.requires_grad) for p in parameters]
     else:
-        calls, like = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
+        calls, alike = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
     x = inputs[0]
-    tf32 = x.dtype is torch.float32 and gemms.tf32()
-    key = (spec, record, x.requires_grad, *_like(x), *like, tf32, spec.runtime.by_regions)
+    key = (spec, record, x.requires_grad, *like(x), *alike, multiplies_tf32(x), spec.runtime.by_regions)
     if len(inputs) > 1:
-        key += (inputs[1].requires_grad, *_like(inputs[1]))
+        key += (inputs[1].requires_grad, *like(inputs[1]))
     found: Call | None = calls.get(key)
     if found is None:
         _check(spec, (*inputs, *(parameters if sides is None else ())))
@@ -171,16 +120,13 @@ def forward(
         parts: Sequence[Tensor] = sides.row
     else:
         parts = gathered_parts(spec, spec.members, weights, call.x_dtype, row=True, record=record)
-        key += tuple(map(_like, parts))
+        key += tuple(map(like, parts))
 
     def run() -> list[Tensor]:
         ys, kept = run_forward(spec, inputs, weights, biases, parts, call.save, record)
         return [*ys, *kept]
 
-    if call.plain_forward:
-        made = call.run(key, [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]], run)
-    else:
-        made = run()
+    made = call.programs.run(key, [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]], run)
     return made[:count], made[count:], weights
 
 
@@ -224,16 +170,14 @@ def _gradients(
     spec, used = call.spec, wanted.used
     spec.runtime.in_layer_backward()
     weights = weights if len(used) == call.count else [weights[i] for i in used]
-    key: Key = tuple(
-        [BACKWARD, wanted.dx, *used, *wanted.dw, *wanted.db, *[_lies(tensor) for tensor in (*dys, *saved)]]
-    )
+    key: Key = tuple([BACKWARD, wanted.dx, *used, *wanted.dw, *wanted.db, *[lies(tensor) for tensor in (*dys, *saved)]])
     parts: Sequence[Tensor] = ()
     if wanted.dx and sides is not None:
         parts = sides.col_of(used)
     elif wanted.dx:
         members = [spec.members[i] for i in used]
         parts = gathered_parts(spec, members, weights, call.x_dtype, row=False, record=True)
-        key += tuple(map(_like, parts))
+        key += tuple(map(like, parts))
 
     def run() -> list[Tensor]:
         made = run_backward(spec, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, wanted.db)
@@ -241,22 +185,10 @@ def _gradients(
             made[0] = made[0].view(call.x_shape)
         return made
 
-    if not (call.plain_backward and wanted.places):
-        return run()
-    return call.run(key, [*dys, *saved, *((parts or weights) if wanted.dx else ())], run)
+    return call.programs.run(key, [*dys, *saved, *((parts or weights) if wanted.dx else ())], run)
 
 
 _backward_once = once_differentiable(_backward)
-
-
-def _like(tensor: Tensor) -> Key:
-    """What launches over a tensor depend on beside its address."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
-
-
-def _lies(tensor: Tensor) -> Key:
-    """The same of one whose shape and dtype are known."""
-    return tensor.stride(), tensor.data_ptr() % ALIGNMENT
 
 
 def _local(parameter: Any) -> Any:

@@ -1,7 +1,8 @@
 """The linear as two opaque ops, `dlp::linear_fwd` and `dlp::linear_bwd`: what torch.compile, a dispatch mode or fake tensors
 see of it.
 
-They take tensors, and the name of a frozen `LinearSpec`. Streams, groups and collectives stay inside.
+They take tensors, and the name of a frozen `LinearSpec`. Streams, groups, collectives and programs
+(`dlp.parallel.programs`) stay inside.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from dlp.comm import wire as ledger
 from dlp.parallel.autocast import check_compiled
 from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, to_save, waits, x_tokens, y_shape
+from dlp.parallel.programs import BACKWARD, FORWARD, Programs, like, multiplies_tf32
 from dlp.parallel.spec import LinearSpec, num_inputs, spec_of
 from dlp.parallel.weight import Sides
 
@@ -41,7 +43,15 @@ def linear_fwd(
     check_compiled(spec)
     spec.runtime.begin_forward(spec, record)
     parts = _parts(spec, spec.members, weights, cached, inputs[0].dtype, row=True, record=record)
-    return run_forward(spec, inputs, weights, biases, parts, save, record)
+
+    def run() -> list[Tensor]:
+        ys, kept = run_forward(spec, inputs, weights, biases, parts, save, record)
+        return [*ys, *kept]
+
+    added = [bias for bias in biases if bias is not None]
+    key = (FORWARD, save, record, *[bias is None for bias in biases], *map(like, (*inputs, *weights, *added, *parts)))
+    made = _programs_of(spec, inputs[0]).run(key, [*inputs, *(parts or weights), *added], run)
+    return made[: len(weights)], made[len(weights) :]
 
 
 def linear_bwd(
@@ -53,7 +63,22 @@ def linear_bwd(
     spec.runtime.in_layer_backward()
     members = [spec.members[i] for i in used]
     parts = _parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else ()
-    return run_backward(spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
+
+    def run() -> list[Tensor]:
+        return run_backward(spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
+
+    reads = [*dys, *saved, *((parts or weights) if needs_dx else ())]
+    key = (BACKWARD, dtype, *used, needs_dx, *needs_dw, *needs_db, *map(like, (*dys, *saved, *weights, *parts)))
+    return _programs_of(spec, dys[0]).run(key, reads, run)
+
+
+def _programs_of(spec: LinearSpec, x: Tensor) -> Programs:
+    """Those of a layer that is called as ops, for x or dy in this dtype."""
+    key = Programs, x.get_device(), multiplies_tf32(x), spec.runtime.by_regions
+    found: Programs | None = spec.calls.get(key)
+    if found is None:
+        found = spec.calls[key] = Programs(spec, x)
+    return found
 
 
 def _linear_fwd_fake(

@@ -12,15 +12,15 @@ from torch import nn
 
 import dlp
 from dlp.kernels import cuda, ops, reference
-from dlp.parallel import direct
+from dlp.parallel.programs import DIRECTIONS
 from dlp.quant import recipe as recipes
 from tests.gpu.inputs import values as special
 from tests.metrics import assert_bit_equal
-from tests.twins import K, M, N, Twins, check_used, forward_backward, values
+from tests.twins import K, M, N, Twins, check_used, compiles, forward_backward, values
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {}, "tokens of two sequences": {"shape": (2, M // 2)}, "siblings": {"sizes": (N, K)}, "bias": {"bias": True},
-    "cast at use": {"attached": False},
+    "cast at use": {"attached": False}, "compiled": {"compiled": True},
 }  # fmt: skip
 
 
@@ -29,10 +29,13 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, case: str):
     options = dict(CASES[case])
     sizes, bias, attached = options.pop("sizes", N), options.pop("bias", False), options.pop("attached", True)
+    compiled = options.pop("compiled", False)
     twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=attached, device=device)
+    if compiled:
+        compiles(twins.model)
     for seed in range(4):
         twins.step(lambda model, seed: forward_backward(model, seed, **options), seed)
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
 
 
 def test_on_another_stream_and_in_a_graph(device: str):
@@ -57,7 +60,7 @@ def test_on_another_stream_and_in_a_graph(device: str):
     graph.replay()
     for made, wanted in zip(captured, expected, strict=True):
         assert_bit_equal(made.cpu(), wanted.cpu())
-    check_used(twins.model, *direct.DIRECTIONS)
+    check_used(twins.model, *DIRECTIONS)
 
 
 def kernels(run: Callable[[], object]) -> list[str]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.parallel import direct, prologue
+from dlp.parallel import prologue
 from dlp.parallel.linear import Linear
 from dlp.parallel.notes import prologue_note
+from dlp.parallel.programs import DIRECTIONS
 from dlp.quant.recipe import load, names
 from tests.metrics import assert_bit_equal
 from tests.multigpu.test_prologue import Before
@@ -55,7 +56,7 @@ def test_a_prologue_has_the_bits_of_its_producer(device, name, recipe, tokens):
         for i, (a, b) in enumerate(zip(made, expected, strict=True)):
             assert_bit_equal(a, b, f"result {i} of step {step}")
     if tokens == 256:  # no padding, which torch does
-        check_used(fused, *direct.DIRECTIONS)
+        check_used(fused, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
