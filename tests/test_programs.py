@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dlp
@@ -136,8 +137,21 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
     assert not [value for value in vars(found).values() if isinstance(value, Tensor)]
 
 
-def test_another_shape_dtype_or_stride_is_another_program():
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+class _Watched(TorchDispatchMode):
+    """Sees all and changes nothing: a linear is opaque ops to it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "watched"])
+def test_another_shape_dtype_or_stride_is_another_program(way: str):
     twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+    if way == "compiled":
+        compiles(twins.model)
 
     def strided(model: nn.Module, seed: int) -> Results:
         x = values(seed, M, 2 * K)[:, :K].requires_grad_()
@@ -146,7 +160,8 @@ def test_another_shape_dtype_or_stride_is_another_program():
 
     for seed in range(3):
         for run in (forward_backward, lambda m, s: forward_backward(m, s, (2 * M,)), strided):
-            twins.step(run, seed)
+            with _Watched() if way == "watched" else nullcontext():
+                twins.step(run, seed)
     assert sum(isinstance(made, Program) for made in programs(twins.model)["forward"]) == 3
 
 
@@ -192,12 +207,15 @@ def test_some_siblings_without_a_gradient():
     check_used(twins.model, *DIRECTIONS)
 
 
-def test_evaluation_between_steps():
-    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
+@COMPILED
+def test_evaluation_between_steps(compiled: bool):
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
+    if compiled:
+        compiles(twins.model)
 
     def with_evaluation(model: nn.Module, seed: int) -> Results:
         with torch.no_grad():
-            seen = model(values(seed, M, K))
+            seen = model(2 * values(seed, M, K))
         return {"seen": seen} | forward_backward(model, seed)
 
     for seed in range(4):
@@ -230,9 +248,12 @@ class _Recomputed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def test_a_swap_a_load_and_new_operands():
+@COMPILED
+def test_a_swap_a_load_and_new_operands(compiled: bool):
     """What programs read moves: another recipe, other scales, weights that are cast anew."""
     twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
+    if compiled:
+        compiles(twins.model)
     for seed in range(8):
         if seed == 3:
             for model in (twins.model, twins.other):

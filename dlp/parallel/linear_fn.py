@@ -42,10 +42,11 @@ from dlp.quant.tensor import QuantizedTensor
 
 
 def token_gemm(
-    spec: LinearSpec, comm: GemmComm, overlap: Overlap, operands: Sequence[QuantizedTensor | Gather],
+    spec: LinearSpec, reduce: str | None, overlap: Overlap, operands: Sequence[QuantizedTensor | Gather],
     gemms: Sequence[Gemm], dtype: torch.dtype,
 ) -> Pending[Tensor]:  # fmt: skip
-    """fprop and dgrad, where tokens are rows of the result: the sum over i of GEMM i on operand i, reduced over tp once.
+    """fprop and dgrad, where tokens are rows of the result: the sum over i of GEMM i on operand i, reduced over tp once,
+    where `reduce` says how.
 
     `dtype`: of the result, and of the contributions to a reduction before they are packed for its wire.
     """
@@ -53,11 +54,16 @@ def token_gemm(
     for a, gemm in zip(operands[:-1], gemms[:-1], strict=True):
         total = _run(a, gemm if total is None else replace(gemm, accumulate=total))
     a, last = operands[-1], gemms[-1] if total is None else replace(gemms[-1], accumulate=total)
-    if comm.reduce is None:
+    if reduce is None:
         return done(rounded(_run(a, last), dtype))
     assert isinstance(a, QuantizedTensor), "no style both gathers and reduces in one GEMM"
     wire = WIRES[last.options.wire]
-    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=comm.reduce, dtype=dtype, wire=wire)
+    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=reduce, dtype=dtype, wire=wire)
+
+
+def _reduce(spec: LinearSpec, comm: GemmComm) -> str | None:
+    """How a result is reduced over tp; a rank alone has the sum."""
+    return comm.reduce if spec.tp > 1 else None
 
 
 def _run(a: QuantizedTensor | Gather, gemm: Gemm) -> Tensor:
@@ -184,7 +190,7 @@ def run_forward(
     `parts`: of the rowwise weights; none: they are cast here. `save`: there will be a wgrad. `record`: gradients are
     enabled, so amaxes count for delayed scales.
     """
-    comm, options, x, made = spec.style.fprop, spec.recipe.fprop, inputs[0], _made(spec, inputs)
+    reduce, options, x, made = _reduce(spec, spec.style.fprop), spec.recipe.fprop, inputs[0], _made(spec, inputs)
     operand, kept = x_of_forward(spec, made, save, record)
     if spec.prologue is not None and record:
         kept += spec.prologue.kept(made)
@@ -193,13 +199,11 @@ def run_forward(
     ys = []
     for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
         features, padded = weight.shape[0], w.shape[0]
-        inside = (
-            None if bias is None or comm.reduce else bias if padded == features else F.pad(bias, (0, padded - features))
-        )
+        inside = None if bias is None or reduce else bias if padded == features else F.pad(bias, (0, padded - features))
         gemm = Gemm("fprop", w, dtype, bias=inside, options=options)
-        y = token_gemm(spec, comm, spec.overlap.fprop, [operand], [gemm], dtype).wait()
+        y = token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype).wait()
         y = _part(y, y.shape[0], features)
-        y = y + bias.to(y.dtype) if bias is not None and comm.reduce else y
+        y = y + bias.to(y.dtype) if bias is not None and reduce else y
         y = _rounded(spec, "y", member, y, record)
         ys.append(y if x.dim() == 2 else y.view(y_shape(spec, x, features)))
     return ys, kept
@@ -224,7 +228,7 @@ def run_backward(
         out = options.out_dtype or dtype
         ws = _weight_operands(spec, members, weights, parts, dtype, row=False, record=True)
         gemms = [Gemm("dgrad", w, out if len(rows) == 1 else torch.float32, options=options) for w in ws]
-        dx = token_gemm(spec, spec.style.dgrad, spec.overlap.dgrad, dy_rows, gemms, out)
+        dx = token_gemm(spec, _reduce(spec, spec.style.dgrad), spec.overlap.dgrad, dy_rows, gemms, out)
     if x_col is not None:
         x_whole = x_col()
         wgrads = (

@@ -32,7 +32,7 @@ def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, cas
     compiled = options.pop("compiled", False)
     twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=attached, device=device)
     if compiled:
-        compiles(twins.model)
+        compiles(twins.model[0])
     for seed in range(4):
         twins.step(lambda model, seed: forward_backward(model, seed, **options), seed)
     check_used(twins.model, *DIRECTIONS)

@@ -213,9 +213,9 @@ def without_reduction(model: nn.Module) -> Any:
     """layers.0.self_attn.o_proj keeps its own rows of its own partial result."""
     name, original, skipped = "model.layers.0.self_attn.o_proj", linear_fn.token_gemm, []
 
-    def token_gemm(spec: Any, comm: Any, overlap: Any, operands: Any, gemms: Any, wire: Any) -> Pending[Tensor]:
-        if spec.name != name or comm.reduce is None:
-            return original(spec, comm, overlap, operands, gemms, wire)
+    def token_gemm(spec: Any, reduce: Any, overlap: Any, operands: Any, gemms: Any, wire: Any) -> Pending[Tensor]:
+        if spec.name != name or reduce is None:
+            return original(spec, reduce, overlap, operands, gemms, wire)
         skipped.append(name)
         return done(gemms[0](operands[0]).to(wire).chunk(spec.tp)[spec.tp_group.rank()].contiguous())
 

@@ -14,7 +14,7 @@ from tests import pool as worker
 from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
 from tests.shardnet import shardnet, tensors, train
-from tests.twins import K, M, N, programs, values, without_programs
+from tests.twins import K, M, N, compiles, forward_backward, programs, values, without_programs
 
 pytestmark = pytest.mark.ranks(2)
 RECIPES = ["bf16", "fp8_current", "fp8_delayed", "fp8_block"]
@@ -73,6 +73,37 @@ def one_way(kind: str) -> tuple[dict[str, int], list[tuple[Tensor, Tensor]]]:
             found.append((count(layer), results))
     (made, with_programs), (_, without) = found
     return made, list(zip(with_programs, without, strict=True))
+
+
+Results = list[Tensor]
+
+
+def alone(kind: str, sizes: int | tuple[int, ...], compiled: bool) -> tuple[dict[str, int], Results, Results]:
+    """A layer that is parallel over one rank, with programs and without."""
+    mesh, found = worker.mesh(tp=1), []
+    for off in (nullcontext(), without_programs()):
+        with device(), off:  # type: ignore[attr-defined]
+            torch.manual_seed(0)
+            layer = getattr(dlp, kind)(K, sizes, True, tp=mesh["tp"], recipe="fp8_current", dtype=torch.bfloat16)
+            layer = layer.to(worker.device())
+            if compiled:
+                compiles(layer)
+            results = [list(forward_backward(layer, seed).values()) for seed in range(4)]
+            found.append((count(layer), [getattr(t, "_local_tensor", t) for result in results for t in result]))
+    (made, with_programs), (_, without) = found
+    return made, with_programs, without
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("ColumnParallelLinear", N), ("ColumnParallelLinear", (N, K)), ("RowParallelLinear", N)],
+    ids=["column", "siblings", "row"],
+)  # fmt: skip
+def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[int, ...], compiled: bool):
+    for made, results, expected in ranks(2).run(alone, kind, sizes, compiled):
+        assert min(made.values()) > 0, made
+        for result, wanted in zip(results, expected, strict=True):
+            assert_bit_equal(result, wanted)
 
 
 @pytest.mark.parametrize(("kind", "way"), [("ColumnParallelLinear", "forward"), ("RowParallelLinear", "backward")])
