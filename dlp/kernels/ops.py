@@ -56,6 +56,7 @@ from dlp.kernels.codes import (
 )
 from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted
 from dlp.kernels.gemms import AS_USUAL, BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, How, Scales, finish
+from dlp.kernels.loss import log_sum_exp, softmax_gradient
 from dlp.kernels.produced import ACTIVATION_CODES, Gated, Produced, RmsNormed, Summed, stored
 from dlp.kernels.producers import column_sums, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from dlp.kernels.reference import (
@@ -98,11 +99,11 @@ __all__ = [
     "cast_nvfp4_batch", "cast_nvfp4_both", "column_sums", "decode_e2m1", "decode_e8m0", "decode_fp8",
     "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update", "delayed_updates",
     "empty_block_scales", "empty_mx_scales", "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8",
-    "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches", "mx_scale",
-    "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales",
-    "quantizer_kernels", "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "rounded", "scale_from_amax",
-    "stored", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4", "transpose_codes", "transpose_e2m1",
-    "unpack_e2m1", "unswizzle_128x4",
+    "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "has_batches",
+    "log_sum_exp", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale",
+    "pack_e2m1", "pad_scales", "quantizer_kernels", "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "rounded",
+    "scale_from_amax", "softmax_gradient", "stored", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4",
+    "transpose_codes", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4",
 ]  # fmt: skip
 
 Block = tuple[int, int]

@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import collectives, wire
+from dlp.kernels import ops
 from dlp.parallel.tokens import tp_group
 from dlp.parallel.weight import local
 
-CHUNK = 1024  # tokens whose logits are in fp32 at a time
 IGNORED = -100
 
 
@@ -87,42 +87,28 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> Tensor:
-        size, rank = logits.shape[1], 0 if group is None else group.rank()
-        index = targets - rank * size
-        mine = (index >= 0) & (index < size)
-        index = torch.where(mine, index, 0)
-        lse, picked = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
-        for rows in range(0, len(logits), CHUNK):
-            chunk = logits[rows : rows + CHUNK].float()
-            lse[rows : rows + CHUNK] = chunk.logsumexp(1)
-            picked[rows : rows + CHUNK] = chunk.gather(1, index[rows : rows + CHUNK, None])[:, 0]
-        picked *= mine
+        column = targets if group is None else targets - group.rank() * logits.shape[1]  # of this rank, if it is one
+        lse, picked = ops.log_sum_exp(logits, column)
         if group is not None and group.size() > 1:
             with wire.label(layer="cross_entropy", direction="fprop"):
                 (both,) = collectives.all_gather((torch.stack([lse, picked])[None],), (0,), group).wait()
             lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
         valid = targets != IGNORED
-        ctx.save_for_backward(logits, index, mine, valid, lse)
+        ctx.save_for_backward(logits, column, valid, lse)
         return ((lse - picked) * valid).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, index, mine, valid, lse = ctx.saved_tensors
-        dlogits = torch.empty_like(logits)
-        for rows in range(0, len(logits), CHUNK):
-            chunk = slice(rows, rows + CHUNK)
-            probability = (logits[chunk].float() - lse[chunk, None]).exp_() * valid[chunk, None]
-            probability.scatter_add_(1, index[chunk, None], -mine[chunk, None].float())
-            dlogits[chunk] = probability * grad
-        return dlogits, None, None
+        logits, column, valid, lse = ctx.saved_tensors
+        return ops.softmax_gradient(logits, column, lse, grad * valid), None, None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None) -> Tensor:
     """The summed cross entropy, in nats, fp32 scalar, equal on all tp ranks.
 
     logits [M, V/tp] (column-parallel head, any float dtype), targets [M] int64 in [0, V), -100 is ignored. Divide by the
-    global number of valid tokens once. fp32 logits exist for a chunk of tokens at a time only.
+    global number of valid tokens once. fp32 logits are nowhere stored, but on a CPU for a chunk of tokens at a time.
     """
     if len(logits) != targets.numel():
         raise ValueError(f"cross_entropy: {len(logits)} rows of logits, but {targets.numel()} targets")

@@ -140,6 +140,15 @@ void bind_producers(pybind11::module_& m) {
     });
 }
 
+void bind_loss(pybind11::module_& m) {
+    bind(m, "log_sum_exp", [](const Row<LossJob>& job, bool wide, Stream stream) {
+        log_sum_exp(make_job<LossJob>(job), input_of(wide), stream);
+    });
+    bind(m, "softmax_gradient", [](const Row<LossGradJob>& job, bool wide, Stream stream) {
+        softmax_gradient(make_job<LossGradJob>(job), input_of(wide), stream);
+    });
+}
+
 void bind_codes(pybind11::module_& m) {
     bind_step(m, "transpose_bytes", transpose_codes(transpose_bytes));
     bind_step(m, "transpose_nibbles", transpose_codes(transpose_nibbles));
@@ -241,6 +250,7 @@ PYBIND11_MODULE(dlp_kernels, m) {
     bind_lines(m);
     bind_nvfp4(m);
     bind_producers(m);
+    bind_loss(m);
     bind_codes(m);
     bind_small(m);
     bind(m, "delayed_update", [](const Row<DelayedJob>& one, uintptr_t many, int64_t count, int64_t items, Stream stream) {

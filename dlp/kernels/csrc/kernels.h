@@ -218,6 +218,21 @@ struct SwigluGradJob {
     static constexpr uint32_t addresses = words(0, 5, 7, 9, 10);
 };
 
+struct LossJob {
+    Matrix x;
+    const int64_t* target;    // [rows]: a column; one that is none picks nothing
+    float* log_sum;           // [rows]: log(sum(exp(x)))
+    float* picked;            // [rows]: x at the target, else 0
+};
+
+struct LossGradJob {          // dx = (exp(x - log_sum) - one at the target) * weight
+    Matrix x;
+    const int64_t* target;    // [rows]
+    const float* log_sum;     // [rows]
+    const float* weight;      // [rows]
+    void* dx;                 // [rows, cols] as x
+};
+
 template <class Job>
 struct Work {
     Job one;
@@ -278,6 +293,8 @@ void rms_norm_backward(const NormGradJob& job, Input input, Stream stream);
 void swiglu(const SwigluJob& job, Input input, Stream stream);
 void swiglu_backward(const SwigluGradJob& job, Input input, Stream stream);
 void tile_sums(const Work<MatrixJob>& work, float* sums, Input input, Stream stream);
+void log_sum_exp(const LossJob& job, Input input, Stream stream);
+void softmax_gradient(const LossGradJob& job, Input input, Stream stream);
 void sum_parts(const float* parts, int64_t count, int64_t cols, float* out, Stream stream);
 
 }  // namespace dlp

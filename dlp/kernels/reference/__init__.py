@@ -10,6 +10,7 @@ NaN and keeps Inf (the semantics of CUDA's fmax). Nothing here reads a value bac
     fp4.py      E2M1: elements, packing, stochastic rounding and its Philox bits
     nvfp4.py    two-level scales over E2M1, the 16-point Hadamard transform
     producers.py  RMSNorm, SwiGLU, their gradients, sums of columns
+    loss.py     cross entropy of rows of logits, and its gradient
     layout.py   the scale layouts that GEMM kernels read
     gemm.py     the GEMM of every pair of formats
 """
@@ -52,6 +53,7 @@ from dlp.kernels.reference.layout import (
     swizzle_128x4,
     unswizzle_128x4,
 )
+from dlp.kernels.reference.loss import log_sum_exp, softmax_gradient
 from dlp.kernels.reference.mx import cast_mxfp8, decode_e8m0, decode_mxfp8, encode_e8m0, mx_scale
 from dlp.kernels.reference.nvfp4 import (
     cast_nvfp4,
@@ -86,9 +88,9 @@ __all__ = [
     "cast_fp8", "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "column_sums", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
     "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise",
-    "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "matmul_bf16_exact", "mx_from_block_scales", "mx_scale",
-    "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales",
-    "philox_4x32", "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "scale_from_amax", "sum_in_order",
-    "sum_parts", "swiglu", "swiglu_backward", "swizzle_128x4", "tile_sums", "transpose_e2m1", "unpack_e2m1",
-    "unswizzle_128x4",
+    "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "log_sum_exp", "matmul_bf16_exact",
+    "mx_from_block_scales", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale",
+    "pack_e2m1", "pad_scales", "philox_4x32", "random_bytes", "rht16", "rms_norm", "rms_norm_backward",
+    "scale_from_amax", "softmax_gradient", "sum_in_order", "sum_parts", "swiglu", "swiglu_backward", "swizzle_128x4",
+    "tile_sums", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4",
 ]  # fmt: skip

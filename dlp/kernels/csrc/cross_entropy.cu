@@ -1,0 +1,131 @@
+// The loss of a vocabulary that may be cut over ranks: log(sum(exp(x))) of each row and the logit of its target in one
+// read, and the gradient, (softmax - one at the target) * weight, in one read and one write (the derivative of Goodfellow et
+// al., Deep Learning, 6.2.2.3). Exponentials are those of the device, so results lie within a bound of float64; the order of
+// all sums is fixed, so they do not change from run to run.
+#include <limits>
+
+#include "elements.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kAhead = 4;  // octets that a thread loads at once
+constexpr int64_t kChunk = 8 * kThreads * kAhead;
+
+// sum(exp(x - largest)) over some elements; where `largest` is not finite, sum(exp(x)).
+struct Partial {
+    float largest, sum;
+
+    static __device__ float finite(float largest) { return fabsf(largest) == kInfinity ? 0.0f : largest; }
+    // What `sum` is to be multiplied by, if `largest` becomes `other`.
+    __device__ float factor(float other) const { return largest == other ? 1.0f : expf(largest - finite(other)); }
+
+    template <class T>
+    __device__ void take(const Octet<T>& x) {
+        float most = largest;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) most = fmaxf(most, x[i]);
+        sum = __fmul_rn(sum, factor(most));
+        largest = most;
+        const float shift = finite(most);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum = __fadd_rn(sum, expf(__fsub_rn(x[i], shift)));
+    }
+    __device__ void join(const Partial& other) {
+        const float most = fmaxf(largest, other.largest);
+        sum = __fadd_rn(__fmul_rn(sum, factor(most)), __fmul_rn(other.sum, other.factor(most)));
+        largest = most;
+    }
+    __device__ float log_sum() const { return __fadd_rn(finite(largest), logf(sum)); }
+};
+
+// Elements beyond `valid` as those that add nothing.
+template <class T>
+__device__ Octet<float> only(const Octet<T>& x, int64_t valid) {
+    Octet<float> out;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out.set(i, i < valid ? x[i] : -kInfinity);
+    return out;
+}
+
+template <class T>
+__device__ Octet<T> load_row(const T* row, int64_t column, int64_t cols) {
+    const T* from = row + column;
+    return load_octet(from, cols - column, reinterpret_cast<uintptr_t>(from) % 16 == 0);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) log_sum_exp_kernel(const __grid_constant__ LossJob job) {
+    __shared__ Partial partials[kWarps];
+    const int64_t at = blockIdx.x, cols = job.x.cols;
+    const T* row = static_cast<const T*>(job.x.data) + at * job.x.stride;
+    Partial partial{-kInfinity, 0.0f};
+    for (int64_t first = 8 * threadIdx.x; first < cols; first += kChunk) {
+        Octet<T> x[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) x[i] = load_row(row, first + i * 8 * kThreads, cols);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const int64_t valid = cols - first - i * 8 * kThreads;
+            if (valid >= 8)
+                partial.take(x[i]);
+            else if (valid > 0)
+                partial.take(only(x[i], valid));
+        }
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        const float largest = __shfl_xor_sync(kAllLanes, partial.largest, lanes);
+        partial.join({largest, __shfl_xor_sync(kAllLanes, partial.sum, lanes)});
+    }
+    if (threadIdx.x % 32 == 0) partials[threadIdx.x / 32] = partial;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int warp = 1; warp < kWarps; ++warp) partial.join(partials[warp]);
+    const int64_t target = job.target[at];
+    job.log_sum[at] = partial.log_sum();
+    job.picked[at] = target >= 0 && target < cols ? float(row[target]) : 0.0f;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) softmax_gradient_kernel(const __grid_constant__ LossGradJob job, const uint32_t chunks) {
+    const int64_t at = blockIdx.x / chunks, cols = job.x.cols;
+    const int64_t first = blockIdx.x % chunks * kChunk + 8 * threadIdx.x;
+    const T* row = static_cast<const T*>(job.x.data) + at * job.x.stride;
+    T* out = static_cast<T*>(job.dx) + at * cols;
+    const float log_sum = job.log_sum[at], weight = job.weight[at];
+    const int64_t target = job.target[at];
+    Octet<T> x[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) x[i] = load_row(row, first + i * 8 * kThreads, cols);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+        const int64_t column = first + i * 8 * kThreads;
+        Octet<float> dx;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const float softmax = expf(__fsub_rn(x[i][k], log_sum));
+            dx.set(k, __fmul_rn(column + k == target ? __fsub_rn(softmax, 1.0f) : softmax, weight));
+        }
+        store_values(out + column, rounded<T>(dx), cols - column, reinterpret_cast<uintptr_t>(out + column) % 16 == 0);
+    }
+}
+
+}  // namespace
+
+void log_sum_exp(const LossJob& job, Input input, Stream stream) {
+    if (job.x.rows == 0) return;
+    with_input(input, [&](auto element) { launch<log_sum_exp_kernel<decltype(element)>>(job.x.rows, kThreads, 0, stream, job); });
+}
+
+void softmax_gradient(const LossGradJob& job, Input input, Stream stream) {
+    const int64_t chunks = (job.x.cols + kChunk - 1) / kChunk;
+    if (job.x.rows * chunks == 0) return;
+    with_input(input, [&](auto element) {
+        launch<softmax_gradient_kernel<decltype(element)>>(job.x.rows * chunks, kThreads, 0, stream, job, uint32_t(chunks));
+    });
+}
+
+}  // namespace dlp
