@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dlp.comm.wire import dtype_name
-from dlp.kernels import cuda, cuda_codes, cuda_fp4, cuda_rowwise, loader
+from dlp.kernels import cuda, cuda_codes, cuda_fp4, cuda_loss, cuda_rowwise, loader
 from dlp.kernels.cuda import BlockJob, TensorJob, block_scale_shape, mx_scale_shape
 from dlp.kernels.cuda_codes import DelayedJob
 from dlp.kernels.cuda_fp4 import Nvfp4Job
@@ -250,6 +250,20 @@ def sum_in_order(x: Tensor) -> Launch:
     return Launch(lambda: cuda_codes.sum_in_order(contributions, out), (x, out))
 
 
+def _targets(x: Tensor) -> Tensor:
+    return torch.zeros(len(x), dtype=torch.int64, device="cuda")
+
+
+def log_sum_exp(x: Tensor) -> Launch:
+    target, sums = _targets(x), torch.empty(2, len(x), device="cuda")
+    return Launch(lambda: cuda_loss.log_sum_exp(x, target, sums[0], sums[1]), (x, target, sums))
+
+
+def softmax_gradient(x: Tensor) -> Launch:
+    target, rows, out = _targets(x), torch.ones(len(x), device="cuda"), torch.empty_like(x)
+    return Launch(lambda: cuda_loss.softmax_gradient(x, target, rows, rows, out), (x, target, rows, out))
+
+
 Make = Callable[[Tensor], Launch]
 KERNELS: dict[str, Make] = {
     "amax": amax,
@@ -282,6 +296,8 @@ KERNELS: dict[str, Make] = {
     "transpose codes": transpose_codes,
     "transpose nibbles": transpose_nibbles,
     "sum of 8 in order": sum_in_order,
+    "log-sum-exp of rows": log_sum_exp,
+    "softmax gradient": softmax_gradient,
 }
 
 
