@@ -1,6 +1,8 @@
 // max |x| of one matrix, or of every matrix of a table in one launch. One read, deterministic: a maximum does not depend
 // on the order it is taken in. NaN is ignored, Inf is kept.
 //
+// From the last chunk to the first: a cast reads the same from the first on, and finds there what the L2 cache still holds.
+//
 // A persistent grid: each block walks over chunks, keeps its maximum in registers while the chunks belong to one job, and
 // ends with at most one atomic a job. The road not taken: partial maxima in scratch memory and a last block that joins
 // them, which needs zeroed counters that outlive the call, and was to save the 4-byte memset in front.
@@ -27,7 +29,7 @@ __device__ void take_chunk(Maxima<T>& maxima, const Matrix& x, int64_t chunk) {
     for (int batch = 0; batch < kOctets; batch += kInFlight) {
         Octet<T> octet[kInFlight];
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) octet[i] = load_octet(from + 8 * (batch + i) * kThreads);
+        for (int i = 0; i < kInFlight; ++i) octet[i] = load_kept_octet(from + 8 * (batch + i) * kThreads);
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) maxima.take(octet[i]);
     }
@@ -38,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
     uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory());
     Maxima<T> maxima;
     const AmaxJob* last = nullptr;
-    for (int64_t item = blockIdx.x; item < work.items; item += gridDim.x) {
+    for (int64_t item = work.items - 1 - blockIdx.x; item >= 0; item -= gridDim.x) {
         const AmaxJob* job = job_of(work, item);
         if (last && job != last) {
             const uint32_t bits = block_max(maxima.largest(), scratch);

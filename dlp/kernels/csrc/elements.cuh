@@ -37,10 +37,7 @@ __device__ Octet<float> widened(const Octet<T>& x) {
 template <class T>
 __device__ Octet<float> load_kept(const T* from, int64_t valid) {
     if (valid < 8 || reinterpret_cast<uintptr_t>(from) % 16) return widened(load_octet(from, valid, false));
-    Octet<T> x;
-#pragma unroll
-    for (int v = 0; v < Octet<T>::kVectors; ++v) x.set_vector(v, __ldg(reinterpret_cast<const uint4*>(from) + v));
-    return widened(x);
+    return widened(load_kept_octet(from));
 }
 __device__ inline Octet<float> load_kept(const void* vector, bool wide, int64_t first, int64_t valid) {
     if (wide) return load_kept(static_cast<const float*>(vector) + first, valid);

@@ -60,6 +60,15 @@ __device__ Octet<T> load_octet(const T* from) {
     return out;
 }
 
+// The same of what is read again soon: the L2 cache may keep it.
+template <class T>
+__device__ Octet<T> load_kept_octet(const T* from) {
+    Octet<T> out;
+#pragma unroll
+    for (int v = 0; v < Octet<T>::kVectors; ++v) out.set_vector(v, __ldg(reinterpret_cast<const uint4*>(from) + v));
+    return out;
+}
+
 // Reads `valid` elements, the rest is 0. `aligned`: `from` is a multiple of 16 bytes.
 template <class T>
 __device__ Octet<T> load_octet(const T* from, int64_t valid, bool aligned) {
