@@ -141,8 +141,8 @@ def largest_fp32(tokens: int, vocabulary: int) -> int:
 @pytest.mark.ranks(2)
 def test_fp32_logits_exist_for_a_chunk_only(ranks, device_type):
     tokens, vocabulary = 3 * CHUNK, 64
-    of_a_chunk, of_rows = CHUNK * vocabulary // 2, 2 * 2 * tokens  # a kernel stores two numbers a row, those of both ranks
-    largest = of_a_chunk if device_type == "cpu" else of_rows
+    of_both_ranks = 2 * 2 * tokens  # a kernel stores two numbers a row
+    largest = CHUNK * vocabulary // 2 if device_type == "cpu" else of_both_ranks
     assert ranks(2).run(largest_fp32, tokens, vocabulary) == [largest] * 2
 
 
