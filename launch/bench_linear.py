@@ -14,11 +14,13 @@ of an optimizer without its arithmetic. Inputs rotate over more than four times 
     gemms      the three GEMMs alone, by the algorithm that was the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the bytes that casts read and write at least, at the bandwidth of a copy
 
-Behind each time is its share of nn.Linear's. `RECIPE:fast` sums in the tensor core only (`accumulation`) in all three GEMMs;
-targets are set for the recipe's own. Device time is judged three times, each where it applies: its share against a target, at
-the end of a row `ok (0.87)` or `MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows
-of a shape, against the fastest library that quantizes as the recipe does, `0.950 of torchao`. The exit code says only whether
-something failed.
+Behind each time is its share of nn.Linear's. GEMMs run by the algorithm that cuBLASLt names first, as they do for a user who
+does nothing; in `RECIPE:tuned` by the one that `python -m dlp.kernels.tune` chooses, and keeps, for the shape. `RECIPE:fast`
+sums in the tensor core only (`accumulation`) in all three GEMMs; targets are set for the recipe's own.
+
+Device time is judged three times, each where it applies: its share against a target, at the end of a row `ok (0.87)` or
+`MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, against the fastest
+library that quantizes as the recipe does, `0.950 of torchao`. The exit code says only whether something failed.
 
 Shapes are tokens x in_features x out_features. Each has a process of its own (`launch.bench_linear_shape`), with all that
 is compared, so that torch.compile, which the peer needs, sees one shape and never gives up on it or makes it dynamic.
@@ -43,7 +45,7 @@ import torch
 
 from dlp.kernels import loader
 from launch.bench_files import add_files, write_files
-from launch.linear_subjects import ALL_FAST, BASE, PEERS_OF, RECIPES, SHAPES, Shape, installed_peers
+from launch.linear_subjects import ALL_FAST, ALL_TUNED, BASE, PEERS_OF, RECIPES, SHAPES, TUNED, Shape, installed_peers
 
 TARGETS = {  # shares of nn.Linear's device time that must be reached, by shape
     "fp8_current": (0.87, 0.60, 0.55, 0.585, 0.54),
@@ -118,7 +120,9 @@ def shape_of(text: str) -> Shape:
 
 
 def target_of(recipe: str, shape: Shape) -> float | None:
-    return TARGETS[recipe][SHAPES.index(shape)] if recipe in TARGETS and shape in SHAPES else None
+    """For a recipe by its own algorithms or tuned ones."""
+    own = recipe.removesuffix(TUNED)
+    return TARGETS[own][SHAPES.index(shape)] if own in TARGETS and shape in SHAPES else None
 
 
 def show(line: Line | Failure) -> None:
@@ -145,7 +149,10 @@ def beside_peers(lines: Sequence[Line]) -> list[Line]:
     """The lines of one shape, each with the fastest peer of its kind."""
     times = {line.recipe: line.ms.device for line in lines}
     return [
-        _beside(line, {name: times[name] for name in PEERS_OF.get(line.recipe, ()) if name in times}) for line in lines
+        _beside(
+            line, {name: times[name] for name in PEERS_OF.get(line.recipe.removesuffix(TUNED), ()) if name in times}
+        )
+        for line in lines
     ]
 
 
@@ -275,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_linear", description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES],
                         help="tokens x in x out, as 8192x4096x4096")  # fmt: skip
-    parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST])
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST, *ALL_TUNED])
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
     add_files(parser)
     options = parser.parse_args(arguments)

@@ -14,6 +14,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from dlp.kernels import loader
 from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
-from dlp.kernels.tune import by_the_fastest
+from dlp.kernels.tune import Fastest, by_candidates, fastest, in_bursts, sustained
 from dlp.parallel.workload import moved
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMMS, Operand
@@ -31,14 +32,16 @@ from launch.bench_linear import Failure, Line, Times, beside_peers, shape_of, sh
 from launch.bench_quantize import copy_of, graph_of, replay
 from launch.linear_subjects import (
     ALL_FAST,
+    ALL_TUNED,
     BASE,
-    FAST,
     PEERS,
     RECIPES,
+    TUNED,
     Shape,
     Subject,
     import_peers,
     installed_peers,
+    plain,
     recipe_of,
 )
 from launch.where import longest_kernels
@@ -52,15 +55,28 @@ SAMPLE = (4096, 4096)  # whole blocks of every format
 LESS_SETTLING = 0.15  # seconds, after a load like the one that follows
 
 
-@cache
-def gemms_ms(recipe: str, shape: Shape) -> float:
-    """Milliseconds of fprop, dgrad and wgrad alone, one after another, each by the fastest candidate."""
+def gemms_of(recipe: str, shape: Shape) -> list[Callable[[], Tensor]]:
+    """fprop, dgrad and wgrad alone."""
     (tokens, k, n), of, calls = shape, recipe_of(recipe), list[Callable[[], Tensor]]()
     for which, (rows, cols, contraction) in zip(GEMMS, ((tokens, n, k), (tokens, k, n), (n, k, tokens)), strict=True):
         a, b = operand(of, which, 0, rows, contraction), operand(of, which, 1, cols, contraction)
         calls.append(partial(Gemm(which, b, torch.bfloat16, options=getattr(of, which)), a))
-    with by_the_fastest(calls):
+    return calls
+
+
+@cache
+def gemms_ms(recipe: str, shape: Shape) -> float:
+    """Their milliseconds, one after another, each by the candidate that is the fastest in bursts."""
+    calls = gemms_of(recipe, shape)
+    each = [fastest(call, in_bursts) for call in calls]
+    with by_candidates({found.words: found.best for found in each}):
         return device_ms(lambda: [call() for call in calls])
+
+
+@cache
+def tuned_gemms(recipe: str, shape: Shape) -> list[Fastest]:
+    """What `dlp.kernels.tune` finds of them."""
+    return [fastest(call, sustained) for call in gemms_of(recipe, shape)]
 
 
 @cache
@@ -90,10 +106,13 @@ def copied_in_ms() -> float:
 
 def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
     """`base`: the line of nn.Linear, None for itself."""
-    subject, plain, (tokens, k, n) = Subject(recipe, shape), recipe.removesuffix(FAST), shape
-    ms = times_of(subject)
-    alone = 0.0 if recipe in PEERS else gemms_ms(recipe.replace(plain, GEMMS_OF.get(plain, plain)), shape)
-    per_token, per_weight = (0.0, 0.0) if recipe in (BASE, *PEERS) else cast_bytes(plain)
+    own, (tokens, k, n) = plain(recipe), shape
+    same = recipe.removesuffix(TUNED).replace(own, GEMMS_OF.get(own, own))  # a recipe with the same GEMMs
+    chosen = {found.words: found.choice for found in tuned_gemms(same, shape)} if recipe.endswith(TUNED) else None
+    with by_candidates(chosen) if chosen is not None else nullcontext():
+        ms = times_of(Subject(recipe, shape))
+    alone = 0.0 if recipe in PEERS else gemms_ms(same, shape)
+    per_token, per_weight = (0.0, 0.0) if recipe in (BASE, *PEERS) else cast_bytes(own)
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
     shares = ms.shares(base.ms if base else ms)
     tflops = 6 * tokens * k * n / ms.device / 1e9
@@ -140,7 +159,7 @@ def measure_all(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_linear_shape", description=__doc__.split("\n")[0])
     parser.add_argument("shape", help="tokens x in x out, as 8192x4096x4096")
-    parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST])
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST, *ALL_TUNED])
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
     parser.add_argument("--wait", action="store_true", help="get ready, and begin when a line comes in")
     add_files(parser, draws=False)

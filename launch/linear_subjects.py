@@ -21,7 +21,9 @@ Shape = tuple[int, int, int]  # tokens, in_features, out_features
 BASE = "nn.Linear"
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 FAST = ":fast"  # behind a recipe: with fast accumulation in all three GEMMs
+TUNED = ":tuned"  # with the algorithms that `dlp.kernels.tune` chooses
 ALL_FAST = ("fp8_current:fast", "fp8_delayed:fast")
+ALL_TUNED = ("fp8_current:tuned", "fp8_delayed:tuned", "fp8_block:tuned")
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 8192, 8192), (8192, 8192, 28672), (16384, 8192, 8192))
 TINY = (128, 128, 128)  # where a device has nothing to do
 
@@ -68,9 +70,15 @@ PEERS_OF = {
 
 
 def recipe_of(name: str) -> dlp.Recipe:
-    """One of RECIPES, or with FAST behind it."""
-    plain = name.removesuffix(FAST)
-    return dlp.recipe(plain) if plain == name else dlp.recipe(plain, accumulation=dict.fromkeys(GEMMS, "fast"))
+    """One of RECIPES, or with FAST or TUNED behind it."""
+    if name.endswith(FAST):
+        return dlp.recipe(plain(name), accumulation=dict.fromkeys(GEMMS, "fast"))
+    return dlp.recipe(plain(name))
+
+
+def plain(name: str) -> str:
+    """The recipe's own name."""
+    return name.removesuffix(FAST).removesuffix(TUNED)
 
 
 def installed_peers() -> list[str]:

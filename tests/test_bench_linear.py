@@ -8,17 +8,25 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from dlp.kernels import loader
+import dlp
+from dlp.kernels import gemms, loader
+from dlp.kernels.tune import Fastest
+from dlp.parallel.step import end_step
 from dlp.quant.recipe import GEMMS
 from launch import bench_linear, bench_linear_shape
 from launch.bench_linear import BASE, Line, Times
-from launch.linear_subjects import ALL_FAST, FAST, Shape, recipe_of
+from launch.linear_subjects import ALL_FAST, ALL_TUNED, Shape, plain, recipe_of
+from tests.emulated import emulation
 
 SHAPES = ["256x128x64", "512x128x64"]
 DIES = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
@@ -151,7 +159,13 @@ def test_shares_are_those_of_nn_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = bench_linear_shape.measure("fp8_delayed:fast", shape, base)
     assert (fast.gemms, fast.target) == (0.7, None) and fast.floor == pytest.approx(ours.floor - 0.3)
     assert fast.of_floor == pytest.approx(1.2 / fast.floor) and fast.verdicts() == {"floor": False}
-    assert bench_linear_shape.measure("bf16", shape, base).verdicts() == {"floor": True}
+    chosen: list[dict[Any, int]] = []
+    monkeypatch.setattr(bench_linear_shape, "tuned_gemms", lambda recipe, shape: [Fastest((recipe,), [2.0, 1.0])])
+    monkeypatch.setattr(bench_linear_shape, "by_candidates", lambda given: chosen.append(given) or nullcontext())
+    tuned = bench_linear_shape.measure("fp8_delayed:tuned", shape, base)
+    assert chosen == [{("fp8_current",): 1}], "the GEMMs of both recipes are the same"
+    assert (tuned.gemms, tuned.floor, tuned.target) == (1.0, ours.floor, 0.82)
+    assert bench_linear_shape.measure("bf16", shape, base).verdicts() == {"floor": True} and len(chosen) == 1
     peer = bench_linear_shape.measure("torchao", shape, base)
     assert peer.gemms == 0.0 and peer.verdicts() == {}
 
@@ -172,9 +186,38 @@ def test_bytes_of_casts_are_those_of_their_formats(recipe: str, per_token: float
     assert bench_linear_shape.cast_bytes(recipe) == pytest.approx((per_token, per_weight), rel=1e-6)
 
 
+class OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on a GPU are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **((kwargs or {}) | ({"device": "cpu"} if "device" in (kwargs or {}) else {})))
+
+
+@pytest.mark.parametrize("recipe", ALL_TUNED)
+def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
+    """The words are the key of a choice; alignment is the allocator's, and left out."""
+    tokens, k, n = 256, 128, 384
+
+    def ran() -> set[gemms.Words]:
+        found = {words[:-1] for words, *_ in gemms.plans()}
+        gemms.plans().clear()
+        return found
+
+    with emulation(), OnCpu():
+        linear = nn.Sequential(dlp.Linear(k, n, recipe=recipe_of(recipe), dtype=torch.bfloat16))
+        dlp.attach(linear, torch.optim.SGD(linear.parameters()))
+        end_step(linear)
+        x = torch.randn(tokens, k, dtype=torch.bfloat16, requires_grad=True)
+        linear(x).backward(torch.randn(tokens, n, dtype=torch.bfloat16))
+        of_linear = ran()
+        for call in bench_linear_shape.gemms_of(recipe, (tokens, k, n)):
+            call()
+        assert ran() == of_linear and len(of_linear) == 3
+
+
 def test_fast_accumulates_fast_in_every_gemm() -> None:
     for name in ALL_FAST:
-        fast, own = recipe_of(name), recipe_of(name.removesuffix(FAST))
+        fast, own = recipe_of(name), recipe_of(plain(name))
         assert [getattr(fast, which).fast_accumulation for which in GEMMS] == [True, True, True]
         assert [getattr(own, which).fast_accumulation for which in GEMMS] == [True, False, False]
 
@@ -206,14 +249,16 @@ def test_a_row_ends_with_its_verdicts(
 def test_a_recipe_is_judged_by_the_fastest_peer_of_its_kind() -> None:
     """Not by the fastest of all, and fast accumulation by none."""
     shape = (8192, 4096, 4096)
-    times = {BASE: 4.0, "fp8_current": 2.0, "fp8_delayed": 1.8, "fp8_current:fast": 1.0, "fp8_rowwise": 3.0, "fp8_block": 2.5,
-             "mxfp8": 5.0, "torchao": 1.9, "torchao rowwise": 1.5, "te current": 1.6, "te delayed": 2.0}  # fmt: skip
+    times = {BASE: 4.0, "fp8_current": 2.0, "fp8_delayed": 1.8, "fp8_current:fast": 1.0, "fp8_delayed:tuned": 1.7,
+             "fp8_rowwise": 3.0, "fp8_block": 2.5, "mxfp8": 5.0, "torchao": 1.9, "torchao rowwise": 1.5, "te current": 1.6,
+             "te delayed": 2.0}  # fmt: skip
     found = {
         each.recipe: each for each in bench_linear.beside_peers([line(name, shape, ms) for name, ms in times.items()])
     }
     assert {name: (each.peer, each.of_peer) for name, each in found.items() if each.peer} == {
         "fp8_current": ("te current", 2.0 / 1.6),
         "fp8_delayed": ("torchao", 1.8 / 1.9),
+        "fp8_delayed:tuned": ("torchao", 1.7 / 1.9),
         "fp8_rowwise": ("torchao rowwise", 2.0),
     }
     judged = [found[name].verdicts() for name in ("fp8_current", "fp8_delayed", "mxfp8")]

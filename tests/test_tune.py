@@ -44,23 +44,21 @@ def test_candidates_are_timed_in_turn_after_a_first_time_that_warms_up(monkeypat
     assert (found.words, found.times_ms, found.choice, found.best_ms) == ((1,), [2.0, 1.0, 4.0], 1, 1.0)
 
 
-def test_calls_run_by_their_fastest_candidates_and_others_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_run_by_the_chosen_candidates_and_others_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, other = ((number,) for number in range(3))
     table = {(first, 0, True): Plan(), (other, 0, True): Plan()}
     monkeypatch.setattr(gemms, "plans", lambda: table)
     monkeypatch.setattr(gemms, "new_plan", lambda *_: Plan())
-    result = torch.zeros(())
+    monkeypatch.setattr(gemms, "describe", lambda words: "a problem")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-    def call_of(words: tuple[int, ...]) -> Callable[[], Tensor]:
-        return lambda: (table.setdefault((words, 0, True), Plan()), result)[1]
-
-    calls, times = [call_of(first), call_of(second)], {first: [3.0, 2.99, 4.0], second: [2.0, 3.0, 1.0]}
-    found = iter([tune.Fastest(words, times[words]) for words in (first, second)])
-    monkeypatch.setattr(tune, "fastest", lambda call, timed: next(found))
     kept = dict(table)
-    with tune.by_the_fastest(calls):
+    with tune.by_candidates({first: 1, second: 2}):
         assert {words: plan.choice for (words, _, _), plan in table.items()} == {first: 1, second: 2}
     assert table == kept and all(plan.choice == 0 for plan in kept.values())
+    with pytest.raises(RuntimeError, match="nothing was chosen for a problem"), tune.by_candidates({first: 1}):
+        table[other, 0, True] = Plan()
+    assert table == kept
 
 
 class OnGpu(TorchFunctionMode):

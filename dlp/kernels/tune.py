@@ -91,17 +91,17 @@ def _other_plans() -> Iterator[dict[tuple[gemms.Words, int, bool], Any]]:
 
 
 @contextmanager
-def by_the_fastest(calls: Sequence[Callable[[], Tensor]]) -> Iterator[None]:
-    """Inside, each of these calls, as `fastest` takes them, runs by the candidate that is the fastest in bursts."""
-    each = [fastest(call, in_bursts) for call in calls]
-    best = {found.words: found.best for found in each}
+def by_candidates(chosen: Mapping[gemms.Words, int]) -> Iterator[None]:
+    """Inside, GEMMs of these problems run by these candidates on the current device, and there are no others: raises
+    RuntimeError at the end if another has run."""
+    device = torch.cuda.current_device()
     with _other_plans() as plans:
-        for call in calls:
-            call()
-        for words, device, tuned in list(plans):
-            plans[words, device, tuned] = plan = gemms.new_plan(words, device, gemms.CANDIDATES)
-            plan.choose(best[words])
+        for words, candidate in chosen.items():
+            plans[words, device, True] = plan = gemms.new_plan(words, device, gemms.CANDIDATES)
+            plan.choose(candidate)
         yield
+        if others := [gemms.describe(words) for words, *_ in plans if words not in chosen]:
+            raise RuntimeError(f"nothing was chosen for {', '.join(others)}, which ran too")
 
 
 # Problems of a config
