@@ -7,6 +7,8 @@ The second is of ColumnParallelLinear with a DTensor weight under FSDP2, in a wo
 are used. FSDP2's own work and its collectives take several times what a layer does, so a clock runs only inside: in the
 forward of the layer, and in its node of the backward.
 
+The third is of the layer of the first under torch.compile, where a linear of ours is opaque ops and nn.Linear is compiled, too.
+
 Subjects take turns, many short ones, and each turn is compared with nn.Linear's turn of the same round, so that what slows
 the machine for a while slows all of them. Shown are medians over rounds, and the quartiles between which half of them lie.
 """
@@ -121,10 +123,13 @@ def compared(found: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
     return lines
 
 
-def show(line: Line, limit: float, more: float) -> None:
-    verdict = "" if not line.recipe.startswith("fp8") else f"  {'ok' if line.ratio <= limit else 'MISSED'} ({limit})"
-    print(f"{line.recipe:15} {line.microseconds:8.1f} {line.ratio:6.2f} {line.low:6.2f} .. {line.high:4.2f} "
-          f"{more:8.1f}{verdict}", flush=True)  # fmt: skip
+def show(line: Line, limit: float | None = None, more: float | None = None) -> None:
+    row = f"{line.recipe:15} {line.microseconds:8.1f} {line.ratio:6.2f} {line.low:6.2f} .. {line.high:4.2f}"
+    if more is not None:
+        row += f" {more:8.1f}"
+    if limit is not None and line.recipe.startswith("fp8"):
+        row += f"  {'ok' if line.ratio <= limit else 'MISSED'} ({limit})"
+    print(row, flush=True)
 
 
 def alone(recipes: Sequence[str]) -> list[Line]:
@@ -177,6 +182,31 @@ def under_fsdp2(recipes: Sequence[str]) -> list[Line]:
     return lines
 
 
+def _compile(subject: Subject) -> None:
+    """The layer itself; the model around it, where there is one, counts microbatches."""
+    if isinstance(subject.linear, nn.Sequential):
+        subject.linear[0] = torch.compile(subject.linear[0], fullgraph=True)  # type: ignore[assignment]
+    else:
+        subject.linear = torch.compile(subject.linear, fullgraph=True)  # type: ignore[assignment]
+
+
+def compiled(recipes: Sequence[str]) -> list[Line]:
+    """The third table."""
+    print(f"\nhost under torch.compile, {SHAPE}: microseconds of forward + backward, ratio, its quartiles")
+    subjects = {recipe: Subject(recipe, TINY) for recipe in (BASE, *recipes)}
+    with torch._dynamo.config.patch(
+        recompile_limit=2 * len(subjects)
+    ):  # each recipe is another graph of the same layer
+        for subject in subjects.values():
+            _compile(subject)
+            for _ in range(3):  # until directions are programs
+                subject.iteration()
+        lines = compared(in_turns({name: Turn(subject.both) for name, subject in subjects.items()}))
+    for line in lines:
+        show(line)
+    return lines
+
+
 def profile(recipe: str) -> None:
     """Which functions the host spends its time in; backward's are on another thread, and not among them."""
     subject = Subject(recipe, TINY)
@@ -200,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     hosts = alone([*options.recipes, *installed_peers()])
+    traced = compiled(options.recipes)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
@@ -207,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dist.destroy_process_group()
     if options.profile:
         profile(options.profile)
-    tables = {"alone": hosts, "fsdp2": fsdp2}
+    tables = {"alone": hosts, "fsdp2": fsdp2, "compiled": traced}
     write_files(options, {name: [asdict(line) for line in lines] for name, lines in tables.items()})
     return 0
 

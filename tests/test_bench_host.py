@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,3 +73,34 @@ def test_the_clock_runs_inside_the_layer_only(monkeypatch: pytest.MonkeyPatch) -
 
     ((counts, whole),) = in_turns({"layer": Turn(run, inside)})["layer"]
     assert 5000 < counts < 10_000 and whole > 25_000
+
+
+class OnCpu:
+    """A subject of `launch.linear_subjects` that needs no GPU."""
+
+    def __init__(self, recipe: str, shape: tuple[int, int, int]) -> None:
+        layer, self.x = nn.Linear(4, 4), torch.ones(4, 4)
+        self.linear = layer if recipe == BASE else nn.Sequential(layer)
+
+    def both(self) -> None:
+        self.linear(self.x).sum().backward()
+
+    iteration = both
+
+
+def test_compiled_layers_are_compared_without_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(bench_host, "ROUNDS", 3)
+    monkeypatch.setattr(bench_host, "Subject", OnCpu)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    lines = bench_host.compiled(["fp8_current"])
+    assert [line.recipe for line in lines] == [BASE, "fp8_current"] and graphs
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("fp8_current") and "ok" not in row and "MISSED" not in row
