@@ -5,6 +5,9 @@
 A tool must first show on this device that it works: it passes a clean kernel and finds fault with a bad one
 (tools/sanitize_probe.cu). One that does not is named, nothing is run under it, and the exit code is 3.
 
+memcheck and racecheck take two minutes, initcheck, which must watch torch's kernels too, ten; with pytest-xdist installed,
+`PYTEST_ADDOPTS="-n 8"` runs cases side by side, and initcheck takes a minute and a half.
+
     0   every tool works and found nothing           2   nvcc, compute-sanitizer or a GPU is missing
     1   a tool found something, or a test failed     3   a tool does not work on this device, or no test ran: nothing is known
 """
@@ -122,7 +125,7 @@ def last_line(output: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.sanitize", description="Run GPU tests under compute-sanitizer."
+        prog="python -m tools.sanitize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "tools", nargs="*", metavar="TOOL", default=list(TOOLS), help=f"some of {', '.join(TOOLS)}; default all"
