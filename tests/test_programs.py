@@ -89,14 +89,15 @@ def test_so_it_does_for_every_prologue(recipe: str, prologue: str, sizes: Any, s
     check_used(twins.model, *DIRECTIONS)
 
 
-@pytest.mark.parametrize("attached", [True, False], ids=["cast at the boundary", "cast at use"])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("case", [{}, {"learns": False}, {"siblings": True}, {"bias": True}], ids=str)
-def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any], attached: bool):
+@pytest.mark.parametrize(
+    "case", [{}, {"learns": False}, {"siblings": True}, {"bias": True}, {"attached": False}], ids=str
+)
+def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
     """The twin is not compiled."""
     case = dict(case)
     sizes, bias = (N, K) if case.pop("siblings", False) else N, case.pop("bias", False)
-    twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=attached)
+    twins = Twins(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=case.pop("attached", True))
     compiles(twins.model)
     for seed in range(5):
         twins.step(lambda model, seed: forward_backward(model, seed, **case), seed)
