@@ -259,6 +259,7 @@ def measure_apart(
 
 def plot(lines: Sequence[Line], file: Path) -> None:
     """Device time as a share of nn.Linear's, a group of bars for each shape."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     shapes = list(dict.fromkeys((line.tokens, line.k, line.n) for line in lines))
@@ -268,7 +269,8 @@ def plot(lines: Sequence[Line], file: Path) -> None:
     for i, recipe in enumerate(recipes):
         shown = {(line.tokens, line.k, line.n): line.shares.device for line in lines if line.recipe == recipe}
         at = [j + (i - len(recipes) / 2) * 0.8 / len(recipes) for j, shape in enumerate(shapes) if shape in shown]
-        axis.bar(at, list(shown.values()), width=0.75 / len(recipes), label=recipe, align="edge")
+        axis.bar(at, list(shown.values()), width=0.75 / len(recipes), label=recipe, align="edge",
+                 color=colormaps["tab20"](i % 20))  # fmt: skip
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks(range(len(shapes)), [f"{m} x {k}\n-> {n}" for m, k, n in shapes])
     axis.set_ylabel(f"device time / {BASE}")
