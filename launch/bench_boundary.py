@@ -78,7 +78,6 @@ def boundary_alone(model: nn.Module) -> Run:
             casts = core.casts(values)
             values.renew()
             core.cast_weights.take([cast.make(cast.observe()) for cast in casts], len(core.members))
-        runtime.hold_weights()
 
     return run
 

@@ -229,17 +229,16 @@ class _Strided:
 
 def _cast_late(runtime: Runtime) -> None:
     """Weights are gathered before any step boundary has cast them, or after they were loaded: do it now, all of them.
-    Their delayed amaxes wait for the next boundary like those of the last one."""
+    Their delayed amaxes take the place of those that the last boundary staged."""
     stale = [weight for weight in runtime.shards.values() if not weight.fresh]
     if not runtime.has_slots():
         refresh(runtime, [], stale)
         return
-    slots = runtime.slots
-    before = slots.table.staging.clone()
-    slots.table.staging.zero_()
+    staging = runtime.slots.table.staging
+    before = staging.clone()
+    staging.zero_()
     refresh(runtime, [], stale)
-    slots.held.copy_(torch.where(slots.table.staging > 0, slots.table.staging, slots.held))
-    slots.table.staging.copy_(before)
+    staging.copy_(torch.where(staging > 0, staging, before))
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:

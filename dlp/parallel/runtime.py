@@ -53,15 +53,17 @@ def in_backward() -> bool:
 
 @dataclass
 class Slots:
-    """The table, and by slot: whether forward casts it, and whether ranks agree on it (bool [slots])."""
+    """The table, and by slot: whether forward casts it, and whether ranks agree on it (bool [slots]).
+
+    From one step boundary to the next, staging begins with the amaxes of the weights that the first of them cast.
+    """
 
     table: SlotTable
     forward: Tensor
     agreed: Tensor
     before: Tensor  # fp32 [slots], the scales of the last forward
-    held: Tensor  # fp32 [slots], amaxes of the weights that the last step boundary cast
     views: dict[str, ScaleSlot] = field(default_factory=dict)  # of the table, by name
-    ran: dict[tuple[float, ...], Tensor] = field(default_factory=dict)  # answers of `Runtime._ran_weights`
+    masks: dict[tuple[bool, ...], Tensor] = field(default_factory=dict)  # bool [slots], as they were needed
 
 
 class Runtime:
@@ -140,9 +142,7 @@ class Runtime:
         agreed = {name: spec.recipe.reduce_amax for name, spec, _, _ in named}
         masks = [torch.tensor([mask[name] for name in table.names], dtype=torch.bool) for mask in (forward, agreed)]
         device = table.scale.device
-        return Slots(
-            table, masks[0].to(device), masks[1].to(device), table.scale.clone(), torch.zeros_like(table.scale)
-        )
+        return Slots(table, masks[0].to(device), masks[1].to(device), table.scale.clone())
 
     def rebuild(self) -> None:
         """Layers got another recipe: a table for them, in which slots that stay keep their state."""
@@ -151,9 +151,6 @@ class Runtime:
         old, new = self._slots, self._make_slots()
         new.table.adopt(old.table)
         new.before.copy_(new.table.scale)
-        for name in new.table.names:
-            if new.table.options[name] == old.table.options.get(name):
-                new.held[new.table.index(name)] = old.held[old.table.index(name)]
         self._slots = new
         for spec in self.made:  # whose programs read the old one
             spec.calls.clear()
@@ -177,25 +174,21 @@ class Runtime:
         if self.stats is not None:
             self.stats.close()
         if self.has_slots():
-            slots = self.slots
-            torch.maximum(slots.table.staging, slots.held * self._ran_weights(), out=slots.table.staging)
+            self._forget_idle_weights()
             self.update()
-
-    def hold_weights(self) -> None:
-        """All that is staged now are the weights that the step boundary has cast."""
-        if self.has_slots():
-            self.slots.held.copy_(self.slots.table.staging)
-            self.slots.table.staging.zero_()
         self.ran.clear()
 
-    def _ran_weights(self) -> Tensor:
-        """fp32 [slots]: 1 for the weights of layers that ran since the last step boundary."""
-        ran = {name for spec in self.specs() if spec.members in self.ran for name in spec.slots}
-        flags = tuple(float(name in ran) for name in self.slots.table.names)
-        known = self.slots.ran
-        if flags not in known:  # kept, so that a step like others copies nothing to the device and can be captured
-            known[flags] = torch.tensor(flags).to(self.slots.held.device)
-        return known[flags]
+    def _forget_idle_weights(self) -> None:
+        """Unstage those of layers that have not run since the last step boundary."""
+        weights = {name: spec for spec in self.specs() for name, (tensor, _) in spec.slots.items() if tensor == "w"}
+        ran = {name for name, spec in weights.items() if spec.members in self.ran}
+        idle = tuple(name in weights and name not in ran for name in self.slots.table.names)
+        if not any(idle):
+            return
+        masks, staging = self.slots.masks, self.slots.table.staging
+        if idle not in masks:  # kept, so that a step like others copies nothing to the device and can be captured
+            masks[idle] = torch.tensor(idle).to(staging.device)
+        staging.masked_fill_(masks[idle], 0.0)
 
     def has_slots(self) -> bool:
         return any(spec.slots for spec in self.specs())

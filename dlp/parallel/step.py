@@ -42,7 +42,6 @@ def end_step(model: nn.Module) -> None:
     for runtime in runtimes:
         own = [core for core in layers if core.spec.runtime is runtime]
         refresh(runtime, own, list(runtime.shards.values()))
-        runtime.hold_weights()
 
 
 WEIGHT_CACHES = ("step", "forward")
