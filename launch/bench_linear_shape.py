@@ -24,7 +24,7 @@ from dlp.kernels import loader
 from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
 from dlp.kernels.tune import Fastest, by_candidates, fastest, in_bursts, sustained
 from dlp.parallel.workload import moved
-from dlp.quant.gemm import Gemm
+from dlp.quant.gemm import DECODES, Gemm, kernel_name
 from dlp.quant.recipe import GEMMS, Operand
 from launch.bench_files import add_files, write_files
 from launch.bench_gemm import operand
@@ -46,12 +46,10 @@ from launch.linear_subjects import (
 )
 from launch.where import longest_kernels
 
-READ_TWICE = ("fp8_current", "fp8_rowwise", "nvfp4")  # recipes whose scales want all values before the first code
-DECODED = ("mxfp8", "nvfp4")  # whose operands the GEMMs take in bf16
 GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}  # recipes with the same GEMMs
 
 BF16 = torch.bfloat16.itemsize
-SAMPLE = (4096, 4096)  # whole blocks of every format
+SAMPLE, BLOCK = (4096, 4096), (128, 128)  # whole blocks of every format
 LESS_SETTLING = 0.15  # seconds, after a load like the one that follows
 
 
@@ -81,17 +79,20 @@ def tuned_gemms(recipe: str, shape: Shape) -> list[Fastest]:
 
 @cache
 def cast_bytes(recipe: str) -> tuple[float, float]:
-    """Bytes that casts move for an element of (x, dy) and of w: values read, codes and scales of both orientations written;
-    where operands are decoded, these are read again and the decoded values written."""
+    """Bytes that casts move for an element of (x, dy) and of w: values read, once more where a scale wants all of them before
+    the first code; codes and scales of both orientations written; where operands are decoded, these are read again and the
+    decoded values written."""
     of = recipe_of(recipe)
+    pairs = [of.operands(which) for which in GEMMS]
+    decoded = any(kernel_name(a.format, b.format, "cuda").startswith(DECODES) for a, b in pairs)
 
     def moved_by(operand: Operand) -> float:
-        formats = operand.rowwise.format, operand.columnwise.format
-        if formats[0].keeps_source:
+        ways = operand.rowwise, operand.columnwise
+        if operand.rowwise.format.keeps_source:
             return 0.0
-        written = sum(moved(fmt, SAMPLE, 0, torch.bfloat16) / math.prod(SAMPLE) for fmt in formats)
-        again = written + len(formats) * BF16 if recipe in DECODED else 0.0
-        return BF16 * (1 + (recipe in READ_TWICE)) + written + again
+        observed = any(way.observe(torch.zeros(BLOCK, dtype=torch.bfloat16)) is not None for way in ways)
+        written = sum(moved(way.format, SAMPLE, 0, torch.bfloat16) / math.prod(SAMPLE) for way in ways)
+        return BF16 * (1 + observed) + written + (written + len(ways) * BF16 if decoded else 0.0)
 
     return moved_by(of.x), moved_by(of.w)
 

@@ -22,6 +22,7 @@ import dlp
 from dlp.kernels import gemms, loader
 from dlp.kernels.tune import Fastest
 from dlp.parallel.step import end_step
+from dlp.quant import gemm as quant_gemm
 from dlp.quant.recipe import GEMMS
 from launch import bench_linear, bench_linear_shape
 from launch.bench_linear import BASE, Line, Times
@@ -42,6 +43,8 @@ def line(recipe: str, shape: Shape, device: float = 2.0) -> Line:
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "load", lambda: None)
+    monkeypatch.setattr(quant_gemm, "device_kind", lambda kind: "sm_90")
+    bench_linear_shape.cast_bytes.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no device")
     monkeypatch.setattr(bench_linear, "installed_peers", lambda: ["torchao"])
     monkeypatch.setattr(bench_linear_shape, "installed_peers", lambda: ["torchao"])

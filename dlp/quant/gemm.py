@@ -133,8 +133,9 @@ def _on(status: str, *kernels: str) -> dict[str, Support]:
 
 
 _NATIVE_HP = {**_on("native", "cublas mm", "cublaslt hp", "cublaslt hp"), "cpu": Support("native", "torch mm")}
-_DECODE_BF16 = _on("emulated", *["decode + bf16 mm"] * 3)
-_FALLBACK = Kernel(_decode, {device: Support("emulated", "decode + mm") for device in DEVICES})
+DECODES = "decode"  # how the names begin of kernels that decode their operands first
+_DECODE_BF16 = _on("emulated", *[f"{DECODES} + bf16 mm"] * 3)
+_FALLBACK = Kernel(_decode, {device: Support("emulated", f"{DECODES} + mm") for device in DEVICES})
 
 
 _HOPPER_BLOCKS = {"sm_90": Support("native", "cublaslt fp8 blocks")}
