@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from dlp.kernels import gemms
 from dlp.parallel import fit
-from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, to_save, waits
-from dlp.parallel.programs import BACKWARD, FORWARD, LIMIT, Key, Programs, lies, like, multiplies_tf32
+from dlp.parallel.linear_fn import gathered_parts, to_save, waits
+from dlp.parallel.programs import LIMIT, Key, Programs, lies, like, multiplies_tf32
 from dlp.parallel.spec import LinearSpec
 from dlp.parallel.weight import Sides
 from dlp.quant.quantizer import runs_op
@@ -115,19 +115,14 @@ def forward(
     spec.runtime.begin_forward(spec, record)
     tensors = [_local(p) for p in parameters] if call.distributed else parameters
     weights, biases = tensors[:count], tensors[count:]
-    key: Key = (FORWARD,)
+    key: Key = ()
     if sides is not None:
         parts: Sequence[Tensor] = sides.row
     else:
         parts = gathered_parts(spec, spec.members, weights, call.x_dtype, row=True, record=record)
-        key += tuple(map(like, parts))
-
-    def run() -> list[Tensor]:
-        ys, kept = run_forward(spec, inputs, weights, biases, parts, call.save, record)
-        return [*ys, *kept]
-
-    made = call.programs.run(key, [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]], run)
-    return made[:count], made[count:], weights
+        key = tuple(map(like, parts))
+    ys, kept = call.programs.forward(key, inputs, weights, biases, parts, call.save, record)
+    return ys, kept, weights
 
 
 class DirectLinearFn(torch.autograd.Function):
@@ -170,7 +165,7 @@ def _gradients(
     spec, used = call.spec, wanted.used
     spec.runtime.in_layer_backward()
     weights = weights if len(used) == call.count else [weights[i] for i in used]
-    key: Key = tuple([BACKWARD, wanted.dx, *used, *wanted.dw, *wanted.db, *[lies(tensor) for tensor in (*dys, *saved)]])
+    key: Key = (wanted.dx, *used, *wanted.dw, *wanted.db, *[lies(tensor) for tensor in (*dys, *saved)])
     parts: Sequence[Tensor] = ()
     if wanted.dx and sides is not None:
         parts = sides.col_of(used)
@@ -178,14 +173,9 @@ def _gradients(
         members = [spec.members[i] for i in used]
         parts = gathered_parts(spec, members, weights, call.x_dtype, row=False, record=True)
         key += tuple(map(like, parts))
-
-    def run() -> list[Tensor]:
-        made = run_backward(spec, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, wanted.db)
-        if wanted.dx and len(call.x_shape) != 2:
-            made[0] = made[0].view(call.x_shape)
-        return made
-
-    return call.programs.run(key, [*dys, *saved, *((parts or weights) if wanted.dx else ())], run)
+    return call.programs.backward(
+        key, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, wanted.db, call.x_shape
+    )
 
 
 _backward_once = once_differentiable(_backward)

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from dlp.comm import wire as ledger
 from dlp.parallel.autocast import check_compiled
-from dlp.parallel.linear_fn import gathered_parts, run_backward, run_forward, to_save, waits, x_tokens, y_shape
-from dlp.parallel.programs import BACKWARD, FORWARD, Programs, like, multiplies_tf32
+from dlp.parallel.linear_fn import gathered_parts, to_save, waits, x_tokens, y_shape
+from dlp.parallel.programs import Programs, like, multiplies_tf32
 from dlp.parallel.spec import LinearSpec, num_inputs, spec_of
 from dlp.parallel.weight import Sides
 
@@ -43,15 +43,13 @@ def linear_fwd(
     check_compiled(spec)
     spec.runtime.begin_forward(spec, record)
     parts = _parts(spec, spec.members, weights, cached, inputs[0].dtype, row=True, record=record)
-
-    def run() -> list[Tensor]:
-        ys, kept = run_forward(spec, inputs, weights, biases, parts, save, record)
-        return [*ys, *kept]
-
-    added = [bias for bias in biases if bias is not None]
-    key = (FORWARD, save, record, *[bias is None for bias in biases], *map(like, (*inputs, *weights, *added, *parts)))
-    made = _programs_of(spec, inputs[0]).run(key, [*inputs, *(parts or weights), *added], run)
-    return made[: len(weights)], made[len(weights) :]
+    key = (
+        save,
+        record,
+        *[None if bias is None else like(bias) for bias in biases],
+        *map(like, (*inputs, *weights, *parts)),
+    )
+    return _programs_of(spec, inputs[0]).forward(key, inputs, weights, biases, parts, save, record)
 
 
 def linear_bwd(
@@ -63,13 +61,9 @@ def linear_bwd(
     spec.runtime.in_layer_backward()
     members = [spec.members[i] for i in used]
     parts = _parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else ()
-
-    def run() -> list[Tensor]:
-        return run_backward(spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
-
-    reads = [*dys, *saved, *((parts or weights) if needs_dx else ())]
-    key = (BACKWARD, dtype, *used, needs_dx, *needs_dw, *needs_db, *map(like, (*dys, *saved, *weights, *parts)))
-    return _programs_of(spec, dys[0]).run(key, reads, run)
+    key = dtype, *used, needs_dx, *needs_dw, *needs_db, *map(like, (*dys, *saved, *weights, *parts))
+    programs = _programs_of(spec, dys[0])
+    return programs.backward(key, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
 
 
 def _programs_of(spec: LinearSpec, x: Tensor) -> Programs:

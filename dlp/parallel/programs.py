@@ -21,6 +21,7 @@ from torch import Tensor
 from dlp.kernels import gemms, program
 from dlp.kernels.program import ALIGNMENT, NotPlain, Program
 from dlp.parallel import fit
+from dlp.parallel.linear_fn import run_backward, run_forward
 from dlp.parallel.spec import LinearSpec, remembered
 from dlp.quant.gemm import own_gemm
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, runs_op
@@ -47,8 +48,37 @@ class Programs:
         self.plain = {way: possible and _programmable(spec, way) for way in DIRECTIONS}
         self.made: dict[Key, Program | str] = {}
 
-    def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
-        """What `run` returns, which reads the tensors given. `key`: the direction, and what `run` depends on."""
+    def forward(
+        self, key: Key, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+        parts: Sequence[Tensor], save: bool, record: bool,
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """`run_forward`. `key`: what it depends on beside addresses, as far as that is not the same for all calls of these."""
+
+        def run() -> list[Tensor]:
+            ys, kept = run_forward(self.spec, inputs, weights, biases, parts, save, record)
+            return [*ys, *kept]
+
+        reads = [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]]
+        made = self._run((FORWARD, *key), reads, run)
+        return made[: len(weights)], made[len(weights) :]
+
+    def backward(
+        self, key: Key, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
+        dtype: torch.dtype, used: Sequence[int], needs_dx: bool, needs_dw: Sequence[bool], needs_db: Sequence[bool],
+        x_shape: Sequence[int] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """`run_backward`, dx in this shape if one is given."""
+
+        def run() -> list[Tensor]:
+            made = run_backward(self.spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
+            if needs_dx and x_shape is not None and len(x_shape) != 2:
+                made[0] = made[0].view(x_shape)
+            return made
+
+        return self._run((BACKWARD, *key), [*dys, *saved, *((parts or weights) if needs_dx else ())], run)
+
+    def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
+        """What `run` returns, which reads the tensors given."""
         found = self.made.get(key)
         if isinstance(found, Program):
             return found(given)
