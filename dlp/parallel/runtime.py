@@ -180,15 +180,15 @@ class Runtime:
 
     def _forget_idle_weights(self) -> None:
         """Unstage those of layers that have not run since the last step boundary."""
-        weights = {name: spec for spec in self.specs() for name, (tensor, _) in spec.slots.items() if tensor == "w"}
-        ran = {name for name, spec in weights.items() if spec.members in self.ran}
-        idle = tuple(name in weights and name not in ran for name in self.slots.table.names)
-        if not any(idle):
+        specs = [spec for spec in self.specs() if spec.members not in self.ran]
+        names = {name for spec in specs for name, (tensor, _) in spec.slots.items() if tensor == "w"}
+        if not names:
             return
-        masks, staging = self.slots.masks, self.slots.table.staging
+        masks, table = self.slots.masks, self.slots.table
+        idle = tuple(name in names for name in table.names)
         if idle not in masks:  # kept, so that a step like others copies nothing to the device and can be captured
-            masks[idle] = torch.tensor(idle).to(staging.device)
-        staging.masked_fill_(masks[idle], 0.0)
+            masks[idle] = torch.tensor(idle).to(table.staging.device)
+        table.staging.masked_fill_(masks[idle], 0.0)
 
     def has_slots(self) -> bool:
         return any(spec.slots for spec in self.specs())
