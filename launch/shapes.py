@@ -20,7 +20,7 @@ from dlp.comm.wire import dtype_name
 from dlp.kernels.gemms import device_kind
 from dlp.parallel.plan import LayerPlan
 from dlp.parallel.style import shard_sizes
-from dlp.quant.gemm import decoded_dtype
+from dlp.quant.gemm import DECODES, decoded_dtype
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
 from dlp.quant.tensor import Format
 from launch.build import plan_for
@@ -41,11 +41,11 @@ def linear_sizes(layer: LayerPlan, tp: int, tokens: int) -> tuple[int, int, int]
 def decoded_to(kernel: str, formats: Sequence[Format], source: torch.dtype) -> torch.dtype | None:
     """What a kernel decodes both operands, made of values in `source`, to before it multiplies them; None where it reads
     them as they are."""
-    if not kernel.startswith("decode"):
+    if not kernel.startswith(DECODES):
         return None
-    return (
-        torch.bfloat16 if "bf16" in kernel else decoded_dtype(*((fmt, fmt.parts[0].dtype or source) for fmt in formats))
-    )
+    if "bf16" in kernel:
+        return torch.bfloat16
+    return decoded_dtype(*((fmt, fmt.parts[0].dtype or source) for fmt in formats))
 
 
 def problems(
