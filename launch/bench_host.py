@@ -194,9 +194,8 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
     """The third table."""
     print(f"\nhost under torch.compile, {SHAPE}: microseconds of forward + backward, ratio, its quartiles")
     subjects = {recipe: Subject(recipe, TINY) for recipe in (BASE, *recipes)}
-    with torch._dynamo.config.patch(
-        recompile_limit=2 * len(subjects)
-    ):  # each recipe is another graph of the same layer
+    graphs = 2 * len(subjects)  # each recipe is one of the same layer
+    with torch._dynamo.config.patch(recompile_limit=graphs):
         for subject in subjects.values():
             _compile(subject)
             for _ in range(3):  # until directions are programs

@@ -35,7 +35,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ import torch
 
 from dlp.kernels import loader
 from launch.bench_files import add_files, write_files
-from launch.linear_subjects import ALL_FAST, ALL_TUNED, BASE, PEERS_OF, RECIPES, SHAPES, TUNED, Shape, installed_peers
+from launch.linear_subjects import ALL_FAST, ALL_TUNED, BASE, PEERS_OF, RECIPES, SHAPES, Shape, installed_peers, untuned
 
 TARGETS = {  # shares of nn.Linear's device time that must be reached, by shape
     "fp8_current": (0.87, 0.60, 0.55, 0.585, 0.54),
@@ -120,8 +120,7 @@ def shape_of(text: str) -> Shape:
 
 
 def target_of(recipe: str, shape: Shape) -> float | None:
-    """For a recipe by its own algorithms or tuned ones."""
-    own = recipe.removesuffix(TUNED)
+    own = untuned(recipe)
     return TARGETS[own][SHAPES.index(shape)] if own in TARGETS and shape in SHAPES else None
 
 
@@ -148,19 +147,15 @@ def _verdicts(line: Line) -> str:
 def beside_peers(lines: Sequence[Line]) -> list[Line]:
     """The lines of one shape, each with the fastest peer of its kind."""
     times = {line.recipe: line.ms.device for line in lines}
-    return [
-        _beside(
-            line, {name: times[name] for name in PEERS_OF.get(line.recipe.removesuffix(TUNED), ()) if name in times}
-        )
-        for line in lines
-    ]
+    return [_beside(line, times) for line in lines]
 
 
-def _beside(line: Line, peers: dict[str, float]) -> Line:
+def _beside(line: Line, times: Mapping[str, float]) -> Line:
+    peers = [name for name in PEERS_OF.get(untuned(line.recipe), ()) if name in times]
     if not peers:
         return line
-    peer = min(peers, key=peers.__getitem__)
-    return replace(line, peer=peer, of_peer=line.ms.device / peers[peer])
+    peer = min(peers, key=times.__getitem__)
+    return replace(line, peer=peer, of_peer=line.ms.device / times[peer])
 
 
 def show_peer(line: Line) -> None:

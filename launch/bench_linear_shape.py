@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader
+from dlp.kernels.gemms import Words
 from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
-from dlp.kernels.tune import Fastest, by_candidates, fastest, in_bursts, sustained
+from dlp.kernels.tune import by_candidates, fastest, in_bursts, sustained
 from dlp.parallel.workload import moved
 from dlp.quant.gemm import DECODES, Gemm, kernel_name
 from dlp.quant.recipe import GEMMS, Operand
@@ -41,8 +42,9 @@ from launch.linear_subjects import (
     Subject,
     import_peers,
     installed_peers,
-    plain,
+    own_name,
     recipe_of,
+    untuned,
 )
 from launch.where import longest_kernels
 
@@ -72,9 +74,10 @@ def gemms_ms(recipe: str, shape: Shape) -> float:
 
 
 @cache
-def tuned_gemms(recipe: str, shape: Shape) -> list[Fastest]:
-    """What `dlp.kernels.tune` finds of them."""
-    return [fastest(call, sustained) for call in gemms_of(recipe, shape)]
+def tuned_choices(recipe: str, shape: Shape) -> dict[Words, int]:
+    """The candidates that `dlp.kernels.tune` chooses for them."""
+    each = [fastest(call, sustained) for call in gemms_of(recipe, shape)]
+    return {found.words: found.choice for found in each}
 
 
 @cache
@@ -107,17 +110,16 @@ def copied_in_ms() -> float:
 
 def measure(recipe: str, shape: Shape, base: Line | None) -> Line:
     """`base`: the line of nn.Linear, None for itself."""
-    own, (tokens, k, n) = plain(recipe), shape
-    same = recipe.removesuffix(TUNED).replace(own, GEMMS_OF.get(own, own))  # a recipe with the same GEMMs
-    chosen = {found.words: found.choice for found in tuned_gemms(same, shape)} if recipe.endswith(TUNED) else None
-    with by_candidates(chosen) if chosen is not None else nullcontext():
+    own, (tokens, k, n), casts = own_name(recipe), shape, recipe not in (BASE, *PEERS)
+    same = untuned(recipe).replace(own, GEMMS_OF.get(own, own))  # a recipe with the same GEMMs
+    with by_candidates(tuned_choices(same, shape)) if recipe.endswith(TUNED) else nullcontext():
         ms = times_of(Subject(recipe, shape))
     alone = 0.0 if recipe in PEERS else gemms_ms(same, shape)
-    per_token, per_weight = (0.0, 0.0) if recipe in (BASE, *PEERS) else cast_bytes(own)
+    per_token, per_weight = cast_bytes(own) if casts else (0.0, 0.0)
     floor = alone + 1.15 * (per_token * tokens * (k + n) + per_weight * k * n) / copied_in_ms()
     shares = ms.shares(base.ms if base else ms)
     tflops = 6 * tokens * k * n / ms.device / 1e9
-    of_floor = None if recipe in (BASE, *PEERS) else ms.device / floor
+    of_floor = ms.device / floor if casts else None
     return Line(recipe, tokens, k, n, ms, shares, alone, floor, tflops, target_of(recipe, shape), of_floor)
 
 

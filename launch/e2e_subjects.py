@@ -9,11 +9,7 @@ from dlp.quant.recipe import names as recipe_names
 from launch.schema import ConfigError
 
 BASELINE = "peer_bf16"
-PEERS = {
-    BASELINE: None,
-    "peer_tensorwise": "tensorwise",
-    "peer_rowwise": "rowwise",
-}  # with torchao's float8, or without
+PEERS = {BASELINE: None, "peer_tensorwise": "tensorwise", "peer_rowwise": "rowwise"}  # the recipe of torchao's float8
 HP_GATHER, GRAPH = ":hp_gather", ":graph"
 SUFFIXES = (HP_GATHER, GRAPH)
 

@@ -72,13 +72,18 @@ PEERS_OF = {
 def recipe_of(name: str) -> dlp.Recipe:
     """One of RECIPES, or with FAST or TUNED behind it."""
     if name.endswith(FAST):
-        return dlp.recipe(plain(name), accumulation=dict.fromkeys(GEMMS, "fast"))
-    return dlp.recipe(plain(name))
+        return dlp.recipe(own_name(name), accumulation=dict.fromkeys(GEMMS, "fast"))
+    return dlp.recipe(own_name(name))
 
 
-def plain(name: str) -> str:
-    """The recipe's own name."""
-    return name.removesuffix(FAST).removesuffix(TUNED)
+def own_name(name: str) -> str:
+    """Of a recipe, without what stands behind it."""
+    return untuned(name).removesuffix(FAST)
+
+
+def untuned(name: str) -> str:
+    """Without TUNED: a recipe is judged alike by whichever algorithms its GEMMs run."""
+    return name.removesuffix(TUNED)
 
 
 def installed_peers() -> list[str]:

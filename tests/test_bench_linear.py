@@ -19,14 +19,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import dlp
-from dlp.kernels import gemms, loader
-from dlp.kernels.tune import Fastest
+from dlp.kernels import gemms, loader, tune
 from dlp.parallel.step import end_step
 from dlp.quant import gemm as quant_gemm
 from dlp.quant.recipe import GEMMS
 from launch import bench_linear, bench_linear_shape
 from launch.bench_linear import BASE, Line, Times
-from launch.linear_subjects import ALL_FAST, ALL_TUNED, Shape, plain, recipe_of
+from launch.linear_subjects import ALL_FAST, ALL_TUNED, Shape, own_name, recipe_of
 from tests.emulated import emulation
 
 SHAPES = ["256x128x64", "512x128x64"]
@@ -45,6 +44,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "load", lambda: None)
     monkeypatch.setattr(quant_gemm, "device_kind", lambda kind: "sm_90")
     bench_linear_shape.cast_bytes.cache_clear()
+    bench_linear_shape.tuned_choices.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no device")
     monkeypatch.setattr(bench_linear, "installed_peers", lambda: ["torchao"])
     monkeypatch.setattr(bench_linear_shape, "installed_peers", lambda: ["torchao"])
@@ -163,7 +163,9 @@ def test_shares_are_those_of_nn_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (fast.gemms, fast.target) == (0.7, None) and fast.floor == pytest.approx(ours.floor - 0.3)
     assert fast.of_floor == pytest.approx(1.2 / fast.floor) and fast.verdicts() == {"floor": False}
     chosen: list[dict[Any, int]] = []
-    monkeypatch.setattr(bench_linear_shape, "tuned_gemms", lambda recipe, shape: [Fastest((recipe,), [2.0, 1.0])])
+    found = tune.Fastest((7,), [2.0, 1.0])
+    monkeypatch.setattr(bench_linear_shape, "gemms_of", lambda recipe, shape: [recipe])
+    monkeypatch.setattr(bench_linear_shape, "fastest", lambda call, timed: found._replace(words=(call,)))
     monkeypatch.setattr(bench_linear_shape, "by_candidates", lambda given: chosen.append(given) or nullcontext())
     tuned = bench_linear_shape.measure("fp8_delayed:tuned", shape, base)
     assert chosen == [{("fp8_current",): 1}], "the GEMMs of both recipes are the same"
@@ -220,7 +222,7 @@ def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
 
 def test_fast_accumulates_fast_in_every_gemm() -> None:
     for name in ALL_FAST:
-        fast, own = recipe_of(name), recipe_of(plain(name))
+        fast, own = recipe_of(name), recipe_of(own_name(name))
         assert [getattr(fast, which).fast_accumulation for which in GEMMS] == [True, True, True]
         assert [getattr(own, which).fast_accumulation for which in GEMMS] == [True, False, False]
 
