@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import dlp
 from dlp.kernels import gemms, loader, tune
@@ -26,7 +25,7 @@ from dlp.quant.recipe import GEMMS
 from launch import bench_linear, bench_linear_shape
 from launch.bench_linear import BASE, Line, Times
 from launch.linear_subjects import ALL_FAST, ALL_TUNED, Shape, own_name, recipe_of
-from tests.emulated import emulation
+from tests.emulated import OnGpu, emulation
 
 SHAPES = ["256x128x64", "512x128x64"]
 DIES = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
@@ -191,13 +190,6 @@ def test_bytes_of_casts_are_those_of_their_formats(recipe: str, per_token: float
     assert bench_linear_shape.cast_bytes(recipe) == pytest.approx((per_token, per_weight), rel=1e-6)
 
 
-class OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **((kwargs or {}) | ({"device": "cpu"} if "device" in (kwargs or {}) else {})))
-
-
 @pytest.mark.parametrize("recipe", ALL_TUNED)
 def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
     """The words are the key of a choice; alignment is the allocator's, and left out."""
@@ -208,7 +200,7 @@ def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
         gemms.plans().clear()
         return found
 
-    with emulation(), OnCpu():
+    with emulation(), OnGpu():
         linear = nn.Sequential(dlp.Linear(k, n, recipe=recipe_of(recipe), dtype=torch.bfloat16))
         dlp.attach(linear, torch.optim.SGD(linear.parameters()))
         end_step(linear)

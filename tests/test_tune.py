@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from dlp.kernels import gemms, loader, tune
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, load
 from launch.config import load as load_config
 from launch.shapes import of_config
+from tests.emulated import OnGpu
 from tests.quantizers import matrix, quantize
 
 
@@ -59,16 +59,6 @@ def test_calls_run_by_the_chosen_candidates_and_others_as_before(monkeypatch: py
     with pytest.raises(RuntimeError, match="nothing was chosen for a problem"), tune.by_candidates({first: 1}):
         table[other, 0, True] = Plan()
     assert table == kept
-
-
-class OnGpu(TorchFunctionMode):
-    """Inside, tensors of the CPU say that they are on a GPU, and those asked for there are made."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func == torch.Tensor.is_cuda.__get__:
-            return True
-        given = kwargs or {}
-        return func(*args, **(given | {"device": "cpu"} if given.get("device") == "cuda" else given))
 
 
 class Ran:
