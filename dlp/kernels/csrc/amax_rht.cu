@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) amax_rht_kernel(const _
     }
     const uint32_t bits = block_max(maxima.largest(), scratch);
     const uint32_t turned_bits = block_max(turned_maxima.largest(), scratch + kTileWarps);
+    wait_for_previous();  // which sets both to 0
     if (threadIdx.x == 0) {
         raise(work.one.out, bits);
         raise(work.one.out_t, turned_bits);
@@ -51,10 +52,10 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) amax_rht_kernel(const _
 // One job, whose `out` and `out_t` are neighbours; they are set to 0 here first.
 void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream) {
     DLP_CHECK_EQ(work.one.out + 1, work.one.out_t);
-    set_zero(reinterpret_cast<uintptr_t>(work.one.out), 2 * sizeof(float), stream);
+    few_zeros(reinterpret_cast<uintptr_t>(work.one.out), 2, stream);
     with_input(input, [&](auto element) {
         using T = decltype(element);
-        launch_persistent<amax_rht_kernel<T>>(work.items, kTileThreads, kShared<T>, stream, work);
+        launch_persistent<amax_rht_kernel<T>, true>(work.items, kTileThreads, kShared<T>, stream, work);
     });
 }
 

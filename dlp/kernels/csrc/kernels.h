@@ -283,6 +283,8 @@ void decode(const DecodeJob& job, Encoding encoding, Stream stream);
 void nvfp4_alpha(const AlphaJob& job, Stream stream);
 void round_to_bf16(const RoundJob& job, Stream stream);
 void set_zero(uintptr_t at, int64_t bytes, Stream stream);
+// Sets a few fp32 to 0, by a kernel beside which the next one may begin (`launch`, kEarly).
+void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream);

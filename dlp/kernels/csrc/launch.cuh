@@ -44,10 +44,17 @@ int resident_blocks(int threads, size_t shared_bytes) {
     return resident[device];
 }
 
-template <auto kKernel, class... Args>
+// `kEarly`: it may begin when the kernel in front says so (`let_next_begin`), and touches nothing that this one writes before
+// `wait_for_previous`. What stood in front of that one has ended by then.
+template <auto kKernel, bool kEarly = false, class... Args>
 void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     DLP_CHECK_LE(blocks, kMaxGrid);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
+    config.attrs = &early;
+    config.numAttrs = kEarly;
     config.gridDim = dim3(unsigned(blocks));
     config.blockDim = dim3(unsigned(threads));
     config.dynamicSmemBytes = shared_bytes;
@@ -70,12 +77,15 @@ void launch_few(int64_t items, int few, int threads, size_t shared_bytes, Stream
 }
 
 // A persistent grid: as many blocks as the device holds at once, each of which walks over pieces of work.
-template <auto kKernel, class... Args>
+template <auto kKernel, bool kEarly = false, class... Args>
 void launch_persistent(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     DLP_CHECK_LE(items, kMaxGrid);
     const int64_t resident = resident_blocks<kKernel>(threads, shared_bytes);
-    launch<kKernel>(std::min(items, resident), threads, shared_bytes, stream, args...);
+    launch<kKernel, kEarly>(std::min(items, resident), threads, shared_bytes, stream, args...);
 }
+
+__device__ inline void let_next_begin() { cudaTriggerProgrammaticLaunchCompletion(); }
+__device__ inline void wait_for_previous() { cudaGridDependencySynchronize(); }
 
 struct E4m3 {};
 struct E5m2 {};

@@ -26,6 +26,11 @@ __global__ void __launch_bounds__(kThreads) round_to_bf16_kernel(const float* x,
     for (int k = 0; k < valid; ++k) out[at + k] = rounded[k];
 }
 
+__global__ void __launch_bounds__(kThreads) zeros_kernel(float* at, int64_t count) {
+    let_next_begin();
+    for (int64_t i = threadIdx.x; i < count; i += kThreads) at[i] = 0.0f;
+}
+
 }  // namespace
 
 void nvfp4_alpha(const AlphaJob& job, Stream stream) { launch<nvfp4_alpha_kernel>(1, 1, 0, stream, job); }
@@ -35,6 +40,10 @@ void round_to_bf16(const RoundJob& job, Stream stream) {
     DLP_CHECK_EQ((reinterpret_cast<uintptr_t>(job.x) | reinterpret_cast<uintptr_t>(job.out)) % 16, 0u);
     const int64_t blocks = (job.count + 8 * kThreads - 1) / (8 * kThreads);
     if (blocks) launch<round_to_bf16_kernel>(blocks, kThreads, 0, stream, job.x, static_cast<__nv_bfloat16*>(job.out), job.count);
+}
+
+void few_zeros(uintptr_t at, int64_t count, Stream stream) {
+    launch<zeros_kernel>(1, kThreads, 0, stream, reinterpret_cast<float*>(at), count);
 }
 
 void set_zero(uintptr_t at, int64_t bytes, Stream stream) {
