@@ -1,8 +1,8 @@
 // MXFP8 with a scale every 32 elements of the contraction, both orientations in one read.
 //
-// A block along a row lies in four lanes, one along a column in two lanes of each of two warps. So rows are joined by
-// shuffles alone, and columns through shared memory. Scales are powers of two, cheap enough that every thread makes those
-// it needs.
+// A block along a row lies in four lanes, one along a column in two lanes of each of two warps: amaxes of rows are joined by
+// shuffles, those of columns through shared memory. Of a tile's 1024 scales a thread makes two of rows and two of columns,
+// and reads back the eight of its rows and the eight of its columns.
 #include "e8m0.cuh"
 #include "row_maxima.cuh"
 #include "scale_bytes.cuh"
@@ -11,63 +11,60 @@
 namespace dlp {
 namespace {
 
-constexpr int kPatches = 32 / kPatch;  // that a block spans
-using ScaleOut = ScaleBytes<kTile / 32>;
+constexpr int kPatches = 32 / kPatch;   // that a block spans
+constexpr int kBlocks = kTile / 32;     // of a line of the tile
+using ScaleOut = ScaleBytes<kBlocks>;
 
-struct Maximum {
-    alignas(16) uint32_t column[kTileWarps][kTile];  // a warp covers 16 rows
+struct Shared {
+    alignas(16) uint32_t column_max[kTileWarps][kTile];  // a warp covers 16 rows
+    alignas(16) float row_scale[kBlocks][kTile];         // by block along the line, and line
+    alignas(16) float column_scale[kBlocks][kTile];
 };
 
 template <class T, Producer kProducer>
 constexpr size_t kShared =
-    Incoming<T, BlockJob, kProducer>::kBytes + ColumnWriter::kBytes + sizeof(Maximum) + ScaleOut::kBytes;
+    Incoming<T, BlockJob, kProducer>::kBytes + ColumnWriter::kBytes + sizeof(Shared) + ScaleOut::kBytes;
 
-// Scales of the rows of this thread's patch, and the bytes of two of them handed on: four lanes hold equal ones.
 template <class F8, bool kFloor, class T, class M>
-__device__ Scales row_scales(const Octet<T> (&patch)[kPatch], ScaleOut& out) {
-    Scales scales;
+__device__ void make_row_scales(const Octet<T> (&patch)[kPatch], Shared& shared, ScaleOut& out) {
+    using Rows = RowMaxima<T, kPatches, M>;
+    uint32_t word[Rows::kWords];
 #pragma unroll
-    for (int i = 0; i < PatchRows<T, M>::kWords; ++i) {
-        uint32_t word = PatchRows<T, M>::word(patch, i);
+    for (int i = 0; i < Rows::kWords; ++i) word[i] = PatchRows<T, M>::word(patch, i);
+    const Rows rows(word);
+    const int block = patch_column() / kPatches;
 #pragma unroll
-        for (int lanes = 1; lanes < kPatches; lanes *= 2) word = M::larger(word, __shfl_xor_sync(kAllLanes, word, lanes));
-#pragma unroll
-        for (int k = 0; k < M::kPerWord; ++k) {
-            const int row = i * M::kPerWord + k;
-            const uint32_t byte = e8m0_from_amax<F8, kFloor>(M::widen(word, k));
-            scales.of[row] = e8m0_reciprocal(byte);
-            if (patch_column() % kPatches == row % kPatches)
-                out.put_row(kPatch * patch_row() + row, patch_column() / kPatches, byte);
-        }
+    for (int i = 0; i < Rows::kRows; ++i) {
+        const int row = kPatch * patch_row() + rows.first() + i;
+        const uint32_t byte = e8m0_from_amax<F8, kFloor>(rows[i]);
+        shared.row_scale[block][row] = e8m0_reciprocal(byte);
+        out.put_row(row, block, byte);
     }
-    return scales;
 }
 
-// The maxima of the columns of this thread's patch and the one below or above, for the warp that has the other half.
 template <class T, class M>
-__device__ void post_columns(const Octet<T> (&patch)[kPatch], Maximum& maximum) {
+__device__ void post_columns(const Octet<T> (&patch)[kPatch], Shared& shared) {
     Maxima<T, M> columns;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) columns.take(patch[i]);
-    columns.join(kAcross);
+    columns.join(kAcross);  // with the patch below, or above
     if (threadIdx.x % 32 >= kAcross) return;
-    uint4* to = reinterpret_cast<uint4*>(maximum.column[threadIdx.x / 32] + kPatch * patch_column());
+    uint4* to = reinterpret_cast<uint4*>(shared.column_max[threadIdx.x / 32] + kPatch * patch_column());
     to[0] = make_uint4(columns.column(0), columns.column(1), columns.column(2), columns.column(3));
     to[1] = make_uint4(columns.column(4), columns.column(5), columns.column(6), columns.column(7));
 }
 
 template <class F8, bool kFloor>
-__device__ Scales column_scales(const Maximum& maximum, ScaleOut& out) {
-    const int warp = threadIdx.x / 32, first = kPatch * patch_column();
-    Scales scales;
+__device__ void make_column_scales(Shared& shared, ScaleOut& out) {
+    const int column = threadIdx.x % kTile;
 #pragma unroll
-    for (int j = 0; j < kPatch; ++j) {
-        const uint32_t bits = max(maximum.column[warp][first + j], maximum.column[warp ^ 1][first + j]);
+    for (int i = 0; i < kBlocks; i += kTileThreads / kTile) {
+        const int block = threadIdx.x / kTile + i;
+        const uint32_t bits = max(shared.column_max[2 * block][column], shared.column_max[2 * block + 1][column]);
         const uint32_t byte = e8m0_from_amax<F8, kFloor>(bits);
-        scales.of[j] = e8m0_reciprocal(byte);
-        if (patch_row() % kPatches == j % kPatches) out.put_column(first + j, patch_row() / kPatches, byte);
+        shared.column_scale[block][column] = e8m0_reciprocal(byte);
+        out.put_column(column, block, byte);
     }
-    return scales;
 }
 
 template <class T, class F8, Producer kProducer, bool kFloor>
@@ -77,26 +74,30 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     using M = std::conditional_t<kFloor, NanMagnitude<T>, Magnitude<T>>;
     using Input = Incoming<T, BlockJob, kProducer>;
     Input incoming(shared_memory(), source);
-    uint8_t* shared = shared_memory() + Input::kBytes;
-    ColumnWriter columns(shared);
-    Maximum& maximum = *reinterpret_cast<Maximum*>(shared + ColumnWriter::kBytes);
-    ScaleOut out(shared + ColumnWriter::kBytes + sizeof(Maximum));
+    uint8_t* bytes = shared_memory() + Input::kBytes;
+    ColumnWriter columns(bytes);
+    Shared& shared = *reinterpret_cast<Shared*>(bytes + ColumnWriter::kBytes);
+    ScaleOut out(bytes + ColumnWriter::kBytes + sizeof(Shared));
 
     const auto tile = incoming.start(work, blockIdx.x);
     const BlockJob& job = *tile.job;
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
-    if (job.codes_t) post_columns<T, M>(patch, maximum);
-    if (job.codes) write_rows<F8>(patch, row_scales<F8, kFloor, T, M>(patch, out), tile);
+    if (job.codes) make_row_scales<F8, kFloor, T, M>(patch, shared, out);
+    if (job.codes_t) post_columns<T, M>(patch, shared);
     __syncthreads();
-    if (job.codes_t) put_columns<F8>(patch, column_scales<F8, kFloor>(maximum, out), columns);
+    if (job.codes) write_rows<F8>(patch, Scales(shared.row_scale[patch_column() / kPatches] + kPatch * patch_row()), tile);
+    if (job.codes_t) make_column_scales<F8, kFloor>(shared, out);
     __syncthreads();
     uint8_t *const scale = static_cast<uint8_t*>(job.scale), *const scale_t = static_cast<uint8_t*>(job.scale_t);
     if (blocks_first)
         out.write_blocks_first(scale, scale_t, tile);
     else
         out.write(scale, scale_t, tile);
-    if (job.codes_t) columns.write(job.codes_t, tile);  // last, since it takes the longest
+    if (!job.codes_t) return;
+    put_columns<F8>(patch, Scales(shared.column_scale[patch_row() / kPatches] + kPatch * patch_column()), columns);
+    __syncthreads();
+    columns.write(job.codes_t, tile);  // last, since it takes the longest
 }
 
 }  // namespace

@@ -31,11 +31,12 @@ struct PatchRows {
     }
 };
 
-template <class T, int kLanes>
+template <class T, int kLanes, class M = Magnitude<T>>
 class RowMaxima {
+    static constexpr int kLeft = PatchRows<T, M>::kWords > kLanes ? PatchRows<T, M>::kWords / kLanes : 1;
+
    public:
-    using M = Magnitude<T>;
-    static constexpr int kWords = PatchRows<T>::kWords;
+    static constexpr int kWords = PatchRows<T, M>::kWords;
 
     // Maxima within each of eight rows, as words of PatchRows.
     __device__ explicit RowMaxima(uint32_t (&word)[kWords]) {
@@ -55,16 +56,18 @@ class RowMaxima {
             }
             first_ += upper ? words * M::kPerWord : 0;
         }
-        static_assert(kWords <= kLanes, "every lane ends with one word");
-        word_ = word[0];
+#pragma unroll
+        for (int i = 0; i < kLeft; ++i) word_[i] = word[i];
     }
 
-    static constexpr int kRows = M::kPerWord;      // that this lane ends with,
-    __device__ int first() const { return first_; }  // from this one on,
-    __device__ uint32_t operator[](int i) const { return M::widen(word_, i); }  // as bits of an fp32
+    static constexpr int kRows = kLeft * M::kPerWord;  // that this lane ends with,
+    __device__ int first() const { return first_; }    // from this one on,
+    __device__ uint32_t operator[](int i) const {      // as bits of an fp32
+        return M::widen(word_[i / M::kPerWord], i % M::kPerWord);
+    }
 
    private:
-    uint32_t word_;
+    uint32_t word_[kLeft];
     int first_ = 0;
 };
 
