@@ -67,16 +67,19 @@ class LaneCopies {
 
 template <class T>
 class BulkCopies {
+    static_assert(Octet<T>::kVectors == 2, "for what LaneCopies is slow with");
+
    public:
     static constexpr uint32_t kRowBytes = kTile * sizeof(T);
     static constexpr size_t kBytes = kTile * kRowBytes + 16;  // the tile, and what counts the bytes that have arrived
 
     __device__ explicit BulkCopies(uint8_t* bytes) : bytes_(bytes), arrived_(bytes + kTile * kRowBytes) {
         if (threadIdx.x == 0) arrived_.init();
-        __syncthreads();
     }
-    // Every other thread copies a row: a warp starts them one by one.
+    // Every other thread copies a row: a warp starts them one by one. Contains a barrier: all know what counts the bytes, and
+    // have read what these overwrite.
     __device__ void start(const T* tile, int64_t stride) {
+        __syncthreads();
         if (threadIdx.x == 0) arrived_.expect(kTile * kRowBytes);
         if (threadIdx.x % 2) return;
         const int row = threadIdx.x / 2;
@@ -84,13 +87,13 @@ class BulkCopies {
     }
     __device__ void finish(Octet<T> (&patch)[kPatch]) {
         arrived_.wait();
-        const uint4* from = reinterpret_cast<const uint4*>(bytes_ + kPatch * patch_row() * kRowBytes) +
-                            patch_column() * Octet<T>::kVectors;
+        const uint4* from = reinterpret_cast<const uint4*>(bytes_ + kPatch * patch_row() * kRowBytes) + 2 * patch_column();
+        const int second = patch_column() / 4 & 1;  // is read first, so that eight lanes read from all banks
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i)
-#pragma unroll
-            for (int v = 0; v < Octet<T>::kVectors; ++v) patch[i].set_vector(v, from[i * (kRowBytes / 16) + v]);
-        __syncthreads();  // all have read what the next tile overwrites
+        for (int i = 0; i < kPatch; ++i, from += kRowBytes / sizeof(uint4)) {
+            const uint4 a = from[second], b = from[1 - second];
+            patch[i].set_vector(0, second ? b : a), patch[i].set_vector(1, second ? a : b);
+        }
     }
 
    private:
