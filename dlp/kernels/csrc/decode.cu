@@ -12,35 +12,40 @@ constexpr int kRows = kThreads / kAcross;
 constexpr int kCodes = 8, kPieces = 4, kStep = kAcross * kCodes;
 constexpr int kCols = kPieces * kStep;
 
+// How codes and scales of one encoding are read: codes by twos, the first in the low bits. `Raw` is a scale as it lies in
+// memory: to ask for its value waits for it, which a thread does when all of its loads are on their way.
 template <class F8>
-__device__ float fp8_value(uint32_t code) {
-    constexpr auto kind = std::is_same_v<F8, E4m3> ? __NV_E4M3 : __NV_E5M2;
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(uint8_t(code), kind)));
-}
+constexpr auto kKind = std::is_same_v<F8, E4m3> ? __NV_E4M3 : __NV_E5M2;
 
-// How codes and scales of one encoding are read.
 template <class F8>
 struct Bytes {
     static constexpr int kPerByte = 1;
-    static __device__ float value(const uint8_t* codes, int i) { return fp8_value<F8>(codes[i]); }
+    static __device__ float2 pair(const uint8_t* codes, int i) {
+        const auto two = reinterpret_cast<const __nv_fp8x2_storage_t*>(codes)[i];
+        return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, kKind<F8>)));
+    }
 };
 struct Nibbles {
     static constexpr int kPerByte = 2;
     // As the top bits of an fp32 the three bits of a magnitude are 2^-126 of it, denormals included.
-    static __device__ float value(const uint8_t* codes, int i) {
-        const uint32_t code = codes[i / 2] >> 4 * (i % 2) & 0xF;
-        return __fmul_rn(__uint_as_float((code & 7) << 22 | code >> 3 << 31), 0x1p126f);
+    static __device__ float2 pair(const uint8_t* codes, int i) {
+        const uint32_t two = codes[i];
+        const uint32_t low = (two & 0x07) << 22 | (two & 0x08) << 28, high = (two & 0x70) << 18 | (two & 0x80) << 24;
+        return {__fmul_rn(__uint_as_float(low), 0x1p126f), __fmul_rn(__uint_as_float(high), 0x1p126f)};
     }
 };
 struct Fp32Scale {
-    static __device__ float at(const void* scale, int64_t i) { return static_cast<const float*>(scale)[i]; }
+    using Raw = float;
+    static __device__ float value(float scale) { return scale; }
 };
 struct E8m0Scale {
-    static __device__ float at(const void* scale, int64_t i) { return e8m0_value(static_cast<const uint8_t*>(scale)[i]); }
+    using Raw = uint8_t;
+    static __device__ float value(uint8_t scale) { return e8m0_value(scale); }
 };
 struct E4m3Scale {
-    static __device__ float at(const void* scale, int64_t i) {
-        return fp8_value<E4m3>(static_cast<const uint8_t*>(scale)[i]);
+    using Raw = uint8_t;
+    static __device__ float value(uint8_t scale) {
+        return __half2float(__half(__nv_cvt_fp8_to_halfraw(scale, __NV_E4M3)));
     }
 };
 
@@ -53,7 +58,7 @@ struct Piece {
     alignas(8) uint8_t codes[kBytes];
 
     // `valid` of them are read, the rest is 0.
-    __device__ void load(const uint8_t* from, int64_t valid) {
+    __device__ void load(const uint8_t* from, uint32_t valid) {
         if (valid >= kCodes && reinterpret_cast<uintptr_t>(from) % kBytes == 0) {
             *reinterpret_cast<Vector*>(codes) = __ldcs(reinterpret_cast<const Vector*>(from));
             return;
@@ -61,41 +66,46 @@ struct Piece {
 #pragma unroll
         for (int i = 0; i < kBytes; ++i) codes[i] = i * Codes::kPerByte < valid ? from[i] : 0;
     }
-    __device__ void store(__nv_bfloat16* to, int64_t valid, float scale) const {
-        alignas(16) __nv_bfloat16 out[kCodes];
+    __device__ void store(__nv_bfloat16* to, uint32_t valid, float scale) const {
+        alignas(16) __nv_bfloat162 out[kCodes / 2];
 #pragma unroll
-        for (int i = 0; i < kCodes; ++i) out[i] = __float2bfloat16_rn(__fmul_rn(Codes::value(codes, i), scale));
+        for (int i = 0; i < kCodes / 2; ++i) {
+            const float2 two = Codes::pair(codes, i);
+            out[i] = __floats2bfloat162_rn(__fmul_rn(two.x, scale), __fmul_rn(two.y, scale));
+        }
         if (valid >= kCodes && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
             *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(out);
             return;
         }
 #pragma unroll
         for (int i = 0; i < kCodes; ++i)
-            if (i < valid) to[i] = out[i];
+            if (i < valid) to[i] = i % 2 ? out[i / 2].y : out[i / 2].x;
     }
 };
 
 template <class Codes, class Scale>
 __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeJob job) {
-    const int64_t across = (job.cols + kCols - 1) / kCols, tile = divide(blockIdx.x, across);
-    const int64_t row = tile * kRows + threadIdx.x / kAcross;
-    const int64_t first = (blockIdx.x - tile * across) * kCols + threadIdx.x % kAcross * kCodes;
-    if (row >= job.rows) return;
+    const uint32_t rows = uint32_t(job.rows), cols = uint32_t(job.cols);
+    const uint32_t across = (cols + kCols - 1) / kCols, tile = blockIdx.x / across;
+    const uint32_t row = tile * kRows + threadIdx.x / kAcross;
+    const uint32_t first = (blockIdx.x - tile * across) * kCols + threadIdx.x % kAcross * kCodes;
+    if (row >= rows) return;
     Piece<Codes> piece[kPieces];
-    float scale[kPieces];
-    const int64_t scales = divide(row, job.block_rows) * job.down;
+    typename Scale::Raw scale[kPieces];
+    const auto* scales = static_cast<const typename Scale::Raw*>(job.scale) + row / uint32_t(job.block_rows) * job.down;
+    const int64_t at = int64_t(row) * cols;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-        const int64_t col = first + i * kStep;
-        if (col >= job.cols) continue;
-        piece[i].load(job.codes + (row * job.cols + col) / Codes::kPerByte, job.cols - col);
-        scale[i] = Scale::at(job.scale, scales + divide(col, job.block_cols) * job.across);
+        const uint32_t col = first + i * kStep;
+        if (col >= cols) continue;
+        piece[i].load(job.codes + (at + col) / Codes::kPerByte, cols - col);
+        scale[i] = scales[col / uint32_t(job.block_cols) * job.across];
     }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-        const int64_t col = first + i * kStep;
-        if (col >= job.cols) continue;
-        piece[i].store(static_cast<__nv_bfloat16*>(job.out) + row * job.cols + col, job.cols - col, scale[i]);
+        const uint32_t col = first + i * kStep;
+        if (col >= cols) continue;
+        piece[i].store(static_cast<__nv_bfloat16*>(job.out) + at + col, cols - col, Scale::value(scale[i]));
     }
 }
 
@@ -110,6 +120,8 @@ void run(const DecodeJob& job, Stream stream) {
 // Blocks along the contraction are multiples of kCodes.
 void decode(const DecodeJob& job, Encoding encoding, Stream stream) {
     DLP_CHECK_EQ(job.block_cols % kCodes, 0);
+    DLP_CHECK_LE(job.rows, INT32_MAX);
+    DLP_CHECK_LE(job.cols, INT32_MAX);
     switch (encoding) {
         case Encoding::kE4m3Fp32: return run<Bytes<E4m3>, Fp32Scale>(job, stream);
         case Encoding::kE5m2Fp32: return run<Bytes<E5m2>, Fp32Scale>(job, stream);
