@@ -57,7 +57,7 @@ class Incoming {
     __device__ explicit Incoming(uint8_t* bytes, const Source& source = {})
         : copies_(bytes), maker_(source, bytes + Copies::kBytes) {}
 
-    // Starts the copy of a tile. One at an edge, or with unaligned rows, is read when it is finished.
+    // Starts the copy of a tile. One at an edge, or with unaligned rows, is read when it is finished. May contain a barrier.
     __device__ Tile<T, Job> start(const Work<Job>& work, uint32_t item) {
         auto tile = tile_at<T>(work, item);
         const Matrix& x = tile.job->x;
