@@ -30,7 +30,7 @@ __device__ void take_chunk(Maxima<T>& maxima, const Matrix& x, int64_t chunk) {
     for (int batch = 0; batch < kOctets; batch += kInFlight) {
         Octet<T> octet[kInFlight];
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) octet[i] = load_kept_octet(from + 8 * (batch + i) * kThreads);
+        for (int i = 0; i < kInFlight; ++i) octet[i] = load_octet<true>(from + 8 * (batch + i) * kThreads);
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) maxima.take(octet[i]);
     }

@@ -15,14 +15,10 @@ constexpr int kCols = kPieces * kStep;
 // How codes and scales of one encoding are read: codes by twos, the first in the low bits. `Raw` is a scale as it lies in
 // memory: to ask for its value waits for it, which a thread does when all of its loads are on their way.
 template <class F8>
-constexpr auto kKind = std::is_same_v<F8, E4m3> ? __NV_E4M3 : __NV_E5M2;
-
-template <class F8>
 struct Bytes {
     static constexpr int kPerByte = 1;
     static __device__ float2 pair(const uint8_t* codes, int i) {
-        const auto two = reinterpret_cast<const __nv_fp8x2_storage_t*>(codes)[i];
-        return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, kKind<F8>)));
+        return unpack2<F8>(reinterpret_cast<const uint16_t*>(codes)[i]);
     }
 };
 struct Nibbles {
@@ -44,9 +40,7 @@ struct E8m0Scale {
 };
 struct E4m3Scale {
     using Raw = uint8_t;
-    static __device__ float value(uint8_t scale) {
-        return __half2float(__half(__nv_cvt_fp8_to_halfraw(scale, __NV_E4M3)));
-    }
+    static __device__ float value(uint8_t scale) { return unpack<E4m3>(scale); }
 };
 
 // Codes of a row on their way to bf16.

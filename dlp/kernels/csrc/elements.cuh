@@ -37,7 +37,7 @@ __device__ Octet<float> widened(const Octet<T>& x) {
 template <class T>
 __device__ Octet<float> load_kept(const T* from, int64_t valid) {
     if (valid < 8 || reinterpret_cast<uintptr_t>(from) % 16) return widened(load_octet(from, valid, false));
-    return widened(load_kept_octet(from));
+    return widened(load_octet<true>(from));
 }
 __device__ inline Octet<float> load_kept(const void* vector, bool wide, int64_t first, int64_t valid) {
     if (wide) return load_kept(static_cast<const float*>(vector) + first, valid);

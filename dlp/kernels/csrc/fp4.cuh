@@ -29,8 +29,7 @@ struct TensorScale {
     }
     // The multiplier into E2M1; FLT_MAX where the scale is 0.
     __device__ float multiplier(uint8_t scale) const {
-        const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(scale, __NV_E4M3)));
-        return fminf(__frcp_rn(__fmul_rn(value, decode)), FLT_MAX);
+        return fminf(__frcp_rn(__fmul_rn(unpack<E4m3>(scale), decode)), FLT_MAX);
     }
 };
 

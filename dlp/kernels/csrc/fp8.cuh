@@ -27,11 +27,23 @@ __device__ inline float scale_of(const TensorJob& job, float source, const Scale
     return job.scale ? source : scale_from_amax(source, rule);
 }
 
+template <class F8>
+constexpr __nv_fp8_interpretation_t kFormat = std::is_same_v<F8, E4m3> ? __NV_E4M3 : __NV_E5M2;
+
 // Two values -> two codes, the first in the low byte: nearest even, saturating, NaN -> 0x7F.
 template <class F8>
 __device__ uint32_t pack2(float a, float b) {
-    constexpr auto kind = std::is_same_v<F8, E4m3> ? __NV_E4M3 : __NV_E5M2;
-    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kind);
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kFormat<F8>);
+}
+
+// The value of a code; those of two, the first in the low byte.
+template <class F8>
+__device__ float unpack(uint8_t code) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, kFormat<F8>)));
+}
+template <class F8>
+__device__ float2 unpack2(uint32_t codes) {
+    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(codes), kFormat<F8>)));
 }
 
 template <class F8>

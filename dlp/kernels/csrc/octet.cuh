@@ -52,20 +52,15 @@ struct Octet<float> {
     }
 };
 
-template <class T>
+// `kKept`: it is read again soon, and the L2 cache may keep it.
+template <bool kKept = false, class T>
 __device__ Octet<T> load_octet(const T* from) {
     Octet<T> out;
 #pragma unroll
-    for (int v = 0; v < Octet<T>::kVectors; ++v) out.set_vector(v, __ldcs(reinterpret_cast<const uint4*>(from) + v));
-    return out;
-}
-
-// The same of what is read again soon: the L2 cache may keep it.
-template <class T>
-__device__ Octet<T> load_kept_octet(const T* from) {
-    Octet<T> out;
-#pragma unroll
-    for (int v = 0; v < Octet<T>::kVectors; ++v) out.set_vector(v, __ldg(reinterpret_cast<const uint4*>(from) + v));
+    for (int v = 0; v < Octet<T>::kVectors; ++v) {
+        const uint4* vector = reinterpret_cast<const uint4*>(from) + v;
+        out.set_vector(v, kKept ? __ldg(vector) : __ldcs(vector));
+    }
     return out;
 }
 

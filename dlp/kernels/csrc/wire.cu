@@ -45,10 +45,6 @@ __global__ void __launch_bounds__(kThreads) pack_fp8_wire_kernel(const __grid_co
     }
 }
 
-__device__ float2 unpack2(uint32_t codes) {
-    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(codes), __NV_E4M3)));
-}
-
 __device__ uint2 load_codes(const uint8_t* from, int64_t valid, bool aligned) {
     if (aligned && valid >= 8) return __ldcs(reinterpret_cast<const uint2*>(from));
     uint64_t bytes = 0;
@@ -84,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) sum_fp8_wire_kernel(const __grid_con
             const float scale = job.scale[rank * job.scales_apart + row * blocks + column / kBlock];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float2 pair = unpack2((i < 2 ? codes.x : codes.y) >> 16 * (i % 2) & 0xFFFF);
+                const float2 pair = unpack2<E4m3>((i < 2 ? codes.x : codes.y) >> 16 * (i % 2) & 0xFFFF);
                 const float a = __fmul_rn(pair.x, scale), b = __fmul_rn(pair.y, scale);
                 total[2 * i] = rank ? __fadd_rn(total[2 * i], a) : a;
                 total[2 * i + 1] = rank ? __fadd_rn(total[2 * i + 1], b) : b;
