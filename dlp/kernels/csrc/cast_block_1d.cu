@@ -4,7 +4,7 @@
 // The amaxes meet in shared memory, thread t makes the scale of row t or column t - 128, and every thread reads back the
 // eight of its rows and the eight of its columns. A division a block, not one a thread that needs its result.
 #include "block_scales.cuh"
-#include "row_maxima.cuh"
+#include "line_maxima.cuh"
 #include "two_scales.cuh"
 
 namespace dlp {
@@ -12,8 +12,8 @@ namespace {
 
 struct Shared {
     alignas(16) uint32_t row_max[kTile];
-    alignas(16) uint32_t column_max[kTileWarps][kTile];  // a warp covers 16 rows
-    alignas(16) float scale[2 * kTile];                  // rows, then columns
+    alignas(16) ColumnMaxima column_max;
+    alignas(16) float scale[2 * kTile];  // rows, then columns
 };
 
 template <class T>
@@ -30,12 +30,7 @@ __device__ void post_maxima(const Octet<T> (&patch)[kPatch], Shared& shared) {
     const Rows rows(word);
 #pragma unroll
     for (int i = 0; i < Rows::kRows; ++i) shared.row_max[kPatch * patch_row() + rows.first() + i] = rows[i];
-    columns.join(kAcross);  // with the patch below, or above
-    if (threadIdx.x % 32 < kAcross) {
-        uint4* to = reinterpret_cast<uint4*>(shared.column_max[threadIdx.x / 32] + kPatch * patch_column());
-        to[0] = make_uint4(columns.column(0), columns.column(1), columns.column(2), columns.column(3));
-        to[1] = make_uint4(columns.column(4), columns.column(5), columns.column(6), columns.column(7));
-    }
+    post_columns(columns, shared.column_max);
 }
 
 // The amax of row t or column t - 128 of the tile.

@@ -4,21 +4,21 @@
 // shuffles, those of columns through shared memory. Of a tile's 1024 scales a thread makes two of rows and two of columns,
 // and reads back the eight of its rows and the eight of its columns.
 #include "e8m0.cuh"
-#include "row_maxima.cuh"
+#include "line_maxima.cuh"
 #include "scale_bytes.cuh"
 #include "two_scales.cuh"
 
 namespace dlp {
 namespace {
 
-constexpr int kPatches = 32 / kPatch;   // that a block spans
-constexpr int kBlocks = kTile / 32;     // of a line of the tile
-using ScaleOut = ScaleBytes<kBlocks>;
+constexpr int kPatches = 32 / kPatch;  // that a block spans
+constexpr int kBlocksAcross = kTile / 32;
+using ScaleOut = ScaleBytes<kBlocksAcross>;
 
 struct Shared {
-    alignas(16) uint32_t column_max[kTileWarps][kTile];  // a warp covers 16 rows
-    alignas(16) float row_scale[kBlocks][kTile];         // by block along the line, and line
-    alignas(16) float column_scale[kBlocks][kTile];
+    alignas(16) ColumnMaxima column_max;
+    alignas(16) float row_scale[kBlocksAcross][kTile];  // by block along the line, and line
+    alignas(16) float column_scale[kBlocksAcross][kTile];
 };
 
 template <class T, Producer kProducer>
@@ -42,23 +42,11 @@ __device__ void make_row_scales(const Octet<T> (&patch)[kPatch], Shared& shared,
     }
 }
 
-template <class T, class M>
-__device__ void post_columns(const Octet<T> (&patch)[kPatch], Shared& shared) {
-    Maxima<T, M> columns;
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) columns.take(patch[i]);
-    columns.join(kAcross);  // with the patch below, or above
-    if (threadIdx.x % 32 >= kAcross) return;
-    uint4* to = reinterpret_cast<uint4*>(shared.column_max[threadIdx.x / 32] + kPatch * patch_column());
-    to[0] = make_uint4(columns.column(0), columns.column(1), columns.column(2), columns.column(3));
-    to[1] = make_uint4(columns.column(4), columns.column(5), columns.column(6), columns.column(7));
-}
-
 template <class F8, bool kFloor>
 __device__ void make_column_scales(Shared& shared, ScaleOut& out) {
     const int column = threadIdx.x % kTile;
 #pragma unroll
-    for (int i = 0; i < kBlocks; i += kTileThreads / kTile) {
+    for (int i = 0; i < kBlocksAcross; i += kTileThreads / kTile) {
         const int block = threadIdx.x / kTile + i;
         const uint32_t bits = max(shared.column_max[2 * block][column], shared.column_max[2 * block + 1][column]);
         const uint32_t byte = e8m0_from_amax<F8, kFloor>(bits);
@@ -84,7 +72,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
     if (job.codes) make_row_scales<F8, kFloor, T, M>(patch, shared, out);
-    if (job.codes_t) post_columns<T, M>(patch, shared);
+    if (job.codes_t) {
+        Maxima<T, M> maxima;
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) maxima.take(patch[i]);
+        post_columns(maxima, shared.column_max);
+    }
     __syncthreads();
     if (job.codes) write_rows<F8>(patch, Scales(shared.row_scale[patch_column() / kPatches] + kPatch * patch_row()), tile);
     if (job.codes_t) make_column_scales<F8, kFloor>(shared, out);

@@ -1,13 +1,13 @@
 // FP8 with a scale a row, and a scale a column in the transposed copy: the amaxes of all lines in one read, and after
 // whatever ranks have to agree on the casts of both orientations in one more.
-#include "row_maxima.cuh"
+#include "line_maxima.cuh"
 #include "two_scales.cuh"
 
 namespace dlp {
 namespace {
 
 template <class T, Producer kProducer>
-constexpr size_t kAmaxShared = Tiles<T, LinesJob, kProducer>::kBytes + kTileWarps * kTile * sizeof(uint32_t);
+constexpr size_t kAmaxShared = Tiles<T, LinesJob, kProducer>::kBytes + sizeof(ColumnMaxima);
 
 // A tile's maxima: rows by shuffles, columns through shared memory, then at most one atomic a line.
 template <class T, Producer kProducer>
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     using Rows = RowMaxima<T, kAcross>;
     using Input = Tiles<T, LinesJob, kProducer>;
     Input tiles(work, shared_memory(), source);
-    auto column_max = reinterpret_cast<uint32_t(*)[kTile]>(shared_memory() + Input::kBytes);
+    ColumnMaxima& column_max = *reinterpret_cast<ColumnMaxima*>(shared_memory() + Input::kBytes);
 
     Tile<T, LinesJob> tile;
     Octet<T> patch[kPatch];
@@ -33,10 +33,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
 #pragma unroll
             for (int i = 0; i < Rows::kRows; ++i)
                 if (row + i < tile.rows()) raise(tile.job->amax + row + i, rows[i]);
-        columns.join(kAcross);
-        if (threadIdx.x % 32 < kAcross)
-#pragma unroll
-            for (int j = 0; j < kPatch; ++j) column_max[threadIdx.x / 32][kPatch * patch_column() + j] = columns.column(j);
+        post_columns(columns, column_max);
         __syncthreads();
         if (tile.job->amax_t && threadIdx.x < kTile && tile.col() + threadIdx.x < tile.cols()) {
             uint32_t bits = 0;

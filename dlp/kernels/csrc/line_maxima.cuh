@@ -1,10 +1,10 @@
-// max |x| of the eight rows of a patch, over the patches beside it.
+// max |x| of the eight rows of a patch, over the patches beside it; and of its eight columns, with the patch above or below.
 //
 // A row lies in kLanes lanes. Joining eight rows by eight butterflies would take 8 * log2(kLanes) shuffles; here a lane
 // hands half of its rows to its partner at each step and goes on with the other half, as long as there is one.
 #pragma once
 
-#include "octet.cuh"
+#include "tile_copies.cuh"
 
 namespace dlp {
 
@@ -70,5 +70,18 @@ class RowMaxima {
     uint32_t word_[kLeft];
     int first_ = 0;
 };
+
+// The maxima of a tile's columns, for each warp those over its 16 rows.
+using ColumnMaxima = uint32_t[kTileWarps][kTile];
+
+// Joins those of this thread's patch with the patch below or above, and leaves them at 16 bytes' alignment.
+template <class T, class M>
+__device__ void post_columns(Maxima<T, M>& columns, ColumnMaxima& out) {
+    columns.join(kAcross);
+    if (threadIdx.x % 32 >= kAcross) return;
+    uint4* to = reinterpret_cast<uint4*>(out[threadIdx.x / 32] + kPatch * patch_column());
+    to[0] = make_uint4(columns.column(0), columns.column(1), columns.column(2), columns.column(3));
+    to[1] = make_uint4(columns.column(4), columns.column(5), columns.column(6), columns.column(7));
+}
 
 }  // namespace dlp
