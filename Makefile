@@ -49,7 +49,7 @@ lint: $(READY) ## ruff, mypy, and the length of functions in dlp/
 	$(NEEDS) ruff mypy
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
-	@$(PYTHON) -m mypy dlp launch
+	@$(PYTHON) -m mypy dlp launch bench
 	@$(PYTHON) tools/function_length.py dlp
 
 kernels-compile: $(READY) ## compile the CUDA kernels for ARCHS="sm_90a sm_100a", GPU or not (exit 2: no nvcc)
@@ -66,24 +66,24 @@ sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --
 
 bench: $(READY) ## host, quantizers, producers, GEMMs, linears, step boundary of one GPU beside peers, JSON and PNG: ARGS="linear --quick"
 	$(NEEDS) ninja pybind11
-	@$(PYTHON) -m launch.bench $(ARGS)
+	@$(PYTHON) -m bench $(ARGS)
 
 bench-quantize: $(READY) ## bandwidth of the quantizers beside a copy: ARGS="--only cast --sizes 256 --json FILE --plot FILE.png"
 	$(NEEDS) ninja pybind11
-	@$(PYTHON) -m launch.bench_quantize $(ARGS)
+	@$(PYTHON) -m bench.quantize $(ARGS)
 
 bench-gemm: $(READY) ## TFLOP/s of each recipe's GEMMs beside bf16 and torch._scaled_mm: ARGS="--shapes 8192x4096x4096"
 	$(NEEDS) ninja pybind11
-	@$(PYTHON) -m launch.bench_gemm $(ARGS)
+	@$(PYTHON) -m bench.gemm $(ARGS)
 
 bench-linear: $(READY) ## one linear per recipe beside bf16 nn.Linear: ARGS="--shapes 8192x4096x4096 --recipes fp8_current"
 	$(NEEDS) ninja pybind11
-	@$(PYTHON) -m launch.bench_linear $(ARGS)
+	@$(PYTHON) -m bench.linear $(ARGS)
 
 bench-comm: $(READY) ## time of gathers, sums and overlap beside bf16, on every GPU or RANKS=2 CPU ranks: ARGS="--only gather"
 	$(NEEDS)
 	@OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone \
-		--nproc-per-node $(or $(RANKS),$(if $(filter cuda,$(DEVICE)),gpu,2)) -m launch.bench_collectives $(ARGS)
+		--nproc-per-node $(or $(RANKS),$(if $(filter cuda,$(DEVICE)),gpu,2)) -m bench.collectives $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing dlp and its dependencies into $(VENV) (once)"

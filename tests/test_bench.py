@@ -1,4 +1,4 @@
-"""`launch.bench` runs every part, whatever becomes of one, and hands shapes to those that take them. No device: parts are
+"""`bench` runs every part, whatever becomes of one, and hands shapes to those that take them. No device: parts are
 stood in for."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import __main__ as bench
 from dlp.kernels import loader
-from launch import bench
 
 SHAPES = ["8192x4096x4096", "512x128x64"]
 Calls = dict[str, list[str]]

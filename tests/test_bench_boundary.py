@@ -1,14 +1,14 @@
-"""What `launch.bench_boundary` compares are the same bits, made together and one by one."""
+"""What `bench.boundary` compares are the same bits, made together and one by one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from bench.boundary import DTYPES, boundary_alone, model_of, nbytes
+from bench.linear_subjects import RECIPES
 from dlp.parallel.linear import cores
 from dlp.parallel.step import end_step
-from launch.bench_boundary import DTYPES, boundary_alone, model_of, nbytes
-from launch.linear_subjects import RECIPES
 
 LAYERS = ((256, (128, 64)), (128, (256,)))
 

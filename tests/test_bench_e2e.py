@@ -1,4 +1,4 @@
-"""`launch.bench_e2e` refuses what it cannot measure before the first subject, and loses no result to a later one. No ranks:
+"""`bench.e2e` refuses what it cannot measure before the first subject, and loses no result to a later one. No ranks:
 meshes and measurements are stood in for."""
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch import bench_e2e, stop
-from launch.bench_e2e import Result
-from launch.e2e_subjects import Subject, subjects_of
+from bench import e2e as bench_e2e
+from bench.e2e import Result
+from bench.e2e_subjects import Subject, subjects_of
+from launch import stop
 from launch.schema import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""`launch.bench_host` compares turns of one round, and its clock runs inside a layer only. No device: synchronizing and
+"""`bench.host` compares turns of one round, and its clock runs inside a layer only. No device: synchronizing and
 subjects are stood in for."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launch import bench_host
-from launch.bench_host import COUNT, ROUNDS, WARM, Inside, Turn, compared, in_turns
-from launch.linear_subjects import BASE
+from bench import host as bench_host
+from bench.host import COUNT, ROUNDS, WARM, Inside, Turn, compared, in_turns
+from bench.linear_subjects import BASE
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_the_clock_runs_inside_the_layer_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 class OnCpu:
-    """A subject of `launch.linear_subjects` that needs no GPU."""
+    """A subject of `bench.linear_subjects` that needs no GPU."""
 
     def __init__(self, recipe: str, shape: tuple[int, int, int]) -> None:
         layer, self.x = nn.Linear(4, 4), torch.ones(4, 4)

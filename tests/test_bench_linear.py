@@ -1,4 +1,4 @@
-"""`launch.bench_linear` measures each shape in a process of its own: nothing that fails there goes missing. No device:
+"""`bench.linear` measures each shape in a process of its own: nothing that fails there goes missing. No device:
 processes and measurements are stood in for."""
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 import dlp
+from bench import linear as bench_linear
+from bench import linear_shape as bench_linear_shape
+from bench.linear import BASE, Line, Times
+from bench.linear_subjects import ALL_FAST, ALL_TUNED, Shape, own_name, recipe_of
 from dlp.kernels import gemms, loader, tune
 from dlp.parallel.step import end_step
 from dlp.quant import gemm as quant_gemm
 from dlp.quant.recipe import GEMMS
-from launch import bench_linear, bench_linear_shape
-from launch.bench_linear import BASE, Line, Times
-from launch.linear_subjects import ALL_FAST, ALL_TUNED, Shape, own_name, recipe_of
 from tests.emulated import OnGpu, emulation
 
 SHAPES = ["256x128x64", "512x128x64"]
@@ -89,7 +90,7 @@ def test_the_command_measures_one_shape() -> None:
     command = bench_linear.command_of("8x8x8", Namespace(where=True, recipes=["bf16"]), Path("f"))
     assert command[1:] == [
         "-m",
-        "launch.bench_linear_shape",
+        "bench.linear_shape",
         "8x8x8",
         "--wait",
         "--json",

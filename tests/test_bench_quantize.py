@@ -1,12 +1,12 @@
-"""`launch.bench_quantize` judges large inputs of both dtypes by the same shares of a copy. No device: launches are played."""
+"""`bench.quantize` judges large inputs of both dtypes by the same shares of a copy. No device: launches are played."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from launch import bench_quantize
-from launch.bench_quantize import TARGETS, Launch, Line
+from bench import quantize as bench_quantize
+from bench.quantize import TARGETS, Launch, Line
 
 
 @pytest.fixture(autouse=True)

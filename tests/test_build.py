@@ -15,9 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import __main__ as bench
+from bench import boundary as bench_boundary
+from bench import gemm as bench_gemm
+from bench import host as bench_host
+from bench import linear as bench_linear
+from bench import quantize as bench_quantize
 from dlp.kernels import build, gemms, loader, tune
 from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, compile_module, sources
-from launch import bench, bench_boundary, bench_gemm, bench_host, bench_linear, bench_quantize
 
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]

@@ -1,6 +1,6 @@
 """The arrows between the packages, read from the source: who may import whom, and that choices are loaded by name.
 
-     launch ──► dlp.parallel ──► dlp.quant, dlp.comm ──► dlp.kernels
+     bench ──► launch ──► dlp.parallel ──► dlp.quant, dlp.comm ──► dlp.kernels
 
 Quant and comm never import each other, kernels import nothing of dlp, and only `load` reaches a recipe or an overlap
 strategy. Imports inside functions and under TYPE_CHECKING count too, and so does `import_module` of a literal name.
@@ -27,7 +27,9 @@ MAY_IMPORT = {
     "dlp.parallel": {"dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},  # dlp/__init__.py, the table of contents
     "launch": {"dlp", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "bench": {"launch", "dlp", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
 }
+PROGRAMS = ("launch", "bench")
 LOADED_BY_NAME = ("dlp.quant.recipes", "dlp.parallel.overlap")  # folders with one file per choice
 
 
@@ -71,8 +73,8 @@ def violations(source: str, module: str, package: str, choices: set[str]) -> lis
 
 
 def sources() -> Iterator[tuple[Path, str, str]]:
-    """(file, module, package it lies in) of everything under dlp/ and launch/."""
-    for folder in ("dlp", "launch"):
+    """(file, module, package it lies in) of everything under dlp/, launch/ and bench/."""
+    for folder in ("dlp", *PROGRAMS):
         for file in sorted((ROOT / folder).rglob("*.py")):
             package = ".".join(file.relative_to(ROOT).parent.parts)
             yield file, package if file.stem == "__init__" else f"{package}.{file.stem}", package
@@ -98,21 +100,21 @@ def test_every_package_has_a_place_in_the_picture():
     assert packages <= MAY_IMPORT.keys(), f"say in MAY_IMPORT what {sorted(packages - MAY_IMPORT.keys())} may import"
 
 
-def forget_launch() -> dict[str, ModuleType]:
-    """As if nothing of launch had been imported; what was."""
-    ours = [name for name in sys.modules if f"{name}.".startswith("launch.")]
+def forget_programs() -> dict[str, ModuleType]:
+    """As if nothing of launch and bench had been imported; what was."""
+    ours = [name for name in sys.modules if name.partition(".")[0] in PROGRAMS]
     return {name: sys.modules.pop(name) for name in ours}
 
 
-def test_every_module_of_launch_can_be_the_first_that_is_imported():
+def test_every_program_can_be_the_first_module_that_is_imported():
     """As `python -m` does: no circle among them works only if entered elsewhere."""
-    before = forget_launch()
+    before = forget_programs()
     try:
-        for module in [module for _, module, package in sources() if package == "launch"]:
+        for module in [module for _, module, package in sources() if package in PROGRAMS]:
             importlib.import_module(module)
-            assert module in forget_launch()
+            assert module in forget_programs()
     finally:
-        forget_launch()
+        forget_programs()
         sys.modules.update(before)
 
 
@@ -133,6 +135,7 @@ def test_every_module_of_launch_can_be_the_first_that_is_imported():
         ("dlp.parallel.linear", "from dlp import convert", "dlp.parallel may not import dlp"),
         ("dlp.quant.recipe", "from dlp.quant.recipes import mine", "reach it through load('mine')"),
         ("dlp.quant.recipes.other", "from .mine import X", "reach it through load('mine')"),
+        ("launch.train", "from bench import host", "launch may not import bench"),
         ("launch.train", "importlib.import_module('dlp.quant.recipes.mine')", "reach it through load('mine')"),
     ],
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from launch import bench_collectives, stop
-from launch.bench_collectives import KINDS, Bench, Line, column, gathered, received
+from bench import collectives as bench_collectives
+from bench.collectives import KINDS, Bench, Line, column, gathered, received
+from launch import stop
 from tests import pool as worker
 from tests.cases import RECIPES
 

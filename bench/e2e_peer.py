@@ -1,6 +1,6 @@
-"""The peer of launch.bench_e2e: the same Llama without dlp, by FSDP2 and torch.compile, and torchao's float8 if asked.
+"""The peer of bench.e2e: the same Llama without dlp, by FSDP2 and torch.compile, and torchao's float8 if asked.
 
-    torchrun --nproc-per-node N -m launch.bench_e2e [CONFIG] --subjects peer_bf16,peer_tensorwise,peer_rowwise
+    torchrun --nproc-per-node N -m bench.e2e [CONFIG] --subjects peer_bf16,peer_tensorwise,peer_rowwise
 
 It is what somebody would write from PyTorch's own documentation: bf16 parameters gathered and gradients reduced in fp32
 by `fully_shard`, each block compiled, a fused AdamW. The tensorwise recipe gathers weights in float8.

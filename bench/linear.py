@@ -1,6 +1,6 @@
 """One linear, forward and backward, in each recipe beside bf16 `nn.Linear` and other libraries, on one GPU.
 
-    python -m launch.bench_linear [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE] [--plot FILE.png]
+    python -m bench.linear [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE] [--plot FILE.png]
 
 An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights anew: a step
 of an optimizer without its arithmetic. Inputs rotate over more than four times the L2 cache.
@@ -22,9 +22,9 @@ Device time is judged three times, each where it applies: its share against a ta
 `MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, against the fastest
 library that quantizes as the recipe does, `0.950 of torchao`. The exit code says only whether something failed.
 
-Shapes are tokens x in_features x out_features. Each has a process of its own (`launch.bench_linear_shape`), with all that
+Shapes are tokens x in_features x out_features. Each has a process of its own (`bench.linear_shape`), with all that
 is compared, so that torch.compile, which the peer needs, sees one shape and never gives up on it or makes it dynamic.
-What the host does for a linear by itself: `launch.bench_host`.
+What the host does for a linear by itself: `bench.host`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from typing import Any
 
 import torch
 
+from bench.files import add_files, write_files
+from bench.linear_subjects import ALL_FAST, ALL_TUNED, BASE, PEERS_OF, RECIPES, SHAPES, Shape, installed_peers, untuned
 from dlp.kernels import loader
-from launch.bench_files import add_files, write_files
-from launch.linear_subjects import ALL_FAST, ALL_TUNED, BASE, PEERS_OF, RECIPES, SHAPES, Shape, installed_peers, untuned
 
 TARGETS = {  # shares of nn.Linear's device time that must be reached, by shape
     "fp8_current": (0.87, 0.60, 0.55, 0.585, 0.54),
@@ -187,7 +187,7 @@ def _number(value: float | None) -> str:
 
 def command_of(shape: str, options: argparse.Namespace, file: Path) -> list[str]:
     """What measures one shape, once a line comes in, and leaves the results in a file."""
-    command = [sys.executable, "-m", "launch.bench_linear_shape", shape, "--wait", "--json", str(file)]
+    command = [sys.executable, "-m", "bench.linear_shape", shape, "--wait", "--json", str(file)]
     return [*command, *(["--where"] if options.where else []), "--recipes", *options.recipes]
 
 
@@ -276,7 +276,7 @@ def plot(lines: Sequence[Line], file: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.bench_linear", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.linear", description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES],
                         help="tokens x in x out, as 8192x4096x4096")  # fmt: skip
     parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST, *ALL_TUNED])

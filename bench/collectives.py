@@ -1,6 +1,6 @@
 """What it costs to have an operand gathered, a result summed, and a pair of linears run, beside bf16 in the same run.
 
-    torchrun --nproc-per-node 4 -m launch.bench_collectives [--sizes 8192x8192] [--only gather] [--json FILE] [--plot FILE]
+    torchrun --nproc-per-node 4 -m bench.collectives [--sizes 8192x8192] [--only gather] [--json FILE] [--plot FILE]
 
     gather    bf16 tokens of each rank -> the operand of all tokens that fprop reads: quantize, agree, gather;
               against the gather of the same tokens in bf16 by torch's own collective
@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
+from bench.files import add_files, write_files
 from dlp.comm import collectives
 from dlp.comm.mesh import init_process_group, shutdown, world_size
 from dlp.parallel.operands import quantize
@@ -42,7 +43,6 @@ from dlp.parallel.wires import WIRES
 from dlp.parallel.workload import moved
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
-from launch.bench_files import add_files, write_files
 from launch.stop import refuse
 
 Run = Callable[[], Any]
@@ -241,7 +241,7 @@ def sizes(text: str) -> tuple[int, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="torchrun -m launch.bench_collectives", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="torchrun -m bench.collectives", description=__doc__.split("\n")[0])
     default = [(8192, 8192), (8192, 4096), (2048, 4096)] if on_gpu else [(256, 256)]
     parser.add_argument("--sizes", type=sizes, nargs="+", default=default, help="tokens of all ranks x features")
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))

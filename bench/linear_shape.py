@@ -1,6 +1,6 @@
-"""One shape of `launch.bench_linear`, in a process of its own: every recipe and peer beside `nn.Linear`, one after another.
+"""One shape of `bench.linear`, in a process of its own: every recipe and peer beside `nn.Linear`, one after another.
 
-    python -m launch.bench_linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
+    python -m bench.linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
 Each subject runs alone, at the clocks that its own load leaves (`dlp.kernels.timing`); a device that takes turns is cooler
 for the one that heats it more. A subject that fails has a row that says so.
@@ -20,18 +20,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from dlp.kernels import loader
-from dlp.kernels.gemms import Words
-from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
-from dlp.kernels.tune import by_candidates, fastest, in_bursts, sustained
-from dlp.parallel.workload import moved
-from dlp.quant.gemm import DECODES, Gemm, kernel_name
-from dlp.quant.recipe import GEMMS, Operand
-from launch.bench_files import add_files, write_files
-from launch.bench_gemm import operand
-from launch.bench_linear import Failure, Line, Times, beside_peers, shape_of, show, show_peer, target_of, written
-from launch.bench_quantize import copy_of, graph_of, replay
-from launch.linear_subjects import (
+from bench.files import add_files, write_files
+from bench.gemm import operand
+from bench.linear import Failure, Line, Times, beside_peers, shape_of, show, show_peer, target_of, written
+from bench.linear_subjects import (
     ALL_FAST,
     ALL_TUNED,
     BASE,
@@ -46,7 +38,15 @@ from launch.linear_subjects import (
     recipe_of,
     untuned,
 )
-from launch.where import longest_kernels
+from bench.quantize import copy_of, graph_of, replay
+from bench.where import longest_kernels
+from dlp.kernels import loader
+from dlp.kernels.gemms import Words
+from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
+from dlp.kernels.tune import by_candidates, fastest, in_bursts, sustained
+from dlp.parallel.workload import moved
+from dlp.quant.gemm import DECODES, Gemm, kernel_name
+from dlp.quant.recipe import GEMMS, Operand
 
 GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}  # recipes with the same GEMMs
 
@@ -160,7 +160,7 @@ def measure_all(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.bench_linear_shape", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.linear_shape", description=__doc__.split("\n")[0])
     parser.add_argument("shape", help="tokens x in x out, as 8192x4096x4096")
     parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST, *ALL_TUNED])
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")

@@ -1,10 +1,10 @@
 """Whole training steps of one model under FSDP: dlp's recipes beside a plain FSDP2 + torch.compile script, in one run.
 
-    torchrun --nproc-per-node 4 -m launch.bench_e2e [CONFIG] [--subjects A,B,...] [--section.key value ...]
+    torchrun --nproc-per-node 4 -m bench.e2e [CONFIG] [--subjects A,B,...] [--section.key value ...]
 
 CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 tokens a rank. A subject is
 
-    peer_bf16                      launch.bench_e2e_peer, the baseline of all ratios
+    peer_bf16                      bench.e2e_peer, the baseline of all ratios
     peer_tensorwise, peer_rowwise  the same with torchao's float8, where it is installed
     RECIPE                         dlp with this recipe in the blocks, weights gathered quantized
     RECIPE:hp_gather               the same, weights gathered in high precision
@@ -34,19 +34,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
+from bench.e2e_peer import Peer
+from bench.e2e_subjects import BASELINE, GRAPH, HP_GATHER, PEERS, Subject, subjects_of
+from bench.files import add_files, write_files
+from bench.where import longest_kernels
 from dlp.comm.mesh import shutdown, world_size
 from launch import overrides
-from launch.bench_e2e_peer import Peer
-from launch.bench_files import add_files, write_files
 from launch.build import build
 from launch.config import Config, command_line, validate_world
-from launch.e2e_subjects import BASELINE, GRAPH, HP_GATHER, PEERS, Subject, subjects_of
 from launch.graph import WARM_UP, CapturedStep
 from launch.schema import ConfigError, check, integer, setting
 from launch.sections import SCHEMA
 from launch.stop import refuse
 from launch.train import make_mesh
-from launch.where import longest_kernels
 
 DEFAULT = [BASELINE, "bf16", f"fp8_current{HP_GATHER}", "fp8_current"]
 COUNTS = {
@@ -197,7 +197,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     description = "Times whole training steps under FSDP, beside plain FSDP2 + torch.compile."
-    parser = overrides.make_parser("launch.bench_e2e", description, "bench_8b", SCHEMA)
+    parser = overrides.make_parser("bench.e2e", description, "bench_8b", SCHEMA)
     parser.add_argument("--subjects", default=",".join(DEFAULT), help="comma-separated, see above")
     for name, count in COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=count.default, help=count.metadata["doc"])

@@ -1,6 +1,6 @@
 """What the step boundary takes to cast all weights of a model, on one GPU: together, and one by one.
 
-    python -m launch.bench_boundary [--recipes fp8_current] [--blocks 4] [--json FILE]
+    python -m bench.boundary [--recipes fp8_current] [--blocks 4] [--json FILE]
 
 The weights are those of Llama blocks of 8B shape; four have 28 of them, 872 million parameters. They are held in bf16, or in
 fp32, from where they are rounded to bf16 first, since activations are bf16. `together` is what `end_step` does, `alone` the
@@ -23,15 +23,15 @@ import torch
 from torch import nn
 
 import dlp
+from bench.files import add_files, write_files
+from bench.linear_subjects import RECIPES, Run
+from bench.quantize import host_us
 from dlp.kernels import loader
 from dlp.kernels.timing import device_ms
 from dlp.parallel.linear import cores
 from dlp.parallel.runtime import runtime_of
 from dlp.parallel.step import end_step
 from dlp.parallel.values import Values
-from launch.bench_files import add_files, write_files
-from launch.bench_quantize import host_us
-from launch.linear_subjects import RECIPES, Run
 
 LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))  # in, out of siblings
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -103,7 +103,7 @@ def show(line: Line) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.bench_boundary", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.boundary", description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=[recipe for recipe in RECIPES if recipe != "bf16"])
     parser.add_argument("--blocks", type=int, default=4)
     add_files(parser, draws=False)

@@ -1,4 +1,4 @@
-"""What `launch.bench_e2e` can measure, by name: a peer, or a recipe of dlp with suffixes. Checked before anything runs."""
+"""What `bench.e2e` can measure, by name: a peer, or a recipe of dlp with suffixes. Checked before anything runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How fast the quantizers move bytes, beside a device copy that moves as many, in the same run.
 
-    python -m launch.bench_quantize [--sizes 256 64 4] [--only block] [--json FILE] [--plot FILE.png]
+    python -m bench.quantize [--sizes 256 64 4] [--only block] [--json FILE] [--plot FILE.png]
 
 Useful bytes are those a quantizer cannot avoid: the input read once, codes and scales written once. The copy moves the
 same sum, half read and half written, each rounded up to whole pages: of sizes that are not (a matrix and one scalar),
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.files import add_files, write_files
 from dlp.comm.wire import dtype_name
 from dlp.kernels import cuda, cuda_codes, cuda_fp4, cuda_loss, cuda_rowwise, loader
 from dlp.kernels.cuda import BlockJob, TensorJob, block_scale_shape, mx_scale_shape
@@ -33,7 +34,6 @@ from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.cuda_fp4 import scale_shape as fp4_scale_shape
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.reference import Draw
-from launch.bench_files import add_files, write_files
 
 Run = Callable[[], Any]
 E4M3 = torch.float8_e4m3fn

@@ -1,10 +1,10 @@
 """What RMSNorm, SwiGLU and the bias gradient cost apart from the casts beside them, and inside.
 
-    python -m launch.bench_producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
+    python -m bench.producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
 
 A row `A > recipe` goes from the producer's input to both operands of that recipe, amaxes included: `apart` by a kernel
 for A and then the casts, `fused` by casts that make what they read. Useful bytes are the same for both: the inputs read
-once, codes and scales written once. Everything else is as in launch.bench_quantize.
+once, codes and scales written once. Everything else is as in bench.quantize.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench.quantize import Launch, Make
+from bench.quantize import main as bench
 from dlp.kernels import ops
 from dlp.quant.quantizer import Origin, ScaleSlot, one_read
 from dlp.quant.recipe import Operand, load
-from launch.bench_quantize import Launch, Make
-from launch.bench_quantize import main as bench
 
 RECIPES = ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
 APART_ONLY = ("nvfp4", "x")  # no kernel has a producer of activations there

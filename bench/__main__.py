@@ -1,18 +1,18 @@
 """All that one GPU has to say, in one command: the host, quantizers, producers, GEMMs, linears and the step boundary.
 
-    python -m launch.bench [PART ...] [--shapes 8192x4096x4096] [--out FOLDER] [--quick]
+    python -m bench [PART ...] [--shapes 8192x4096x4096] [--out FOLDER] [--quick]
 
 Parts run one after the other; each prints its table and leaves FOLDER/PART.json and, where there is something to draw,
 FOLDER/PART.png. One that fails does not stop the others: the last line names it, and the exit code is the largest.
 `--shapes` are of gemm and linear, as `python -m launch.shapes CONFIG` prints them; `--quick` takes one size of each. What a
 part measures, its own command says:
 
-    host        launch.bench_host        what one tiny linear costs the host; first, while the device is idle
-    quantize    launch.bench_quantize    TB/s of casts and amaxes, beside a device copy
-    producers   launch.bench_producers   RMSNorm, SwiGLU and sums of columns in casts, and apart
-    gemm        launch.bench_gemm        TFLOP/s of each recipe's GEMMs, beside torch.mm and torch._scaled_mm
-    linear      launch.bench_linear      forward + backward in each recipe, beside nn.Linear and what else is installed
-    boundary    launch.bench_boundary    casts of all weights of a model at the step boundary, together and one by one
+    host        bench.host        what one tiny linear costs the host; first, while the device is idle
+    quantize    bench.quantize    TB/s of casts and amaxes, beside a device copy
+    producers   bench.producers   RMSNorm, SwiGLU and sums of columns in casts, and apart
+    gemm        bench.gemm        TFLOP/s of each recipe's GEMMs, beside torch.mm and torch._scaled_mm
+    linear      bench.linear      forward + backward in each recipe, beside nn.Linear and what else is installed
+    boundary    bench.boundary    casts of all weights of a model at the step boundary, together and one by one
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import boundary, gemm, host, linear, producers, quantize
 from dlp.kernels import loader
-from launch import bench_boundary, bench_gemm, bench_host, bench_linear, bench_producers, bench_quantize
 
 
 class Part(NamedTuple):
@@ -39,12 +39,12 @@ class Part(NamedTuple):
 
 SHAPE = ("--shapes", "8192x4096x14336")
 PARTS = {
-    "host": Part(bench_host.main, False, ("--recipes", "fp8_current")),
-    "quantize": Part(bench_quantize.main, True, ("--sizes", "256", "--dtypes", "bfloat16")),
-    "producers": Part(bench_producers.main, True, ("--sizes", "256", "--only", "> fp8_current")),
-    "gemm": Part(bench_gemm.main, True, SHAPE, True),
-    "linear": Part(bench_linear.main, True, SHAPE, True),
-    "boundary": Part(bench_boundary.main, False, ("--recipes", "fp8_current", "--blocks", "1")),
+    "host": Part(host.main, False, ("--recipes", "fp8_current")),
+    "quantize": Part(quantize.main, True, ("--sizes", "256", "--dtypes", "bfloat16")),
+    "producers": Part(producers.main, True, ("--sizes", "256", "--only", "> fp8_current")),
+    "gemm": Part(gemm.main, True, SHAPE, True),
+    "linear": Part(linear.main, True, SHAPE, True),
+    "boundary": Part(boundary.main, False, ("--recipes", "fp8_current", "--blocks", "1")),
 }
 
 
@@ -69,12 +69,12 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 def shape(text: str) -> str:
     """The text, once it can be read as one."""
-    bench_linear.shape_of(text)
+    linear.shape_of(text)
     return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.bench", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", default=list(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="MxKxN", help="of gemm and linear")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of results (runs/bench)")

@@ -1,6 +1,6 @@
 """What the host does for one tiny linear, forward and backward, beside `nn.Linear`, in the same run on one GPU.
 
-    python -m launch.bench_host [--recipes fp8_current] [--profile fp8_current] [--json FILE]
+    python -m bench.host [--recipes fp8_current] [--profile fp8_current] [--json FILE]
 
 The first table is of a layer alone, weights cast at the step boundary, and of other libraries' where they are installed.
 The second is of ColumnParallelLinear with a DTensor weight under FSDP2, in a world of one rank: weights are cast where they
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import dlp
+from bench.files import add_files, write_files
+from bench.linear_subjects import BASE, RECIPES, TINY, Run, Subject, installed_peers
 from dlp.kernels import loader
-from launch.bench_files import add_files, write_files
-from launch.linear_subjects import BASE, RECIPES, TINY, Run, Subject, installed_peers
 
 LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # of FP8 recipes
 ROUNDS, COUNT, WARM = 61, 10, 3
@@ -220,7 +220,7 @@ def profile(recipe: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.bench_host", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--profile", metavar="RECIPE", help="list the functions of forward, too")
     add_files(parser, draws=False)

@@ -1,6 +1,6 @@
 """How fast each recipe's three GEMMs multiply, beside bf16 and beside torch's own scaled GEMM, in the same run.
 
-    python -m launch.bench_gemm [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE]
+    python -m bench.gemm [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE]
 
 Shapes are tokens x in_features x out_features. A GEMM gets operands that are quantized already; what else its kernel
 needs belongs to it: scales laid out, operands decoded. Operands rotate over more than four times the L2 cache, launches
@@ -24,6 +24,9 @@ from typing import Any
 import torch
 
 import dlp
+from bench.files import add_files, write_files
+from bench.linear_subjects import RECIPES, SHAPES, Shape
+from bench.quantize import Launch, graph_of, replay, rotation
 from dlp.kernels import loader
 from dlp.kernels.timing import SETTLING
 from dlp.kernels.tune import fastest, in_bursts
@@ -31,9 +34,6 @@ from dlp.quant.gemm import Gemm, kernel_name
 from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMMS, Recipe
 from dlp.quant.tensor import QuantizedTensor
-from launch.bench_files import add_files, write_files
-from launch.bench_quantize import Launch, graph_of, replay, rotation
-from launch.linear_subjects import RECIPES, SHAPES, Shape
 
 SIZES = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}  # rows, cols, contraction
 REPLAYS = 9
@@ -163,7 +163,7 @@ def plot(lines: Sequence[Line], file: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.bench_gemm", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.gemm", description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES[:3]],
                         help="tokens x in x out, as 8192x4096x4096")  # fmt: skip
     parser.add_argument("--recipes", nargs="+", default=[*RECIPES, "fp8_rowwise"])
