@@ -16,10 +16,12 @@ from dlp.comm import wire
 from dlp.comm.mesh import resolve_axes
 from dlp.parallel.ledger import Ledger, activation_dtypes, plan_of
 from dlp.parallel.runtime import runtime_of
+from dlp.parallel.tables import table
 from dlp.parallel.traffic import cross_entropy, in_bf16, step_traffic
 from dlp.parallel.workload import Sent, Traffic, Unforeseen, Workload
 from launch.build import Built
 from launch.config import Config, validate_world
+from launch.links import link_of, said_bytes, said_seconds
 from launch.model import DTYPES
 
 WARM = 2  # steps before one is watched: by then weights are cast at the step boundary, and compiled code is compiled
@@ -59,27 +61,37 @@ def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
     return {group: sums[group] for group in wire.GROUPS if sums.get(group)}
 
 
+COLUMNS = ("group", "pass", "bytes", "of bf16", "seconds", "over", "as")
+
+
 def describe(plan: Plan, load: Workload) -> list[str]:
-    """The plan's lines on the wire: bytes a rank sends in a step, by group and pass, beside the same plan in bf16."""
+    """The plan's lines on the wire: what a rank sends in a step, by group and pass, beside the same plan in bf16, and how
+    long it takes at the speed of a named link, nothing else using it."""
     try:
         ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
     except Unforeseen as why:
         return [f"wire: {why}"]
     if not ours:
         return ["wire: one rank, nothing is sent"]
-    lines = [f"wire: each rank sends {_amount(ours, bf16)} a step"]
     keys = dict.fromkeys((sent.group, sent.direction) for sent in (*ours, *bf16))
+    rows, seconds = [], 0.0
     for group, direction in sorted(keys, key=lambda key: (key[0], wire.DIRECTIONS.index(key[1]))):
-        chosen = [{s: n for s, n in t.items() if s[::2] == (group, direction)} for t in (ours, bf16)]
-        precisions = ", ".join(dict.fromkeys(sent.precision for sent in chosen[0])) or "nothing"
-        lines.append(f"  {group:12} {direction:8} {_amount(chosen[0], chosen[1], 15)}   {precisions}")
-    return lines
+        mine, other = ({s: n for s, n in t.items() if s[::2] == (group, direction)} for t in (ours, bf16))
+        nbytes, link = sum(mine.values()), link_of(group, load.sizes, plan.device_type)
+        takes = nbytes / link.speed
+        seconds += takes
+        precisions = ", ".join(dict.fromkeys(sent.precision for sent in mine)) or "nothing"
+        rows.append(
+            (group, direction, said_bytes(nbytes), _share(mine, other), said_seconds(takes), str(link), precisions)
+        )  # fmt: skip
+    total = f"{said_bytes(sum(ours.values()))} a step, {_share(ours, bf16)} of bf16, {said_seconds(seconds)}"
+    lines = [f"wire: each rank sends {total} at the stated speed of the links, if nothing overlaps", ""]
+    return lines + table(COLUMNS, rows)
 
 
-def _amount(ours: Mapping[Sent, int], bf16: Mapping[Sent, int], width: int = 0) -> str:
-    mine, other = sum(ours.values()), sum(bf16.values())
-    share = f"{mine / other:.3f} of bf16" if other else "0 in bf16"
-    return f"{mine:>{width},} bytes, {share}"
+def _share(ours: Mapping[Sent, int], bf16: Mapping[Sent, int]) -> str:
+    other = sum(bf16.values())
+    return f"{sum(ours.values()) / other:.3f}" if other else "-"
 
 
 class WireWatch:
@@ -146,6 +158,5 @@ class WireWatch:
         if ours is None:
             return f"WARNING: bytes on the wire were counted, but compared with nothing: {self.unforeseen}"
         bf16 = planned(in_bf16(plan_of(self._model)), self.load())
-        groups = ", ".join(f"{group} {nbytes:,}" for group, nbytes in by_group(ours).items()) or "nothing"
-        share = sum(ours.values()) / sum(bf16.values()) if bf16 else 1.0
-        return f"the wire carried what the plan says: bytes from each rank {groups}; {share:.3f} of bf16"
+        groups = ", ".join(f"{group} {said_bytes(nbytes)}" for group, nbytes in by_group(ours).items()) or "nothing"
+        return f"the wire carried what the plan says: from each rank {groups}; {_share(ours, bf16)} of bf16"

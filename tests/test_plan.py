@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dlp.parallel.plan import make_plan
+from dlp.parallel.tables import fold
 from dlp.quant.groups import LayerGroup
 
 
@@ -76,12 +77,33 @@ def test_it_prints_every_layer_and_a_summary():
     text = str(plan(FP8, QKV, OUT, EDGE))
     lines = text.splitlines()
     assert "9 linears" in lines[0] and "per tp rank of 2" in lines[0]
-    for row in ("layers.0.attn.q_proj", "layers.1.attn.o_proj", "head", "embed", "layers.0.norm"):
+    for row in ("layers.0.attn.q_proj", "layers.1.attn.o_proj", "head", "embed", "layers.0:2.norm"):
         assert any(line.startswith(row) for line in lines), row
     line = next(line for line in lines if line.startswith("layers.0.attn.q_proj"))
     for cell in ("64 x 64", "COLUMN", "q_proj,k_proj,v_proj", "fp8_current", "serial", "2,080"):
         assert cell in line
     assert all(len(line) == len(line.rstrip()) for line in lines)
+
+
+def test_equal_blocks_are_one_row_whose_name_is_a_pattern():
+    lines = str(plan(FP8, QKV, OUT)).splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("layers.")] == [
+        *(f"layers.0:2.attn.{name}_proj" for name in "qkvo"), "layers.0:2.norm",
+    ]  # fmt: skip
+    both = plan({"name": "both", "match": ["layers.0:2.attn.q_proj"], "recipe": "fp8_current"}).layers
+    assert [row.name for row in both if row.recipe.name != "bf16"] == [f"layers.{i}.attn.q_proj" for i in (0, 1)]
+
+
+def test_only_neighbours_that_are_equal_in_every_row_fold():
+    names = [f"a.{i}.{j}.w" for i in range(3) for j in range(2)] + ["b.9", "b.10", "b.12", "c"]
+    rows = [(name, "odd" if name == "a.1.1.w" else "even") for name in names]
+    assert fold(rows) == [
+        ("a.0.0:2.w", "even"), ("a.1.0.w", "even"), ("a.1.1.w", "odd"), ("a.2.0:2.w", "even"),
+        ("b.9:11", "even"), ("b.12", "even"), ("c", "even"),
+    ]  # fmt: skip
+    assert fold([("h.0", "x"), ("h.0.w", "y"), ("h.1", "x"), ("h.1.w", "y"), ("h.2", "x")]) == [
+        ("h.0:2", "x"), ("h.0:2.w", "y"), ("h.2", "x"),
+    ]  # fmt: skip
 
 
 def test_parameters_add_up():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from dlp.parallel.traffic import in_bf16, step_traffic
 from dlp.parallel.workload import Sent, Unforeseen, Workload
 from dlp.quant.recipe import both
 from dlp.quant.tensor import HighPrecision
+from launch import links
 from launch.config import load
 from launch.train import plan_text
 
@@ -188,7 +191,7 @@ def test_groups_have_one_name():
 def test_the_plan_prints_the_wire_and_names_how_dy_travels():
     text = plan_text(load("tiny", ["--recipe", "mxfp8"]), 4, "cpu")
     lines = [line.split() for line in text.splitlines()]
-    assert any(line[:3] == ["wire:", "each", "rank"] and line[-4:-1] == ["of", "bf16", "a"] for line in lines)
+    assert re.search(r"^wire: each rank sends 16.1 MB a step, 0.806 of bf16, 12.9 ms at the stated speed", text, re.M)
     assert any(line[:2] == ["tp", "dgrad"] for line in lines) and any(
         line[:2] == ["dp_shard", "weights"] for line in lines
     )
@@ -198,3 +201,47 @@ def test_the_plan_prints_the_wire_and_names_how_dy_travels():
     assert "two orientations" not in asked + plan_text(load("tiny", ["--recipe", "nvfp4"]), 4, "cpu")
     alone = plan_text(load("tiny", ["--mesh.tp=1"]), 1, "cpu")
     assert "wire: one rank, nothing is sent" in alone
+
+
+def calls(blocks: int) -> int:
+    """Function calls, C's included, of a whole printed plan of so many blocks on 8 x 2 ranks, recomputed and with swaps."""
+    counted = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    settings = ["--train.checkpointing=full", "--groups.default.swap=[{at_step = 2, recipe = 'bf16'}]"]
+    config = load("tiny", [*settings, "--train.global_batch=32", f"--model.layers={blocks}"])
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        plan_text(config, 16, "cpu")
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
+def test_the_work_of_a_plan_grows_with_its_blocks_and_not_with_their_square():
+    calls(1)  # fills the caches of what is equal for all blocks
+    some, more, most = calls(6), calls(12), calls(24)
+    assert most - more == pytest.approx(2 * (more - some), rel=0.02)
+
+
+def test_seconds_are_those_of_the_slowest_link_that_a_group_crosses():
+    sizes = {"dp_replicate": 2, "dp_shard": 4, "tp": 2}
+    names = [links.link_of(group, sizes, "sm_90").name for group in ("tp", "dp_shard", "dp_replicate", "world")]
+    assert names == ["NVLink 4", "NVLink 4", "400 Gb/s network", "400 Gb/s network"]
+    assert links.link_of("dp_shard", {"dp_shard": 2, "tp": 8}, "sm_100").speed == 50e9
+    lines = plan_text(load("llama3_1b", ["--mesh.tp=4"]), 16, "sm_90").splitlines()
+    grads = next(line for line in lines if line.startswith("dp_shard  grads"))
+    assert grads.split()[2:9] == ["927", "MB", "1.000", "18.5", "ms", "400", "Gb/s"], (
+        "1.24 billion / 4 in fp32, of 4 shards"
+    )
+
+
+def test_amounts_have_three_digits_and_a_unit():
+    assert [links.said_bytes(n) for n in (7, 999, 999_600, 31_164_887_040, 2.5e12)] == [
+        "7 B", "999 B", "1.00 MB", "31.2 GB", "2.50 TB",
+    ]  # fmt: skip
+    assert [links.said_seconds(s) for s in (1.5, 0.0642, 2.1e-6, 1e-9)] == ["1.50 s", "64.2 ms", "2.10 us", "<1 us"]

@@ -21,20 +21,25 @@ from dlp.parallel.casts_together import Cast
 from dlp.parallel.operands import agrees
 from dlp.parallel.parameters import ParameterPlan
 from dlp.parallel.plan import LayerPlan, Plan
+from dlp.parallel.style import ParallelStyle
 from dlp.parallel.ways import VALUES, Way, Ways, reads, travel
 from dlp.parallel.wires import WIRES
-from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, precision_of, within
+from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, precision_of
 from dlp.quant.quantizer import slot_options
+from dlp.quant.recipe import Recipe
 
 
 def fsdp_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
     """All that FSDP sends, and what our hooks send for it. Raises Unforeseen."""
     total: Counter[Sent] = Counter()
-    for unit in load.units:
-        own = [p for p in plan.weights if load.unit_of(p.name) == unit]
+    linears = linear_weights(plan)
+    units: dict[str, list[ParameterPlan]] = {unit: [] for unit in load.units}
+    for parameter in plan.weights if units else ():
+        units[load.unit_of(parameter.name)].append(parameter)
+    for unit, own in units.items():
         for parameter in own:
             with foretelling(f"the gathers of {parameter.name}"):
-                total.update(_gathers(plan, parameter, load, bool(unit)))
+                total.update(_gathers(linears.get(parameter.name), parameter, load, bool(unit)))
         total.update(_gradients(sum(prod(load.shard(p.shape, padded=True)) for p in own), load))
     with foretelling("what the casts of shards agree on"):
         total.update(_agreements(plan, load))
@@ -55,11 +60,13 @@ def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
     return {name: (row, weights[name]) for name, row in named if name in weights}
 
 
-def _gathers(plan: Plan, parameter: ParameterPlan, load: Workload, again: bool) -> Counter[Sent]:
-    """A parameter's shard on its way to all ranks, in all passes of a step. `again`: backward gathers it once more."""
-    found = linear_weights(plan).get(parameter.name)
+def _gathers(
+    found: tuple[LayerPlan, ParameterPlan] | None, parameter: ParameterPlan, load: Workload, again: bool
+) -> Counter[Sent]:
+    """A parameter's shard on its way to all ranks, in all passes of a step. `found`: its linear, if it is the weight of
+    one; `again`: backward gathers it once more."""
     row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
-    passes = [(row,), (col, row) if within(parameter.name, load.recomputed) else (col,)] if again else [(row, col)]
+    passes = [(row,), (col, row) if load.recomputes(parameter.name) else (col,)] if again else [(row, col)]
     first, *rest = load.shard(parameter.shape, padded=True)
     total: Counter[Sent] = Counter()
     for way in (way for ways in passes for way in dict.fromkeys(ways)):
@@ -86,30 +93,34 @@ def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:
     """The step boundary's all-reduces of what the casts of all shards observed: over dp_shard, over the group that has a
     wider say, and over dp_shard of delayed amaxes that no wider group agrees on."""
     shards, wider, staged = 0, 0, 0
-    for row, ways, matrix in _reads(plan, load):
+    for (style, recipe, ways, shape), count in Counter(_reads(plan, load)).items():
         delayed = [slot_options(way.quantizer) is not None for way in ways if way is not None]
-        covered = row.recipe.reduce_amax and load.amax_group in (None, "world", "dp_shard")
-        staged += delayed[0] and not covered
+        covered = recipe.reduce_amax and load.amax_group in (None, "world", "dp_shard")
+        staged += count * (delayed[0] and not covered)
         shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both ways
         by_row, by_col = (None if way is None else way.quantizer for way in ways)
-        amaxes = Cast(matrix, by_row, by_col).observe()
+        amaxes = Cast(nothing(shape), by_row, by_col).observe()
         for way, amax in zip(ways, amaxes, strict=True):
             if way is not None and amax is not None:
-                agreed = load.amax_group is not None or agrees(row.row, row.recipe, "w", way.quantizer, way.flipped)
+                agreed = load.amax_group is not None or agrees(style, recipe, "w", way.quantizer, way.flipped)
                 shard |= {id(amax): amax} if way.spans_rows else {}
                 wide |= {id(amax): amax} if agreed else {}
-        shards += sum(amax.numel() for amax in shard.values())
-        wider += sum(amax.numel() for amax in wide.values())
+        shards += count * sum(amax.numel() for amax in shard.values())
+        wider += count * sum(amax.numel() for amax in wide.values())
     total: Counter[Sent] = Counter()
     for group, elements in (("dp_shard", shards), (load.amax_group or "tp", wider), ("dp_shard", staged)):
         total[Sent(load.named(group), "", "amax", "float32")] += wire.reduced(elements, 4, load.ranks(group))
     return total
 
 
-def _reads(plan: Plan, load: Workload) -> Iterator[tuple[LayerPlan, tuple[Way | None, Way | None], Tensor]]:
-    """The casts that a step boundary makes of weights over dp_shard: their ways, and the shard without memory."""
+def _reads(
+    plan: Plan, load: Workload
+) -> Iterator[tuple[ParallelStyle, Recipe, tuple[Way | None, Way | None], tuple[int, ...]]]:
+    """The casts that a step boundary makes of weights over dp_shard: style and recipe of the linear, the ways, and the
+    shape of the shard. Those of equal layers are equal."""
     if not load.units or load.ranks("dp_shard") == 1:
         return
     for row, parameter in linear_weights(plan).values():
-        first, columns = load.shard(parameter.shape, padded=True)
-        yield from ((row, ways, nothing((first, columns))) for ways in reads(travels_as(row, parameter, load) or ()))
+        shape = load.shard(parameter.shape, padded=True)
+        for ways in reads(travels_as(row, parameter, load) or ()):
+            yield row.row, row.recipe, ways, shape

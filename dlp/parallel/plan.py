@@ -20,6 +20,7 @@ from dlp.parallel.notes import layer_notes, prologue_note, support_note
 from dlp.parallel.parameters import ParameterPlan, plan_parameters
 from dlp.parallel.prologue import Prologue
 from dlp.parallel.style import ParallelStyle, shard_sizes, style
+from dlp.parallel.tables import fold, table
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name
 from dlp.quant.groups import LayerGroup, Resolved, resolve
@@ -72,7 +73,8 @@ class OtherPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layers of a converted model; `print(plan)` shows them as tables. `weights`: every parameter, once."""
+    """All layers of a converted model; `print(plan)` shows them as tables, equal blocks as one. `weights`: every
+    parameter, once."""
 
     layers: tuple[LayerPlan, ...]
     others: tuple[OtherPlan, ...]
@@ -92,8 +94,8 @@ class Plan:
             f"plan: {len(self.layers)} linears ({summary}); {self.parameters:,} parameters per tp rank of {self.tp}",
             "",
         ]
-        lines += _table(_LAYER_HEADER, [_layer_cells(row) for row in self.layers])
-        lines += ["", *_table(_OTHER_HEADER, [_other_cells(row) for row in self.others])]
+        lines += table(_LAYER_HEADER, fold([_layer_cells(row) for row in self.layers]))
+        lines += ["", *table(_OTHER_HEADER, fold([_other_cells(row) for row in self.others]))]
         used = dict.fromkeys(row.recipe for row in self.layers)
         lines += ["", *(support_note(recipe, self.device_type) for recipe in used)]
         return "\n".join(lines + _note_lines(self.layers))
@@ -134,15 +136,6 @@ def _other_cells(row: OtherPlan) -> tuple[str, ...]:
     return row.name, row.kind, style, gradient, f"{row.parameters:,}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (header, *rows)
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
-
-
 def make_plan(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], tp: int, *, device_type: str = "cpu",
     batch: tuple[int, int] | None = None,
@@ -159,7 +152,11 @@ def make_plan(
     layers = [_plan_linear(name, modules[name], resolved[name], tp, device_type, batch) for name in linears]  # type: ignore[arg-type]
     sets = _sibling_sets(layers, resolved)
     layers = [replace(row, siblings=sets.get(row.name, ())) for row in layers]
-    others = [_plan_other(name, modules[name], resolved[name], tp) for name in names if name not in linears]
+    others = [
+        _plan_other(name, module, resolved[name], tp)
+        for name, module in modules.items()
+        if not isinstance(module, nn.Linear)
+    ]
     _check_ties(modules, layers, others)
     layers = _counted_once(modules, layers, tp)
     styles, vocabulary = {row.name: row.row for row in layers}, {row.name for row in others if row.style == "vocab"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 import torch
@@ -28,7 +29,7 @@ from dlp.parallel.plan import LayerPlan, OtherPlan, Plan
 from dlp.parallel.spec import delayed_slots
 from dlp.parallel.style import ParallelStyle, shard_sizes
 from dlp.parallel.wires import WIRES
-from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, precision_of, within
+from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, precision_of
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import GEMMS, Recipe
 
@@ -39,7 +40,7 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
     total: Counter[Sent] = Counter()
     for layer in _layers(plan, load):
         with foretelling(layer.name):
-            forwards = load.microbatches * (1 + within(layer.name, load.recomputed))
+            forwards = load.microbatches * (1 + load.recomputes(layer.name))
             total.update(_times(_forward(layer), forwards))
             total.update(_times(_backward(layer), load.microbatches))
     for other in plan.others:
@@ -108,17 +109,12 @@ class _Layer:
         """How many numbers ranks agree on before those casts."""
         quantizers = fit.quantizers(self.recipe, tensor)
         assert quantizers is not None
-        agreed = [
+        agreed = tuple(
             self.load.amax_group is not None
             or (not whole and agrees(self.style, self.recipe, tensor, quantizer, flipped))
             for flipped, quantizer in ((False, quantizers.rowwise), (True, quantizers.columnwise))
-        ]
-        elements = 0
-        for shape in shapes:
-            seen = observed_by_casts(self.recipe, tensor, nothing(shape), row, col)
-            distinct = {id(amax): amax for flipped, amax in seen if amax is not None and agreed[flipped]}
-            elements += sum(amax.numel() for amax in distinct.values())
-        return elements
+        )
+        return sum(_numbers_observed(self.recipe, tensor, shape, row, col, agreed) for shape in shapes)
 
     def gather(self, gemm: str, tensor: str, columnwise: bool, features: int) -> tuple[Sent, int]:
         """An operand of x or dy [tokens, features] that travels quantized for `gemm`."""
@@ -171,6 +167,16 @@ class _Layer:
         if quantizers is not None:
             padded = quantizers.rowwise.format.padded(nothing((self.tokens(tensor), features)))
             yield from self.agreement(tensor, [(padded.shape[0], padded.shape[1])], row=True, col=False)
+
+
+@cache
+def _numbers_observed(
+    recipe: Recipe, tensor: str, shape: tuple[int, int], row: bool, col: bool, agreed: tuple[bool, ...]
+) -> int:
+    """How many numbers the casts of one value observe, in the orientations of which ranks agree (`agreed`)."""
+    seen = observed_by_casts(recipe, tensor, nothing(shape), row, col)
+    distinct = {id(amax): amax for flipped, amax in seen if amax is not None and agreed[flipped]}
+    return sum(amax.numel() for amax in distinct.values())
 
 
 def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:

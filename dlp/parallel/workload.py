@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -82,7 +83,19 @@ class Workload:
 
     def unit_of(self, name: str) -> str:
         """The innermost of FSDP's units that a parameter lies in."""
-        return max((unit for unit in self.units if within(name, (unit,))), key=len)
+        return next(module for module in _around(name) if module in self._unit_names)
+
+    def recomputes(self, name: str) -> bool:
+        """Whether a module or parameter lies in a module whose forward runs again in backward."""
+        return any(module in self._recomputed_names for module in _around(name))
+
+    @cached_property
+    def _unit_names(self) -> frozenset[str]:
+        return frozenset(self.units)
+
+    @cached_property
+    def _recomputed_names(self) -> frozenset[str]:
+        return frozenset(self.recomputed)
 
     def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
         """What FSDP leaves on this rank of a parameter of this shape: rows in equal parts, the last ones shorter."""
@@ -92,9 +105,12 @@ class Workload:
         return here, *rest
 
 
-def within(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module or parameter lies in one of these modules."""
-    return any(not module or f"{name}.".startswith(f"{module}.") for module in modules)
+def _around(name: str) -> Iterator[str]:
+    """A module or parameter and all modules around it, from the inside out: "a.b.c", "a.b", "a", ""."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
