@@ -351,6 +351,27 @@ def test_a_users_format_decodes_or_brings_its_own_gemm(fmt: Format):
     assert kernel_name(fmt, high, "cpu") == kernel_name(high, fmt, "cpu") == "decode + mm"
 
 
+def test_a_users_gemm_is_given_the_options_it_takes():
+    seen = []
+
+    class WithOptions(Int6WithGemm):
+        def gemm(self, *args: Any, options: GemmOptions, **finish: Any) -> Tensor:
+            seen.append(options)
+            return super().gemm(*args, **finish)
+
+    class WithAll(Int6WithGemm):
+        def gemm(self, *args: Any, **finish: Any) -> Tensor:
+            seen.append(finish.pop("options"))
+            return super().gemm(*args, **finish)
+
+    x, options = torch.randn(8, 64), GemmOptions(fast_accumulation=True)
+    for fmt in (WithOptions(), WithAll()):
+        quantizer = Int6Scaling(fmt)
+        a = quantizer.cast(x, quantizer.observe(x))
+        assert Gemm("fprop", a, torch.float32, options=options)(a).shape == (8, 8)
+    assert seen == [options, options]
+
+
 def test_a_format_that_lacks_something_says_what():
     @dataclass(frozen=True)
     class Empty(Format):

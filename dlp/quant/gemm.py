@@ -12,6 +12,7 @@ is a GPU on which this package's kernels cannot be built, so that GEMMs run torc
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -81,11 +82,18 @@ class Kernel:
 def _way(a: Format, b: Format) -> Callable[[Gemm, QuantizedTensor], Tensor]:
     """What multiplies operands of these formats."""
     own = own_gemm(a, b)
-    return _kernel(a, b).run if own is None else partial(_own, own)
+    return _kernel(a, b).run if own is None else partial(_own, own, _takes_options(own))
 
 
-def _own(own: Callable[..., Tensor], gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    finish = {"out_dtype": gemm.out_dtype, "bias": gemm.bias, "accumulate": gemm.accumulate}
+def _takes_options(own: Callable[..., Tensor]) -> bool:
+    parameters = inspect.signature(own).parameters.values()
+    return any(each.name == "options" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _own(own: Callable[..., Tensor], takes_options: bool, gemm: Gemm, a: QuantizedTensor) -> Tensor:
+    finish: dict[str, Any] = {"out_dtype": gemm.out_dtype, "bias": gemm.bias, "accumulate": gemm.accumulate}
+    if takes_options:
+        finish["options"] = gemm.options
     return own(gemm.which, a, gemm.b, **finish)
 
 

@@ -69,7 +69,8 @@ class Format:
     properties, and the methods `part_shapes` and `dequantize`; the rest has defaults.
 
     It may also bring its own GEMM, which is then the one that runs wherever it is an operand:
-    `gemm(which, a, b, *, out_dtype, bias=None, accumulate=None)`, `which` in fprop, dgrad, wgrad, D = A @ B.T.
+    `gemm(which, a, b, *, out_dtype, bias=None, accumulate=None)`, `which` in fprop, dgrad, wgrad, D = A @ B.T. One that takes
+    `options`, too, is given the `GemmOptions` of the recipe for this GEMM.
     """
 
     @property
