@@ -99,6 +99,11 @@ class Region:
 _REGION: ContextVar[Region | None] = ContextVar("dlp_autocast", default=None)
 
 
+def active_region() -> Region | None:
+    """The innermost region here and now."""
+    return _REGION.get()
+
+
 def active_spec(core: LinearCore) -> LinearSpec:
     """The spec that a forward of this layer runs under, here and now."""
     if in_backward():

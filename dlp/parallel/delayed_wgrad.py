@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dlp.parallel.grads import local_grad
+from dlp.parallel.inputs import no_autocast
 from dlp.parallel.runtime import Runtime, runtime_of
 
 
@@ -35,7 +36,9 @@ def backward_dw(model: nn.Module) -> int:
     while runtime.waiting:
         name, wgrad = runtime.waiting.popleft()
         module, weight, _ = owners[name]
-        _accumulate(getattr(module, weight), wgrad())
+        parameter = getattr(module, weight)
+        with no_autocast([parameter]):
+            _accumulate(parameter, wgrad())
     return count
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.kernels import gemms
 from dlp.parallel import fit
+from dlp.parallel.inputs import ACTIVATIONS, no_autocast
 from dlp.parallel.linear_fn import gathered_parts, to_save, waits
 from dlp.parallel.programs import LIMIT, Key, Programs, lies, like, multiplies_tf32
 from dlp.parallel.spec import LinearSpec
@@ -22,7 +23,6 @@ from dlp.parallel.weight import Sides
 from dlp.quant.quantizer import runs_op
 
 X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
-ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Wanted(NamedTuple):
@@ -141,7 +141,11 @@ class DirectLinearFn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-        return _backward_once(ctx, *dys) if torch.is_grad_enabled() else _backward(ctx, *dys)
+        run = _backward_once if torch.is_grad_enabled() else _backward
+        if torch._C._is_any_autocast_enabled():
+            with no_autocast(dys):
+                return run(ctx, *dys)
+        return run(ctx, *dys)
 
 
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:

@@ -20,10 +20,12 @@ from dlp.parallel import prologue as prologues
 from dlp.parallel.autocast import active_spec
 from dlp.parallel.casts_together import Cast
 from dlp.parallel.direct import DirectLinearFn, call_of, forward
+from dlp.parallel.inputs import autocasts, check_inputs, in_autocast_dtype, no_autocast
 from dlp.parallel.opaque import OpaqueLinearFn, opaque
 from dlp.parallel.prologue import Prologue
 from dlp.parallel.quantized_init import hold_quantized
 from dlp.parallel.runtime import Runtime
+from dlp.parallel.siblings import SharedCall, moment
 from dlp.parallel.spec import LinearSpec, Overlaps, num_inputs
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.values import Values
@@ -53,8 +55,7 @@ class LinearCore:
         self.dtype: torch.dtype | None = None
         self.cast_weights = CastWeights()
         self.sides: Sides | None = None
-        self._inputs: tuple[Tensor, ...] = ()
-        self._ys: dict[int, Tensor] = {}
+        self.shared = SharedCall()
         hold_quantized(self)
 
     def weights(self) -> list[Tensor]:
@@ -97,9 +98,14 @@ class LinearCore:
         return self.cast_weights.parts
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says)."""
-        if len(inputs) != num_inputs(self.spec):
-            self._refuse(len(inputs))
+        """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says).
+
+        Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y comes in it."""
+        if len(inputs) != num_inputs(self.spec) or type(inputs[0]) is not Tensor or type(inputs[-1]) is not Tensor:
+            check_inputs(self.spec, inputs)
+        if autocasts(inputs):
+            with no_autocast(inputs):
+                return self(*in_autocast_dtype(inputs))
         if opaque():
             return self._by_ops(inputs)
         spec, record = active_spec(self), torch.is_grad_enabled()
@@ -111,11 +117,6 @@ class LinearCore:
             results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, *inputs, *parameters)
             return results
         return tuple(forward(call, sides, inputs, parameters)[0])
-
-    def _refuse(self, given: int) -> None:
-        prologue = self.spec.prologue
-        reads = "x" if prologue is None else f"{', '.join(prologue.reads)} (prologue {prologue.name})"
-        raise ValueError(f"{self.spec.name}: it is called with {reads}; got {given} tensors")
 
     def _sides(self, spec: LinearSpec, dtype: torch.dtype) -> Sides | None:
         """`_cached` by orientation."""
@@ -144,19 +145,20 @@ class LinearCore:
         return results
 
     def sibling(self, index: int, *inputs: Tensor) -> Tensor:
-        """y of one member. The first call with an x computes all; the others, which must bring the same x, collect."""
-        if index not in self._ys:
-            self._inputs, self._ys = inputs, dict(enumerate(self(*inputs)))
-        elif any(given is not first for given, first in zip(inputs, self._inputs, strict=True)):
+        """y of one member. The first call with an x computes all; the others, which must bring the same x, collect. One
+        for which anything has changed since, x in place or the grad mode, computes anew."""
+        if len(self.members) == 1:
+            return self(*inputs)[0]
+        now = moment(inputs)
+        if not self.shared.holds(index, now):
+            self.shared.keep(inputs, now, self(*inputs))
+        elif not self.shared.reads(inputs):
             names = ", ".join(repr(m.module.name) for m in self.members)
             raise ValueError(
                 f"{self.members[index].module.name}: siblings must read the same tensor, but this one got another than "
                 f"its siblings ({names}); set siblings = false for this layer group"
             )
-        y = self._ys.pop(index)
-        if not self._ys:
-            self._inputs = ()
-        return y
+        return self.shared.collect(index)
 
 
 class ParallelLinear(nn.Module):
@@ -173,6 +175,7 @@ class ParallelLinear(nn.Module):
         with self.core.cast_weights.shown(written=True):
             super()._load_from_state_dict(*args, **kwargs)
         self.core.cast_weights.drop()
+        self.core.shared.forget()
 
     def _save_to_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         with self.core.cast_weights.shown():

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dlp.comm import wire as ledger
 from dlp.parallel.autocast import check_compiled
+from dlp.parallel.inputs import no_autocast
 from dlp.parallel.linear_fn import gathered_parts, to_save, waits, x_tokens, y_shape
 from dlp.parallel.programs import Programs, like, multiplies_tf32
 from dlp.parallel.spec import LinearSpec, num_inputs, spec_of
@@ -169,21 +170,26 @@ class OpaqueLinearFn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-        reads, count, (ticket, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
-        saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
-        cached = list(tensors[ctx.num_saved + count :])
-        used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
-        needs_dx, needs = any(ctx.needs_input_grad[7 : 7 + reads]), ctx.needs_input_grad[7 + reads :]
-        needs_dw, needs_db = [needs[i] for i in used], [needs[count + i] for i in used]
-        size = len(cached) // count
-        grads = iter(torch.ops.dlp.linear_bwd(
-            [dys[i] for i in used], saved, [weights[i] for i in used],
-            [part for i in used for part in cached[i * size : (i + 1) * size]], ticket, ctx.kind, ctx.x_dtype, used,
-            needs_dx, needs_dw, needs_db,
-        ))  # fmt: skip
-        dx = next(grads).view(ctx.x_shape) if needs_dx else None
-        more = [next(grads) if needs_dx else None for _ in range(1, reads)]
-        now = not waits(ctx.delay, needs_dx)
-        dws = [next(grads) if i in used and needs[i] and now else None for i in range(count)]
-        dbs = [next(grads) if i in used and needs[count + i] else None for i in range(count)]
-        return None, None, None, None, None, None, None, dx, *more, *dws, *dbs, *(None for _ in cached)
+        with no_autocast(dys):
+            return _backward(ctx, dys)
+
+
+def _backward(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    reads, count, (ticket, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
+    saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
+    cached = list(tensors[ctx.num_saved + count :])
+    used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
+    needs_dx, needs = any(ctx.needs_input_grad[7 : 7 + reads]), ctx.needs_input_grad[7 + reads :]
+    needs_dw, needs_db = [needs[i] for i in used], [needs[count + i] for i in used]
+    size = len(cached) // count
+    grads = iter(torch.ops.dlp.linear_bwd(
+        [dys[i] for i in used], saved, [weights[i] for i in used],
+        [part for i in used for part in cached[i * size : (i + 1) * size]], ticket, ctx.kind, ctx.x_dtype, used,
+        needs_dx, needs_dw, needs_db,
+    ))  # fmt: skip
+    dx = next(grads).view(ctx.x_shape) if needs_dx else None
+    more = [next(grads) if needs_dx else None for _ in range(1, reads)]
+    now = not waits(ctx.delay, needs_dx)
+    dws = [next(grads) if i in used and needs[i] and now else None for i in range(count)]
+    dbs = [next(grads) if i in used and needs[count + i] else None for i in range(count)]
+    return None, None, None, None, None, None, None, dx, *more, *dws, *dbs, *(None for _ in cached)

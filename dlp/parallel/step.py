@@ -35,6 +35,8 @@ from dlp.parallel.weight_batch import refresh
 def end_step(model: nn.Module) -> None:
     """Run the step boundary now. Call it yourself after anything but an optimizer step has changed the weights."""
     layers = list(cores(model))
+    for core in layers:
+        core.shared.forget()
     runtimes = list(dict.fromkeys(core.spec.runtime for core in layers))
     for runtime in runtimes:
         runtime.end_step()

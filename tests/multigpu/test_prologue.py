@@ -250,7 +250,7 @@ def converted_and_by_hand(recipe: str) -> list[bool]:
     with pytest.raises(ValueError, match="siblings must read the same tensor"):
         net.gate(x, weight)
         net.up(x, weight.clone())
-    net.gate.core._ys.clear()
+    net.gate.core.shared.forget()
     normed = ops.rms_norm(x.detach(), weight.detach(), 1e-6)[0]
     alone = [
         ops.gemm_hp(normed, w.to_local(), out_dtype=torch.float32, bias=b.to_local())

@@ -1,0 +1,120 @@
+"""Siblings collect what the first of them computed, and compute anew where that would not be theirs any more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dlp
+from dlp.parallel.linear import ConvertedLinear, LinearCore, Member, make_spec
+from dlp.parallel.runtime import Runtime
+from tests.metrics import assert_bit_equal, assert_close
+
+NAMES = ("q", "k", "v")
+
+
+class Three(nn.Module):
+    """q, k and v of one x, as conversion makes them, whole on one rank."""
+
+    def __init__(self, recipe: str = "bf16") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for i, name in enumerate(NAMES):
+            self.add_module(name, ConvertedLinear(name, nn.Parameter(torch.randn(16, 16)), None, i))
+        members = [Member(getattr(self, name), "weight", "bias") for name in NAMES]
+        self.runs = 0
+        self.core = Counted(
+            make_spec("q and siblings", "local", False, recipe, "serial", None, Runtime(), NAMES), members
+        )
+        for name in NAMES:
+            getattr(self, name).core = self.core
+
+    def exact(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, getattr(self, name).weight)
+
+
+class Counted(LinearCore):
+    """Counts how often it computes."""
+
+    runs = 0
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self.runs += 1
+        return super().__call__(*inputs)
+
+
+@pytest.fixture
+def three() -> Three:
+    return Three()
+
+
+def values(seed: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def test_all_are_computed_once(three):
+    x = values(0)
+    for name in NAMES:
+        assert_close(getattr(three, name)(x), three.exact(name, x), 1e-5)
+    assert three.core.runs == 1
+    assert three.core.shared._inputs == (), "x is kept although everything was collected"
+
+
+def test_one_without_gradients_leaves_the_others_theirs(three):
+    x = values(0)
+    with torch.no_grad():
+        q = three.q(x)
+    k, v = three.k(x), three.v(x)
+    assert (q.requires_grad, k.requires_grad, v.requires_grad) == (False, True, True)
+    assert three.core.runs == 2
+    (k.sum() + v.sum()).backward()
+    assert three.q.weight.grad is None or not three.q.weight.grad.any()
+    assert three.k.weight.grad.any() and three.v.weight.grad.any()
+
+
+def test_x_changed_in_place_is_another_x(three):
+    x = values(0)
+    three.q(x)
+    x.copy_(values(1))  # a static buffer, refilled while k and v were not called
+    assert_close(three.k(x), three.exact("k", values(1)), 1e-5)
+    x.mul_(3)
+    assert_close(three.v(x), three.exact("v", 3 * values(1)), 1e-5)
+
+
+def test_a_region_is_not_left_with_what_was_computed_in_it(three):
+    x = values(0)
+    with dlp.autocast(recipe="fp8_current"):
+        three.q(x)
+    assert_bit_equal(three.k(x), three.exact("k", x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert three.v(x).dtype == torch.bfloat16
+
+
+def test_a_step_and_a_load_forget_what_nobody_collected(three):
+    optimizer = torch.optim.SGD(three.parameters(), lr=0.1)
+    dlp.attach(three, optimizer)
+    x = values(0)
+    three.q(x).sum().backward()
+    optimizer.step()
+    three.q.load_state_dict({"weight": torch.ones(16, 16)})
+    assert_close(three.q(x), x.sum(1, keepdim=True).expand(8, 16), 1e-5)
+    three.k.load_state_dict({"weight": torch.ones(16, 16)})
+    assert_close(three.k(x), x.sum(1, keepdim=True).expand(8, 16), 1e-5)
+    optimizer.step()
+    assert three.core.shared._ys == {}
+
+
+def test_in_inference_mode_all_are_computed_once(three):
+    with torch.inference_mode():
+        x = values(0)
+        for name in NAMES:
+            assert_close(getattr(three, name)(x), three.exact(name, x), 1e-5)
+    assert three.core.runs == 1
+
+
+def test_another_tensor_is_refused_by_name(three):
+    three.q(values(0))
+    with pytest.raises(ValueError, match="k: siblings must read the same tensor, but this one got another"):
+        three.k(values(0))
