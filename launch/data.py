@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from launch.shard import VERSION, Shard, Tokens, open_shard, verify, write_shard
+from launch.shard import REMEDY, VERSION, Shard, Tokens, open_shard, verify, write_shard
 
 STDLIB = "builtin:stdlib"
 NOT_STDLIB = frozenset("site-packages dist-packages test tests idle_test lib2to3 ensurepip __pycache__".split())
@@ -57,11 +57,16 @@ def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
     validation: share of builtin:stdlib's files held out. Raises ValueError if a shard is damaged, missing or has a
     larger vocabulary than the model.
     """
-    folder = stdlib_shards(validation) if path == STDLIB else Path(path)
-    shards = {split: tuple(map(open_shard, sorted(folder.glob(f"{split}-*.shard")))) for split in SPLITS}
+    folder, remedy, missing = Path(path), REMEDY, "make them with python -m launch.data prepare"
+    if path == STDLIB:
+        folder = stdlib_shards(validation)
+        remedy = missing = f"delete the folder {folder}, and the next run makes it again"
+    shards = {
+        split: tuple(open_shard(each, remedy) for each in sorted(folder.glob(f"{split}-*.shard"))) for split in SPLITS
+    }
     for split, found in shards.items():
         if not found:
-            raise ValueError(f"{folder}: no {split}-*.shard in it; make them with python -m launch.data prepare")
+            raise ValueError(f"{folder}: no {split}-*.shard in it; {missing}")
         for shard in found:
             if shard.vocabulary > vocabulary:
                 raise ValueError(
@@ -88,10 +93,19 @@ def list_files(given: Iterable[Path]) -> dict[str, Path]:
         if not path.exists():
             raise ValueError(f"{path}: no such file or folder")
         for name, found in (walk(path) if path.is_dir() else {path.name: path}).items():
+            _check_name(found, name)
             if name in files:
                 raise ValueError(f"{found} and {files[name]} are both named {name}; give their common folder instead")
             files[name] = found
     return files
+
+
+def _check_name(path: Path, name: str) -> None:
+    """Names decide the split, by their hash, so they have to be text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{os.fsencode(path)!r}: the name of this file is not UTF-8; rename it") from None
 
 
 def is_text(path: Path) -> bool:
@@ -104,7 +118,7 @@ def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
     """The names of the documents that validate: those whose names have the smallest hashes, up to `share` of the bytes.
 
     A document larger than that share is never one of them, so that no single file makes up the validation text (the
-    library's largest file is 6 % of it). Raises ValueError if none is small enough.
+    library's largest file is 6 % of it); none may be small enough. Raises ValueError if none is left to train on.
     """
     if not 0 < share < 1:
         raise ValueError(f"a validation share of {share} is not between 0 and 1")
@@ -113,30 +127,49 @@ def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
     ranked = sorted(small, key=lambda name: hashlib.sha256(name.encode()).digest())
     filled = itertools.accumulate((sizes[name] for name in ranked), initial=0)
     chosen = {name for name, before in zip(ranked, filled, strict=False) if before < budget}
-    if not chosen or len(chosen) == len(sizes):
+    if chosen and len(chosen) == len(sizes):
         raise ValueError(
-            f"a validation share of {share} leaves nothing to {'train' if chosen else 'validate'} on, "
-            f"because whole files are held out and there are {len(sizes)}; give more files or another share"
+            f"a validation share of {share} leaves nothing to train on, because whole files are held out and there are "
+            f"{len(sizes)}; give more files or another share"
         )
     return chosen
+
+
+def tail(sizes: Mapping[str, int], share: float) -> tuple[str, int]:
+    """Where no whole file is small enough to be held out: the largest one, and at which byte its held-out end begins.
+    Raises ValueError if there is nothing to cut."""
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    at = sizes.get(largest, 0) - round(share * sum(sizes.values()))
+    if not 0 < at < sizes.get(largest, 0):
+        raise ValueError(
+            f"a validation share of {share} of {len(sizes)} files with {sum(sizes.values())} bytes of text is nothing to "
+            f"validate on; give more text"
+        )
+    return largest, at
 
 
 def prepare(
     files: Mapping[str, Path], folder: Path, *, validation: float, tokenizer: str = "bytes", progress: bool = False
 ) -> None:
-    """Makes a folder of shards from files by name, each one document; the folder appears when it is complete.
+    """Makes a folder of shards from files by name, each one document; the folder appears when it is complete. Where
+    every file is larger than the validation share, as a single one is, the largest is two documents, cut at the end of a
+    line.
 
     If another process completes the same folder first, its work stands.
     """
     encode, vocabulary = TOKENIZERS[tokenizer]
-    validating = held_out({name: path.stat().st_size for name, path in files.items()}, validation)
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    validating = held_out(sizes, validation)
+    cut = None if validating else tail(sizes, validation)
     unfinished = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     unfinished.mkdir(parents=True)
     try:
         for split in SPLITS:
-            names = [name for name in files if (name in validating) == (split == "validation")]
+            held = split == "validation"
+            names = [cut[0]] if cut and held else [name for name in files if (name in validating) == held]
             shown = tqdm(names, desc=split, unit=" files", disable=not progress)
-            _write_split(unfinished, split, (encode(files[name].read_bytes()) for name in shown), vocabulary)
+            texts = (_text(files[name], cut[1] if cut and cut[0] == name else None, held) for name in shown)
+            _write_split(unfinished, split, map(encode, texts), vocabulary)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -144,6 +177,15 @@ def prepare(
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _text(path: Path, cut: int | None, end: bool) -> bytes:
+    """A file; or of one that is cut, what lies before the last line that begins before byte `cut`, or its `end` from there."""
+    text = path.read_bytes()
+    if cut is None:
+        return text
+    at = text.rfind(b"\n", 0, cut) + 1 or cut
+    return text[at:] if end else text[:at]
 
 
 def _write_split(folder: Path, split: str, documents: Iterable[Tokens], vocabulary: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launch.baseline import Baseline
 from launch.config import Config
 from launch.exposure import Exposure
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
@@ -107,6 +108,11 @@ class Recorder:
         if self._run.leader:
             self._write(step=step, validation_loss=loss)
             write_plot([self._run.path], self._run.path / "loss.png")
+
+    def baseline(self, step: int, found: Baseline) -> None:
+        """The loss to beat, once a run."""
+        if self._run.leader and not any("baseline" in record for record in read_metrics(self._path)):
+            self._write(step=step, baseline=found._asdict())
 
     def swap(self, step: int, recipe: str, layers: int) -> None:
         """The boundary after a step gave so many layers another recipe."""

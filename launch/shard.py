@@ -11,7 +11,8 @@
     72      8 x documents  first token of each document, int64, ascending from 0
     ...     size x tokens  the tokens
 
-Opening checks all but the hash, which needs the whole file: `verify` does that. The digest in the header is also the
+Opening checks all but the hash and the tokens, which need the whole file: `verify` does that, and every run before its first
+step (`check_data.py`). The digest in the header is also the
 data's name in checkpoints. `.npy` files would map as well, but carry no vocabulary, documents or hash.
 """
 
@@ -30,27 +31,33 @@ VERSION = 1
 DTYPES = ("<u2", "<u4")
 HEADER = struct.Struct("<8sI4sQQQ32s")
 
+REMEDY = "prepare it again"
+
 Tokens = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """An open shard. tokens: memory-mapped [num_tokens], unsigned; starts: memory-mapped [num_documents], int64."""
+    """An open shard. tokens: memory-mapped [num_tokens], unsigned; starts: memory-mapped [num_documents], int64; remedy:
+    what to do when it is damaged."""
 
     path: Path
     vocabulary: int
     digest: str
     starts: np.ndarray[Any, np.dtype[np.int64]]
     tokens: Tokens
+    remedy: str = REMEDY
 
 
 def write_shard(path: Path, documents: Sequence[Tokens], vocabulary: int) -> None:
-    """Writes one shard of documents, each at least one token long and below `vocabulary`."""
+    """Writes one shard of documents, each at least one token long. Raises ValueError for a token outside `vocabulary`."""
     lengths = [len(document) for document in documents]
     assert lengths and min(lengths) > 0, "a shard holds documents of at least one token"
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<i8")
     dtype = DTYPES[vocabulary > 1 << 16]
-    tokens = np.concatenate(documents).astype(dtype)
+    wide = np.concatenate(documents)
+    _check_tokens(path, wide, vocabulary)
+    tokens = wide.astype(dtype)
     digest = hashlib.sha256(starts.data)
     digest.update(tokens.data)
     header = HEADER.pack(MAGIC, VERSION, dtype.encode(), vocabulary, len(tokens), len(documents), digest.digest())
@@ -61,42 +68,53 @@ def write_shard(path: Path, documents: Sequence[Tokens], vocabulary: int) -> Non
         os.fsync(file.fileno())
 
 
-def open_shard(path: Path) -> Shard:
+def open_shard(path: Path, remedy: str = REMEDY) -> Shard:
     """Maps a shard after checking its header against the file. Raises ValueError, one sentence that names the file."""
     found = path.stat().st_size
     if found < HEADER.size:
-        raise ValueError(f"{path}: not a token shard, its {found} bytes are fewer than the header's {HEADER.size}")
+        raise ValueError(
+            f"{path}: not a token shard, its {found} bytes are fewer than the header's {HEADER.size}; {remedy}"
+        )
     with path.open("rb") as file:
         magic, version, code, vocabulary, num_tokens, num_documents, digest = HEADER.unpack(file.read(HEADER.size))
     dtype = code.rstrip(b"\0").decode("ascii", "replace")
     if magic != MAGIC:
-        raise ValueError(f"{path}: not a token shard, it begins with {magic!r} instead of {MAGIC!r}")
+        raise ValueError(f"{path}: not a token shard, it begins with {magic!r} instead of {MAGIC!r}; {remedy}")
     if version != VERSION:
-        raise ValueError(f"{path}: version {version} of the format, but this program reads {VERSION}; prepare it again")
+        raise ValueError(f"{path}: version {version} of the format, but this program reads {VERSION}; {remedy}")
     if dtype not in DTYPES:
-        raise ValueError(f"{path}: tokens of dtype {dtype!r}, but this program reads {' and '.join(DTYPES)}")
+        raise ValueError(f"{path}: tokens of dtype {dtype!r}, but this program reads {' and '.join(DTYPES)}; {remedy}")
     tokens_at = HEADER.size + 8 * num_documents
     expected = tokens_at + int(dtype[-1]) * num_tokens
     if found != expected:
         word = "truncated" if found < expected else "too long"
-        raise ValueError(f"{path}: {word}, its header promises {expected} bytes and the file has {found}")
+        raise ValueError(f"{path}: {word}, its header promises {expected} bytes and the file has {found}; {remedy}")
     if not 0 < num_documents <= num_tokens:
-        raise ValueError(f"{path}: {num_documents} documents in {num_tokens} tokens is not possible; prepare it again")
+        raise ValueError(f"{path}: {num_documents} documents in {num_tokens} tokens is not possible; {remedy}")
     starts = np.memmap(path, "<i8", "r", HEADER.size, (num_documents,))
     tokens = np.memmap(path, dtype, "r", tokens_at, (num_tokens,))
     if starts[0] != 0 or starts[-1] >= num_tokens or not (starts[1:] > starts[:-1]).all():
-        raise ValueError(f"{path}: document starts do not ascend from 0 to below {num_tokens}; prepare it again")
-    return Shard(path, vocabulary, digest.hex(), starts, tokens)
+        raise ValueError(f"{path}: document starts do not ascend from 0 to below {num_tokens}; {remedy}")
+    return Shard(path, vocabulary, digest.hex(), starts, tokens, remedy)
 
 
 def verify(shard: Shard) -> None:
-    """Reads the whole shard; raises ValueError if its content is not what was written."""
+    """Reads the whole shard; raises ValueError if its content is not what was written, or no tokens of its vocabulary."""
     digest = hashlib.sha256(shard.starts.data)
     digest.update(shard.tokens.data)
     if digest.hexdigest() != shard.digest:
         raise ValueError(
             f"{shard.path}: damaged, the SHA-256 of its content begins {digest.hexdigest()[:16]} "
-            f"and the header says {shard.digest[:16]}; prepare it again"
+            f"and the header says {shard.digest[:16]}; {shard.remedy}"
         )
-    if shard.tokens.max() >= shard.vocabulary:
-        raise ValueError(f"{shard.path}: token {shard.tokens.max()} is outside its vocabulary of {shard.vocabulary}")
+    _check_tokens(shard.path, shard.tokens, shard.vocabulary)
+
+
+def _check_tokens(path: Path, tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
+    """Raises ValueError for the first token that is not one of the vocabulary."""
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        position = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
+        raise ValueError(
+            f"{path}: token {tokens[position]} at position {position} of {len(tokens)} is outside the vocabulary of "
+            f"{vocabulary}; encode the text again with the tokenizer of that vocabulary"
+        )

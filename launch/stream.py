@@ -59,12 +59,12 @@ def permute(places: Indices, count: int, key: Sequence[int]) -> Indices:
 class TokenStream:
     """Batches of windows by step. Holds no position: the caller's step is the position.
 
-    Raises ValueError if the shards do not hold one window. `rank` and `world` below are data-parallel ones: ranks that
-    differ only along tp read the same windows.
+    Raises ValueError if no shard holds one window; `split` is what the message calls them. `rank` and `world` below are
+    data-parallel ones: ranks that differ only along tp read the same windows.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], *, sequence: int, global_batch: int, micro_batch: int, seed: int
+        self, shards: Sequence[Shard], *, split: str, sequence: int, global_batch: int, micro_batch: int, seed: int
     ) -> None:
         self.shards = shards
         self.sequence, self.global_batch, self.micro_batch, self.seed = sequence, global_batch, micro_batch, seed
@@ -72,8 +72,11 @@ class TokenStream:
         self._ends = np.cumsum([(len(shard.tokens) - 1) // sequence for shard in shards])
         self.num_windows = int(self._ends[-1])
         if self.num_windows == 0:
-            tokens = sum(len(shard.tokens) for shard in shards)
-            raise ValueError(f"{tokens} tokens are fewer than one sequence of {sequence} and its last target; add text")
+            tokens = max(len(shard.tokens) for shard in shards)
+            raise ValueError(
+                f"{shards[0].path.parent}: the {tokens} tokens of the largest {split} shard are fewer than one sequence of "
+                f"{sequence} and its last target; add text, or set a smaller [train] sequence"
+            )
 
     def order(self, step: int) -> Indices:
         """The windows of one step, uint64 [global_batch]."""

@@ -25,8 +25,9 @@ from dlp.comm import wire
 from dlp.parallel.embedding import IGNORED
 from dlp.parallel.runtime import runtime_of
 from launch import checkpoint
-from launch.bigram import bigram_loss
+from launch.baseline import baseline
 from launch.build import Built, learning_rate
+from launch.check_data import check_data
 from launch.clip import GradientNorm
 from launch.config import Config, to_toml
 from launch.data import open_data
@@ -68,8 +69,9 @@ class Trainer:
         train = config.train
         self.shards = open_data(config.data.path, config.model.vocab, config.data.validation)
         settings = {"sequence": train.sequence, "global_batch": train.global_batch, "micro_batch": built.batch.micro}
-        self.train_data = TokenStream(self.shards.train, seed=train.seed, **settings)
-        self.validation_data = TokenStream(self.shards.validation, seed=0, **settings)
+        self.train_data = TokenStream(self.shards.train, split="train", seed=train.seed, **settings)
+        self.validation_data = TokenStream(self.shards.validation, split="validation", seed=0, **settings)
+        run.say(check_data((*self.shards.train, *self.shards.validation)))
         model = {key: value for key, value in asdict(config.model).items() if key != "fused"}  # the same parameters
         self.state = checkpoint.Training(
             built.model, built.optimizer, self.train_data, built.device, model, to_toml(config)
@@ -286,14 +288,16 @@ class Trainer:
                 f"--checkpoint.resume none (this run is then moved aside) or another --run.dir"
             )
         self.recorder.begin(done)
+        if self.run.leader:
+            to_beat = baseline(self.shards.train, self.shards.validation)
+            self.recorder.baseline(done, to_beat)
         done, loss = self.loop(done) if done < steps else (done, self.validate())
         self.recorder.close()
         if done < steps:
             self.run.say(f"stopped by SIGTERM at step {done}, checkpoint {self.run.checkpoints / f'step-{done}'}")
         elif self.run.leader:
-            bigram = bigram_loss(self.shards.train, self.shards.validation)
-            self.run.say(f"byte-bigram loss of the same split: {bigram:.3f} nats/byte")
+            self.run.say(str(to_beat))
             self.run.say(
-                f"done: steps {done}, validation loss {loss:.3f} nats/byte, "
+                f"done: steps {done}, validation loss {loss:.3f} {to_beat.unit}, "
                 f"{self.recorder.tokens_per_second:,.0f} tokens/s, run {self.run.path}"
             )

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from launch import baseline as baselines
 from launch import data
-from launch.bigram import bigram_loss
+from launch.baseline import baseline, bigram_loss, unigram_loss
 from launch.data import SEPARATOR, STDLIB, encode_bytes, held_out, list_files, main, open_data, prepare
 from launch.shard import HEADER, Shard, open_shard, verify, write_shard
 from launch.stream import TokenStream, permute
@@ -68,11 +70,15 @@ def u64(value: int) -> bytes:
 @pytest.mark.parametrize(
     ("offset", "new", "sentence"),
     [
-        (0, b"PK\3\4", "not a token shard, it begins with b'PK\\x03\\x04hard' instead of b'dlpshard'"),
+        (
+            0,
+            b"PK\3\4",
+            "not a token shard, it begins with b'PK\\x03\\x04hard' instead of b'dlpshard'; prepare it again",
+        ),
         (8, b"\x07", "version 7 of the format, but this program reads 1; prepare it again"),
-        (12, b"<f4", "tokens of dtype '<f4', but this program reads <u2 and <u4"),
-        (24, u64(307), "truncated, its header promises 710 bytes and the file has 708"),
-        (24, u64(305), "too long, its header promises 706 bytes and the file has 708"),
+        (12, b"<f4", "tokens of dtype '<f4', but this program reads <u2 and <u4; prepare it again"),
+        (24, u64(307), "truncated, its header promises 710 bytes and the file has 708; prepare it again"),
+        (24, u64(305), "too long, its header promises 706 bytes and the file has 708; prepare it again"),
         (72, u64(1), "document starts do not ascend from 0 to below 306; prepare it again"),
         (80, u64(6), "document starts do not ascend from 0 to below 306; prepare it again"),
         (88, u64(306), "document starts do not ascend from 0 to below 306; prepare it again"),
@@ -105,7 +111,9 @@ def test_verify_finds_changed_content(shard: Shard, offset: int, new: bytes) -> 
 
 
 def test_verify_finds_tokens_outside_the_vocabulary(shard: Shard) -> None:
-    with pytest.raises(ValueError, match="token 256 is outside its vocabulary of 256"):
+    with pytest.raises(
+        ValueError, match="a.shard: token 256 at position 262 of 306 is outside the vocabulary of 256; encode"
+    ):
         verify(open_shard(damage(shard, 16, u64(256))))
 
 
@@ -166,7 +174,6 @@ def test_a_document_larger_than_the_share_is_not_held_out() -> None:
 @pytest.mark.parametrize(
     ("sizes", "share", "sentence"),
     [
-        ({"a": 10}, 0.05, "leaves nothing to validate on, because whole files are held out and there are 1"),
         ({"a": 10, "b": 10}, 0.99, "leaves nothing to train on, because whole files are held out and there are 2"),
         ({"a": 10, "b": 10}, 0.0, "a validation share of 0.0 is not between 0 and 1"),
     ],
@@ -174,6 +181,69 @@ def test_a_document_larger_than_the_share_is_not_held_out() -> None:
 def test_shares_that_leave_nothing_are_refused(sizes: dict[str, int], share: float, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         held_out(sizes, share)
+
+
+def test_the_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
+    lines = [f"line {number}\n" for number in range(100)]
+    (tmp_path / "book.txt").write_text("".join(lines))
+    main(["prepare", "--out", str(tmp_path / "out"), str(tmp_path / "book.txt"), "--validation", "0.1"])
+    opened = open_data(str(tmp_path / "out"), 257)
+    texts = [bytes(each[0].tokens[:-1].astype(np.uint8)).decode() for each in (opened.train, opened.validation)]
+    assert texts[0] + texts[1] == "".join(lines) and texts[0].endswith("\n")
+    assert 0.1 <= len(texts[1]) / sum(map(len, texts)) < 0.12
+
+
+def test_of_a_few_large_files_the_end_of_the_largest_is_held_out(tmp_path: Path) -> None:
+    for name, size in (("a", 1000), ("b", 3000)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    prepare(list_files([tmp_path / "a", tmp_path / "b"]), tmp_path / "out", validation=0.05)
+    opened = open_data(str(tmp_path / "out"), 257)
+    assert np.diff(np.append(opened.train[0].starts, len(opened.train[0].tokens))).tolist() == [1001, 2801]
+    assert len(opened.validation[0].tokens) == 201
+    for size, sizes in ((1, "1 files with 1 bytes"), (0, "0 files with 0 bytes")):
+        (tmp_path / "a").write_bytes(b"x" * size)
+        with pytest.raises(
+            ValueError, match=f"a validation share of 0.05 of {sizes} of text is nothing to validate on"
+        ):
+            prepare({"a": tmp_path / "a"} if size else {}, tmp_path / "none", validation=0.05)
+
+
+def test_a_file_whose_name_is_no_text_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in (b"a.txt", b"caf\xe9.txt"):
+        (folder / os.fsdecode(name)).write_text("x")
+    for given in (folder, folder / os.fsdecode(b"caf\xe9.txt")):
+        with pytest.raises(ValueError, match=r"in/caf\\xe9.txt': the name of this file is not UTF-8; rename it"):
+            list_files([given])
+
+
+def test_a_token_outside_the_vocabulary_is_not_written(tmp_path: Path) -> None:
+    for tokens, sentence in (
+        ([1, 257, 0], "token 257 at position 1 of 3 is outside"),
+        ([0, 1, -1], "token -1 at position 2"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            write_shard(tmp_path / "a.shard", [np.array(tokens)], 257)
+    assert not (tmp_path / "a.shard").exists()
+
+
+def test_a_damaged_builtin_cache_says_what_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(data, "stdlib_files", lambda: {f"{number}.py": Path(__file__) for number in range(30)})
+    opened = open_data(STDLIB, 257)
+    folder = opened.train[0].path.parent
+    way_out = f"; delete the folder {folder}, and the next run makes it again$"
+    damage(opened.train[0], 5000, b"\xff")
+    with pytest.raises(ValueError, match=f"damaged, the SHA-256 .*{way_out}"):
+        verify(opened.train[0])
+    damage(opened.train[0], 0, b"PK")
+    with pytest.raises(ValueError, match=f"not a token shard, it begins with .*{way_out}"):
+        open_data(STDLIB, 257)
+    opened.validation[0].path.unlink()
+    opened.train[0].path.unlink()
+    with pytest.raises(ValueError, match=f"no train-.*.shard in it{way_out}"):
+        open_data(STDLIB, 257)
 
 
 def test_list_files_skips_hidden_ones_and_refuses_doubles(tmp_path: Path) -> None:
@@ -213,7 +283,9 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
 # --- the order of windows
 
 
-def make_stream(tmp_path: Path, lengths: tuple[int, ...] = (103, 60), **settings: int) -> TokenStream:
+def make_stream(
+    tmp_path: Path, lengths: tuple[int, ...] = (103, 60), split: str = "train", **settings: int
+) -> TokenStream:
     """Shards whose tokens count up, so that a window shows where it begins."""
     shards, first = [], 0
     for number, length in enumerate(lengths):
@@ -221,7 +293,9 @@ def make_stream(tmp_path: Path, lengths: tuple[int, ...] = (103, 60), **settings
         write_shard(path, [np.arange(first, first + length)], 1 << 20)
         shards.append(open_shard(path))
         first += 1000
-    return TokenStream(shards, **{"sequence": 10, "global_batch": 8, "micro_batch": 2, "seed": 0} | settings)
+    return TokenStream(
+        shards, split=split, **{"sequence": 10, "global_batch": 8, "micro_batch": 2, "seed": 0} | settings
+    )
 
 
 def global_batch(stream: TokenStream, step: int, world: int) -> torch.Tensor:
@@ -286,8 +360,12 @@ def test_order_depends_on_seed_and_step(tmp_path: Path) -> None:
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="10 tokens are fewer than one sequence of 10 and its last target; add text"):
-        make_stream(tmp_path, lengths=(10,))
+    for split in ("train", "validation"):
+        sentence = (
+            f"{tmp_path}: the 10 tokens of the largest {split} shard are fewer than one sequence of 10 and its last"
+        )
+        with pytest.raises(ValueError, match=sentence):
+            make_stream(tmp_path, lengths=(10, 9), split=split)
 
 
 def test_state_of_another_order_is_refused_by_name(tmp_path: Path) -> None:
@@ -357,8 +435,38 @@ def test_bigram_loss_of_known_chains(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert bigram_loss([cycle], [cycle]) < 0.01
     assert bigram_loss([chain], [chain]) == pytest.approx(math.log(2) * 2 / 3, abs=0.004)
     whole = bigram_loss([cycle, chain], [chain])
-    monkeypatch.setattr("launch.bigram.PIECE", 1000)
+    monkeypatch.setattr("launch.baseline.PIECE", 1000)
     assert bigram_loss([cycle, chain], [chain]) == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_large_vocabulary_has_a_unigram(tmp_path: Path) -> None:
+    tokens = np.repeat([0, 1, 2, 50_000], [500_000, 250_000, 125_000, 125_000])
+    write_shard(tmp_path / "train", [tokens], 50_257)
+    write_shard(tmp_path / "validation", [tokens[::1000]], 50_001)
+    train, validation = open_shard(tmp_path / "train"), open_shard(tmp_path / "validation")
+    tracemalloc.start()
+    found = baseline([train], [validation])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.name == "unigram" and found.loss == pytest.approx(1.75 * math.log(2), abs=0.06)
+    assert str(found) == f"unigram loss of the same split: {found.loss:.3f} nats/token"
+    assert peak < 100e6, "a bigram takes 20 GB"
+
+
+def test_small_vocabularies_have_a_bigram_in_the_unit_of_their_tokens(tmp_path: Path, shard: Shard) -> None:
+    assert baseline([shard], [shard])[::2] == ("byte-bigram", "nats/byte")
+    for vocabulary, name in ((512, "bigram"), (513, "unigram")):
+        write_shard(tmp_path / name, [np.arange(300)], vocabulary)
+        other = open_shard(tmp_path / name)
+        assert baseline([other], [shard])[::2] == baseline([shard], [other])[::2] == (name, "nats/token")
+
+
+def test_of_much_text_pieces_are_counted(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "PIECE", 30)
+    counted = [len(list(baselines._pieces([shard])))]
+    monkeypatch.setattr(baselines, "MOST", 100)
+    counted.append(len(list(baselines._pieces([shard]))))
+    assert counted == [11, 3] and unigram_loss([shard], [shard]) > 0
 
 
 def test_bytes_are_tokens() -> None:

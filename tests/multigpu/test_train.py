@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,12 +42,13 @@ def test_a_run_leaves_its_files(ranks, tmp_path, data):
     assert load(folder / "config.toml") == config
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
     plan = (folder / "plan.txt").read_text()
-    assert plan.startswith("mesh: 2 ") and "model.layers.1.mlp.down_proj" in plan and "ROW_SP" in plan
+    assert plan.startswith("mesh: 2 ") and "model.layers.0:2.mlp.down_proj" in plan and "ROW_SP" in plan
     assert f"torch {torch.__version__}\n" in (folder / "env.txt").read_text()
     assert sorted(path.name for path in (folder / "log").iterdir()) == ["rank0.txt", "rank1.txt"]
     lines = training.said(config)
     assert lines[0].startswith("mesh: 2 ") and lines[1].startswith("plan: 15 linears (10 fp8_current column, ")
-    assert lines[2].startswith("deterministic: ")
+    assert re.fullmatch(r"data: .* kB in 2 shards, hashes and tokens checked in .*s", lines[2]), lines[2]
+    assert lines[3].startswith("deterministic: ")
     assert lines[-2].startswith("byte-bigram loss of the same split: ")
     loss = training.metrics(config, "validation_loss")[6]
     assert lines[-1].startswith(f"done: steps 6, validation loss {loss:.3f} nats/byte, ")
@@ -71,7 +73,8 @@ def test_a_profiled_step_tells_its_exposed_communication(ranks, tmp_path, data):
 def test_metrics_have_every_number(ranks, tmp_path, data):
     config = training.config(tmp_path, data)
     ranks(2).run(training.run, config)
-    records = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    first, *records = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    assert first["step"] == 0 and first["baseline"].keys() == {"name", "loss", "unit"}
     assert [(record["step"], "loss" in record) for record in records] == [
         (1, True), (2, True), (3, False), (3, True), (4, True), (4, False), (5, True), (6, True), (6, False),
     ]  # fmt: skip

@@ -1,0 +1,75 @@
+"""Runs on data that is damaged, differs between ranks, or is not bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from launch.check_data import check_data
+from launch.config import Config
+from launch.data import open_data
+from launch.shard import HEADER, write_shard
+from tests import training
+
+
+def random_data(folder: Path, vocabulary: int = 1000) -> Path:
+    """Tokens that count up and down, of a vocabulary that is not bytes."""
+    folder.mkdir()
+    for split, length in (("train", 4000), ("validation", 700)):
+        write_shard(folder / f"{split}-00000.shard", [np.abs(np.arange(length) % 1998 - 999)], vocabulary)
+    return folder
+
+
+def refusal(config: Config) -> str:
+    """Of a run that does not start."""
+    try:
+        training.run(config)
+    except ValueError as error:
+        return str(error)
+    return "it trained"
+
+
+@pytest.mark.ranks(2)
+def test_a_run_on_a_large_vocabulary_ends_with_a_unigram(ranks, tmp_path):
+    config = training.config(tmp_path, random_data(tmp_path / "data"), "--model.vocab=1024", "--train.steps=2")
+    ranks(2).run(training.run, config)
+    *_, to_beat, done = training.said(config)
+    assert to_beat.startswith("unigram loss of the same split: 6.") and to_beat.endswith(" nats/token")
+    assert done.startswith("done: steps 2, validation loss ") and " nats/token, " in done
+
+
+@pytest.mark.ranks(2)
+def test_a_flipped_bit_and_a_token_outside_the_vocabulary_are_refused_on_all_ranks(ranks, tmp_path):
+    config = training.config(tmp_path, random_data(tmp_path / "data"), "--model.vocab=1024")
+    path = tmp_path / "data" / "validation-00000.shard"
+    whole = path.read_bytes()
+    at = HEADER.size + 8 + 2 * 123
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    told = ranks(2).run(refusal, config)
+    assert told[0] == told[1] and told[0].startswith(f"{path}: damaged, the SHA-256 of its content begins "), told
+    with patch("launch.shard._check_tokens"):
+        write_shard(path, [np.array([1] * 300 + [1000] + [1] * 300)], 1000)
+    told = ranks(2).run(refusal, config)
+    assert told[0] == told[1] and told[0].startswith(
+        f"{path}: token 1000 at position 300 of 601 is outside the vocabulary of 1000; encode the text again"
+    ), told
+
+
+def other_data(folders: list[Path]) -> str:
+    try:
+        return check_data(open_data(str(folders[dist.get_rank()]), 1000).train)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_read_different_data_are_refused(ranks, tmp_path):
+    one, other = random_data(tmp_path / "one"), random_data(tmp_path / "other", vocabulary=1000)
+    assert all(said.startswith("data: 8.01 kB in 1 shards, ") for said in ranks(2).run(other_data, [one, other]))
+    write_shard(other / "train-00000.shard", [np.arange(500)], 1000)
+    told = ranks(2).run(other_data, [one, other])
+    assert all("rank 1 and rank 0 read different data under this name" in said for said in told), told
