@@ -98,7 +98,7 @@ def convert(
         _convert_linears(target, spec, rows)
     for other in plan.others:
         _convert_other(target, other)
-    model.partial_gradients = PartialGradients(model, tp.get_group())  # type: ignore[assignment]
+    model.partial_gradients = runtime.sums = PartialGradients(model, tp.get_group())  # type: ignore[assignment]
     runtime.plan = plan
     give_runtime(model, runtime)
     return plan

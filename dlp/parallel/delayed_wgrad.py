@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from dlp.parallel.grads import local_grad
+from dlp.parallel.grads import local_grad, set_grad
 from dlp.parallel.inputs import no_autocast
 from dlp.parallel.runtime import Runtime, runtime_of
 
@@ -47,10 +46,8 @@ def _accumulate(parameter: Tensor, dw: Tensor) -> None:
     grad = local_grad(parameter)
     if grad is not None:
         grad.add_(dw)
-    elif isinstance(parameter, DTensor):
-        parameter.grad = DTensor(dw, parameter._spec, requires_grad=False)
     else:
-        parameter.grad = dw
+        set_grad(parameter, dw)
 
 
 def check_none_waits(runtime: Runtime) -> None:

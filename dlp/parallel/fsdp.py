@@ -78,6 +78,10 @@ def fully_shard(
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     early = module.register_forward_pre_hook(_before_attach)
     module.dlp_gathering = Gathering(mesh["dp_shard"].get_group(), quantize_from_master, refused, early)  # type: ignore[assignment]
+    for owner, name, record in managed(module):
+        sums: Any = getattr(owner, "tp_sums", None)
+        if sums is not None:
+            sums.fsdp[id(owner), name] = record
     return cast(nn.Module, sharded)
 
 
@@ -241,16 +245,57 @@ def _cast_late(runtime: Runtime) -> None:
     staging.copy_(torch.where(staging > 0, staging, before))
 
 
-def _fsdp_params(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's own objects for the parameters of a unit."""
+class Managed:
+    """What FSDP2 has of a parameter: the sharded one, that an optimizer holds, and the gathered one, that autograd sees."""
+
+    def __init__(self, param: Any, group: Any) -> None:
+        self._param, self._group = param, group
+
+    @property
+    def stored(self) -> nn.Parameter:
+        parameter: nn.Parameter = self._param.sharded_param
+        return parameter
+
+    @property
+    def gathered(self) -> nn.Parameter:
+        parameter: nn.Parameter = getattr(self._param, "_unsharded_param", self._param.sharded_param)
+        return parameter
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward brings gradients to the sharded parameter, or keeps them with the gathered one."""
+        return bool(self._group.reduce_grads)
+
+
+def managed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Managed]]:
+    """The parameters that FSDP2 manages: each module that holds one, and its name there."""
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            for group in _groups(module):
+                for param in group.fsdp_params:
+                    for owner, name in _holders(param):
+                        yield owner, name, Managed(param, group)
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """FSDP2's own objects for the parameters of a unit that it reduces together."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in groups:
-        yield from group.fsdp_params if group is not None else ()
+    return [group for group in groups if group is not None]
+
+
+def _fsdp_params(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's own objects for the parameters of a unit."""
+    for group in _groups(module):
+        yield from group.fsdp_params
+
+
+def _holders(param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that hold a parameter, and its name in each."""
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _owners(param: Any) -> list[tuple[int, str]]:
-    """The modules that hold a parameter, by id, and its name in each."""
-    info = param._module_info
-    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [(id(info.module), info.param_name), *((id(module), name) for module, name in shared)]
+    """The same, with modules by id."""
+    return [(id(module), name) for module, name in _holders(param)]

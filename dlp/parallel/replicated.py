@@ -8,12 +8,15 @@ partial (`tp_partial`) and are summed over tp at the end of backward (`dlp.paral
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.parallel.weight import local, place
+
+if TYPE_CHECKING:
+    from dlp.parallel.grads import PartialGradients
 
 
 class ReplicatedMixin(nn.Module):
@@ -21,15 +24,16 @@ class ReplicatedMixin(nn.Module):
 
     tp_partial: tuple[str, ...] = ()
     on_shards = False
+    tp_sums: PartialGradients | None = None
     token_rows: int | None = None
     layer_name: str = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_tokens(next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None))
-        held = dict(self._parameters)
+        held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
         for name, parameter in held.items():
             if parameter is not None:
-                self._parameters[name] = local(parameter)  # type: ignore[assignment]
+                self._parameters[name] = local(parameter, before)  # type: ignore[assignment]
         try:
             return super().forward(*args, **kwargs)
         finally:

@@ -34,6 +34,7 @@ from dlp.quant.state import SlotTable
 from dlp.quant.stats import StatsTable
 
 if TYPE_CHECKING:
+    from dlp.parallel.grads import PartialGradients
     from dlp.parallel.linear import LinearCore
     from dlp.parallel.plan import Plan
     from dlp.parallel.shards import ShardedWeight
@@ -90,6 +91,7 @@ class Runtime:
         self.stats: StatsTable | None = None
         self.plan: Plan | None = None
         self.watches_scales = False
+        self.sums: PartialGradients | None = None
         self.weight_batch: WeightBatch | None = None
         self.waiting: deque[tuple[str, Callable[[], Tensor]]] = (
             deque()
@@ -234,7 +236,9 @@ class Runtime:
 
     def in_layer_backward(self) -> None:
         """Under the rule of regions, the end of the backward that is running now updates what it staged; every layer
-        asks for it, it is done once."""
+        asks for it, it is done once. RuntimeError where partial gradients would not be summed."""
+        if self.sums is not None:
+            self.sums.check_announced()
         if not self.by_regions:
             return
         task = torch._C._current_graph_task_id()

@@ -104,7 +104,7 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runti
     give_runtime(model, runtime)
     tp_groups = [core.spec.tp_group for core in runtime.cores if core.spec.tp > 1]
     if tp_groups:
-        model.partial_gradients = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
+        model.partial_gradients = runtime.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
     return runtime
 
 

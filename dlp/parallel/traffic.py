@@ -305,15 +305,9 @@ def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:
 
 
 def _partial_gradients(plan: Plan, load: Workload) -> dict[Sent, int]:
-    """Gradients that cover a rank's own tokens, summed over tp in fp32 at the end of each backward that leaves some.
-
-    Under FSDP the last microbatch's does, when it has reduced them. The others leave what the root still holds gathered,
-    unless FSDP sums it apart in another dtype.
-    """
+    """Gradients that cover a rank's own tokens, summed over tp in fp32 at the end of each backward that leaves some, with a
+    word for each parameter that says whether it has one. Under FSDP the last microbatch's does, which reduces them."""
     partial = [p for p in plan.weights if p.partial]
-    whole = [p for p in partial if not load.units or load.unit_of(p.name) == ""]
-    early = sum(prod(p.shape) for p in whole) if not load.units or load.weight_dtype == load.reduce_dtype else 0
-    last = sum(prod(load.shard(p.shape)) if load.units else prod(p.shape) for p in partial)
-    each = [early] * (load.microbatches - 1) + [last]
-    nbytes = sum(wire.reduced(numel, 4, load.ranks("tp")) for numel in each)
-    return {Sent(load.named("tp"), "", "grads", "float32"): nbytes}
+    numel = len(partial) + sum(prod(load.shard(p.shape)) if load.units else prod(p.shape) for p in partial)
+    nbytes = wire.reduced(numel, 4, load.ranks("tp")) * (1 if load.units else load.microbatches)
+    return {Sent(load.named("tp"), "", "grads", "float32"): nbytes if partial else 0}

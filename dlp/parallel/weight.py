@@ -11,7 +11,7 @@ the step boundary (`dlp.parallel.shards`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,26 +33,29 @@ class _Local(torch.autograd.Function):
     more, at three times the host cost of a small linear."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
+    def forward(ctx: Any, parameter: DTensor, before: Callable[[], None] | None) -> Tensor:
+        ctx.spec, ctx.before = parameter._spec, before
         ctx.set_materialize_grads(False)
         tensor = parameter._local_tensor
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
-        return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
+        if ctx.before is not None:
+            ctx.before()
+        return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False), None
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, as a plain tensor that autograd follows back to it."""
+def local(parameter: Tensor, before: Callable[[], None] | None = None) -> Tensor:
+    """This rank's part of a parameter, as a plain tensor that autograd follows back to it. `before`: called by backward
+    before it hands on the gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_dynamo_compiling():
         return parameter.to_local()
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter._local_tensor
-    result: Tensor = _Local.apply(parameter)
+    result: Tensor = _Local.apply(parameter, before)
     return result
 
 

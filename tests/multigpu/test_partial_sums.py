@@ -1,0 +1,178 @@
+"""tp-partial gradients that ranks do not have alike, and backwards whose sums would not come: each is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dlp
+from tests import pool as worker
+from tests.metrics import assert_close
+from tests.multigpu.test_grads import (
+    BATCH,
+    GROUPS,
+    HIDDEN,
+    SEQUENCE,
+    Net,
+    batch,
+    gradients,
+    loss_of,
+    make,
+    run,
+    three_backwards,
+    three_backwards_one_reduction,
+)  # fmt: skip
+
+
+def gathered_between() -> dict[str, Tensor]:
+    """Parameters stay gathered between forward and backward, and the first gradients with them."""
+    torch.manual_seed(3)
+    model, mesh = Net(), worker.mesh(tp=2)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.5, 0.5)
+    model.to(worker.device())
+    dlp.convert(model, GROUPS, mesh, batch=(BATCH, SEQUENCE))
+    model.tp = mesh["tp"]
+    for module in (model.block, model):
+        dlp.fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    parameters = dict(model.named_parameters())
+    three_backwards_one_reduction(model)
+    return gradients(parameters)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathered_parameters_have_no_part_in_the_sums(ranks, world):
+    expected = ranks(1).run(run, three_backwards, 1, False)[0]
+    for found in ranks(world).run(gathered_between, timeout=30):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, 1e-5, name)
+
+
+class Choosing(nn.Module):
+    """Three norms of the same size on token shards, of which a rank runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        rows: Tensor = self.norms[choice](x)
+        return rows
+
+
+def ranks_that_differ() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The gradients after two backwards, this rank's own contribution, and whose it is."""
+    model, mesh, rank = Choosing().to(worker.device()), worker.mesh(tp=2), dist.get_rank()
+    dlp.convert(model, [{"name": "sp", "match": ["norms.*"], "sequence_parallel": True}], mesh, batch=(1, 8))
+    rows = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(worker.device())
+    weight = torch.ones(HIDDEN, requires_grad=True, device=rows.device)
+    torch.nn.functional.layer_norm(rows, (HIDDEN,), weight).square().sum().backward()
+    for _ in range(2):
+        model(rows, rank).square().sum().backward()
+    assert weight.grad is not None
+    return gradients(dict(model.named_parameters())), 2 * weight.grad, torch.tensor(rank)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_paired_by_name(ranks):
+    """And who has none gets that of the others; a parameter that nobody used keeps none."""
+    results = ranks(2).run(ranks_that_differ)
+    for found, _, _ in results:
+        assert found.keys() == {"norms.0.weight", "norms.1.weight"}
+        for _, own, rank in results:
+            assert_close(found[f"norms.{int(rank)}.weight"], own, 1e-5, str(int(rank)))
+
+
+@dataclass
+class Wrapped:
+    """What pytree takes for a leaf."""
+
+    y: Tensor
+
+
+class Wrapping(Net):
+    def forward(self, x: Tensor) -> Wrapped:  # type: ignore[override]
+        return Wrapped(super().forward(x))
+
+
+def of_a_submodule(model: Net) -> None:
+    assert model.tp is not None
+    loss_of(model.block(dlp.scatter_tokens(batch(0), model.tp))).backward()
+
+
+def of_the_forward_method(model: Net) -> None:
+    loss_of(model.forward(batch(0))).backward()
+
+
+def of_an_unknown_output(model: Net) -> None:
+    model.__class__ = Wrapping
+    loss_of(model(batch(0)).y).backward()
+
+
+def beside_a_known_output(model: Net) -> None:
+    """One backward after the other, so that there is a sum before the next optimizer step."""
+    loss_of(model(batch(0))).backward()
+    of_a_submodule(model)
+
+
+def by_autograd_grad(model: Net) -> None:
+    torch.autograd.grad(loss_of(model(batch(0))), list(model.parameters()))
+
+
+def by_autograd_grad_of_a_submodule(model: Net) -> None:
+    assert model.tp is not None
+    torch.autograd.grad(loss_of(model.block(dlp.scatter_tokens(batch(0), model.tp))), [model.block.norm.weight])
+
+
+NOT_MADE = "(block.norm.weight, ...) are parts of a sum over tp that was not made: the loss must come from calling"
+TAKEN = "torch.autograd.grad takes the gradient of block.norm.weight as it is on this rank, a part of a sum over tp"
+REFUSED = {
+    of_a_submodule: NOT_MADE, of_the_forward_method: NOT_MADE, of_an_unknown_output: NOT_MADE,
+    beside_a_known_output: NOT_MADE, by_autograd_grad: TAKEN, by_autograd_grad_of_a_submodule: TAKEN,
+}  # fmt: skip
+
+
+def raised(fsdp: bool, *ways: Callable[[Net], None]) -> list[str]:
+    found = []
+    for way in ways:
+        model = make(2, fsdp)
+        try:
+            way(model)
+        except RuntimeError as error:
+            found.append(str(error))
+        else:
+            found.append(f"{way.__name__}: no error")
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_whose_sums_would_not_come_is_refused(ranks):
+    for messages in ranks(2).run(raised, False, *REFUSED):
+        for message, expected in zip(messages, REFUSED.values(), strict=True):
+            assert expected in message
+
+
+@pytest.mark.ranks(4)
+def test_a_backward_whose_sums_would_not_come_is_refused_under_fsdp(ranks):
+    for messages in ranks(4).run(raised, True, of_a_submodule):
+        assert NOT_MADE in messages[0]
+
+
+def of_inputs_only() -> tuple[float, list[str]]:
+    """A gradient of x takes no partial gradients: from any output, without an error."""
+    model, mesh = make(2), worker.mesh(tp=2)
+    x = dlp.scatter_tokens(batch(0), mesh["tp"]).requires_grad_()
+    (dx,) = torch.autograd.grad(loss_of(model.block(x)), [x])
+    return float(dx.norm()), list(gradients(dict(model.named_parameters())))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_inputs_are_nobodys_part(ranks):
+    for norm, left in ranks(2).run(of_inputs_only):
+        assert norm > 0 and left == []
