@@ -5,10 +5,12 @@
     y.sum().backward()                    # outside: backward follows the recipe that forward ran under
 
 The region is a context variable, looked up once per forward of a layer; regions nest, the innermost decides. A forward
-that backward runs again (activation checkpointing) uses what the first one used, wherever backward is.
+that backward runs again (activation checkpointing) uses what the first one used, wherever backward is, and whatever has
+run since (`dlp.parallel.recompute`).
 
 Where no optimizer is attached, there is no step boundary. Delayed scales are then updated as Transformer Engine does:
-those of x and w when the outermost region ends, if gradients are enabled, and those of dy at the end of each backward.
+those of x and w when the outermost region ends, if gradients are enabled, and those of dy at the end of the backward of
+what ran in it. What runs in no region waits for `dlp.end_step`.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.parallel.runtime import Runtime, in_backward
+from dlp.parallel import recompute
+from dlp.parallel.runtime import ForwardScales, Runtime, in_backward
 from dlp.parallel.spec import LinearSpec
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, SlotOptions, slot_options
@@ -64,19 +67,22 @@ def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
 
 @dataclass
 class Region:
-    """What one `with` block asks for, and the runtimes of the layers that ran in it."""
+    """What one `with` block asks for, and the runtimes of the layers that ran in it. `learns`: it was entered with
+    gradients enabled."""
 
     enabled: bool
     recipe: Any
     calibrating: bool
     group: ProcessGroup | None
+    learns: bool
     touched: dict[Runtime, None] = field(default_factory=dict)
     resolved: set[LinearSpec] = field(default_factory=set)
 
     def spec_for(self, core: LinearCore) -> LinearSpec:
         """The layer's own spec, or the variant of it that this region asks for."""
         runtime = core.spec.runtime
-        runtime.enter_region(self.group)
+        runtime.regions = True
+        core.ran_in_region |= self.learns
         self.touched[runtime] = None
         key = (self.enabled, self.recipe, self.calibrating, self.group)
         if key not in core.variants and key != (True, None, self.calibrating, None):
@@ -104,13 +110,44 @@ def active_region() -> Region | None:
     return _REGION.get()
 
 
+class Ran(NamedTuple):
+    """What a forward of a layer ran under."""
+
+    spec: LinearSpec
+    scales: ForwardScales | None
+
+
 def active_spec(core: LinearCore) -> LinearSpec:
-    """The spec that a forward of this layer runs under, here and now."""
-    if in_backward():
-        return core.last_spec
-    region = _REGION.get()
-    core.last_spec = core.spec if region is None else region.spec_for(core)
-    return core.last_spec
+    """The spec that a forward of this layer runs under, here and now; the runtime has its scales."""
+    region, own, runtime = _REGION.get(), core.spec, core.spec.runtime
+    if region is None and not runtime.regions and (runtime.attached or not own.slots):
+        return own  # no forward can have run under anything else
+    checkpoints = recompute.running()
+    ran = _again(core, checkpoints) if in_backward() else _first(core, region)
+    runtime.recomputations.keep(core, ran, checkpoints)
+    runtime.scales = ran.scales
+    return ran.spec
+
+
+def _first(core: LinearCore, region: Region | None) -> Ran:
+    """What a forward that no backward asks for runs under."""
+    spec, runtime = core.spec if region is None else region.spec_for(core), core.spec.runtime
+    if runtime.attached or not spec.slots:
+        return Ran(spec, None)
+    return Ran(spec, runtime.slots.hold(region is not None, None if region is None else region.group))
+
+
+def _again(core: LinearCore, checkpoints: list[recompute.Checkpoint]) -> Ran:
+    """What the forward ran under that is run again now."""
+    ran: Ran | None = core.spec.runtime.recomputations.next(core, checkpoints)
+    if ran is not None:
+        return ran
+    if core.ran_in_region and not any(each.again for each in checkpoints):
+        raise ValueError(
+            f"{core.spec.name}: backward runs it again, and nothing says under which dlp.autocast region it ran: pass "
+            f"use_reentrant=False to torch.utils.checkpoint, or set recipes by layer groups"
+        )
+    return _first(core, None)
 
 
 def check_compiled(spec: LinearSpec) -> None:
@@ -139,7 +176,7 @@ def autocast(
     """
     chosen = None if recipe is None else recipes.made(recipe)
     outer = _REGION.get()
-    region = Region(enabled, chosen, calibrating, amax_reduction_group)
+    region = Region(enabled, chosen, calibrating, amax_reduction_group, torch.is_grad_enabled())
     token = _REGION.set(region)
     try:
         yield
@@ -149,4 +186,4 @@ def autocast(
         outer.touched.update(region.touched)
     elif torch.is_grad_enabled():
         for runtime in region.touched:
-            runtime.leave_region()
+            runtime.leave_region(amax_reduction_group)

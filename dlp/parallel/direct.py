@@ -94,7 +94,7 @@ def call_of(
     else:
         calls, alike = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
     x = inputs[0]
-    key = (spec, record, x.requires_grad, *like(x), *alike, multiplies_tf32(x), spec.runtime.by_regions)
+    key = (spec, record, x.requires_grad, *like(x), *alike, multiplies_tf32(x))
     if len(inputs) > 1:
         key += (inputs[1].requires_grad, *like(inputs[1]))
     found: Call | None = calls.get(key)
@@ -134,7 +134,7 @@ class DirectLinearFn(torch.autograd.Function):
     def forward(ctx: Any, call: Call, sides: Sides | None, *tensors: Any) -> tuple[Tensor, ...]:
         inputs, parameters = tensors[: call.first - X], tensors[call.first - X :]
         ys, kept, weights = forward(call, sides, inputs, parameters)
-        ctx.call, ctx.sides = call, sides
+        ctx.call, ctx.sides, ctx.scales = call, sides, call.spec.runtime.scales
         ctx.save_for_backward(*weights, *to_save(inputs, kept, call.save))
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -151,7 +151,7 @@ class DirectLinearFn(torch.autograd.Function):
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     call, needs, saved = ctx.call, ctx.needs_input_grad, ctx.saved_tensors
     wanted = call.wants(needs, tuple([dy is not None for dy in dys]))
-    made = _gradients(call, wanted, [dys[i] for i in wanted.used], saved[: call.count], saved[call.count :], ctx.sides)
+    made = _gradients(call, wanted, [dys[i] for i in wanted.used], saved[: call.count], saved[call.count :], ctx)
     grads: list[Any] = [None] * len(needs)
     for place, grad in zip(wanted.places, made, strict=True):
         grads[place] = grad
@@ -163,10 +163,11 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
 
 def _gradients(
     call: Call, wanted: Wanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor],
-    sides: Sides | None,
+    ctx: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Those that are wanted, in the order dx, dw_i, db_i."""
-    spec, used = call.spec, wanted.used
+    spec, used, sides = call.spec, wanted.used, ctx.sides
+    spec.runtime.scales = ctx.scales
     spec.runtime.in_layer_backward()
     weights = weights if len(used) == call.count else [weights[i] for i in used]
     key: Key = (wanted.dx, *used, *wanted.dw, *wanted.db, *[lies(tensor) for tensor in (*dys, *saved)])
@@ -177,9 +178,11 @@ def _gradients(
         members = [spec.members[i] for i in used]
         parts = gathered_parts(spec, members, weights, call.x_dtype, row=False, record=True)
         key += tuple(map(like, parts))
-    return call.programs.backward(
+    grads = call.programs.backward(
         key, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, wanted.db, call.x_shape
     )
+    spec.runtime.scales = None
+    return grads
 
 
 _backward_once = once_differentiable(_backward)

@@ -47,8 +47,9 @@ class LinearCore:
     """Computes y_i = x @ w_i.T + b_i for its members. `caches`: weights are cast at the step boundary, not at use."""
 
     def __init__(self, spec: LinearSpec, members: Sequence[Member]) -> None:
-        self.spec = self.last_spec = spec
+        self.spec = spec
         self.variants: dict[Any, LinearSpec] = {}  # by what an autocast region asks for
+        self.ran_in_region = False
         self.stats: StatsTable | None = None
         self.members = list(members)
         self.caches = False
@@ -84,7 +85,7 @@ class LinearCore:
 
     def set_spec(self, spec: LinearSpec) -> None:
         """Change the layer's own spec, at a step boundary."""
-        self.spec = self.last_spec = spec
+        self.spec = spec
         self.variants.clear()
         self.cast_weights.drop()
 

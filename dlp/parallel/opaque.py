@@ -64,12 +64,14 @@ def linear_bwd(
     parts = _parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else ()
     key = dtype, *used, needs_dx, *needs_dw, *needs_db, *map(like, (*dys, *saved, *weights, *parts))
     programs = _programs_of(spec, dys[0])
-    return programs.backward(key, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
+    grads = programs.backward(key, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
+    spec.runtime.scales = None
+    return grads
 
 
 def _programs_of(spec: LinearSpec, x: Tensor) -> Programs:
     """Those of a layer that is called as ops, for x or dy in this dtype."""
-    key = Programs, x.get_device(), multiplies_tf32(x), spec.runtime.by_regions
+    key = Programs, x.get_device(), multiplies_tf32(x)
     found: Programs | None = spec.calls.get(key)
     if found is None:
         found = spec.calls[key] = Programs(spec, x)
@@ -163,6 +165,8 @@ class OpaqueLinearFn(torch.autograd.Function):
         saved = to_save(inputs, kept, save)
         ctx.kind, ctx.reads, ctx.count, ctx.delay, ctx.num_saved = kind, reads, count, delay, len(saved)
         ctx.x_shape, ctx.x_dtype = inputs[0].shape, inputs[0].dtype
+        traced = torch.compiler.is_dynamo_compiling()  # no region reaches into that
+        ctx.scales = None if traced else spec_of(ticket).runtime.scales
         ctx.save_for_backward(ticket, *saved, *weights, *cached)
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -182,6 +186,8 @@ def _backward(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
     needs_dx, needs = any(ctx.needs_input_grad[7 : 7 + reads]), ctx.needs_input_grad[7 + reads :]
     needs_dw, needs_db = [needs[i] for i in used], [needs[count + i] for i in used]
     size = len(cached) // count
+    if ctx.scales is not None:
+        spec_of(ticket).runtime.scales = ctx.scales
     grads = iter(torch.ops.dlp.linear_bwd(
         [dys[i] for i in used], saved, [weights[i] for i in used],
         [part for i in used for part in cached[i * size : (i + 1) * size]], ticket, ctx.kind, ctx.x_dtype, used,

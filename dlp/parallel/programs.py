@@ -43,7 +43,7 @@ class Programs:
     """
 
     def __init__(self, spec: LinearSpec, x: Tensor) -> None:
-        possible = program.possible(x) and not spec.runtime.by_regions
+        possible = program.possible(x)
         self.spec = spec
         self.plain = {way: possible and _programmable(spec, way) for way in DIRECTIONS}
         self.made: dict[Key, Program | str] = {}
@@ -79,6 +79,9 @@ class Programs:
 
     def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
         """What `run` returns, which reads the tensors given."""
+        scales = self.spec.runtime.scales
+        if scales is not None and scales.values is not None:  # a program reads those in the table
+            return run()
         found = self.made.get(key)
         if isinstance(found, Program):
             return found(given)

@@ -8,8 +8,8 @@ The table is made when it is first needed, for every layer of the model, whether
 are equal on all ranks, so one all-reduce of the staging row agrees on everything and waits for nobody.
 
 Scales change at the step boundary. A model without one, used under `autocast`, updates those of x and w when the region
-ends and those of dy when backward does (`before` keeps the scales that forward used for the casts that backward makes
-of x and w), so that both ways give the same bits.
+ends and those of dy at the end of the backward of what ran in it. Casts that backward makes of x and w, and those of a
+recomputation, use the scales of their own forward (`ForwardScales`), so that both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm.amax import agree
+from dlp.parallel.recompute import Recomputations
 from dlp.quant.quantizer import ScaleSlot
 from dlp.quant.state import SlotTable
 from dlp.quant.stats import StatsTable
@@ -53,6 +54,24 @@ def in_backward() -> bool:
 
 
 @dataclass
+class ForwardScales:
+    """The delayed scales that a forward casts with, for its backward and its recomputation: those in the table as long as
+    that has not changed, then `values`. `by_region`: it ran in an autocast region, and dy's scales follow its backward,
+    agreed over `group`, None for the model's own."""
+
+    table: SlotTable
+    by_region: bool
+    group: ProcessGroup | None
+    values: Tensor | None = None
+
+    def slot(self, name: str) -> ScaleSlot:
+        """What a cast reads once the table has changed; its amax has counted."""
+        assert self.values is not None
+        scale = self.values[self.table.index(name)]
+        return ScaleSlot(scale, torch.zeros_like(scale))
+
+
+@dataclass
 class Slots:
     """The table, and by slot: whether forward casts it, and whether ranks agree on it (bool [slots]).
 
@@ -62,24 +81,41 @@ class Slots:
     table: SlotTable
     forward: Tensor
     agreed: Tensor
-    before: Tensor  # fp32 [slots], the scales of the last forward
     views: dict[str, ScaleSlot] = field(default_factory=dict)  # of the table, by name
     masks: dict[tuple[bool, ...], Tensor] = field(default_factory=dict)  # bool [slots], as they were needed
+    held: dict[Any, ForwardScales] = field(default_factory=dict)  # by forwards that have run with these scales
+
+    def hold(self, by_region: bool, group: ProcessGroup | None) -> ForwardScales:
+        """Of a forward that runs now."""
+        found = self.held.get((by_region, group))
+        if found is None:
+            found = self.held[by_region, group] = ForwardScales(self.table, by_region, group)
+        return found
+
+    def part(self) -> None:
+        """The scales are about to change: forwards that ran with them keep theirs."""
+        if self.held:
+            values = self.table.scale.clone()
+            for each in self.held.values():
+                each.values = values
+            self.held.clear()
 
 
 class Runtime:
     """`seed`: of stochastic rounding. `dp` = (rank, size): which tokens of a global microbatch this rank has.
     `amax_group`: who shares delayed scales, None for this rank alone. `lone`: of a single layer, which has no model
     around it that would count microbatches. `attached`: an optimizer step is the step boundary. `draws`: a layer rounds
-    by chance, so microbatches are counted."""
+    by chance, so microbatches are counted. `regions`: a layer has run in an autocast region. `scales`: of the forward that is
+    running, run again or differentiated; None: those in the table."""
 
     def __init__(
         self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False
     ) -> None:
         self.seed, self.dp = seed, dp
         self.amax_group, self.lone = amax_group, lone
-        self.attached = self.in_regions = self.draws = False
-        self.region_group: ProcessGroup | None = None
+        self.attached = self.regions = self.draws = False
+        self.scales: ForwardScales | None = None
+        self.recomputations: Recomputations[Any] = Recomputations()
         self.cores: list[LinearCore] = []
         self.made: list[LinearSpec] = []  # all specs that refer to it
         self.shards: dict[str, ShardedWeight] = {}  # by member: the weights that FSDP gathers, once attached
@@ -144,15 +180,15 @@ class Runtime:
         agreed = {name: spec.recipe.reduce_amax for name, spec, _, _ in named}
         masks = [torch.tensor([mask[name] for name in table.names], dtype=torch.bool) for mask in (forward, agreed)]
         device = table.scale.device
-        return Slots(table, masks[0].to(device), masks[1].to(device), table.scale.clone())
+        return Slots(table, masks[0].to(device), masks[1].to(device))
 
     def rebuild(self) -> None:
         """Layers got another recipe: a table for them, in which slots that stay keep their state."""
         if self._slots is None:
             return
         old, new = self._slots, self._make_slots()
+        old.part()
         new.table.adopt(old.table)
-        new.before.copy_(new.table.scale)
         self._slots = new
         for spec in self.made:  # whose programs read the old one
             spec.calls.clear()
@@ -162,13 +198,13 @@ class Runtime:
     def slot(self, spec: LinearSpec, tensor: str, member: str, columnwise: bool, record: bool) -> ScaleSlot:
         """What a cast of one tensor reads and writes. `record`: its amax counts."""
         name, slots = spec.slot_name(tensor, member, columnwise), self.slots
+        own = None if self.attached else self.scales
+        if own is not None and own.values is not None and tensor in FORWARD:
+            return own.slot(name)
         slot = slots.views.get(name)
         if slot is None:
             slot = slots.views[name] = slots.table.slot(name)
-        again = self.by_regions and in_backward() and tensor in FORWARD
-        if again:  # by now the region's end has taken the amax and updated the scale
-            slot = ScaleSlot(slots.before[slots.table.index(name)], slot.staging)
-        return slot if record and not again else ScaleSlot(slot.scale, torch.zeros_like(slot.staging))
+        return slot if record else ScaleSlot(slot.scale, torch.zeros_like(slot.staging))
 
     def end_step(self) -> None:
         """The step boundary of delayed scales. The amax of a weight that was cast at the last one counts if its layer
@@ -199,17 +235,16 @@ class Runtime:
     def update(self, forward: bool | None = None, group: ProcessGroup | None = None) -> None:
         """Agree on what was staged and let the scales follow: of all slots, or of those that forward (or backward)
         casts. Every rank of the amax group calls it, whatever it ran."""
-        slots = self.slots
+        slots, staging, self.scales = self.slots, self.slots.table.staging, None
+        if forward is not False:
+            slots.part()
         if forward is None:
-            slots.table.update(self._reduced(slots.table.staging, group))
-            if not self.attached:  # regions may come
-                slots.before.copy_(slots.table.scale)
+            slots.table.update(self._reduced(staging, group))
             return
-        staging, chosen, before = slots.table.staging, slots.forward == forward, slots.table.scale.clone()
+        chosen = slots.forward == forward
         kept, mine = torch.where(chosen, 0.0, staging), torch.where(chosen, staging, 0.0)
         slots.table.update(self._reduced(mine, group))
         staging.copy_(kept)
-        slots.before.copy_(before if forward else slots.table.scale)
 
     def _reduced(self, staged: Tensor, group: ProcessGroup | None) -> Tensor:
         """The amaxes of all slots, of the group's ranks where they agree on them."""
@@ -220,31 +255,22 @@ class Runtime:
             return staged
         return torch.where(self.slots.agreed, agree([staged], group)[0], staged)
 
-    @property
-    def by_regions(self) -> bool:
-        """Scales change when `autocast` regions and backwards end: no optimizer is attached."""
-        return self.in_regions and not self.attached
-
-    def enter_region(self, group: ProcessGroup | None) -> None:
-        """A layer runs under `autocast`, with this amax group or None for the model's own."""
-        self.in_regions, self.region_group = True, group
-
-    def leave_region(self) -> None:
-        """The outermost region ends: forward is over."""
-        if self.by_regions and self.has_slots():
-            self.update(True, self.region_group)
+    def leave_region(self, group: ProcessGroup | None) -> None:
+        """The outermost region ends: forward is over. `group`: that of the region."""
+        if not self.attached and self.has_slots():
+            self.update(True, group)
 
     def in_layer_backward(self) -> None:
-        """Under the rule of regions, the end of the backward that is running now updates what it staged; every layer
-        asks for it, it is done once. RuntimeError where partial gradients would not be summed."""
+        """A layer differentiates a forward that ran with `scales`. If that was in a region, the end of the backward that is
+        running now updates what it staged; every layer asks for it, it is done once. RuntimeError where partial gradients
+        would not be summed."""
         if self.sums is not None:
             self.sums.check_announced()
-        if not self.by_regions:
-            return
+        scales = self.scales
         task = torch._C._current_graph_task_id()
-        if task == self._task or not self.has_slots():
+        if scales is None or not scales.by_region or self.attached or task == self._task:
             return
-        self._task, group = task, self.region_group
+        self._task, group = task, scales.group
         _ENGINE.queue_callback(lambda: self.update(False, group))
 
     def note(self, text: str) -> None:

@@ -1,0 +1,197 @@
+"""What a forward in an autocast region leaves to its own backward and recomputation, and to nobody else. No ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import dlp
+from dlp.parallel.linear import Linear
+from tests.cases import matrix
+from tests.metrics import assert_bit_equal, relative_error
+
+SIZE = 32
+DELAYED = dlp.recipe("fp8_delayed", amax_history_len=1)
+Wrap = Callable[..., Tensor]
+
+
+def layer(recipe: Any = DELAYED) -> Linear:
+    """Weights and gradients are far from 1: a scale of 1, or that of another forward, flushes or clips them."""
+    torch.manual_seed(0)
+    linear = Linear(SIZE, SIZE, recipe=recipe)
+    with torch.no_grad():
+        linear.weight.mul_(1e-3)
+    return linear
+
+
+def scale(linear: Linear, tensor: str) -> float:
+    table = linear.core.spec.runtime.slots.table
+    return table.scale[table.index(f"linear.{tensor}")].item()
+
+
+def directly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+def again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=False)
+
+
+def again_watched(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Selective checkpointing: a dispatch mode, under which a linear is opaque ops."""
+    saved = [torch.ops.aten.add.Tensor]
+    return checkpoint(function, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(saved))
+
+
+def test_a_calibrating_forward_leaves_nothing_to_a_step_outside():
+    linear = layer()
+    with dlp.autocast(enabled=False, calibrating=True):
+        linear(matrix("gauss", SIZE, SIZE, 1))
+    x, dy = matrix("gauss", SIZE, SIZE, 2).requires_grad_(), matrix("gauss", SIZE, SIZE, 3)
+    linear(x).backward(dy)
+    assert relative_error(x.grad, dy @ linear.weight.detach()) < 0.1, "backward casts w by the scale that forward had"
+    assert scale(linear, "dy") == 1.0
+    dlp.end_step(linear)
+    assert scale(linear, "dy") == pytest.approx(57344 / dy.abs().max().item())
+
+
+def test_an_evaluation_in_a_region_leaves_nothing_to_a_step_outside():
+    linear = layer()
+    with torch.no_grad(), dlp.autocast():
+        linear(matrix("gauss", SIZE, SIZE, 1))
+    linear(matrix("gauss", SIZE, SIZE, 2)).backward(torch.ones(SIZE, SIZE))
+    assert [scale(linear, name) for name in ("x", "w", "dy")] == [1.0, 1.0, 1.0], "they wait for the step boundary"
+
+
+def results(runs: list[Callable[[Tensor], Tensor]], linear: nn.Module, order: list[int], wrap: Wrap) -> list[Tensor]:
+    """dx and dw of forwards that all come before their backwards, which come in this order. The magnitude of x jumps."""
+    xs = [matrix("gauss", SIZE, SIZE, seed) * factor for seed, factor in ((1, 1.0), (2, 1024.0), (3, 1e-2))]
+    xs = [x.requires_grad_() for x in xs]
+    ys = [wrap(run, x) for run, x in zip(runs, xs, strict=True)]
+    found = []
+    for i in order:
+        linear.zero_grad()
+        ys[i].backward(matrix("gauss", SIZE, SIZE, 10 + i))
+        found += [xs[i].grad, *(p.grad.clone() for p in linear.parameters())]
+    return found
+
+
+def inside(linear: Linear, recipe: Any = None) -> Callable[[Tensor], Tensor]:
+    """A forward in a region of its own, which the checkpointed function enters."""
+
+    def run(x: Tensor) -> Tensor:
+        with dlp.autocast(recipe=recipe):
+            return linear(x)
+
+    return run
+
+
+def outside(linear: Callable[[Tensor], Tensor], wrap: Wrap, recipe: Any = None) -> Callable[[Tensor], Tensor]:
+    """A forward in a region of its own, in which it is checkpointed."""
+
+    def run(x: Tensor) -> Tensor:
+        with dlp.autocast(recipe=recipe):
+            return wrap(linear, x)
+
+    return run
+
+
+@pytest.mark.parametrize("wrap", [again, again_watched])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=str)
+def test_each_forward_has_its_own_delayed_scales_in_backward_and_in_recomputation(wrap, order):
+    found = []
+    for how in (directly, wrap):
+        linear = layer()
+        for _ in range(2):
+            outside(linear, directly)(matrix("gauss", SIZE, SIZE, 5)).backward(torch.ones(SIZE, SIZE))
+        found.append(results([outside(linear, how)] * 3, linear, order, directly))
+    for plain, recomputed in zip(*found, strict=True):
+        assert_bit_equal(recomputed, plain)
+
+
+def test_a_checkpoint_in_a_checkpoint_repeats_its_own_forward():
+    """The outer one needs y: its recomputation runs the layer, in a checkpoint that is new."""
+    found = []
+    for inner, outer in ((directly, directly), (again, again)):
+        linear = layer()
+
+        def squared(x: Tensor, linear: Linear = linear, inner: Wrap = inner) -> Tensor:
+            return inner(linear, x).square()
+
+        found.append(results([outside(squared, outer)] * 3, linear, [1, 0, 2], directly))
+    for plain, recomputed in zip(*found, strict=True):
+        assert_bit_equal(recomputed, plain)
+
+
+def test_a_backward_after_another_region_casts_w_by_the_scale_of_its_own_forward():
+    linear, x = layer(), matrix("gauss", SIZE, SIZE, 1)
+    run = outside(linear, directly)
+    dy = matrix("gauss", SIZE, SIZE, 2)
+    run(x).backward(dy)
+    first = run(x.requires_grad_())
+    with torch.no_grad():
+        linear.weight.data = linear.weight * 1e-3
+    run(x)  # the scale of w grows by 1000 when this region ends, far too much for the first forward's w
+    with torch.no_grad():
+        linear.weight.data = linear.weight * 1e3
+    first.backward(dy)
+    assert relative_error(x.grad, dy @ linear.weight.detach()) < 0.1
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("enter", [inside, lambda linear, recipe: outside(linear, again, recipe)])
+def test_recomputation_runs_the_recipe_of_its_own_forward_whatever_ran_since(attached, enter):
+    found = []
+    for recompute in (False, True):
+        linear = layer()
+        if attached:
+            dlp.attach(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
+        entered = [enter(linear, name) if recompute else inside(linear, name) for name in ("mxfp8", "nvfp4", None)]
+        wrap = again if recompute and enter is inside else directly
+        found.append(results(entered, linear, [0, 1, 2], wrap))
+    for plain, recomputed in zip(*found, strict=True):
+        assert_bit_equal(recomputed, plain)
+
+
+def test_one_checkpoint_across_two_regions_and_a_forward_outside():
+    def run(linear: Linear, wrap: Wrap) -> list[Tensor]:
+        x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
+        y = wrap(lambda x: linear(inside(linear, "fp8_block")(inside(linear, "mxfp8")(x))), x)
+        inside(linear, "nvfp4")(x)
+        y.backward(torch.ones(SIZE, SIZE))
+        assert x.grad is not None and linear.weight.grad is not None
+        return [y.detach(), x.grad, linear.weight.grad]
+
+    warm = inside(layer("fp8_current"), "mxfp8")
+    warm(matrix("gauss", SIZE, SIZE, 1))
+    for plain, recomputed in zip(run(layer("bf16"), directly), run(layer("bf16"), again), strict=True):
+        assert_bit_equal(recomputed, plain)
+
+
+def test_a_second_backward_recomputes_alike():
+    linear = layer()
+    x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
+    y = outside(linear, again, "mxfp8")(x)
+    grads = []
+    for _ in range(2):
+        linear.zero_grad()
+        y.backward(torch.ones(SIZE, SIZE), retain_graph=True)
+        grads.append(linear.weight.grad.clone())
+        inside(linear, "nvfp4")(x)
+    assert_bit_equal(grads[1], grads[0])
+
+
+def test_a_reentrant_checkpoint_in_a_region_is_refused_and_one_outside_is_not():
+    linear, x = layer(), matrix("gauss", SIZE, SIZE, 1).requires_grad_()
+    with torch.no_grad(), dlp.autocast():
+        linear(x)
+    checkpoint(linear, x, use_reentrant=True).sum().backward()
+    with dlp.autocast():
+        y = checkpoint(linear, x, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"^Linear: backward runs it again, and nothing says .* use_reentrant=False"):
+        y.sum().backward()
