@@ -7,7 +7,6 @@ memory allocated and filled, each rank with its slice.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ from dlp.parallel.grad_wire import set_grad_wire
 from launch import schedule
 from launch.config import Batch, Config, ConfigError, validate_world
 from launch.model import DTYPES, Llama, init_weights, parallel_groups
-from launch.sections import Train
 
 
 @dataclass(frozen=True)
@@ -102,14 +100,6 @@ def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, quantized_gather: 
     for block in model.model.layers:
         dlp.fully_shard(block, mesh=mesh, mp_policy=policy, quantized_gather=quantized_gather)
     dlp.fully_shard(model, mesh=mesh, mp_policy=policy, quantized_gather=quantized_gather)
-
-
-def learning_rate(step: int, train: Train) -> float:
-    """Of the step'th step, from 0: linear warm-up, then a cosine down to `min_lr` of the peak at the last step."""
-    if step < train.warmup:
-        return train.lr * (step + 1) / train.warmup
-    progress = min((step - train.warmup) / max(1, train.steps - 1 - train.warmup), 1.0)
-    return train.lr * (train.min_lr + (1.0 - train.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 def make_optimizer(model: nn.Module, config: Config, device: torch.device) -> AdamW:

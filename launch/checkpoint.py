@@ -58,10 +58,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The steps that were done, and what is to be told of the difference between that run and this one."""
+    """The steps that were done, what is to be told of the difference between that run and this one, and that run's config,
+    a TOML file."""
 
     step: int
     remarks: list[str]
+    config: str
 
 
 def complete(folder: Path) -> list[Path]:
@@ -206,7 +208,7 @@ def load(path: Path, training: Training) -> Loaded:
         raise CheckpointError(f"{path} does not fit this run's recipes: {error}") from error
     if same_ranks:
         _set_rng(state["rng"][rank], training.device)
-    return Loaded(manifest["step"], changes(manifest["config"], training.config) + told)
+    return Loaded(manifest["step"], changes(manifest["config"], training.config) + told, manifest["config"])
 
 
 def _saved_recipes(path: Path) -> dict[str, Tensor]:

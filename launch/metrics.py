@@ -1,7 +1,7 @@
 """What a run's numbers mean: model FLOPs, a device's peak, memory; and how they are shown and kept.
 
 `metrics.jsonl` has one JSON object a line, each with its "step". `Progress` shows the steps on rank 0: a bar on a
-terminal, plain lines in a log file or a pipe.
+terminal, plain lines in a log file or a pipe. Whoever prints while a bar may be there does so by `tell`.
 """
 
 import json
@@ -67,19 +67,32 @@ def drop_after(path: Path, step: int) -> None:
     rewritten.replace(path)
 
 
+def tell(text: str) -> None:
+    """A line on stdout, above the progress bar where there is one."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
 class Progress:
-    """Steps done out of `steps`, a run having begun at `first`."""
+    """Steps done out of `steps`, a run having begun at `first`: a bar where stdout and stderr are terminals, else lines on
+    stdout, in order with all else that a run says."""
 
     def __init__(self, steps: int, first: int = 0) -> None:
-        self._bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=None)
+        self._steps = steps
+        plain = None if sys.stdout.isatty() else True  # None: tqdm asks stderr, where the bar is
+        self._bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=plain)
 
     def show(self, step: int, text: str) -> None:
         """`step` steps are done; `text` says how it goes."""
-        if self._bar.disable:  # not a terminal
-            print(f"step {step}/{self._bar.total}: {text}", file=sys.stderr, flush=True)
+        if self._bar.disable:
+            self.tell(step, text)
             return
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
+
+    def tell(self, step: int, text: str) -> None:
+        """A line of its own about a step, on a terminal too."""
+        tell(f"step {step}/{self._steps}: {text}")
 
     def close(self) -> None:
         self._bar.close()

@@ -76,7 +76,6 @@ class Recorder:
         peak = peak_flops(device)
         self._peak = None if peak is None else peak * world_size
         self._progress: Progress | None = None
-        self._validation: float | None = None
 
     def begin(self, step: int) -> None:
         """The run starts or continues at `step`: drop what a former run recorded beyond it, and show progress."""
@@ -100,13 +99,13 @@ class Recorder:
             seconds=round(seconds, 6), split=split, wire_bytes=wire_bytes, peak_memory_bytes=peak_memory(self._device),
         )  # fmt: skip
         if self._progress is not None:
-            validation = "" if self._validation is None else f", validation {self._validation:.3f}"
-            self._progress.show(step, f"loss {loss:.3f}{validation}, {rate:,.0f} tokens/s")
+            self._progress.show(step, f"loss {loss:.3f}, {rate:,.0f} tokens/s")
 
     def validation(self, step: int, loss: float) -> None:
-        self._validation = loss
         if self._run.leader:
             self._write(step=step, validation_loss=loss)
+            if self._progress is not None:
+                self._progress.tell(step, f"validation {loss:.3f}")
             write_plot([self._run.path], self._run.path / "loss.png")
 
     def baseline(self, step: int, found: Baseline) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlp import Plan
 from dlp.comm.mesh import describe
 from launch.config import Config, to_toml
+from launch.metrics import tell
 
 LIBRARIES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "TORCH_")  # whose environment variables env.txt records
 
@@ -45,7 +46,7 @@ class RunDir:
         """To this rank's log; rank 0 prints it too."""
         self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
         if self.leader:
-            print(text, flush=True)
+            tell(text)
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:

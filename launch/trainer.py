@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from dlp.parallel.embedding import IGNORED
 from dlp.parallel.runtime import runtime_of
 from launch import checkpoint
 from launch.baseline import baseline
-from launch.build import Built, learning_rate
+from launch.build import Built
 from launch.check_data import check_data
 from launch.clip import GradientNorm
 from launch.config import Config, to_toml
@@ -34,6 +34,7 @@ from launch.data import open_data
 from launch.diagnose import first_not_finite
 from launch.exposure import profiled
 from launch.graph import WARM_UP, CapturedStep
+from launch.rate import learning_rate, rate_remarks
 from launch.recorder import OnTheWay, Recorder, Stopwatch
 from launch.rundir import RunDir, move_aside
 from launch.schedule import some
@@ -46,7 +47,7 @@ from launch.wire import OWN, WireWatch
 class Step:
     """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, gradient norm.
     `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for. `wire`: bytes
-    this rank sent in it, by group."""
+    this rank sent in it, by group. `remarks`: what is to be said of it, after its numbers."""
 
     number: int
     numbers: OnTheWay
@@ -55,6 +56,7 @@ class Step:
     began: float
     wire: dict[str, int]
     ended: float | None = None
+    remarks: list[str] = field(default_factory=list)
 
 
 class NotFinite(Exception):
@@ -91,7 +93,7 @@ class Trainer:
             return 0
         loaded = checkpoint.load(path, self.state)
         self.run.say(f"resuming from step {loaded.step} ({path})")
-        for remark in loaded.remarks:
+        for remark in (*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train)):
             self.run.say(remark)
         if self.run.leader and path.resolve().parent == self.run.checkpoints.resolve():
             for later in (each for each in checkpoint.complete(path.parent) if checkpoint.step_of(each) > loaded.step):
@@ -123,7 +125,7 @@ class Trainer:
         with self.wire.step() as watched:
             current = self.train_step(step)
         if watched:
-            self.run.say(f"step {step + 1}: {self.wire.said()}")
+            current.remarks.append(f"step {step + 1}: {self.wire.said()}")
         return current
 
     def profiled_step(self, step: int) -> Step:
@@ -133,7 +135,7 @@ class Trainer:
         trace = self.run.path / f"trace-step-{step + 1}.json"
         current, found = profiled(lambda: self.watched_step(step), self.built.device, trace)
         self.recorder.exposure(step + 1, found)
-        self.run.say(
+        current.remarks.append(
             f"step {step + 1}: transfers took {found.transfers:.1f} ms of {found.step:.1f} under the profiler, "
             f"{found.exposed:.1f} ms with nothing computed beside them; trace {trace}"
         )
@@ -215,13 +217,19 @@ class Trainer:
         loss /= self.built.mesh["tp"].size()  # every tp rank brought the same
         seconds = (step.ended or time.perf_counter()) - step.began
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.say_remarks(step)
             batches = [tokens for tokens, _ in self.batches(self.train_data, step.number - 1)]
             raise NotFinite(first_not_finite(self.built.model, batches, step.number, loss, norm))
         split = step.watch.split()
         self.recorder.step(
             step.number, loss=loss, norm=norm, lr=step.lr, seconds=seconds, split=split, wire_bytes=step.wire
         )
+        self.say_remarks(step)
         self.wants_stop = wishes > 0
+
+    def say_remarks(self, step: Step) -> None:
+        for remark in step.remarks:
+            self.run.say(remark)
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -255,7 +263,7 @@ class Trainer:
                 self.read(in_flight)
             in_flight, done = current, done + 1
             self.stop.beat()
-            self.tell_recipes(done)
+            self.tell_recipes(current)
             saves = done % config.checkpoint.every == 0 or done == steps
             validates = done % config.train.eval_every == 0 or done == steps
             if saves or validates or self.wants_stop:
@@ -268,13 +276,14 @@ class Trainer:
                 self.save(done)
         return done, loss
 
-    def tell_recipes(self, done: int) -> None:
-        """Log what was counted in this step, the swaps that its boundary made, and the statistics of the layers that are
+    def tell_recipes(self, current: Step) -> None:
+        """Record what was counted in this step, the swaps that its boundary made, and the statistics of the layers that are
         measured."""
+        done = current.number
         if self.wire.watches:
             self.recorder.ledger(done, self.wire.account())
         for swap in (swap for swap in self.recipes.swaps if swap.step == done):
-            self.run.say(f"step {done}: {some(swap.layers)} now {swap.said}")
+            current.remarks.append(f"step {done}: {some(swap.layers)} now {swap.said}")
             self.recorder.swap(done, swap.said, len(swap.layers))
         if self.recipes.stats is not None and done % self.config.train.log_every == 0:
             self.recorder.stats(done, dlp.read_stats(self.built.model))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from launch.config import load
-from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, peak_of, read_metrics
+from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, peak_of, read_metrics, tell
 from launch.plot import labels, main, series, smooth, write_plot
 from launch.sections import Model
 
@@ -78,9 +78,12 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path: Path) -> None:
 def test_progress_prints_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(10, first=3)
     progress.show(4, "loss 2.1")
+    progress.tell(4, "validation 2.3")
+    tell("step 4: said")
     progress.show(10, "loss 2.0")
     progress.close()
-    assert capsys.readouterr().err == "step 4/10: loss 2.1\nstep 10/10: loss 2.0\n"
+    lines = ["step 4/10: loss 2.1", "step 4/10: validation 2.3", "step 4: said", "step 10/10: loss 2.0"]
+    assert capsys.readouterr() == ("".join(f"{line}\n" for line in lines), "")
 
 
 def pieces(terminal: int) -> Iterator[bytes]:
@@ -95,12 +98,28 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     termios.tcsetwinsize(theirs, (24, 100))
     with open(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr(sys, "stdout", terminal)
         progress = Progress(10, 3)
         progress.show(6, "loss 2.1")
+        tell("a line of the log")
+        progress.tell(6, "validation 2.3")
         progress.close()
     shown = b"".join(pieces(ours)).decode()
     os.close(ours)
     assert " 30%|" in shown and " 6/10 [" in shown and "loss 2.1" in shown
+    lines = [line.rpartition("\r")[2] for line in shown.split("\r\n")]
+    assert "a line of the log" in lines and "step 6/10: validation 2.3" in lines, "nothing sticks to the bar"
+
+
+def test_a_pipe_gets_lines_though_stderr_is_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        Progress(10).show(1, "loss 2.1")
+    os.close(ours)
+    assert capsys.readouterr().out == "step 1/10: loss 2.1\n"
 
 
 def make_run(folder: Path, steps: int) -> Path:

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from launch import stop, train
-from launch.build import learning_rate
 from launch.config import load, to_toml
+from launch.rate import learning_rate, rate_remarks
 from launch.train import lost_peer, plan_text
 from tests.command import command
 
@@ -62,3 +62,20 @@ def test_a_lost_peer_is_told_from_other_errors():
     gloo = "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:17827: Connection reset by peer."
     assert lost_peer(RuntimeError(gloo)) and lost_peer(train.dist.DistBackendError("NCCL error"))
     assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_continued_run_says_where_its_learning_rate_leaves_the_curve():
+    """The curve of 300 steps ends at a tenth of the peak; that of 600 is at 0.57 of it after 300."""
+    before, longer = (load("tiny", [f"--train.steps={steps}", "--train.lr=0.01"]) for steps in (300, 600))
+    assert list(rate_remarks(300, to_toml(before), before.train)) == []
+    (warning,) = rate_remarks(300, to_toml(before), longer.train)
+    assert warning == (
+        "WARNING: the learning rate goes from 0.001 in step 300 to 0.00586 in step 301, where the run so far would have gone "
+        "on with 0.001, because train.steps changed and the curve with it; to keep 0.001: --train.lr 0.001 --train.min_lr 1 "
+        "--train.warmup 0"
+    )
+    kept = load("tiny", ["--train.steps=600", "--train.lr=0.001", "--train.min_lr=1", "--train.warmup=0"]).train
+    assert list(rate_remarks(300, to_toml(before), kept)) == []
+    (early,) = rate_remarks(10, to_toml(before), load("tiny", ["--train.steps=300", "--train.lr=0.02"]).train)
+    assert "because train.lr changed" in early
+    assert list(rate_remarks(10, to_toml(before), longer.train)) == [], "the warm-up is the same"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -94,6 +96,29 @@ def test_metrics_have_every_number(ranks, tmp_path, data):
             )  # on GPUs the parts are the device's time, the whole the host's
             assert record["tokens_per_second"] == pytest.approx(8 * 64 / record["seconds"], rel=1e-2)
     assert records[-2]["loss"] < records[0]["loss"] - 0.5
+
+
+def printed(config: Config) -> str:
+    """What a rank prints of a run that is not on a terminal."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        training.run(config)
+    return out.getvalue()
+
+
+@pytest.mark.ranks(2)
+def test_lines_of_a_pipe_are_in_order_and_say_each_validation_once(ranks, tmp_path, data):
+    swap = "[{at_step = 2, recipe = 'bf16'}]"
+    config = training.config(tmp_path, data, "--train.steps=5", "--groups.default.swap", swap)
+    out, nothing = ranks(2).run(printed, config)
+    steps = [re.split(r" [\d.]+(?:,| kB|$)", line)[0] for line in out.splitlines() if line.startswith("step ")]
+    assert steps == [
+        "step 1/5: loss", "step 2/5: loss", "step 2: model.layers.0.self_attn.q_proj and 13 more layers now bf16",
+        "step 3/5: loss", "step 4/5: loss", "step 4/5: validation", "step 5/5: loss",
+        "step 5: the wire carried what the plan says: from each rank tp", "step 5/5: validation",
+    ]  # fmt: skip
+    assert nothing == ""
+    longer = training.config(tmp_path, data, "--train.steps=7", "--groups.default.swap", swap)
+    assert "WARNING: the learning rate goes from 0.001 in step 5 to " in ranks(2).run(printed, longer)[0]
 
 
 @pytest.mark.ranks(2)
