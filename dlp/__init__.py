@@ -18,9 +18,10 @@ from dlp.parallel.embedding import VocabParallelEmbedding, cross_entropy
 from dlp.parallel.fsdp import fully_shard
 from dlp.parallel.ledger import wire_report
 from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.parallel.masters import with_master_weights
 from dlp.parallel.measure import read_stats, record_stats
 from dlp.parallel.plan import Plan, make_plan
-from dlp.parallel.quantized_init import quantized_model_init, with_master_weights
+from dlp.parallel.quantized_init import quantized_model_init
 from dlp.parallel.scales import check_scales, watch_scales
 from dlp.parallel.state import load_state_dict, state_dict
 from dlp.parallel.step import attach, end_step

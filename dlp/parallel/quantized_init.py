@@ -6,13 +6,12 @@
 
 The parameter that such a layer shows is a placeholder: shape, dtype and gradient of the weight, no memory, NaN where it
 is read. State dicts hold the decoded values, and loading quantizes what is loaded. A step of plain optimizers on codes
-would be lost in rounding, so `with_master_weights` keeps fp32 weights beside the optimizer's states, wherever these
-live, steps on them and quantizes the result.
+would be lost in rounding, so `with_master_weights` (`dlp.parallel.masters`) steps on fp32 weights beside these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from dlp.parallel.casts_together import Cast
 from dlp.parallel.operands import quantize, unflatten
@@ -93,19 +91,19 @@ def check_untied(model: nn.Module) -> None:
 
 
 class QuantizedOnly(CastWeights):
-    """The weights of one layer. `parts`: as of `CastWeights`; `initial`: the values they were made from, on the host."""
+    """The weights of one layer. `parts`: as of `CastWeights`; `initial`: the values they were made from, on the host;
+    `masters`: the fp32 weights that an optimizer steps on, whose codes they are."""
 
     def __init__(self, core: LinearCore, preserve: bool) -> None:
         super().__init__()
         self.core = core
         self.recipe = core.spec.recipe
         self.parameters = [getattr(member.module, member.weight) for member in core.members]
-        self.initial: list[Tensor] | None = None
+        self.masters: list[nn.Parameter] = []
         self._check_can_hold()
-        values = [_local(parameter) for parameter in self.parameters]
-        if preserve:
-            self.initial = [value.cpu().clone() for value in values]
+        values = [local_values(parameter) for parameter in self.parameters]
         self.write(values)
+        self.initial = [value.cpu().clone() for value in values] if preserve else None
         self._show(None)
 
     def _check_can_hold(self) -> None:
@@ -145,6 +143,7 @@ class QuantizedOnly(CastWeights):
     @torch.no_grad()
     def write(self, values: Sequence[Tensor]) -> None:
         """Quantize this rank's values [N, K] of all members, rounded to the dtype of the parameters, in place."""
+        self.initial = None
         rounded = [v.detach().to(p.dtype) for v, p in zip(values, self.parameters, strict=True)]
         self.keep(quantize(self.core.spec, "w", rounded, row=True, col=True))
 
@@ -152,7 +151,7 @@ class QuantizedOnly(CastWeights):
         """The values [N, K] that the codes stand for, in the dtype of the parameters."""
         pairs = unflatten(self.recipe.w, self.parts, len(self.parameters))
         return [
-            pair.rowwise().dequantize(p.dtype)[: _local(p).shape[0], : _local(p).shape[1]]
+            pair.rowwise().dequantize(p.dtype)[: local_values(p).shape[0], : local_values(p).shape[1]]
             for pair, p in zip(pairs, self.parameters, strict=True)
         ]
 
@@ -163,52 +162,26 @@ class QuantizedOnly(CastWeights):
         try:
             yield
             if written:
-                self.write([_local(parameter) for parameter in self.parameters])
+                self._load([local_values(parameter) for parameter in self.parameters])
         finally:
             self._show(None)
 
+    @torch.no_grad()
+    def _load(self, values: Sequence[Tensor]) -> None:
+        """What was loaded, of which masters are left as they are where it is what their codes stand for."""
+        if self.masters:
+            for master, old, new in zip(self.masters, self.decoded(), values, strict=True):
+                if not torch.equal(old, new):
+                    local_values(master).copy_(new)
+            values = [local_values(master) for master in self.masters]
+        self.write(values)
+
     def _show(self, values: Sequence[Tensor] | None) -> None:
         for i, parameter in enumerate(self.parameters):
-            local = _local(parameter)
+            local = local_values(parameter)
             show(parameter, placeholder(local.shape, local.dtype, local.device) if values is None else values[i])
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local_values(parameter: Tensor) -> Tensor:
+    """What this rank has of a parameter, as a plain tensor that autograd does not follow."""
     return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
-
-
-def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
-    """`make`'s optimizer over the model's parameters, with fp32 weights of its own for those that are held quantized:
-    the preserved initial values, or the decoded ones. Its step moves gradients there, and quantizes what comes out."""
-    held = {id(p): (only, i) for only in _held(model) for i, p in enumerate(only.parameters)}
-    masters = {id(p): _master(p, *held[id(p)]) for p in model.parameters() if id(p) in held}
-    optimizer = make([masters.get(id(p), p) for p in model.parameters()])
-
-    def before(*_: Any) -> None:
-        for parameter in model.parameters():
-            if id(parameter) in held and parameter.grad is not None:
-                masters[id(parameter)].grad, parameter.grad = parameter.grad.float(), None
-
-    def after(*_: Any) -> None:
-        for only in _held(model):
-            only.write([_local(masters[id(parameter)]) for parameter in only.parameters])
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    return optimizer
-
-
-def _held(model: nn.Module) -> list[QuantizedOnly]:
-    found = (getattr(getattr(module, "core", None), "cast_weights", None) for module in model.modules())
-    return list(dict.fromkeys(each for each in found if isinstance(each, QuantizedOnly)))
-
-
-def _master(parameter: nn.Parameter, only: QuantizedOnly, index: int) -> nn.Parameter:
-    values = (only.initial or only.decoded())[index].to(parameter.device, torch.float32)
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(values.clone())
-    whole = DTensor.from_local(
-        values.clone(), parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip
-    return nn.Parameter(whole)

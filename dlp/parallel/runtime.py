@@ -21,12 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from dlp.comm.amax import agree
 from dlp.parallel.recompute import Recomputations
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from dlp.parallel.grads import PartialGradients
     from dlp.parallel.linear import LinearCore
     from dlp.parallel.plan import Plan
+    from dlp.parallel.replicas import Replicas
     from dlp.parallel.shards import ShardedWeight
     from dlp.parallel.spec import LinearSpec
     from dlp.parallel.swap import Swap
@@ -128,6 +131,9 @@ class Runtime:
         self.plan: Plan | None = None
         self.watches_scales = False
         self.sums: PartialGradients | None = None
+        self.replicas: Replicas | None = None
+        self.optimizers: WeakSet[Optimizer] = WeakSet()  # those attached
+        self._stepped: WeakSet[Optimizer] = WeakSet()
         self.weight_batch: WeightBatch | None = None
         self.waiting: deque[tuple[str, Callable[[], Tensor]]] = (
             deque()
@@ -228,6 +234,13 @@ class Runtime:
             masks[idle] = torch.tensor(idle).to(table.staging.device)
         table.staging.masked_fill_(masks[idle], 0.0)
 
+    def count_step(self, optimizer: Optimizer) -> None:
+        """An attached optimizer has stepped. Of several, that take turns, one counts the steps."""
+        if optimizer in self._stepped or not self._stepped:
+            self.steps += 1
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+
     def has_slots(self) -> bool:
         return any(spec.slots for spec in self.specs())
 
@@ -282,12 +295,23 @@ class Runtime:
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime that `convert` or `attach` gave this model. ValueError where neither has run."""
-    runtime = getattr(model, "dlp_runtime", None)
-    if runtime is None:
+    """The runtime that `convert` or `attach` gave this model, or one inside of it. ValueError where neither has run."""
+    root = converted_root(model)
+    if root is None:
         raise ValueError("this model has no step boundary yet: call dlp.convert or dlp.attach on it first")
-    found: Runtime = runtime
+    found: Runtime = root.dlp_runtime  # type: ignore[assignment]
     return found
+
+
+def converted_root(model: nn.Module) -> nn.Module | None:
+    """What `convert` or `attach` was given: this model, or the one module of it that has a runtime; None: there is none.
+    ValueError where there are several."""
+    if "dlp_runtime" in vars(model):
+        return model
+    roots = {name: module for name, module in model.named_modules() if "dlp_runtime" in vars(module)}
+    if len(roots) > 1:
+        raise ValueError(f"{' and '.join(roots)} are converted models of their own: call this for each of them")
+    return next(iter(roots.values()), None)
 
 
 def give_runtime(model: nn.Module, runtime: Runtime) -> None:

@@ -4,6 +4,8 @@
     swaps                  uint8 [bytes]  JSON: the recipe swaps made so far
     slots.NAME.scale       fp32 []        delayed scaling of one tensor, NAME as in "layers.0.mlp.up_proj.x"
     slots.NAME.history     fp32 [L]
+    masters.NAME           fp32 [N, K]   of a weight that is held quantized, where an optimizer steps on masters; a DTensor
+                                         where that is one
 
 Slots are equal on all ranks where all ranks share scales (the default), so that a checkpoint loads on any mesh. With a
 narrower amax group they have a dimension of ranks in front; the same ranks take back their own, others the maximum of
@@ -21,19 +23,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlp.comm.collectives import all_gather
-from dlp.parallel.runtime import Runtime, runtime_of
+from dlp.parallel.masters import load_masters, masters_of
+from dlp.parallel.replicas import check_equal
+from dlp.parallel.runtime import Runtime, converted_root, runtime_of
 from dlp.parallel.scales import check_scales
 from dlp.parallel.swap import Swap, repeat
 from dlp.quant.state import SlotState, SlotTable
 
-PREFIX = "slots."
+PREFIX, MASTERS = "slots.", "masters."
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Copies, on the model's device; all ranks call it together. ValueError before `convert` or `attach`; RuntimeError
-    where ranks that share scales hold different ones."""
+    where ranks that share scales hold different ones, or replicas of a parameter on tp have drifted apart."""
     runtime = runtime_of(model)
     check_scales(model)
+    if runtime.sums is not None:
+        check_equal(model, runtime.sums.group)
     swaps = json.dumps([asdict(swap) for swap in runtime.swaps]).encode()
     state = {
         "steps": torch.tensor(runtime.steps),
@@ -44,15 +50,16 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
         slots = runtime.slots.table.state_dict()
         flat = {f"{PREFIX}{name}.{key}": tensor for name, slot in slots.items() for key, tensor in slot.items()}
         state |= _by_rank(flat) if _differs_by_rank(runtime) else flat
-    return state
+    return state | {f"{MASTERS}{name}": master.detach().clone() for name, master in masters_of(model).items()}
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Restore what `state_dict` returned, on this or another mesh: first the recipe swaps, then the rest.
 
-    Returns what is to be told: slots that start anew, because their layer has another recipe than when it was saved.
-    Raises ValueError for a swap that cannot be repeated.
+    Returns what is to be told: slots that start anew, because their layer has another recipe than when it was saved; held
+    weights whose masters are not there. Raises ValueError for a swap that cannot be repeated.
     """
+    model = converted_root(model) or model
     runtime = runtime_of(model)
     runtime.steps = int(state["steps"])
     runtime.counter.copy_(state["microbatch"])
@@ -65,6 +72,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
             slots.setdefault(name, {})[part] = tensor.to(runtime.counter.device)
     if runtime.has_slots():
         told += _load_slots(runtime, runtime.slots.table, slots)
+    saved_masters = {key.removeprefix(MASTERS): value for key, value in state.items() if key.startswith(MASTERS)}
+    rounded = load_masters(model, saved_masters)
+    if rounded:
+        told.append(
+            f"{len(rounded)} held weights ({rounded[0]}, ...) start from their codes: the checkpoint has no masters of them"
+        )
     return told
 
 

@@ -14,26 +14,29 @@ are used.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlp.parallel.delayed_wgrad import check_none_waits
-from dlp.parallel.fsdp import gather_quantized
+from dlp.parallel.fsdp import gather_quantized, managed
 from dlp.parallel.grads import PartialGradients
-from dlp.parallel.linear import ParallelLinear, cores
-from dlp.parallel.replicas import check_replicas
-from dlp.parallel.runtime import Runtime, data_parallel, give_runtime
+from dlp.parallel.linear import LinearCore, ParallelLinear, cores
+from dlp.parallel.masters import masters_of
+from dlp.parallel.optimizers import AttachedOptimizer, check_owns
+from dlp.parallel.replicas import Replicas
+from dlp.parallel.runtime import Runtime, converted_root, data_parallel, give_runtime, runtime_of
 from dlp.parallel.swap import make_due_swaps
 from dlp.parallel.weight_batch import refresh
 
 
 def end_step(model: nn.Module) -> None:
     """Run the step boundary now. Call it yourself after anything but an optimizer step has changed the weights."""
+    model = converted_root(model) or model
     layers = list(cores(model))
     for core in layers:
         core.shared.forget()
@@ -41,7 +44,12 @@ def end_step(model: nn.Module) -> None:
     for runtime in runtimes:
         runtime.end_step()
         make_due_swaps(model, runtime)
-    for runtime in runtimes:
+    _cast_weights(model)
+
+
+def _cast_weights(model: nn.Module) -> None:
+    layers = list(cores(model))
+    for runtime in dict.fromkeys(core.spec.runtime for core in layers):
         own = [core for core in layers if core.spec.runtime is runtime]
         refresh(runtime, own, list(runtime.shards.values()))
 
@@ -54,10 +62,13 @@ def attach(
 ) -> None:
     """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
 
-    Call it after `convert` and `fully_shard`, with parameters in memory. From here on FSDP gathers weights as the step
-    boundary quantized them (see `fully_shard`). RuntimeError for a step whose tp-partial gradients were not summed (the
-    model was not called as `model(...)`) or whose wgrads still wait (see `backward_dw`), and for the first one if the
-    gradients of replicated parameters differ between tp ranks.
+    Call it after `convert` and `fully_shard`, with parameters in memory, once for each optimizer. `model`: what `convert`
+    was given, or a module around it. From here on FSDP gathers weights as the step boundary quantized them (see
+    `fully_shard`). ValueError for an optimizer that holds none of its parameters or is attached already, and for layers
+    that are no part of what was converted.
+
+    A step then raises RuntimeError inside of a backward, when tp-partial gradients were not summed, wgrads still wait (see
+    `backward_dw`), or the gradients of replicated parameters differ between tp ranks, looked at until each has had one.
 
     weight_cache   "step": weights are cast once a step, both orientations, and kept. "forward": for want of memory nothing
                    is kept, and they are cast wherever they are used, rowwise in forward and columnwise in backward, with
@@ -69,26 +80,53 @@ def attach(
     """
     if weight_cache not in WEIGHT_CACHES:
         raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
-    runtime: Runtime | None = getattr(model, "dlp_runtime", None)
-    if runtime is None:
-        runtime = _adopt_layers(model, mesh, seed)
-    sharded = {id(core) for m in model.modules() if isinstance(m, FSDPModule) for core in cores(m)}
-    for core in cores(model):
-        core.caches = weight_cache == "step" and id(core) not in sharded
+    root, held = converted_root(model), list(masters_of(model).values())
+    _check_whole(model, None if root is None else runtime_of(root))
+    check_owns(root or model, optimizer, held)
+    runtime = _adopt_layers(model, mesh, seed) if root is None else runtime_of(root)
+    root = root or model
+    if optimizer in runtime.optimizers:
+        raise ValueError("dlp.attach: this optimizer is attached to this model already; once is enough")
+    runtime.optimizers.add(optimizer)
+    sharded = _sharded(model)
+    for core in cores(root):
+        core.caches = weight_cache == "step" and core not in sharded
     if weight_cache == "forward" and sharded:
         runtime.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
     gather_quantized(model, runtime)
-    optimizer.register_step_pre_hook(lambda *_: check_none_waits(runtime))
-    partial: PartialGradients | None = getattr(model, "partial_gradients", None)
-    if partial is not None:
-        _check_before_step(model, optimizer, partial)
-    first, runtime.attached = not runtime.attached, True  # of several optimizers, one counts the steps
-    optimizer.register_step_post_hook(lambda *_: _after_step(model, runtime, first))
+    if runtime.sums is not None and runtime.replicas is None:
+        runtime.replicas = Replicas(root, {slot.path for slot in runtime.sums.slots}, runtime.sums.group)
+    records = [record for _, _, record in managed(model)]
+    AttachedOptimizer(optimizer, runtime, records, partial(_cast_weights, root), partial(end_step, root))
+    runtime.attached = True
 
 
-def _after_step(model: nn.Module, runtime: Runtime, counts: bool) -> None:
-    runtime.steps += counts
-    end_step(model)
+def _sharded(model: nn.Module) -> set[LinearCore]:
+    """The layers whose weights FSDP gathers."""
+    return {core for m in model.modules() if isinstance(m, FSDPModule) for core in cores(m)}
+
+
+def _check_whole(model: nn.Module, runtime: Runtime | None) -> None:
+    """ValueError for layers that do not share this runtime (None: layers made by hand, that have had none so far), and for
+    those that FSDP shards from outside of `model`."""
+    sharded = _sharded(model)
+    for core in cores(model):
+        name = core.spec.members[0]
+        if runtime is None and not core.spec.runtime.lone:
+            raise ValueError(
+                f"dlp.attach: {name} is a layer of a larger model that was converted or attached: attach that one"
+            )
+        if runtime is not None and core.spec.runtime is not runtime:
+            raise ValueError(
+                f"dlp.attach: {name} is no part of what dlp.convert, or dlp.attach, was given within this model, so that its "
+                f"weights would not be cast with the rest: convert the whole, or attach its parts one by one"
+            )
+        weight = core.members[0].module._parameters[core.members[0].weight]
+        axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+        if core not in sharded and "dp_shard" in axes:
+            raise ValueError(
+                f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach that module"
+            )
 
 
 def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runtime:
@@ -106,18 +144,3 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runti
     if tp_groups:
         model.partial_gradients = runtime.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
     return runtime
-
-
-def _check_before_step(model: nn.Module, optimizer: Optimizer, partial: PartialGradients) -> None:
-    """Each optimizer remembers what it has seen, since several may share a model."""
-    seen = partial.num_sums
-    compared = False
-
-    def check(*_: Any) -> None:
-        nonlocal seen, compared
-        seen = partial.check_summed(seen)
-        if not compared:
-            check_replicas(model, {slot.path for slot in partial.slots}, partial.group)
-            compared = True
-
-    optimizer.register_step_pre_hook(check)

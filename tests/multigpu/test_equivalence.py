@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 import dlp
 from dlp import LayerGroup
 from dlp.comm.collectives import Pending, done
-from dlp.parallel import linear_fn, operands, step
+from dlp.parallel import linear_fn, operands
 from dlp.parallel.grads import PartialGradients
 from dlp.parallel.linear import ParallelLinear
+from dlp.parallel.replicas import Replicas
 from launch.model import Llama, parallel_groups, this_ranks_part
 from launch.sections import Model
 from tests import pool as worker
@@ -204,7 +205,7 @@ def without_sums(kind: type[nn.Module] | None, model: nn.Module) -> Iterator[Non
     before = partial.slots
     partial.slots = [slot for slot in before if isinstance(slot.module, ParallelLinear) != (kind is ParallelLinear)]
     assert 0 < len(partial.slots) < len(before)
-    with patch.object(step, "check_replicas"):
+    with patch.object(Replicas, "look"):
         yield
     partial.slots = before
 

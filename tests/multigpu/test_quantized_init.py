@@ -168,3 +168,96 @@ def test_converted_models_are_held_quantized_too(ranks):
         for found, expected in zip(first[:2], second[:2], strict=True):
             assert_bit_equal(found, expected)
         assert relative_error(first[2], second[2]) < 0.05, "bf16 weights round each step, fp32 masters do not"
+
+
+def loss_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Tensor:
+    loss = torch.zeros(())
+    for _ in range(steps):
+        loss = model(batch()).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def trainable(recipe: str = "fp8_current") -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = held(recipe, True)
+    optimizer = dlp.with_master_weights(model, lambda parameters: torch.optim.SGD(parameters, lr=2**-10))
+    dlp.attach(model, optimizer)
+    return model, optimizer
+
+
+def test_a_step_after_a_load_begins_from_what_was_loaded():
+    (model, optimizer), (other, _) = trainable(), trainable()
+    loss_after_steps(model, optimizer, 2)
+    moved = {name: value * 3 for name, value in other.state_dict().items()}
+    model.load_state_dict(moved)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    loss_after_steps(model, optimizer, 1)
+    for name, value in model.state_dict().items():
+        assert relative_error(value, moved[name]) < 0.04, name
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_masters_are_part_of_the_state(weights_first):
+    """A run that goes on from a checkpoint makes the bits of one that was never stopped, whatever is loaded first."""
+    model, optimizer = trainable()
+    loss_after_steps(model, optimizer, 3)
+    saved, state, weights = optimizer.state_dict(), dlp.state_dict(model), model.state_dict()
+    assert sorted(key for key in state if key.startswith("masters.")) == ["masters.0", "masters.2"]
+    expected = loss_after_steps(model, optimizer, 3)
+    second, resumed = trainable()
+    if weights_first:
+        second.load_state_dict(weights)
+    assert dlp.load_state_dict(second, state) == []
+    if not weights_first:
+        second.load_state_dict(weights)
+    resumed.load_state_dict(saved)
+    assert_bit_equal(loss_after_steps(second, resumed, 3), expected)
+    without = {key: value for key, value in state.items() if not key.startswith("masters.")}
+    (told,) = dlp.load_state_dict(second, without)
+    assert told == "2 held weights (0, ...) start from their codes: the checkpoint has no masters of them"
+
+
+def test_gradients_of_a_skipped_step_are_cleared():
+    (model, optimizer), (other, twice) = trainable(), trainable()
+    model(batch()).square().sum().backward()  # and no step, as where a gradient is infinite
+    optimizer.zero_grad()
+    assert_bit_equal(loss_after_steps(model, optimizer, 2), loss_after_steps(other, twice, 2))
+    model(batch()).square().sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert not model[0].weight.grad.any()
+
+
+def test_an_unused_layer_does_not_step_on_its_last_gradient():
+    model, optimizer = trainable()
+    model(batch()).square().sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    before = model.state_dict()["2.weight"].clone()
+    model[0](batch()).square().sum().backward()
+    optimizer.step()
+    assert_bit_equal(model.state_dict()["2.weight"], before)
+
+
+def test_a_second_optimizer_goes_on_with_the_masters():
+    model, optimizer = trainable()
+    loss_after_steps(model, optimizer, 2)
+    first = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    second = dlp.with_master_weights(model, lambda parameters: torch.optim.SGD(parameters, lr=2**-10))
+    for expected, found in zip(first, second.param_groups[0]["params"], strict=True):
+        assert_bit_equal(found.detach(), expected)
+
+
+def test_masters_follow_a_closure():
+    (model, optimizer), (other, by_closure) = trainable(), trainable()
+
+    def closure() -> Tensor:
+        by_closure.zero_grad()
+        loss = other(batch()).square().sum()
+        loss.backward()
+        return loss
+
+    losses = [loss_after_steps(model, optimizer, 1) for _ in range(3)]
+    assert [float(by_closure.step(closure)) for _ in range(3)] == [float(loss) for loss in losses]
