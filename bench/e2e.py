@@ -10,10 +10,12 @@ CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 
     RECIPE:hp_gather               the same, weights gathered in high precision
     RECIPE:graph                   the same, each step replayed as a CUDA graph; on one GPU, without collectives
 
-Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps.
-Losses are printed too: those of a recipe with both gathers must be equal bit for bit, and the exit code is 1 if not. On GPUs
-that needs `--train.deterministic true`, since attention sums its gradients in the order in which they come. What cannot be
-measured is refused before the first subject, with exit code 2; files are written anew after each subject.
+Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps, and
+what the subject before has left of it. The power that a GEMM takes depends on its data, so subjects must train alike: at a
+learning rate of 1e-5, unless the command line says another, their last losses lie within 2 %. Those of a recipe with both
+gathers must be equal bit for bit; on GPUs that needs `--train.deterministic true`, since attention sums its gradients in
+the order in which they come. Where losses or memory are not as they must be, a line says so and the exit code is 1. What
+cannot be measured is refused before the first subject, with exit code 2; files are written anew after each subject.
 """
 
 from __future__ import annotations
@@ -53,17 +55,22 @@ COUNTS = {
     "warmup": setting(integer(">= 0"), "steps that are not timed", 4),
     "steps": setting(integer(">= 1"), "steps that are", 10),
 }
+LEARNING_RATE = "1e-5"
+ALIKE = 0.02  # how far last losses may lie apart, relatively
+LEFT = 0.1  # GiB that a subject may leave behind: workspaces of cuBLASLt, tables of kernels
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one subject: tokens/s of one rank, peak memory in GiB, the losses of this rank step by step."""
+    """Of one subject: tokens/s of one rank, peak memory in GiB, the losses of this rank step by step, and what was
+    allocated before it was built, in GiB."""
 
     subject: str
     tokens_per_second: float
     peak: float
     losses: list[float]
+    before: float = 0.0
 
 
 def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.device) -> Step:
@@ -115,8 +122,7 @@ def measure(
     where: bool = False,
 ) -> Result:
     """Build a subject, run it, and let it go again. `where`: print its kernels."""
-    torch._dynamo.reset()
-    gc.collect()  # what is left of the subject before would count as memory of this one
+    before = give_back(device)
     step = make_step(subject, config, mesh, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     micro = validate_world(config, mesh.size()).micro
@@ -142,7 +148,19 @@ def measure(
         kernels = longest_kernels(lambda: step(text[0][:, :-1], text[0][:, 1:]), times=2, most=24)
         if dist.get_rank() == 0:
             print("\n".join(kernels))
-    return Result(subject.name, tokens / slowest.item(), peak, [loss.item() for loss in losses])
+    return Result(subject.name, tokens / slowest.item(), peak, [loss.item() for loss in losses], before)
+
+
+def give_back(device: torch.device) -> float:
+    """Let go of the subject before, whose memory would count as that of the next -> GiB that are still allocated."""
+    torch._dynamo.reset()
+    for _ in range(3):  # what one collection frees may have held what the next one finds
+        gc.collect()
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated() / 2**30
 
 
 def _mark(device: torch.device) -> float | torch.cuda.Event:
@@ -176,6 +194,22 @@ def rows(results: Sequence[Result]) -> list[str]:
     return lines
 
 
+def unlike(results: Sequence[Result]) -> list[str]:
+    """Subjects that did not train as the first one did, or began with memory of the one before."""
+    first = results[0]
+    found = [
+        f"{result.subject}: last loss {result.losses[-1]:.4f}, {first.subject} has {first.losses[-1]:.4f}: more than "
+        f"{ALIKE:.0%} apart, so their data and power differ; give a smaller --train.lr"
+        for result in results
+        if not abs(result.losses[-1] - first.losses[-1]) <= ALIKE * abs(first.losses[-1])
+    ]
+    return found + [
+        f"{result.subject}: {result.before:.2f} GiB were still allocated before it, and are part of its peak"
+        for result in results
+        if result.before > LEFT
+    ]
+
+
 def differing(results: Sequence[Result]) -> list[str]:
     """Recipes whose losses depend on how weights were gathered."""
     losses = {result.subject: result.losses for result in results}
@@ -205,7 +239,8 @@ def main(arguments: Sequence[str]) -> None:
     add_files(parser)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        known, config = command_line(parser, ["--train.global_batch", str(world_size()), *arguments])
+        defaults = ["--train.global_batch", str(world_size()), "--train.lr", LEARNING_RATE]
+        known, config = command_line(parser, [*defaults, *arguments])
         subjects = checked(known, kind)
         mesh = make_mesh(config)
     except ValueError as error:
@@ -214,7 +249,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.use_deterministic_algorithms(config.train.deterministic)
     results = measure_all(subjects, known, partial(measure, config=config, mesh=mesh, device=device))
     repeatable = config.train.deterministic or kind == "cpu"
-    problems = differing(results) if repeatable else []
+    problems = unlike(results) + (differing(results) if repeatable else [])
     if dist.get_rank() == 0:
         print("", *rows(results), *problems, sep="\n")
     shutdown()

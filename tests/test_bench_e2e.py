@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,29 @@ def test_losses_that_differ_between_gathers_are_its_exit_code(monkeypatch: pytes
         with pytest.raises(SystemExit) as left:
             bench_e2e.main(["tiny", "--subjects", f"{recipe},{recipe}:hp_gather"])
         assert left.value.code == code
+
+
+def test_subjects_must_train_alike_and_begin_without_memory_of_others() -> None:
+    alike = [Result("peer_bf16", 1.0, 1.0, [10.0, 9.0]), Result("bf16", 1.0, 1.0, [10.0, 9.17], before=0.05)]
+    assert bench_e2e.unlike(alike) == []
+    apart, kept = replace(alike[1], losses=[8.7]), replace(alike[1], before=6.0)
+    assert "last loss 8.7000, peer_bf16 has 9.0000: more than 2% apart" in bench_e2e.unlike([alike[0], apart])[0]
+    assert "6.00 GiB were still allocated before it" in bench_e2e.unlike([alike[0], kept])[0]
+    assert len(bench_e2e.unlike([alike[0], replace(apart, losses=[float("nan")])])) == 1
+
+
+def test_the_learning_rate_is_small_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+
+    def measure(subject: Subject, **options: Any) -> Result:
+        rates.append(options["config"].train.lr)
+        return Result(subject.name, 10.0, 1.0, [3.0])
+
+    monkeypatch.setattr(bench_e2e, "measure", measure)
+    for more in ([], ["--train.lr", "0.5"]):
+        with pytest.raises(SystemExit):
+            bench_e2e.main(["tiny", "--subjects", "bf16", *more])
+    assert rates == [1e-5, 0.5]
 
 
 def test_suffixes_say_how_a_step_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
