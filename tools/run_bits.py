@@ -1,0 +1,97 @@
+"""Bits of short training runs, to compare two trees that must compute the same: a line for every recipe and case.
+
+    torchrun --nproc-per-node 1 -m tools.run_bits > before.txt      tp 1: eager, compiled, recomputed
+    torchrun --nproc-per-node 2 -m tools.run_bits > before.txt      tp 2, sequence parallelism, FSDP, and the same of these
+    diff before.txt after.txt
+
+A run is five steps of `tiny` with two small blocks on random tokens. Its line has the hash of all losses, parameters and
+optimizer states of all ranks. Options of the command line go to the config: --model.layers 4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import dlp
+from dlp.comm.mesh import shutdown, world_size
+from dlp.quant.recipe import names
+from launch import overrides
+from launch.build import Built, build
+from launch.config import Config, command_line
+from launch.sections import SCHEMA
+from launch.train import make_mesh
+
+STEPS = 5
+SMALL = """--model.layers 2 --model.hidden 128 --model.ffn 256 --model.heads 2 --model.kv_heads 2 --train.sequence 128
+ --train.global_batch 4 --train.warmup 1"""
+TP, SP, FSDP = "--mesh.tp {} --mesh.sequence_parallel false", "--mesh.tp {} --mesh.sequence_parallel true", "--mesh.tp 1"
+COMPILED, RECOMPUTED = "--train.compile true", "--train.checkpointing full"
+CASES = {
+    1: {"alone": TP, "compiled": f"{TP} {COMPILED}", "recomputed": f"{TP} {RECOMPUTED}"},
+    2: {
+        "tp": TP,
+        "sp": SP,
+        "sp chunked": f"{SP} --groups.default.overlap chunked",
+        "sp compiled": f"{SP} {COMPILED}",
+        "sp recomputed": f"{SP} {RECOMPUTED}",
+        "fsdp": f"{FSDP} --mesh.sequence_parallel false",
+        "fsdp recomputed": f"{FSDP} --mesh.sequence_parallel false {RECOMPUTED}",
+    },
+}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train(config: Config, built: Built) -> Iterable[Tensor]:
+    """Five steps -> losses, parameters and optimizer states of this rank."""
+    tokens = torch.Generator().manual_seed(built.dp_rank)
+    losses = []
+    for _ in range(STEPS):
+        text = torch.randint(0, config.model.vocab, (built.batch.micro, config.train.sequence + 1), generator=tokens)
+        targets = text[:, 1:].contiguous()
+        loss = dlp.cross_entropy(built.model(text[:, :-1]), targets, built.mesh) / targets.numel()
+        loss.backward()
+        built.optimizer.step()
+        built.optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+    parameters = [local(parameter.detach()) for parameter in built.model.parameters()]
+    states = [local(state) for states in built.optimizer.state.values() for state in states.values()]
+    return [*losses, *parameters, *states]
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """The same on all ranks: of all their bytes."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sha.hexdigest())
+    return hashlib.sha256(" ".join(map(str, found)).encode()).hexdigest()[:16]
+
+
+def main(arguments: list[str]) -> None:
+    parser = overrides.make_parser("tools.run_bits", "Prints a hash of short runs of every recipe.", "tiny", SCHEMA)
+    world = world_size()
+    for recipe in names():
+        for case, options in CASES[world].items():
+            torch._dynamo.reset()
+            chosen = f"{SMALL} {options.format(world)} --groups.default.recipe {recipe}".split()
+            _, config = command_line(parser, ["tiny", *chosen, *arguments])
+            mesh = make_mesh(config)
+            found = digest(train(config, build(config, mesh, torch.device(mesh.device_type))))
+            if dist.get_rank() == 0:
+                print(f"{recipe:12} {case:16} {found}", flush=True)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
