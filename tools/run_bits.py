@@ -31,7 +31,11 @@ from launch.train import make_mesh
 STEPS = 5
 SMALL = """--model.layers 2 --model.hidden 128 --model.ffn 256 --model.heads 2 --model.kv_heads 2 --train.sequence 128
  --train.global_batch 4 --train.warmup 1"""
-TP, SP, FSDP = "--mesh.tp {} --mesh.sequence_parallel false", "--mesh.tp {} --mesh.sequence_parallel true", "--mesh.tp 1"
+TP, SP, FSDP = (
+    "--mesh.tp {} --mesh.sequence_parallel false",
+    "--mesh.tp {} --mesh.sequence_parallel true",
+    "--mesh.tp 1",
+)
 COMPILED, RECOMPUTED = "--train.compile true", "--train.checkpointing full"
 CASES = {
     1: {"alone": TP, "compiled": f"{TP} {COMPILED}", "recomputed": f"{TP} {RECOMPUTED}"},

@@ -65,21 +65,6 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
     return f"{tokens} tokens a rank are no multiple of {unit}, a block of {fmt.name}"
 
 
-def saves_x(recipe: Recipe, style: ParallelStyle, tokens: int) -> bool:
-    """Forward keeps x itself and no operand of it: wgrad reads it in high precision, or it travels so. `tokens`: of this
-    rank."""
-    if recipe.x.columnwise.format.keeps_source:
-        return True
-    columnwise = not derived(recipe, "x", tokens)
-    return style.gathers == "x" and obstacle(recipe, "x", columnwise, tokens) is not None
-
-
-def saves_rowwise(recipe: Recipe, style: ParallelStyle, tokens: int) -> bool:
-    """x is kept for wgrad rowwise and transposed when wgrad consumes it: x itself, or an operand that travels again in
-    backward and whose payload may be transposed on arrival."""
-    return saves_x(recipe, style, tokens) or (derived(recipe, "x", tokens) and style.gathers == "x")
-
-
 def check(layer: str, style: ParallelStyle, recipe: Recipe) -> None:
     """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales."""
     delayed = any(slot_options(quantizer) is not None for quantizer in all_quantizers(recipe))

@@ -34,7 +34,7 @@ from dlp.kernels.ops import Summed, rounded
 from dlp.parallel.operands import Values, quantize
 from dlp.parallel.overlap import Gather, Overlap
 from dlp.parallel.spec import LinearSpec
-from dlp.parallel.style import GemmComm
+from dlp.parallel.transfer import Reduction
 from dlp.parallel.travel import Columnwise, dy_of_backward, x_of_backward, x_of_forward
 from dlp.parallel.wires import WIRES
 from dlp.quant.gemm import Gemm
@@ -42,7 +42,7 @@ from dlp.quant.tensor import QuantizedTensor
 
 
 def token_gemm(
-    spec: LinearSpec, reduce: str | None, overlap: Overlap, operands: Sequence[QuantizedTensor | Gather],
+    spec: LinearSpec, reduce: Reduction | None, overlap: Overlap, operands: Sequence[QuantizedTensor | Gather],
     gemms: Sequence[Gemm], dtype: torch.dtype,
 ) -> Pending[Tensor]:  # fmt: skip
     """fprop and dgrad, where tokens are rows of the result: the sum over i of GEMM i on operand i, reduced over tp once,
@@ -57,13 +57,7 @@ def token_gemm(
     if reduce is None:
         return done(rounded(_run(a, last), dtype))
     assert isinstance(a, QuantizedTensor), "no style both gathers and reduces in one GEMM"
-    wire = WIRES[last.options.wire]
-    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=reduce, dtype=dtype, wire=wire)
-
-
-def _reduce(spec: LinearSpec, comm: GemmComm) -> str | None:
-    """How a result is reduced over tp; a rank alone has the sum."""
-    return comm.reduce if spec.tp > 1 else None
+    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=reduce.how, dtype=dtype, wire=WIRES[reduce.codec])
 
 
 def _run(a: QuantizedTensor | Gather, gemm: Gemm) -> Tensor:
@@ -129,13 +123,9 @@ def _tokens_as_rows(spec: LinearSpec, x: Tensor) -> Tensor:
 
 
 def y_shape(spec: LinearSpec, x: Tensor, out_features: int) -> tuple[int, ...]:
-    """Tokens multiply by tp where x is gathered and divide by tp where y is scattered; other shapes keep theirs."""
-    tokens = x.numel() // x.shape[-1]
-    if spec.style.gathers == "x":
-        return tokens * spec.tp, out_features
-    if spec.style.fprop.reduce == "scatter":
-        return tokens // spec.tp, out_features
-    return *x.shape[:-1], out_features
+    """y of x [..., K]: token shards [M, N] where sequence parallelism gathers x or scatters y; else x's own shape."""
+    plan = spec.transfers(x.numel() // x.shape[-1])
+    return (*x.shape[:-1], out_features) if spec.style.gathers is None else (plan.y_tokens, out_features)
 
 
 def gathered_parts(
@@ -190,7 +180,8 @@ def run_forward(
     `parts`: of the rowwise weights; none: they are cast here. `save`: there will be a wgrad. `record`: gradients are
     enabled, so amaxes count for delayed scales.
     """
-    reduce, options, x, made = _reduce(spec, spec.style.fprop), spec.recipe.fprop, inputs[0], _made(spec, inputs)
+    options, x, made = spec.recipe.fprop, inputs[0], _made(spec, inputs)
+    reduce = spec.transfers(len(made)).fprop
     operand, kept = x_of_forward(spec, made, save, record)
     if spec.prologue is not None and record:
         kept += spec.prologue.kept(made)
@@ -221,14 +212,15 @@ def run_backward(
     saved, beside = _beside(spec, saved)
     rows = [Summed(_matrix(dy)) if need else _matrix(dy) for dy, need in zip(dys, needs_db, strict=True)]
     dy_rows, dy_cols = _start_dy(spec, members, rows, needs_dx, any(needs_dw))
-    x_col = x_of_backward(spec, saved, x_tokens(spec, len(rows[0]))) if any(needs_dw) else None
+    x_col = x_of_backward(spec, saved, len(rows[0])) if any(needs_dw) else None
     grads, dx = [], None
     if needs_dx:
         options = spec.recipe.dgrad
         out = options.out_dtype or dtype
         ws = _weight_operands(spec, members, weights, parts, dtype, row=False, record=True)
         gemms = [Gemm("dgrad", w, out if len(rows) == 1 else torch.float32, options=options) for w in ws]
-        dx = token_gemm(spec, _reduce(spec, spec.style.dgrad), spec.overlap.dgrad, dy_rows, gemms, out)
+        reduce = spec.transfers_back(len(rows[0])).dgrad
+        dx = token_gemm(spec, reduce, spec.overlap.dgrad, dy_rows, gemms, out)
     if x_col is not None:
         x_whole = x_col()
         wgrads = (
@@ -277,8 +269,3 @@ def _start_dy(
         return [rowwise], [columnwise]
     pairs = quantize(spec, "dy", rows, row=row, col=col, members=members)
     return [pair.row for pair in pairs], [pair.columnwise for pair in pairs]
-
-
-def x_tokens(spec: LinearSpec, dy_tokens: int) -> int:
-    """The tokens of x on this rank, from those of dy."""
-    return {"x": dy_tokens // spec.tp, "dy": dy_tokens * spec.tp, None: dy_tokens}[spec.style.gathers]

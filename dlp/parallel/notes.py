@@ -17,6 +17,7 @@ from dlp.parallel import fit
 from dlp.parallel.operands import makes
 from dlp.parallel.prologue import Prologue
 from dlp.parallel.style import ParallelStyle
+from dlp.parallel.transfer import transfer_plan
 from dlp.quant.gemm import support
 from dlp.quant.quantizer import cast_op
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
@@ -40,17 +41,16 @@ def _delayed(style: ParallelStyle) -> tuple[str]:
 def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterator[str]:
     if style.gathers is None:
         return
-    operand: Operand = getattr(recipe, style.gathers)
-    derived = tokens is not None and fit.derived(recipe, style.gathers, tokens)
-    ways = (False,) if derived or (tokens is None and operand.derived) else (False, True)
-    whys = [fit.obstacle(recipe, style.gathers, columnwise, tokens) for columnwise in ways]
-    if fit.ASKED in whys:
+    plan = transfer_plan(recipe, style, 1, tokens)
+    routes = (plan.x[True], plan.x_again) if style.gathers == "x" else (plan.dy(True, True),)
+    whys = [(way, why) for route in routes for way, why in zip(WAYS, route.why, strict=True) if why is not None]
+    if any(why == fit.ASKED for _, why in whys):
         yield f"{style.gathers} travels once, in high precision, and is quantized on arrival: {fit.ASKED}"
         return
-    for columnwise, why in zip(ways, whys, strict=True):
-        if why is not None:
-            yield f"{style.gathers} {WAYS[columnwise]} travels in high precision: {why}"
-    both = _share_of_bf16(operand) if len(ways) == 2 and style.gathers == "dy" and not any(whys) else 0.0
+    for way, why in whys:
+        yield f"{style.gathers} {way} travels in high precision: {why}"
+    twice = style.gathers == "dy" and not whys and len(routes[0].gathers) == 2
+    both = _share_of_bf16(recipe.dy) if twice else 0.0
     if both > 1.0:
         yield f"dy travels in two orientations, {both:.2f}x of bf16; gather_dy = 'high_precision' sends it once as it is"
 

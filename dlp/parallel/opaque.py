@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from dlp.comm import wire as ledger
 from dlp.parallel.autocast import check_compiled
 from dlp.parallel.inputs import no_autocast
-from dlp.parallel.linear_fn import gathered_parts, to_save, waits, x_tokens, y_shape
+from dlp.parallel.linear_fn import gathered_parts, to_save, waits, y_shape
+from dlp.parallel.operands import operand_shape
 from dlp.parallel.programs import Programs, like, multiplies_tf32
 from dlp.parallel.spec import LinearSpec, num_inputs, spec_of
 from dlp.parallel.weight import Sides
@@ -95,11 +96,10 @@ def _linear_fwd_fake(
 def _kept_fake(spec: LinearSpec, x: Tensor) -> list[Tensor]:
     """What `x_of_forward` keeps for wgrad of an x, or of one that is made of this."""
     tokens = x.numel() // x.shape[-1]
-    if spec.saves_x(tokens):
+    kept = spec.transfers(tokens).kept
+    if kept == "values":
         return [] if spec.prologue is None else [x.new_empty(tokens, x.shape[-1])]
-    features = x.shape[-1] + -x.shape[-1] % spec.units[2]
-    padded = tokens + -tokens % spec.units[0]
-    shape = (tokens, features) if spec.saves_rowwise(tokens) else (features, padded)
+    shape = operand_shape(spec.recipe, "x", (tokens, x.shape[-1]), kept == "columnwise")
     return list(spec.recipe.x.columnwise.format.empty(shape, dtype=x.dtype, device=x.device).parts)
 
 
@@ -109,8 +109,8 @@ def _linear_bwd_fake(
 ) -> list[Tensor]:  # fmt: skip
     """Shapes only, for torch.compile."""
     spec, dy = spec_of(kind), dys[0]
-    tokens, features = x_tokens(spec, dy.numel() // dy.shape[-1]), weights[0].shape[1]
-    grads = [dy.new_empty((tokens, features), dtype=dtype)] if needs_dx else []
+    plan, features = spec.transfers_back(dy.numel() // dy.shape[-1]), weights[0].shape[1]
+    grads = [dy.new_empty((plan.tokens, features), dtype=dtype)] if needs_dx else []
     if needs_dx and spec.prologue is not None:
         grads = [given.new_empty(given.shape) for given in saved[-num_inputs(spec) :]]
     now = not waits(spec.delay_wgrad, needs_dx)

@@ -27,6 +27,7 @@ from dlp.parallel.overlap import Overlap
 from dlp.parallel.prologue import Prologue
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.style import ParallelStyle
+from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
 from dlp.quant.quantizer import SlotOptions, needs_origin, slot_options
 from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe
 from dlp.quant.tensor import Format
@@ -175,32 +176,15 @@ class LinearSpec:
         scales = [] if table is None else [table.scale, table.staging]
         return [*scales, self.runtime.counter] if self.draws else scales
 
-    @cached_property
-    def units(self) -> fit.Units:
-        return fit.units(self.recipe)
+    @remembered
+    def transfers(self, tokens: int) -> TransferPlan:
+        """What travels, with so many rows of x on this rank."""
+        return transfer_plan(self.recipe, self.style, self.tp, tokens)
 
     @remembered
-    def derived(self, operand: str, tokens: int) -> bool:
-        """The columnwise operand is the transposed rowwise one. `tokens`: of the matrix at hand."""
-        return fit.derived(self.recipe, operand, tokens)
-
-    @remembered
-    def travels(self, operand: str, columnwise: bool, tokens: int) -> bool:
-        """Whether the shards of x or dy, `tokens` each, concatenate to the quantized whole, so that they are gathered
-        quantized; otherwise they travel in high precision and are quantized on arrival."""
-        return fit.obstacle(self.recipe, operand, columnwise, tokens) is None
-
-    @remembered
-    def saves_x(self, tokens: int) -> bool:
-        """Forward keeps x itself and no operand of it: wgrad reads it in high precision, or it travels so. `tokens`: of
-        this rank."""
-        return fit.saves_x(self.recipe, self.style, tokens)
-
-    @remembered
-    def saves_rowwise(self, tokens: int) -> bool:
-        """x is kept for wgrad rowwise and transposed when wgrad consumes it: x itself, or an operand that travels
-        again in backward and whose payload may be transposed on arrival."""
-        return fit.saves_rowwise(self.recipe, self.style, tokens)
+    def transfers_back(self, dy_tokens: int) -> TransferPlan:
+        """The same, with so many rows of dy on this rank."""
+        return self.transfers(x_tokens_of(self.style, self.tp, dy_tokens))
 
 
 def num_inputs(spec: LinearSpec) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 import torch
@@ -28,6 +28,7 @@ from dlp.parallel.operands import agrees, matrices, observed_by_casts
 from dlp.parallel.plan import LayerPlan, OtherPlan, Plan
 from dlp.parallel.spec import delayed_slots
 from dlp.parallel.style import ParallelStyle, shard_sizes
+from dlp.parallel.transfer import BOTH, COLUMNWISE, ROWWISE, Orientations, Reduction, Route, TransferPlan, transfer_plan
 from dlp.parallel.wires import WIRES
 from dlp.parallel.workload import Sent, Workload, foretelling, moved, nothing, precision_of
 from dlp.quant import recipe as recipes
@@ -88,6 +89,10 @@ class _Layer:
     at_use: tuple[tuple[tuple[int, int], ...], ...]
     load: Workload
 
+    @cached_property
+    def transfers(self) -> TransferPlan:
+        return transfer_plan(self.recipe, self.style, self.load.ranks("tp"), self.tokens("x"))
+
     def tokens(self, tensor: str) -> int:
         """Rows of x or dy, or of y or dx, on this rank."""
         return self.load.tokens // (self.load.ranks("tp") if self.style.cut(tensor) == 0 else 1)
@@ -96,16 +101,16 @@ class _Layer:
         return [(out, self.features) for out in self.outs]
 
     def agreement(
-        self, tensor: str, shapes: Sequence[tuple[int, int]], *, row: bool, col: bool, whole: bool = False
+        self, tensor: str, shapes: Sequence[tuple[int, int]], cast: Orientations, *, whole: bool = False
     ) -> Iterator[tuple[Sent, int]]:
         """The all-reduce of what the casts of values of these shapes observe. `whole`: they have been gathered."""
         group = self.load.amax_group or "tp"
-        nbytes = wire.reduced(self.observed(tensor, shapes, row, col, whole), 4, self.load.ranks(group))
+        nbytes = wire.reduced(self.observed(tensor, shapes, cast, whole), 4, self.load.ranks(group))
         yield Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
 
     def observed(
-        self, tensor: str, shapes: Sequence[tuple[int, int]], row: bool, col: bool, whole: bool = False
-    ) -> int:
+        self, tensor: str, shapes: Sequence[tuple[int, int]], cast: Orientations, whole: bool = False
+    ) -> int:  # fmt: skip
         """How many numbers ranks agree on before those casts."""
         quantizers = fit.quantizers(self.recipe, tensor)
         assert quantizers is not None
@@ -114,7 +119,7 @@ class _Layer:
             or (not whole and agrees(self.style, self.recipe, tensor, quantizer, flipped))
             for flipped, quantizer in ((False, quantizers.rowwise), (True, quantizers.columnwise))
         )
-        return sum(_numbers_observed(self.recipe, tensor, shape, row, col, agreed) for shape in shapes)
+        return sum(_numbers_observed(self.recipe, tensor, shape, *cast, agreed) for shape in shapes)
 
     def gather(self, gemm: str, tensor: str, columnwise: bool, features: int) -> tuple[Sent, int]:
         """An operand of x or dy [tokens, features] that travels quantized for `gemm`."""
@@ -142,12 +147,12 @@ class _Layer:
             raise ValueError(f"the overlap strategy {self.overlap[gemm]!r} does not say what it sends")
         return found
 
-    def reduction(self, gemm: str, reduce: str | None, features: int) -> Iterator[tuple[Sent, int]]:
+    def reduction(self, gemm: str, reduce: Reduction | None, features: int) -> Iterator[tuple[Sent, int]]:
         """The sum over tp of fprop's or dgrad's result, the tokens of a microbatch x `features`."""
-        if reduce is None or self.load.ranks("tp") == 1:
+        if reduce is None:
             return
-        y, carried_as = nothing((self.load.tokens, features), self.result_dtype(gemm)), getattr(self.recipe, gemm).wire
-        sent = self._reduction(gemm)(y, self.load.ranks("tp"), reduce=reduce, wire=WIRES[carried_as])
+        y = nothing((self.load.tokens, features), self.result_dtype(gemm))
+        sent = self._reduction(gemm)(y, self.load.ranks("tp"), reduce=reduce.how, wire=WIRES[reduce.codec])
         for dtype, nbytes in sent:
             yield Sent(self.load.named("tp"), self.name, gemm, wire.dtype_name(dtype)), nbytes
 
@@ -166,7 +171,7 @@ class _Layer:
         quantizers = fit.quantizers(self.recipe, tensor)
         if quantizers is not None:
             padded = quantizers.rowwise.format.padded(nothing((self.tokens(tensor), features)))
-            yield from self.agreement(tensor, [(padded.shape[0], padded.shape[1])], row=True, col=False)
+            yield from self.agreement(tensor, [(padded.shape[0], padded.shape[1])], ROWWISE)
 
 
 @cache
@@ -201,71 +206,39 @@ def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
 
 
 def _forward(layer: _Layer) -> Iterator[tuple[Sent, int]]:
-    """One forward of a layer: x travels if the style says so, and y is reduced."""
-    recipe, style, tokens = layer.recipe, layer.style, layer.tokens("x")
-    gathered, x = style.gathers == "x", [(tokens, layer.features)]
-    quantized = not gathered or fit.obstacle(recipe, "x", False, tokens) is None
-    kept = not fit.saves_x(recipe, style, tokens) and not fit.saves_rowwise(recipe, style, tokens)
-    yield from layer.agreement("x", x, row=quantized, col=kept)
-    if gathered and quantized:
-        yield layer.gather("fprop", "x", False, layer.features)
-    elif gathered:
-        yield layer.gather_hp("fprop", "x", layer.features)
-        yield from layer.agreement("x", [(layer.load.tokens, layer.features)], row=True, col=False, whole=True)
+    """One forward of a layer with a wgrad to come: x as its transfers say, and y is reduced."""
+    yield from _routed(layer, layer.transfers.x[True], [layer.features])
     for shapes in layer.at_use:
-        yield from layer.agreement("w", shapes, row=True, col=False)
-    unit = fit.units(recipe)[1]
+        yield from layer.agreement("w", shapes, ROWWISE)
+    unit = fit.units(layer.recipe)[1]
     for out in layer.outs:
-        yield from layer.reduction("fprop", style.fprop.reduce, out + -out % unit)
+        yield from layer.reduction("fprop", layer.transfers.fprop, out + -out % unit)
         yield from layer.rounding("y", out)
 
 
 def _backward(layer: _Layer) -> Iterator[tuple[Sent, int]]:
-    """One backward of a layer: dy or x travels if the style says so, and dx is reduced."""
-    yield from _dy(layer)
-    yield from _x_again(layer)
+    """One backward of a layer: dy and x as its transfers say, and dx is reduced."""
+    yield from _routed(layer, layer.transfers.dy(True, True), layer.outs)
+    yield from _routed(layer, layer.transfers.x_again, [layer.features])
     for shapes in layer.at_use:
-        yield from layer.agreement("w", shapes, row=False, col=True)
+        yield from layer.agreement("w", shapes, COLUMNWISE)
     features = layer.features + -layer.features % fit.units(layer.recipe)[2]
-    yield from layer.reduction("dgrad", layer.style.dgrad.reduce, features)
+    yield from layer.reduction("dgrad", layer.transfers.dgrad, features)
     yield from layer.rounding("dx", layer.features)
 
 
-def _dy(layer: _Layer) -> Iterator[tuple[Sent, int]]:
-    """dy for dgrad and wgrad: one transfer where the columnwise operand is derived on arrival, or where neither travels
-    quantized, else two."""
-    recipe, tokens = layer.recipe, layer.tokens("dy")
-    if layer.style.gathers != "dy":
-        yield from layer.agreement("dy", [(tokens, out) for out in layer.outs], row=True, col=True)
-        return
-    (out,) = layer.outs
-    here = [fit.obstacle(recipe, "dy", columnwise, tokens) is None for columnwise in (False, True)]
-    if fit.derived(recipe, "dy", tokens) and here[0]:
-        yield from layer.agreement("dy", [(tokens, out)], row=True, col=False)
-        yield layer.gather("dgrad", "dy", False, out)
-        return
-    yield from layer.agreement("dy", [(tokens, out)], row=here[0], col=here[1])
-    for columnwise, gemm in ((False, "dgrad"), (True, "wgrad")):
-        if here[columnwise]:
-            yield layer.gather(gemm, "dy", columnwise, out)
-    if not all(here):
-        yield layer.gather_hp("wgrad" if here[0] else "dgrad", "dy", out)
-        whole = [(layer.load.tokens, out)]
-        yield from layer.agreement("dy", whole, row=not here[0], col=not here[1], whole=True)
-
-
-def _x_again(layer: _Layer) -> Iterator[tuple[Sent, int]]:
-    """x for wgrad, from what forward kept."""
-    recipe, style, tokens = layer.recipe, layer.style, layer.tokens("x")
-    saves_x = fit.saves_x(recipe, style, tokens)
-    if style.gathers != "x":
-        if saves_x:
-            yield from layer.agreement("x", [(tokens, layer.features)], row=False, col=True)
-    elif saves_x:
-        yield layer.gather_hp("wgrad", "x", layer.features)
-        yield from layer.agreement("x", [(layer.load.tokens, layer.features)], row=False, col=True, whole=True)
-    else:
-        yield layer.gather("wgrad", "x", not fit.saves_rowwise(recipe, style, tokens), layer.features)
+def _routed(layer: _Layer, route: Route, features: Sequence[int]) -> Iterator[tuple[Sent, int]]:
+    """Matrices [tokens, features] that go this way."""
+    tensor, tokens = route.tensor, layer.tokens(route.tensor)
+    yield from layer.agreement(tensor, [(tokens, size) for size in features], route.here)
+    for each in route.gathers:
+        (size,) = features  # siblings share x, and a layer that gathers dy has none
+        if each.columnwise is None:
+            yield layer.gather_hp(each.gemm, tensor, size)
+        else:
+            yield layer.gather(each.gemm, tensor, each.columnwise, size)
+    if any(route.there):
+        yield from layer.agreement(tensor, [(layer.load.tokens, features[0])], route.there, whole=True)
 
 
 def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Iterator[tuple[Sent, int]]:
@@ -288,7 +261,7 @@ def _cached_weights(plan: Plan, load: Workload) -> dict[Sent, int]:
     elements = 0
     for layer in _layers(plan, load):
         with foretelling(layer.name):
-            elements += layer.observed("w", layer.weight_shapes(), True, True) if layer.cached else 0
+            elements += layer.observed("w", layer.weight_shapes(), BOTH) if layer.cached else 0
     group = load.amax_group or "tp"
     return {Sent(load.named(group), "", "amax", "float32"): wire.reduced(elements, 4, load.ranks(group))}
 

@@ -1,18 +1,16 @@
-"""x and dy on their way: gathered quantized where the shards concatenate to the quantized whole, one transfer an
-orientation, or one for both where the payload may be transposed on arrival. Otherwise they travel in high precision
-and are quantized on arrival, the same on every rank.
+"""x and dy on their way, as the layer's `TransferPlan` says (`transfer`).
 
     x    [M/R, K]  rowwise for fprop; again, from what forward kept, columnwise for wgrad
     dy   [M/R, N]  rowwise for dgrad, columnwise for wgrad
 
-An operand that only travels is quantized straight into its lease, its segment of what is gathered. One that forward
-keeps is not: it would keep the whole. Each function starts its transfers and returns at once what waits for them.
+Each function starts its transfers and returns at once what waits for them. Leases are this rank's segments of what is
+gathered: an operand that only travels is quantized straight into one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from dlp.parallel.operands import Pair, Values, operand_shape, quantize
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.scales import check_gathered
 from dlp.parallel.spec import LinearSpec
+from dlp.parallel.transfer import Gathered, Route
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
 Rowwise = QuantizedTensor | Gather
@@ -32,66 +31,67 @@ Columnwise = Callable[[], QuantizedTensor]
 def x_of_forward(spec: LinearSpec, x: Values, keep: bool, record: bool) -> tuple[Rowwise, list[Tensor]]:
     """x [M, K] of this rank -> fprop's operand, and the parts of x kept for wgrad: none where it reads x itself, and
     nobody has to keep that."""
-    tokens, gathered = len(x), spec.style.gathers == "x"
-    parts = keep and not spec.saves_x(tokens)
-    columnwise = parts and not spec.saves_rowwise(tokens)
-    quantized = not gathered or spec.travels("x", False, tokens)
-    keeps_rowwise = parts and not columnwise
-    lease = _lease(spec, "x", x, False, "fprop") if gathered and quantized and not keeps_rowwise else None
-    (mine,) = quantize(spec, "x", [x], row=quantized, col=columnwise, record=record, into=_room(lease))
-    kept = list((mine.columnwise() if columnwise else mine.rowwise()).parts) if parts else []
-    if keep and not parts and isinstance(x, Produced):
-        kept = [x.value]
-    if not gathered:
-        return mine.rowwise(), kept
-    if quantized:
-        return _start(spec, "fprop", mine.rowwise(), lease, 0), kept
-    return _on_arrival(spec, "x", stored(x), "fprop", row=True, col=False, record=record)().rowwise(), kept
+    plan = spec.transfers(len(x))
+    rowwise, _, mine = _send(spec, plan.x[keep], x, record)
+    assert rowwise is not None
+    if not keep:
+        return rowwise, []
+    if plan.kept == "values":
+        return rowwise, [x.value] if isinstance(x, Produced) else []
+    return rowwise, list((mine.rowwise() if plan.kept == "rowwise" else mine.columnwise()).parts)
 
 
-def x_of_backward(spec: LinearSpec, saved: Sequence[Tensor], tokens: int) -> Columnwise:
-    """wgrad's operand of x from what forward kept: parts, or x itself [..., K], `tokens` on this rank."""
-    gathered = spec.style.gathers == "x"
-    if spec.saves_x(tokens):
-        x = saved[0].reshape(-1, saved[0].shape[-1])
-        if gathered:
-            arrived = _on_arrival(spec, "x", x, "wgrad", row=False, col=True, record=True)
-            return lambda: arrived().columnwise()
-        return lambda: quantize(spec, "x", [x], row=False, col=True)[0].columnwise()
+def x_of_backward(spec: LinearSpec, saved: Sequence[Tensor], dy_tokens: int) -> Columnwise:
+    """wgrad's operand of x from what forward kept: parts, or x itself [..., K]. `dy_tokens`: rows of dy on this rank."""
+    plan = spec.transfers_back(dy_tokens)
+    route = plan.x_again
+    if plan.kept == "values":
+        return _send(spec, route, saved[0].reshape(-1, saved[0].shape[-1]))[1]
     kept = spec.recipe.x.columnwise.format.wrap(saved)
-    if gathered:
-        return _joined(spec, kept, None, 0 if spec.saves_rowwise(tokens) else 1)
-    return lambda: kept
+    if not route.gathers:
+        return lambda: kept
+    return _columnwise(route.gathers[0], _start(spec, route.gathers[0], kept, None))
 
 
 def dy_of_backward(spec: LinearSpec, dy: Values, row: bool, col: bool) -> tuple[Rowwise | None, Columnwise]:
     """This rank's tokens of dy [M/R, N] -> dgrad's and wgrad's operands, as far as they are asked for."""
-    tokens = len(dy)
-    if not (row or col):
-        return None, _nothing
-    if spec.derived("dy", tokens) and spec.travels("dy", False, tokens):
-        lease = _lease(spec, "dy", dy, False, "dgrad")
-        (mine,) = quantize(spec, "dy", [dy], row=True, col=False, into=_room(lease))
-        both = _start(spec, "dgrad", mine.rowwise(), lease, 0)
-        return both, lambda: both.whole().transpose()
-    here = [row and spec.travels("dy", False, tokens), col and spec.travels("dy", True, tokens)]
-    there = [row and not here[0], col and not here[1]]
-    first, second = (_lease(spec, "dy", dy, bool(way), gemm) if here[way] else None
-                     for way, gemm in enumerate(("dgrad", "wgrad")))  # fmt: skip
-    (mine,) = quantize(spec, "dy", [dy], row=here[0], col=here[1], into=_room(first, second))
-    rowwise: Rowwise | None = _start(spec, "dgrad", mine.rowwise(), first, 0) if here[0] else None
-    columnwise: Columnwise | None = _joined(spec, mine.columnwise(), second, 1) if here[1] else None
-    if any(there):
-        which = "dgrad" if there[0] else "wgrad"
-        arrived = _on_arrival(spec, "dy", stored(dy), which, row=there[0], col=there[1], record=True)
-        rowwise = arrived().rowwise() if there[0] else rowwise
-        columnwise = columnwise or (lambda: arrived().columnwise())
-    assert columnwise is not None or not col
-    return rowwise, columnwise or _nothing
+    plan = spec.transfers_back(len(dy))
+    rowwise, columnwise, _ = _send(spec, plan.dy(row, col), dy)
+    return rowwise, columnwise
 
 
-def _nothing() -> QuantizedTensor:
-    raise AssertionError("wgrad was not asked for")
+def _send(
+    spec: LinearSpec, route: Route, values: Values, record: bool = True
+) -> tuple[Rowwise | None, Columnwise, Pair]:  # fmt: skip
+    """Cast what the route casts of this rank's tokens, and start its transfers -> the rowwise operand, the columnwise one,
+    as far as they are asked for, and this rank's own."""
+    leases = {each.columnwise: _lease(spec, route.tensor, values, each) for each in route.gathers if each.leased}
+    mine = Pair(None, None)
+    if any(route.here):
+        row, col = route.here
+        (mine,) = quantize(spec, route.tensor, [values], row=row, col=col, record=record, into=_room(leases))
+    rowwise: Rowwise | None = mine.row if route.here[0] else None
+    columnwise: Columnwise = mine.columnwise
+    for each in route.gathers:
+        if each.columnwise is None:
+            arrived = _on_arrival(spec, route, each, stored(values), record)
+            rowwise = arrived().rowwise() if route.there[0] else rowwise
+            columnwise = partial(_columnwise_of, arrived) if route.there[1] else columnwise
+            continue
+        operand = mine.columnwise() if each.columnwise else mine.rowwise()
+        gather = _start(spec, each, operand, leases.get(each.columnwise))
+        rowwise = rowwise if each.columnwise else gather
+        columnwise = _columnwise(each, gather)
+    return rowwise, columnwise, mine
+
+
+def _columnwise_of(arrived: Callable[[], Pair]) -> QuantizedTensor:
+    return arrived().columnwise()
+
+
+def _columnwise(gathered: Gathered, gather: Gather) -> Columnwise:
+    """The columnwise operand of a transfer; a rowwise one is transposed on arrival."""
+    return gather.whole if gathered.columnwise else lambda: gather.whole().transpose()
 
 
 def _overlap(spec: LinearSpec, which: str) -> Overlap:
@@ -100,52 +100,46 @@ def _overlap(spec: LinearSpec, which: str) -> Overlap:
     return overlap
 
 
-def _lease(spec: LinearSpec, tensor: str, values: Values, columnwise: bool, which: str) -> Lease | None:
-    """Room for what is gathered, for GEMM `which`, of the operand of values [M/R, features]; None for values that travel
-    themselves."""
-    quantizers = spec.quantizers(tensor)
+def _lease(spec: LinearSpec, tensor: str, values: Values, gathered: Gathered) -> Lease | None:
+    """Room for what is gathered of the operand of values [M/R, features]; None for values that travel themselves."""
+    quantizers, columnwise = spec.quantizers(tensor), bool(gathered.columnwise)
     assert quantizers is not None
     fmt = (quantizers.columnwise if columnwise else quantizers.rowwise).format
     if fmt.keeps_source:
         return None
     shape = operand_shape(spec.recipe, tensor, values.shape, columnwise)
-    overlap = _overlap(spec, which)
-    return overlap.lease(fmt, shape, int(columnwise), spec.tp_group, dtype=values.dtype, device=values.device)
+    overlap = _overlap(spec, gathered.gemm)
+    return overlap.lease(fmt, shape, gathered.dim, spec.tp_group, dtype=values.dtype, device=values.device)
 
 
-def _room(row: Lease | None, col: Lease | None = None) -> Pair:
+def _room(leases: Mapping[bool | None, Lease | None]) -> Pair:
     """What to quantize into, by orientation."""
+    row, col = (leases.get(columnwise) for columnwise in (False, True))
     return Pair(None if row is None else row.mine, None if col is None else col.mine)
 
 
-def _start(spec: LinearSpec, which: str, mine: QuantizedTensor, lease: Lease | None, dim: int) -> Gather:
-    """Start gathering an operand of GEMM `which` along `dim`: where it has been leased, or from where it is."""
+def _start(spec: LinearSpec, gathered: Gathered, mine: QuantizedTensor, lease: Lease | None) -> Gather:
+    """Start gathering an operand: where it has been leased, or from where it is."""
     if spec.runtime.watches_scales:
-        check_gathered(spec, which, mine, dim)
-    with wire.label(direction=which, precision="" if mine.format.keeps_source else mine.format.name):
-        return lease.gather() if lease else _overlap(spec, which).gather(mine, dim, spec.tp_group)
-
-
-def _joined(spec: LinearSpec, mine: QuantizedTensor, lease: Lease | None, dim: int) -> Columnwise:
-    """Start gathering wgrad's operand along `dim`; a rowwise one (0) is transposed on arrival."""
-    gather = _start(spec, "wgrad", mine, lease, dim)
-    return gather.whole if dim else lambda: gather.whole().transpose()
+        check_gathered(spec, gathered.gemm, mine, gathered.dim)
+    with wire.label(direction=gathered.gemm, precision="" if mine.format.keeps_source else mine.format.name):
+        return lease.gather() if lease else _overlap(spec, gathered.gemm).gather(mine, gathered.dim, spec.tp_group)
 
 
 def _on_arrival(
-    spec: LinearSpec, tensor: str, values: Tensor, which: str, *, row: bool, col: bool, record: bool
-) -> Callable[[], Pair]:
+    spec: LinearSpec, route: Route, gathered: Gathered, values: Tensor, record: bool
+) -> Callable[[], Pair]:  # fmt: skip
     """Start gathering values [M/R, features]; they are quantized when they are first asked for."""
-    for columnwise in (False, True):
-        why = fit.obstacle(spec.recipe, tensor, columnwise, len(values))
-        if (row, col)[columnwise] and why not in (None, fit.ASKED):
-            way = ("rowwise", "columnwise")[columnwise]
-            spec.runtime.note(f"{tensor} {way} ({spec.recipe.name}) travels in high precision: {why}")
-    gather = _start(spec, which, QuantizedTensor(HighPrecision(), (values,)), None, 0)
+    for orientation, why in zip(("rowwise", "columnwise"), route.why, strict=True):
+        if why not in (None, fit.ASKED):
+            spec.runtime.note(f"{route.tensor} {orientation} ({spec.recipe.name}) travels in high precision: {why}")
+    gather = _start(spec, gathered, QuantizedTensor(HighPrecision(), (values,)), None)
+    row, col = route.there
 
     @cache
     def arrived() -> Pair:
-        (pair,) = quantize(spec, tensor, [gather.whole().payload], row=row, col=col, record=record, whole=True)
+        whole = gather.whole().payload
+        (pair,) = quantize(spec, route.tensor, [whole], row=row, col=col, record=record, whole=True)
         return pair
 
     return arrived

@@ -18,6 +18,7 @@ from dlp.parallel.overlap.serial import Serial
 from dlp.parallel.runtime import runtime_of
 from dlp.parallel.shards import VALUES
 from dlp.parallel.traffic import in_bf16, step_traffic
+from dlp.parallel.transfer import Gathered
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 from launch.config import Config
 from launch.ledger import COLUMNS, gather_shares, rows, watch, weight_share
@@ -204,9 +205,9 @@ class Silent(Trainer):
     def train_step(self, step: int) -> Step:
         start = travel._start
 
-        def silent(spec: Any, which: str, mine: QuantizedTensor, lease: Any, dim: int) -> Any:
+        def silent(spec: Any, gathered: Gathered, mine: QuantizedTensor, lease: Any) -> Any:
             whole = QuantizedTensor(HighPrecision(), (mine.dequantize(torch.bfloat16),))
-            return start(spec, which, *((whole, None) if which == "fprop" else (mine, lease)), dim)
+            return start(spec, gathered, *((whole, None) if gathered.gemm == "fprop" else (mine, lease)))
 
         with patch.object(travel, "_start", silent if step == WARM else start):
             return super().train_step(step)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlp.comm import collectives
-from dlp.parallel import operands
+from dlp.parallel import fit, operands
 from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from tests import pool as worker
 from tests.cases import (
@@ -222,7 +222,7 @@ def gathered_operands(recipe: str, tokens: int) -> list[tuple[bool, list[str | N
         (whole,) = operands.quantize(alone, operand, [full], row=True, col=True)
         pairs = [(mine.rowwise(), whole.rowwise(), 0), (mine.columnwise(), whole.columnwise(), 1)]
         for columnwise, (part, expected, dim) in enumerate(pairs):
-            if spec.travels(operand, bool(columnwise), tokens // world):
+            if fit.obstacle(spec.recipe, operand, bool(columnwise), tokens // world) is None:
                 gathered = spec.overlap.fprop.gather(part, dim, spec.tp_group).whole()
                 differences = [bit_difference(a, b) for a, b in zip(gathered.parts, expected.parts, strict=True)]
                 found.append((bool(columnwise), differences))

@@ -1,0 +1,178 @@
+"""TransferPlan: what of x and dy travels over tp, as which operand, and how results are reduced; decided once.
+
+    y  [M, N]   fprop of x rowwise [M, K], w rowwise [N, K]               x columnwise [K, M] is kept for wgrad
+    dx [M, K]   dgrad of dy rowwise [M, N], w columnwise [K, N]
+    dw [N, K]   wgrad of dy columnwise [N, M], x columnwise [K, M]
+
+A pure function of a recipe, a row of the style table, the number of tp ranks and the tokens of this rank. Layers carry it
+out (`travel`), the opaque ops read shapes from it, the plan's notes and its predicted bytes read the rest. Shards travel
+quantized where they concatenate to the quantized whole; otherwise the values travel and are cast on arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+from dlp.parallel import fit
+from dlp.parallel.style import ParallelStyle
+from dlp.quant.recipe import Recipe
+
+Orientations = tuple[bool, bool]  # rowwise, columnwise
+Reasons = tuple[str | None, str | None]
+NEITHER: Orientations = (False, False)
+ROWWISE: Orientations = (True, False)
+COLUMNWISE: Orientations = (False, True)
+BOTH: Orientations = (True, True)
+
+
+class Gathered(NamedTuple):
+    """One transfer. `gemm`: whose strategy moves it. `columnwise`: the orientation of the operand that travels; None: the
+    values do, [M/R, features]. `leased`: the operand only travels, so it is quantized straight into this rank's segment of
+    what is gathered; one that forward keeps is not, since it would keep the whole."""
+
+    gemm: str
+    columnwise: bool | None
+    leased: bool = False
+
+    @property
+    def dim(self) -> int:
+        """Along which dimension of the operand shards concatenate."""
+        return int(bool(self.columnwise))
+
+
+@dataclass(frozen=True)
+class Route:
+    """x or dy, from the tokens of this rank to the GEMMs that read it.
+
+    here      the orientations that are cast of this rank's tokens
+    gathers   the transfers, in the order in which they start
+    there     the orientations that are cast of the values of all ranks, when these have arrived
+    why       of each orientation in `there`
+    """
+
+    tensor: str
+    here: Orientations
+    gathers: tuple[Gathered, ...] = ()
+    there: Orientations = NEITHER
+    why: Reasons = (None, None)
+
+
+class Reduction(NamedTuple):
+    """The sum of a result over tp: "all", or "scatter" over its rows; contributions are carried as `codec`."""
+
+    how: str
+    codec: str
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Of one layer with so many tokens.
+
+    tokens     rows of x and dx on this rank; `y_tokens`: of y and dy
+    x          fprop's x, without and with a wgrad to come
+    kept       what forward keeps of x for wgrad: "values" (x itself), or the operand that it is, "rowwise" or "columnwise"
+    x_again    wgrad's x, from what is kept
+    dys        dgrad's and wgrad's dy, by which of them is asked for: see `dy`
+    fprop, dgrad   how y and dx are reduced; None: they are not
+    """
+
+    tokens: int
+    y_tokens: int
+    x: tuple[Route, Route]
+    kept: str
+    x_again: Route
+    dys: tuple[Route, Route, Route, Route]
+    fprop: Reduction | None
+    dgrad: Reduction | None
+
+    def dy(self, row: bool, col: bool) -> Route:
+        return self.dys[2 * row + col]
+
+
+def y_tokens_of(style: ParallelStyle, tp: int, tokens: int) -> int:
+    """Rows of y from those of x: x that is gathered is a shard of them, y that is scattered another."""
+    if style.gathers == "x":
+        return tokens * tp
+    return tokens // tp if style.gathers == "dy" else tokens
+
+
+def x_tokens_of(style: ParallelStyle, tp: int, y_tokens: int) -> int:
+    """Rows of x from those of y."""
+    if style.gathers == "x":
+        return y_tokens // tp
+    return y_tokens * tp if style.gathers == "dy" else y_tokens
+
+
+def transfer_plan(recipe: Recipe, style: ParallelStyle, tp: int, tokens: int | None) -> TransferPlan:
+    """`tokens`: of x on this rank; None where they are not known yet: as many as every block wants."""
+    if tokens is None:
+        tokens = tp * _whole_blocks(recipe)
+    y_tokens, kept = y_tokens_of(style, tp, tokens), _kept(recipe, style, tokens)
+    return TransferPlan(
+        tokens, y_tokens,
+        (_x(recipe, style, tokens, ""), _x(recipe, style, tokens, kept)), kept,
+        _x_again(recipe, style, tokens, kept),
+        tuple(_dy(recipe, style, y_tokens, row, col) for row in (False, True) for col in (False, True)),  # type: ignore[arg-type]
+        _reduction(style.fprop.reduce, recipe.fprop.wire, tp), _reduction(style.dgrad.reduce, recipe.dgrad.wire, tp),
+    )  # fmt: skip
+
+
+def _whole_blocks(recipe: Recipe) -> int:
+    formats = [
+        quantizer.format for operand in (recipe.x, recipe.dy) for quantizer in (operand.rowwise, operand.columnwise)
+    ]
+    blocks = [size for fmt in formats for size in (*fmt.block, *fmt.multiple) if size]
+    return lcm(*blocks, fit.units(recipe)[0])
+
+
+def _reduction(how: str | None, codec: str, tp: int) -> Reduction | None:
+    """A rank alone has the sum."""
+    return Reduction(how, codec) if how is not None and tp > 1 else None
+
+
+def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
+    """x itself, where wgrad reads it in high precision or it travels so. Rowwise, an operand that travels again in backward
+    and whose payload may be transposed on arrival."""
+    derived, gathered = fit.derived(recipe, "x", tokens), style.gathers == "x"
+    if recipe.x.columnwise.format.keeps_source:
+        return "values"
+    if gathered and fit.obstacle(recipe, "x", not derived, tokens) is not None:
+        return "values"
+    return "rowwise" if derived and gathered else "columnwise"
+
+
+def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
+    """`kept`: what a wgrad to come wants; "": there is none."""
+    columnwise = kept == "columnwise"
+    if style.gathers != "x":
+        return Route("x", (True, columnwise))
+    why = fit.obstacle(recipe, "x", False, tokens)
+    if why is not None:
+        return Route("x", (False, columnwise), (Gathered("fprop", None),), ROWWISE, (why, None))
+    return Route("x", (True, columnwise), (Gathered("fprop", False, leased=kept != "rowwise"),))
+
+
+def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
+    if style.gathers != "x":
+        return Route("x", (False, kept == "values"))
+    if kept == "values":
+        why = fit.obstacle(recipe, "x", True, tokens)
+        return Route("x", NEITHER, (Gathered("wgrad", None),), COLUMNWISE, (None, why))
+    return Route("x", NEITHER, (Gathered("wgrad", kept == "columnwise"),))
+
+
+def _dy(recipe: Recipe, style: ParallelStyle, tokens: int, row: bool, col: bool) -> Route:
+    """`tokens`: of dy on this rank. One transfer where wgrad's operand is the transposed one of dgrad."""
+    if style.gathers != "dy" or not (row or col):
+        return Route("dy", (row, col))
+    why = fit.obstacle(recipe, "dy", False, tokens), fit.obstacle(recipe, "dy", True, tokens)
+    if fit.derived(recipe, "dy", tokens) and why[0] is None:
+        return Route("dy", ROWWISE, (Gathered("dgrad", False, leased=True),))
+    here = row and why[0] is None, col and why[1] is None
+    there = row and not here[0], col and not here[1]
+    gathers = [Gathered(gemm, way, True) for way, gemm in ((False, "dgrad"), (True, "wgrad")) if here[way]]
+    if any(there):
+        gathers.append(Gathered("dgrad" if there[0] else "wgrad", None))
+    return Route("dy", here, tuple(gathers), there, (why[0] if there[0] else None, why[1] if there[1] else None))

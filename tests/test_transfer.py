@@ -1,0 +1,61 @@
+"""What travels, as a value: decided from recipe, style and tokens alone, before there are tensors or ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dlp.parallel.style import COLUMN, COLUMN_SP, LOCAL, ROW, ROW_SP, STYLES
+from dlp.parallel.transfer import Gathered, Reduction, transfer_plan, x_tokens_of
+from dlp.quant import recipe as recipes
+from tests.cases import RECIPES
+
+
+def test_what_a_column_parallel_layer_sends_of_x():
+    plan = transfer_plan(recipes.load("fp8_current"), COLUMN_SP, 2, 128)
+    assert (plan.tokens, plan.y_tokens, plan.kept) == (128, 256, "rowwise")
+    assert plan.x[False].gathers == (Gathered("fprop", False, leased=True),)
+    assert plan.x[True].gathers == (Gathered("fprop", False, leased=False),), "what is kept must not keep the whole"
+    assert plan.x_again.gathers == (Gathered("wgrad", False),) and plan.x_again.here == (False, False)
+    assert plan.dy(True, True).here == (True, True) and plan.dy(True, True).gathers == ()
+    assert (plan.fprop, plan.dgrad) == (None, Reduction("scatter", "hp"))
+
+
+def test_what_a_row_parallel_layer_sends_of_dy():
+    plan = transfer_plan(recipes.load("fp8_block"), ROW_SP, 2, 512)
+    assert plan.y_tokens == 256 and plan.kept == "columnwise" and plan.x[True].here == (True, True)
+    assert plan.dy(True, True).gathers == (Gathered("dgrad", False, True), Gathered("wgrad", True, True))
+    assert plan.dy(True, False).gathers == (Gathered("dgrad", False, True),)
+    assert plan.dy(False, False).gathers == () and plan.dy(False, False).here == (False, False)
+    assert (plan.fprop, plan.dgrad) == (Reduction("scatter", "hp"), None)
+
+
+def test_values_travel_where_shards_do_not_concatenate():
+    plan = transfer_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)  # 100 tokens of dy a rank, in blocks of 128
+    route = plan.dy(True, True)
+    assert route.here == (True, False) and route.there == (False, True)
+    assert route.gathers == (Gathered("dgrad", False, True), Gathered("wgrad", None))
+    assert route.why[0] is None and "100 tokens a rank are no multiple of 128" in str(route.why[1])
+    whole = transfer_plan(replace(recipes.load("fp8_block"), gather_dy="high_precision"), ROW_SP, 2, 512).dy(True, True)
+    assert whole.gathers == (Gathered("dgrad", None),) and whole.there == (True, True), "one transfer for both"
+
+
+def test_a_rank_alone_reduces_nothing():
+    for style in (COLUMN, ROW):
+        alone, two = (transfer_plan(recipes.load("bf16"), style, tp, 64) for tp in (1, 2))
+        assert (alone.fprop, alone.dgrad) == (None, None) and (two.fprop, two.dgrad) != (None, None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_style_has_a_plan_for_every_recipe(recipe):
+    for style in STYLES.values():
+        for tokens in (None, 16, 96, 128, 1024):
+            plan = transfer_plan(recipes.load(recipe), style, 2, tokens)
+            gathered = {each.gemm for route in (*plan.x, plan.x_again, *plan.dys) for each in route.gathers}
+            wanted = {"x": {"fprop", "wgrad"}, "dy": {"dgrad", "wgrad"}, None: set()}[style.gathers]
+            assert gathered <= wanted and bool(gathered) == bool(wanted)
+            assert x_tokens_of(style, 2, plan.y_tokens) == plan.tokens
+            if tokens is None:  # as many as every block wants: nothing stands in the way
+                assert all(why is None for route in (*plan.x, plan.x_again, *plan.dys) for why in route.why)
+    assert transfer_plan(recipes.load(recipe), LOCAL, 1, 64).kept in ("values", "columnwise")
