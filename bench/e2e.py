@@ -224,6 +224,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     axes = figure.subplots()
     bars = axes.barh([r.subject for r in results], [r.tokens_per_second for r in results])
     axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+    axes.margins(x=0.15)  # room for the labels inside the frame
     axes.invert_yaxis()
     axes.set_xlabel("tokens/s a rank")
     figure.savefig(path, dpi=120)

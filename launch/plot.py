@@ -1,80 +1,161 @@
-"""Draws loss, validation loss and throughput of one run, or of several in one picture.
+"""Draws loss, gradient norm, learning rate and throughput of one run, or of several in one picture.
 
     python -m launch.plot RUN [RUN ...] --out FILE.png
     python -m launch.plot RUN --stats --out FILE.png       the statistics of its casts (launch/plot_stats.py)
 
-A run is a folder with `metrics.jsonl`. matplotlib's figure is used without pyplot, which would keep global state and
-look for a display.
+A run is a folder with `metrics.jsonl`. The loss axis leaves out the first steps, from which a loss falls so far that nothing
+else could be seen; several runs are also drawn as differences to the first. matplotlib's figure is used without pyplot,
+which would keep global state and look for a display.
 """
+
+from __future__ import annotations
 
 import argparse
 import sys
+import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from launch.metrics import read_metrics
 from launch.plot_stats import mark_swaps, write_stats
 
-SMOOTHING = 0.8  # of the line drawn through the steps' losses, which are themselves drawn faintly
+SHOWN_FROM = 0.1  # of a run's steps: the loss there is the top of the axis
+Records = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A run in a picture."""
+
+    label: str
+    color: str
+    records: Records
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        return series(self.records, key)
 
 
 def write_plot(runs: Sequence[Path], out: Path) -> None:
     """Draws runs into a PNG. Raises ValueError if a folder holds no metrics."""
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    loss, speed = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
-        _draw(loss, speed, _records(run), label, f"C{number}")
-    loss.set_ylabel("loss, nats/token")
-    speed.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
-    loss.legend()
-    for axes in (loss, speed):
+    draw(runs).savefig(out, dpi=120)
+
+
+def draw(runs: Sequence[Path]) -> Figure:
+    """The picture; a panel each for loss, differences (of several runs), gradient norm, learning rate, tokens/s."""
+    drawn = [
+        Drawn(label, f"C{number}", _records(run)) for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True))
+    ]  # fmt: skip
+    several = len(drawn) > 1
+    figure = Figure(figsize=(9, 11 + 1.5 * several), layout="constrained")
+    loss, *differences, norm, rate, speed = figure.subplots(
+        4 + several, 1, sharex=True, height_ratios=[4, *[2] * several, 1, 1, 1]
+    )
+    figure.suptitle(f"{len(drawn)} runs" if several else drawn[0].label)
+    _draw_loss(loss, drawn)
+    for axes in differences:
+        _draw_differences(axes, drawn)
+    for axes, key, name, scale in (
+        (norm, "gradient_norm", "gradient norm", "log"), (rate, "lr", "learning rate", "linear"),
+        (speed, "tokens_per_second", "tokens/s", "linear"),
+    ):  # fmt: skip
+        for run in drawn:
+            axes.plot(*run.series(key), color=run.color, linewidth=0.8)
+        axes.set(ylabel=name, yscale=scale, **({} if scale == "log" else {"ylim": (0, None)}))
+    for formatted in (norm.yaxis.set_major_formatter, norm.yaxis.set_minor_formatter):
+        formatted(StrMethodFormatter("{x:g}"))
+    speed.set_xlabel("step")
+    speed.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    for axes in figure.axes:
         axes.grid(alpha=0.3)
-    figure.savefig(out, dpi=120)
+    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    return figure
 
 
 def labels(runs: Sequence[Path]) -> list[str]:
-    """Folder names, or whole paths if those are not all different."""
+    """Folder names, or whole paths if those are not all different, and the recipes of each run."""
     names = [run.resolve().name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+    names = names if len(set(names)) == len(names) else [str(run) for run in runs]
+    return [f"{name}: {recipes}" if (recipes := _recipes(run)) else name for name, run in zip(names, runs, strict=True)]
 
 
-def _records(run: Path) -> list[dict[str, Any]]:
+def _recipes(run: Path) -> str:
+    """Those of a run's groups, as "fp8_current (default), bf16 (edges)"; "" where its config is not there."""
+    path = run / "config.toml"
+    groups = tomllib.loads(path.read_text(encoding="utf-8")).get("groups", []) if path.is_file() else []
+    named = [(group["recipe"], group["name"]) for group in groups if "recipe" in group]
+    return ", ".join(f"{recipe if isinstance(recipe, str) else recipe['name']} ({name})" for recipe, name in named)
+
+
+def _records(run: Path) -> Records:
     path = run / "metrics.jsonl"
     records = read_metrics(path) if path.is_file() else []
-    if not records:
+    if not any("loss" in record for record in records):
         raise ValueError(f"{path}: no metrics there, expected the folder of a run that has made a step")
     return records
 
 
-def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def series(records: Records, key: str) -> tuple[list[int], list[float]]:
     """Steps and values of the records that have `key`."""
     having = [record for record in records if key in record]
     return [record["step"] for record in having], [record[key] for record in having]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential mean without the bias towards a starting value."""
-    smoothed, mean, weight = [], 0.0, 0.0
-    for value in values:
-        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        smoothed.append(mean / weight)
-    return smoothed
+    """Centred means of about a twentieth of the values; near an end the straight line that fits the values there best. So
+    a straight line stays where it is: nothing lags."""
+    half, count = max(1, len(values) // 40), len(values)
+    if count < 3:
+        return list(values)
+    smoothed = np.convolve(values, np.full(2 * half + 1, 1 / (2 * half + 1)), "same")
+    for i in (*range(half), *range(count - half, count)):
+        first, last = max(0, i - half), min(count, i + half + 1)
+        slope, level = np.polyfit(np.arange(first, last) - i, values[first:last], 1)
+        smoothed[i] = level
+    return [float(value) for value in smoothed]
 
 
-def _draw(loss: Axes, speed: Axes, records: Sequence[dict[str, Any]], label: str, color: str) -> None:
-    steps, losses = series(records, "loss")
-    loss.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-    loss.plot(steps, smooth(losses), color=color, label=label)
-    steps, losses = series(records, "validation_loss")
-    if steps:
-        loss.plot(steps, losses, color=color, marker="o", linestyle="--", label=f"{label}, validation")
-    speed.plot(*series(records, "tokens_per_second"), color=color, linewidth=0.8)
-    mark_swaps(loss, records, text=True)
+def _draw_loss(axes: Axes, drawn: Sequence[Drawn]) -> None:
+    top, unit = [], "nats/token"
+    for run in drawn:
+        steps, losses = run.series("loss")
+        smoothed = smooth(losses)
+        axes.plot(steps, losses, color=run.color, alpha=0.25, linewidth=0.8)
+        of = f"{run.label}, " if len(drawn) > 1 else ""
+        axes.plot(steps, smoothed, color=run.color, label=f"{of}smoothed")
+        validated, validation = run.series("validation_loss")
+        if validated:
+            axes.plot(validated, validation, color=run.color, marker="o", linestyle="--", label=f"{of}validation")
+        top += [*smoothed[int(SHOWN_FROM * len(losses)) :], *validation]
+    found = {tuple(record["baseline"].values()) for run in drawn for record in run.records if "baseline" in record}
+    for name, value, said in sorted(found):
+        unit = said
+        axes.axhline(value, color="0.3", linestyle="-.", linewidth=1, label=f"{name}, {value:.3f}")
+        top.append(value)
+    bottom = min(min(run.series("loss")[1]) for run in drawn)
+    margin = 0.05 * (max(top) - min(*top, bottom))
+    axes.set(ylabel=f"loss, {unit}", ylim=(min(*top, bottom) - margin, max(top) + margin) if margin > 0 else None)
+    for run in drawn:
+        mark_swaps(axes, run.records, text=True)
+
+
+def _draw_differences(axes: Axes, drawn: Sequence[Drawn]) -> None:
+    """Of smoothed losses at equal steps, without the first ones."""
+    base = dict(zip(*drawn[0].series("loss"), strict=True))
+    seen: list[float] = []
+    for run in drawn:
+        pairs = [(step, loss - base[step]) for step, loss in zip(*run.series("loss"), strict=True) if step in base]
+        smoothed = smooth([difference for _, difference in pairs])
+        axes.plot([step for step, _ in pairs], smoothed, color=run.color)
+        seen += smoothed[int(SHOWN_FROM * len(pairs)) :]
+    reach = 1.1 * max((abs(value) for value in seen), default=0)
+    axes.set(ylabel=f"loss - loss of\n{drawn[0].label.partition(':')[0]}", ylim=(-reach, reach) if reach else None)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -72,12 +72,15 @@ def draw(axes: Axes, measured: Sequence[dict[str, Any]], names: Sequence[str], n
 
 
 def mark_swaps(axes: Axes, records: Sequence[dict[str, Any]], text: bool = False) -> None:
-    """A line where layers got another recipe; text: and its name."""
+    """A line where layers got another recipe; text: and its name, inside the frame, on the side that has more room."""
+    steps = [record["step"] for record in records]
     for record in records:
         if "swap" in record:
             axes.axvline(record["step"], color="0.4", linestyle=":", linewidth=1)
             if text:
-                said = f" {record['swap']['recipe']} ({record['swap']['layers']} layers)"
+                left = 2 * record["step"] > min(steps) + max(steps)
                 axes.annotate(
-                    said, (record["step"], 1), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=8
-                )
+                    f"{record['swap']['recipe']} ({record['swap']['layers']} layers)", (record["step"], 0.98),
+                    xycoords=("data", "axes fraction"), xytext=(-3 if left else 3, 0), textcoords="offset points",
+                    rotation=90, va="top", ha="right" if left else "left", fontsize=8,
+                )  # fmt: skip

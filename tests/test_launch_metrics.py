@@ -8,6 +8,7 @@ import termios
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from launch.config import load
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, peak_of, read_metrics, tell
-from launch.plot import labels, main, series, smooth, write_plot
+from launch.plot import draw, labels, main, series, smooth, write_plot
 from launch.sections import Model
 
 
@@ -124,12 +125,47 @@ def test_a_pipe_gets_lines_though_stderr_is_a_terminal(
 
 def make_run(folder: Path, steps: int) -> Path:
     folder.mkdir(parents=True)
-    records: list[dict[str, float]] = [
-        {"step": step, "loss": 5 / step, "tokens_per_second": 1000 + step} for step in range(1, steps + 1)
+    records: list[dict[str, Any]] = [
+        {"step": step, "loss": 5 / step, "tokens_per_second": 1000 + step, "gradient_norm": 1 / step, "lr": 1e-3}
+        for step in range(1, steps + 1)
     ]
     records.insert(steps // 2, {"step": steps // 2, "validation_loss": 3.0})
+    for step in (1, steps // 2, steps):
+        records.append({"step": step, "swap": {"recipe": "fp8_delayed(amax_history_len=4)", "layers": 28}})
+    records.insert(0, {"step": 0, "baseline": {"name": "byte-bigram", "loss": 2.432, "unit": "nats/byte"}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
+
+
+def test_a_plot_shows_what_a_run_is_judged_by(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 100)
+    (run / "config.toml").write_text(
+        '[[groups]]\nname = "default"\nrecipe = "nvfp4"\n[[groups]]\nname = "edges"\nrecipe = {name = "bf16"}\n'
+    )
+    figure = draw([run])
+    figure.canvas.draw()
+    assert figure.get_suptitle() == "run: nvfp4 (default), bf16 (edges)"
+    loss, *below = figure.axes
+    assert [axes.get_ylabel() for axes in below] == ["gradient norm", "learning rate", "tokens/s"]
+    assert loss.get_ylabel() == "loss, nats/byte"
+    (bigram,) = (line for line in loss.lines if line.get_label() == "byte-bigram, 2.432")
+    assert list(bigram.get_ydata()) == [2.432, 2.432]
+    bottom, top = loss.get_ylim()
+    assert -0.2 < bottom < 0.05 and 3.0 < top < 3.5, "the first losses, of 5, are left out"
+
+
+def test_swap_labels_and_legend_lie_where_nothing_is_hidden(tmp_path: Path) -> None:
+    figure = draw([make_run(tmp_path / name, 100) for name in ("a", "b")])
+    figure.canvas.draw()
+    loss, differences, *_ = figure.axes
+    frame = loss.get_window_extent()
+    assert len(loss.texts) == 6
+    for text in loss.texts:
+        box = text.get_window_extent()
+        assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+    (legend,) = figure.legends
+    assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
+    assert differences.get_ylabel() == "loss - loss of\na"
 
 
 def test_plot_of_several_runs(tmp_path: Path) -> None:
@@ -160,7 +196,16 @@ def test_series_and_labels(tmp_path: Path) -> None:
     assert labels([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
 
 
-def test_smoothing_keeps_a_constant_and_follows_a_change() -> None:
+def test_smoothing_keeps_straight_lines_and_follows_a_change_without_lag() -> None:
     assert smooth([2.0] * 30) == pytest.approx([2.0] * 30)
-    smoothed = smooth([2.0] * 30 + [1.0] * 30)
-    assert smoothed[30] > 1.7 and smoothed[-1] < 1.05
+    assert smooth([1.0, 5.0]) == [1.0, 5.0]
+    falling = [5 - 0.01 * step for step in range(200)]
+    assert smooth(falling) == pytest.approx(falling)
+    smoothed = smooth([2.0] * 100 + [1.0] * 100)
+    assert (
+        smoothed[90] == pytest.approx(2)
+        and smoothed[99] + smoothed[100] == pytest.approx(3.0)
+        and smoothed[110] == pytest.approx(1)
+    )
+    noisy = [2.0 + (-1) ** step for step in range(200)]
+    assert max(abs(value - 2) for value in smooth(noisy)) < 0.5, "at the ends too"
