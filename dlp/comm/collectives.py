@@ -157,11 +157,15 @@ def fields(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tu
 def parts_of(records: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Parts:
     """Bytes [R, record] -> views [R, *shape] of the parts in them."""
     starts, _ = fields(shapes, dtypes)
-    return tuple(
-        records[:, start : start + prod(shape) * dtype.itemsize].view(dtype).unflatten(1, tuple(shape) or (1,))
-        if shape else records[:, start : start + dtype.itemsize].view(dtype)[:, 0]
-        for start, shape, dtype in zip(starts, shapes, dtypes, strict=True)
-    )  # fmt: skip
+    return tuple(_part_of(records, *field) for field in zip(starts, shapes, dtypes, strict=True))
+
+
+def _part_of(records: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    size = prod(shape)
+    if size == 0:  # no tokens; bytes without elements cannot be viewed as another dtype
+        return records.new_empty((len(records), *shape), dtype=dtype)
+    part = records[:, start : start + size * dtype.itemsize].view(dtype)
+    return part.unflatten(1, tuple(shape)) if shape else part[:, 0]
 
 
 # Exchanges and sums
@@ -181,7 +185,7 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
         return done(tuple(parts))
     shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
     if len(parts) == 1:
-        work, arrived = _exchange(as_bytes(parts[0].contiguous()).view(group.size(), -1), group, dtypes[0])
+        work, arrived = _exchange(as_bytes(parts[0].contiguous()).view(group.size(), record(parts)), group, dtypes[0])
         return Pending([work], lambda: (arrived.view(-1).view(dtypes[0]).view(parts[0].shape),))
     records = torch.empty((group.size(), record(parts)), dtype=torch.uint8, device=parts[0].device)
     for field, part in zip(parts_of(records, shapes, dtypes), parts, strict=True):

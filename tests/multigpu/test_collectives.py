@@ -197,7 +197,7 @@ def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[s
     with seen[1]:
         reduced = collectives.all_reduce(parts, dist.group.WORLD).wait()
     with seen[2]:
-        chunks = [part.unflatten(0, (world, -1)) for part in parts if part.numel()]
+        chunks = [part.unflatten(0, (world, len(part) // world)) for part in parts]
         exchanged = collectives.all_to_all(chunks, dist.group.WORLD).wait()
     return list(scattered), list(reduced), [part.contiguous() for part in exchanged], [s.names for s in seen]
 
@@ -214,7 +214,7 @@ def test_several_parts_are_summed_and_exchanged_in_one_launch(ranks, world, devi
             assert_bit_equal(reduced[i], expected, f"all_reduce of {dtype}")
             chunks = [of_rank(source, whole, dtype).chunk(world)[rank] for source in range(world)]
             assert_bit_equal(exchanged[i], torch.stack(chunks), f"all_to_all of {dtype}")
-        assert (scattered[3].shape, reduced[3].shape) == ((4, 0), (4 * world, 0))
+        assert (scattered[3].shape, reduced[3].shape, exchanged[3].shape) == ((4, 0), (4 * world, 0), (world, 4, 0))
         assert [len(launches) for launches in names] == ([0, 0, 0] if world == 1 else [1, 1 + gathers, 1]), names
 
 

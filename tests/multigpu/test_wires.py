@@ -173,3 +173,25 @@ def test_impossible_wires_are_refused(ranks):
     for unknown, op in ranks(2).run(refusals):
         assert unknown == "unknown gradient wire 'fp4': the wires are hp, bf16, fp8"
         assert op.startswith("gradients on a wire are summed or averaged; got")
+
+
+def without_tokens(wire: str, strategy: str) -> list[tuple[int, ...]]:
+    """y and dx of layers that are given no tokens, as experts may be."""
+    recipe = dlp.recipe("fp8_current", wire={"fprop": wire, "dgrad": wire})
+    tp, found = worker.mesh(tp=2)["tp"], []
+    for sequence_parallel in (False, True):
+        for layer, features in ((dlp.ColumnParallelLinear, 64), (dlp.RowParallelLinear, 32)):
+            made = layer(64, 64, True, tp=tp, sequence_parallel=sequence_parallel, recipe=recipe, overlap=strategy)
+            x = torch.empty(0, features, device=worker.device(), requires_grad=True)
+            y = made.to(worker.device())(x)
+            y.sum().backward()
+            assert x.grad is not None and not made.weight.grad.to_local().any()
+            found += [tuple(y.shape), tuple(x.grad.shape)]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["serial", "chunked"])
+@pytest.mark.parametrize("wire", list(WIRES))
+@pytest.mark.ranks(2)
+def test_no_tokens_are_summed_on_any_wire(ranks, wire, strategy):
+    assert ranks(2).run(without_tokens, wire, strategy) == [[(0, 32), (0, 64), (0, 64), (0, 32)] * 2] * 2
