@@ -19,7 +19,7 @@ from dlp.parallel.inputs import ACTIVATIONS, no_autocast
 from dlp.parallel.linear_fn import gathered_parts, to_save, waits
 from dlp.parallel.programs import LIMIT, Key, Programs, lies, like, multiplies_tf32
 from dlp.parallel.spec import LinearSpec
-from dlp.parallel.weight import Sides
+from dlp.parallel.weight import Sides, check_whole, held, num_axes
 from dlp.quant.quantizer import runs_op
 
 X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
@@ -90,7 +90,7 @@ def call_of(
 ) -> Call:
     """The call that this one is like. It is kept with the operands that it reads, and goes with them, or with the spec."""
     if sides is None:
-        calls, alike = spec.calls, [None if p is None else (*like(_local(p)), p.requires_grad) for p in parameters]
+        calls, alike = spec.calls, [None if p is None else _like_parameter(p) for p in parameters]
     else:
         calls, alike = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
     x = inputs[0]
@@ -100,6 +100,9 @@ def call_of(
     found: Call | None = calls.get(key)
     if found is None:
         _check(spec, (*inputs, *(parameters if sides is None else ())))
+        for parameter in parameters:
+            if parameter is not None:
+                check_whole(parameter, spec.num_axes, spec.name)
         found = Call(spec, record, inputs, parameters)
         if len(calls) < LIMIT:
             calls[key] = found
@@ -113,7 +116,7 @@ def forward(
     rank's weights."""
     spec, count, record = call.spec, call.count, call.record
     spec.runtime.begin_forward(spec, record)
-    tensors = [_local(p) for p in parameters] if call.distributed else parameters
+    tensors = [held(p) for p in parameters] if call.distributed else parameters
     weights, biases = tensors[:count], tensors[count:]
     key: Key = ()
     if sides is not None:
@@ -185,9 +188,9 @@ def _gradients(
     return grads
 
 
+def _like_parameter(parameter: Any) -> Key:
+    """`like` of what this rank has of it, and on how many axes it is spread: FSDP may have resharded it."""
+    return num_axes(parameter), *like(held(parameter)), parameter.requires_grad
+
+
 _backward_once = once_differentiable(_backward)
-
-
-def _local(parameter: Any) -> Any:
-    """What this rank has of a parameter, if it is one."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter

@@ -71,7 +71,7 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight = local(self.weight, self.name)
         index = tokens.reshape(-1) - self.group.rank() * weight.shape[0]
         mine = (index >= 0) & (index < weight.shape[0])
         rows: Tensor = _Lookup.apply(weight, torch.where(mine, index, 0), mine)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from dlp.parallel.linear import LinearCore, cores
@@ -70,11 +71,14 @@ def fully_shard(
     The other keywords, and all the rest (gradients are averaged over data-parallel ranks), are those of
     `torch.distributed.fsdp.fully_shard`. Call it after `convert`, for each block, then for the model.
     """
+    axes = data_parallel_mesh(mesh)
+    _check_order(module)
+    fsdp2_keywords = _with_integer(module, mesh["dp_shard"].size(), quantize_from_master, fsdp2_keywords)
     for core in cores(module):
         if core.spec.delay_wgrad:
             core.set_spec(replace(core.spec, delay_wgrad=False))
             core.spec.runtime.note("wgrad does not wait under FSDP, which reduces gradients within backward")
-    sharded = fsdp.fully_shard(module, mesh=data_parallel_mesh(mesh), **fsdp2_keywords)
+    sharded = fsdp.fully_shard(module, mesh=axes, **fsdp2_keywords)
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     early = module.register_forward_pre_hook(_before_attach)
     module.dlp_gathering = Gathering(mesh["dp_shard"].get_group(), quantize_from_master, refused, early)  # type: ignore[assignment]
@@ -83,6 +87,40 @@ def fully_shard(
         if sums is not None:
             sums.fsdp[id(owner), name] = record
     return cast(nn.Module, sharded)
+
+
+def _check_order(module: nn.Module) -> None:
+    """ValueError after `dlp.attach`, which made casts of weights that were whole."""
+    attached = next((core.spec.name for core in cores(module) if core.spec.runtime.attached), None)
+    if attached is not None:
+        raise ValueError(f"{attached}: dlp.fully_shard comes before dlp.attach, which has been called on this model")
+
+
+def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
+    """An integer `reshard_after_forward` of one rank, or of all, is False or True. ValueError for another that FSDP2 cannot
+    do: parameters that it keeps on a part of the ranks must be plain, and gathered by itself."""
+    reshard = keywords.get("reshard_after_forward")
+    if not _is_integer(reshard) or reshard in (1, ranks):
+        return keywords | ({"reshard_after_forward": reshard != 1} if _is_integer(reshard) else {})
+    placed = next(
+        (name for name, p in module.named_parameters() if isinstance(p, DTensor) and not _is_sharded(p)), None
+    )
+    if placed is not None or from_master:
+        why = "quantize_from_master gathers otherwise" if placed is None else f"{placed} is a DTensor on tp"
+        raise ValueError(
+            f"{type(module).__name__}: reshard_after_forward={reshard} keeps weights on {reshard} of {ranks} ranks, which "
+            f"FSDP2 does with plain parameters that it gathers itself, but {why}; set it to True or False"
+        )
+    return keywords
+
+
+def _is_sharded(parameter: DTensor) -> bool:
+    """Whether it belongs to another unit already."""
+    return "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _is_integer(reshard: Any) -> bool:
+    return isinstance(reshard, int) and not isinstance(reshard, bool)
 
 
 @torch.compiler.disable
@@ -96,7 +134,7 @@ def _before_attach(module: nn.Module, args: Any) -> None:
 def _refused(keywords: dict[str, Any]) -> str | None:
     """Why FSDP2 cannot gather what a hook returns."""
     reshard = keywords.get("reshard_after_forward")
-    if isinstance(reshard, int) and not isinstance(reshard, bool):
+    if _is_integer(reshard):
         return f"reshard_after_forward={reshard} keeps values"
     return "shards are offloaded" if isinstance(keywords.get("offload_policy"), fsdp.CPUOffloadPolicy) else None
 

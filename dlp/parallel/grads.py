@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from dlp.comm import collectives, wire
 from dlp.parallel.fsdp import Managed, managed
 from dlp.parallel.runtime import in_backward
-from dlp.parallel.weight import local
+from dlp.parallel.weight import held
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -188,7 +188,7 @@ class PartialGradients:
         grads = [local_grad(parameter) for parameter in due]
         there = tuple([grad is not None for grad in grads])
         parts = [
-            torch.zeros(local(p).numel(), device=p.device) if grad is None else grad.reshape(-1).float()
+            torch.zeros(held(p).numel(), device=p.device) if grad is None else grad.reshape(-1).float()
             for p, grad in zip(due, grads, strict=True)
         ]
         flat = torch.cat([*parts, self._words(there, parts[0].device)])
@@ -200,7 +200,7 @@ class PartialGradients:
             if grad is not None:
                 grad.copy_(total.view(grad.shape))
             elif anywhere:
-                set_grad(parameter, total.view(local(parameter).shape).to(parameter.dtype))
+                set_grad(parameter, total.view(held(parameter).shape).to(parameter.dtype))
 
     def _words(self, there: tuple[bool, ...], device: torch.device) -> Tensor:
         """1 for each gradient that this rank has; kept, so that a backward like others copies nothing to the device."""

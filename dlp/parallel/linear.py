@@ -60,11 +60,20 @@ class LinearCore:
         hold_quantized(self)
 
     def weights(self) -> list[Tensor]:
-        return [local(getattr(m.module, m.weight)) for m in self.members]
+        return [self._local(getattr(m.module, m.weight)) for m in self.members]
 
     def biases(self) -> list[Tensor | None]:
         biases = [getattr(m.module, m.bias) for m in self.members]
-        return [None if bias is None else local(bias) for bias in biases]
+        return [None if bias is None else self._local(bias) for bias in biases]
+
+    def _local(self, parameter: Tensor) -> Tensor:
+        return local(parameter, self.spec.name, self.spec.num_axes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        device: torch.device = getattr(self.members[0].module, self.members[0].weight).device
+        return device
 
     def casts(self, values: Values) -> list[Cast]:
         """Those that the step boundary makes of the weights: none before the layer has run, or where it casts at use."""

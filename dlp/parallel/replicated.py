@@ -33,7 +33,7 @@ class ReplicatedMixin(nn.Module):
         held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
         for name, parameter in held.items():
             if parameter is not None:
-                self._parameters[name] = local(parameter, before)  # type: ignore[assignment]
+                self._parameters[name] = local(parameter, self.layer_name, before=before)  # type: ignore[assignment]
         try:
             return super().forward(*args, **kwargs)
         finally:

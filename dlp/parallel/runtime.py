@@ -149,7 +149,7 @@ class Runtime:
 
     @cached_property
     def counter(self) -> Tensor:
-        return torch.zeros((), dtype=torch.int64, device=self.cores[0].weights()[0].device)
+        return torch.zeros((), dtype=torch.int64, device=self.cores[0].device)
 
     def advance(self) -> None:
         """The next microbatch begins; not where backward runs a forward again."""
@@ -181,7 +181,7 @@ class Runtime:
 
     def _make_slots(self) -> Slots:
         named = [(name, spec, *found) for spec in self.specs() for name, found in spec.slots.items()]
-        table = SlotTable({name: options for name, _, _, options in named}, self.cores[0].weights()[0].device)
+        table = SlotTable({name: options for name, _, _, options in named}, self.cores[0].device)
         forward = {name: tensor in FORWARD for name, _, tensor, _ in named}
         agreed = {name: spec.recipe.reduce_amax for name, spec, _, _ in named}
         masks = [torch.tensor([mask[name] for name in table.names], dtype=torch.bool) for mask in (forward, agreed)]

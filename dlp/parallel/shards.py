@@ -126,13 +126,14 @@ class ShardedWeight:
         self, spec: LinearSpec, weight: Tensor, dtype: torch.dtype, *, row: bool, col: bool, record: bool
     ) -> Pair:  # fmt: skip
         """The operands of the whole weight. `weight` [N, K]: as FSDP left it, for one that travels by itself; `dtype`: of
-        the layer's activations."""
+        the layer's activations. RuntimeError where FSDP has freed what came."""
         if spec is not self.core.spec and (self.travel is not None or spec not in self.core.specs()):
             spec.runtime.note(
                 f"layers that run under {spec.recipe}, not their own recipe, gather their weights once more"
             )
             return self._at_use(spec, self._fetch(VALUES).payload, dtype, row=row, col=col, record=record)
         if self.travel is None:
+            self._check_there(weight)
             return self._at_use(spec, weight, dtype, row=row, col=col, record=record)
         if VALUES in self.travel and self.why is not None:
             return self._at_use(spec, self._operand(VALUES).payload, dtype, row=row, col=col, record=record)
@@ -155,6 +156,8 @@ class ShardedWeight:
         if way not in self._arrived:
             self._more[self._backward].append(way)
             return self._fetch(way)
+        for part in self._arrived[way]:
+            self._check_there(part)
         received, world = iter(self._arrived[way]), self.layout.group.size()
         mine = self._cast(way) if SHARED in way.dims else None
         parts = [
@@ -164,6 +167,14 @@ class ShardedWeight:
             for i, (part, dim) in enumerate(zip(way.format.parts, way.dims, strict=True))
         ]
         return self._trim(way, parts)
+
+    def _check_there(self, gathered: Tensor) -> None:
+        """Kernels would read memory that is no more."""
+        if gathered.numel() and not gathered.untyped_storage().size():
+            raise RuntimeError(
+                f"{self.name}: FSDP has freed its gathered weight, which this pass reads; backward must begin at what the "
+                f"module returned that was given to fully_shard, or that must not reshard (reshard_after_forward=False)"
+            )
 
     def _dtype(self, way: Way) -> torch.dtype:
         return self.layout.shard().dtype if self.layout.from_master and way is VALUES else self.layout.dtype

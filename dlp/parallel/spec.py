@@ -136,6 +136,11 @@ class LinearSpec:
         return 1 if self.group is None else self.group.size()
 
     @property
+    def num_axes(self) -> int:
+        """Over how many axes of a mesh its parameters are spread where it computes: tp, if it was given one."""
+        return int(self.group is not None)
+
+    @property
     def tp_group(self) -> ProcessGroup:
         assert self.group is not None, f"{self.name}: {self.style.name} communicates and needs a tp group"
         return self.group

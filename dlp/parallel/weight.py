@@ -46,9 +46,31 @@ class _Local(torch.autograd.Function):
         return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False), None
 
 
-def local(parameter: Tensor, before: Callable[[], None] | None = None) -> Tensor:
-    """This rank's part of a parameter, as a plain tensor that autograd follows back to it. `before`: called by backward
-    before it hands on the gradient."""
+def num_axes(parameter: Any) -> int:
+    """Over how many axes of a mesh a parameter is spread: none for a plain one, tp alone for one that conversion placed,
+    and those of FSDP, too, for one that is resharded."""
+    return len(parameter._spec.placements) if isinstance(parameter, DTensor) else 0
+
+
+def check_whole(parameter: Any, axes: int, name: str) -> None:
+    """RuntimeError for a parameter of which FSDP keeps a shard here now, where its layer has it on `axes` axes."""
+    if num_axes(parameter) != axes:
+        raise RuntimeError(
+            f"{name}: FSDP has resharded its parameters, and a layer must not compute with a shard; call the module that was "
+            f"given to fully_shard, not a part of it (or another method of it, see torch's register_fsdp_forward_method), "
+            f"or call its unshard() first"
+        )
+
+
+def held(parameter: Any) -> Any:
+    """What this rank keeps of a parameter, if it is one: its part, or a shard of that. Nobody may compute y with it."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None] | None = None) -> Tensor:
+    """This rank's part of a parameter, as a plain tensor that autograd follows back to it. RuntimeError, naming the layer
+    `name`, where that is no more than a shard of FSDP's. `before`: called by backward before it hands on the gradient."""
+    check_whole(parameter, axes, name)
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_dynamo_compiling():
