@@ -2,22 +2,25 @@
 
     runs/NAME/checkpoints/step-100/     complete: written as .step-100.tmp and renamed when every rank is done
         __0_0.distcp, ..., .metadata    torch's files; plain tensors and DTensors only, no subclass, no object of ours
-        manifest.json                   format, step, ranks, model, recipes, data, config, and the size of every file
+        manifest.json                   what it is, and the size and hash of every file (manifest.py)
 
 Names are the model's own parameter names, and tensors are whole to the reader, so a checkpoint loads on another mesh:
 each rank reads its part. Learning rate and position in the data are functions of the step and the settings, and are not
 stored twice. RNG states belong to ranks and are restored on the same number of ranks only.
 
-A torn or foreign checkpoint is refused by name; an older one is used only when it is asked for. The road not taken:
-`get_state_dict` and `set_state_dict`, which step the optimizer to make its state and put saved hyperparameters in the
-place of the config's.
+A torn or foreign checkpoint is refused by name; an older one is used only when it is asked for. Rank 0 reads the manifest
+for all, so that all ranks load the same checkpoint or refuse it for the same reason. Nothing that a checkpoint names is
+run: its index is read as data (stored.py), and a recipe's file is imported only if this run's config names it, too. The
+road not taken: `get_state_dict` and `set_state_dict`, which step the optimizer to make its state and put saved
+hyperparameters in the place of the config's.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
+import time
 import tomllib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,27 +29,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 import dlp
 from dlp.parallel.swap import recipes_of
+from launch import stored, together
+from launch.manifest import CheckpointError, complete, damage, hashed, read_manifest, way_out, write_manifest
 from launch.stream import TokenStream
 
-FORMAT = "dlp checkpoint 1"
-MANIFEST = "manifest.json"
-KEYS = {"format", "step", "world_size", "torch", "model", "recipes", "data", "config", "files"}
 
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names it, the reason and the way out."""
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, on all ranks; what was saved before stands."""
 
 
 @dataclass(frozen=True)
 class Training:
     """What a checkpoint saves and restores on this rank. `settings`: what the config says of the model, as a table;
-    `config`: the whole file."""
+    `config`: the whole file. `recipe_files`: the Python files of recipes that the config names."""
 
     model: nn.Module
     optimizer: AdamW
@@ -54,6 +55,7 @@ class Training:
     device: torch.device
     settings: dict[str, Any]
     config: str
+    recipe_files: Collection[Path] = ()
 
 
 @dataclass(frozen=True)
@@ -64,56 +66,6 @@ class Loaded:
     step: int
     remarks: list[str]
     config: str
-
-
-def complete(folder: Path) -> list[Path]:
-    """The finished checkpoints of a run, oldest step first."""
-    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def resolve(resume: str, folder: Path) -> Path | None:
-    """What `[checkpoint] resume` names: "none": nothing, "auto": the newest finished one, else that path."""
-    if resume == "none":
-        return None
-    if resume == "auto":
-        return next(reversed(complete(folder)), None)
-    if not Path(resume).is_dir():
-        raise CheckpointError(f"--checkpoint.resume {resume}: no such checkpoint; expected auto, none or its folder")
-    return Path(resume)
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The checked manifest of a checkpoint. CheckpointError when it is foreign or torn."""
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is foreign: it has no {MANIFEST}; {_way_out(path)}")
-    try:
-        manifest: Any = json.loads((path / MANIFEST).read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is torn: {MANIFEST} is not JSON ({error}); {_way_out(path)}") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(f"{path} is foreign: its format is {found!r}, expected {FORMAT!r}; {_way_out(path)}")
-    if missing := sorted(KEYS - manifest.keys()):
-        raise CheckpointError(f"{path} is torn: {MANIFEST} lacks {', '.join(missing)}; {_way_out(path)}")
-    for name, size in manifest["files"].items():
-        file = path / name
-        actual = file.stat().st_size if file.is_file() else None
-        if actual != size:
-            state = "is missing" if actual is None else f"has {actual} bytes"
-            raise CheckpointError(f"{path} is torn: {name} {state}, expected {size} bytes; {_way_out(path)}")
-    return dict(manifest)
-
-
-def _way_out(path: Path) -> str:
-    beside = complete(path.parent)
-    older = beside[: beside.index(path)] if path in beside else []
-    previous = f"--checkpoint.resume {older[-1]} to continue from that one, " if older else ""
-    return f"use {previous}--checkpoint.resume none to start anew"
 
 
 def _tensors(training: Training) -> dict[str, Any]:
@@ -140,45 +92,110 @@ def _set_rng(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def save(folder: Path, step: int, training: Training, keep: int) -> Path:
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written: its bytes, the seconds it took, and those of them that its hashes took."""
+
+    path: Path
+    size: int
+    seconds: float
+    hashing: float
+
+    def __str__(self) -> str:
+        return f"saved {self.path}: {_cost(self.size, self.seconds)}, {self.hashing:.2f} s of it for hashes"
+
+
+def _cost(size: int, seconds: float) -> str:
+    return f"{size / 1e6:,.1f} MB in {seconds:.2f} s"
+
+
+def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
     """Write checkpoint `step-N` under `folder`, all ranks together, then remove all but the newest `keep`.
 
-    Raises RuntimeError when a rank could not write; what was there before stands.
+    Raises SaveError on all ranks when one could not write; what was there before stands, and nothing else is left.
     """
+    began, rank = time.perf_counter(), dist.get_rank()
     final, temporary = folder / f"step-{step}", folder / f".step-{step}.tmp"
-    leader = dist.get_rank() == 0
-    if leader:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".step-*.tmp"):
-            shutil.rmtree(leftover)
-        temporary.mkdir()
-    dist.barrier()
-    recipes, rng = dlp.state_dict(training.model), {f"rank{dist.get_rank()}": _rng(training.device)}
+    recipes, rng = dlp.state_dict(training.model), {f"rank{rank}": _rng(training.device)}
     state = {**_tensors(training), "recipes": recipes, "rng": rng}
     try:
-        dcp.save(state, checkpoint_id=temporary)
-    except dcp.api.CheckpointException as error:
-        raise RuntimeError(f"{final} could not be written: {_reason(error)}; what was saved before stands") from error
-    if leader:
-        _write_manifest(temporary, step, training)
-        if final.exists():
-            final.rename(folder / f".step-{step}.old.tmp")
-        temporary.rename(final)
-        for old in [*folder.glob(".step-*.tmp"), *complete(folder)[:-keep]]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
+        _at_rank_0(lambda: _make_room(folder, temporary))
+        try:
+            dcp.save(state, storage_writer=stored.Writer(temporary))
+        except dcp.api.CheckpointException as error:
+            raise SaveError(_reason(error)) from None
+        written = time.perf_counter()
+        files = _hashed_by_writers(temporary, rank)
+        hashing = time.perf_counter() - written
+        _at_rank_0(lambda: _finish(temporary, final, step, training, files, keep))
+    except SaveError as error:
+        if rank == 0:
+            _remove(temporary)
+        raise SaveError(f"{final} could not be written: {error}; what was saved before stands") from None
+    size = sum(entry["bytes"] for entry in files.values())
+    return Saved(final, size, time.perf_counter() - began, hashing)
 
 
-def _write_manifest(folder: Path, step: int, training: Training) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+def _at_rank_0(do: Callable[[], None]) -> None:
+    """Do it on rank 0; all ranks raise SaveError where it cannot be done."""
+
+    def done() -> None:
+        try:
+            do()
+        except (OSError, ValueError) as error:
+            raise SaveError(f"rank 0: {error}") from None
+
+    together.from_rank_0(done)
+
+
+def _make_room(folder: Path, temporary: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".step-*.tmp"):
+        _remove(leftover)
+    temporary.mkdir()
+
+
+def _remove(path: Path) -> None:
+    """A folder or a file, as far as it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _hashed_by_writers(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file, each hashed by the rank that wrote it."""
+    try:
+        own = sorted(folder.glob(f"__{rank}_*.distcp")) + [folder / stored.INDEX] * (rank == 0)
+        mine: dict[str, dict[str, Any]] | str = {path.name: hashed(path) for path in own}
+    except OSError as error:
+        mine = f"rank {rank}: {error}"
+    found: dict[str, dict[str, Any]] = {}
+    for each in together.from_all(mine):
+        if isinstance(each, str):
+            raise SaveError(each)
+        found |= each
+    return found
+
+
+def _finish(
+    temporary: Path, final: Path, step: int, training: Training, files: dict[str, dict[str, Any]], keep: int
+) -> None:
+    """On rank 0: compare what torch says it wrote with what ranks hashed and with what lies here, then rename."""
+    stored.check_index(temporary, files)
+    if reason := damage(temporary, files, share=()):
+        raise ValueError(f"{reason}, as when ranks do not share this folder")
     manifest = {
-        "format": FORMAT, "step": step, "world_size": dist.get_world_size(), "torch": torch.__version__,
-        "model": training.settings, "recipes": recipes_of(training.model), "data": training.data.state_dict(),
-        "config": training.config, "files": files,
+        "step": step, "world_size": dist.get_world_size(), "torch": torch.__version__, "model": training.settings,
+        "recipes": recipes_of(training.model), "data": training.data.state_dict(), "config": training.config,
+        "files": files,
     }  # fmt: skip
-    assert manifest.keys() == KEYS, sorted(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    write_manifest(temporary, manifest)
+    if final.exists():
+        final.rename(final.with_name(f".step-{step}.old.tmp"))
+    temporary.rename(final)
+    for old in [*final.parent.glob(".step-*.tmp"), *complete(final.parent)[:-keep]]:
+        _remove(old)
 
 
 def _reason(error: dcp.api.CheckpointException) -> str:
@@ -190,34 +207,55 @@ def _reason(error: dcp.api.CheckpointException) -> str:
 def load(path: Path, training: Training) -> Loaded:
     """Restore everything from a checkpoint, on this or another mesh, into a model that has not run yet.
 
-    Raises CheckpointError for a torn or foreign one, or one of another model or other data.
+    Raises CheckpointError, on all ranks, for a torn or foreign one, or one of another model or other data.
     """
-    manifest = read_manifest(path)
+    manifest = together.from_rank_0(lambda: read_manifest(path))
+    checked = _check_files(path, manifest["files"])
+    try:
+        index = stored.check_index(path, manifest["files"])
+        differing = changes(manifest["config"], training.config)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {way_out(path)}") from None
     _check_fits(path, manifest, training)
     _make_state(training.optimizer)
-    state, rank = {**_tensors(training), "recipes": _saved_recipes(path)}, f"rank{dist.get_rank()}"
+    state, rank = {**_tensors(training), "recipes": _saved_recipes(path, index)}, f"rank{dist.get_rank()}"
     same_ranks = manifest["world_size"] == dist.get_world_size()
     if same_ranks:
         state["rng"] = {rank: _rng(training.device)}
     try:
-        dcp.load(state, checkpoint_id=path)
-        told = dlp.load_state_dict(training.model, state["recipes"])
+        dcp.load(state, storage_reader=stored.Reader(path, index))
+        told = dlp.load_state_dict(training.model, state["recipes"], recipe_files=training.recipe_files)
     except dcp.api.CheckpointException as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}; {_way_out(path)}") from error
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}; {way_out(path)}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} does not fit this run's recipes: {error}") from error
     if same_ranks:
         _set_rng(state["rng"][rank], training.device)
-    return Loaded(manifest["step"], changes(manifest["config"], training.config) + told, manifest["config"])
+    return Loaded(manifest["step"], [checked, *differing, *told], manifest["config"])
 
 
-def _saved_recipes(path: Path) -> dict[str, Tensor]:
+def _check_files(path: Path, files: dict[str, Any]) -> str:
+    """Every rank looks at all sizes and at its share of the hashes; returns what it cost. CheckpointError on all ranks."""
+    began, rank, world = time.perf_counter(), dist.get_rank(), dist.get_world_size()
+    found = together.from_all(damage(path, files, share=sorted(files)[rank::world]))
+    for finder, reason in enumerate(found):
+        if reason is not None:
+            seen = "" if all(each == reason for each in found) else f" (found by rank {finder})"
+            raise CheckpointError(f"{path} is torn: {reason}{seen}; {way_out(path)}")
+    size = sum(entry["bytes"] for entry in files.values())
+    return f"hashes of {len(files)} files are as written: {_cost(size, time.perf_counter() - began)}"
+
+
+def _saved_recipes(path: Path, index: Metadata) -> dict[str, Tensor]:
     """Room for the recipe state of a checkpoint, whose shapes are its own."""
-    room = {}
-    for key, entry in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
-        if key.startswith("recipes.") and isinstance(entry, TensorStorageMetadata):
-            room[key.removeprefix("recipes.")] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    return room
+    try:
+        return {
+            key.removeprefix("recipes."): torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in index.state_dict_metadata.items()
+            if key.startswith("recipes.") and isinstance(entry, TensorStorageMetadata)
+        }
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: its recipe state is none ({error}); {way_out(path)}") from None
 
 
 def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> None:
@@ -225,8 +263,10 @@ def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> Non
         saved = manifest["model"].get(key)
         if saved != now:
             raise CheckpointError(
-                f"{path} is of another model: its [model] {key} is {saved!r}, this run's is {now!r}; {_way_out(path)}"
+                f"{path} is of another model: its [model] {key} is {saved!r}, this run's is {now!r}; {way_out(path)}"
             )
+    if missing := training.data.state_dict().keys() - manifest["data"].keys():
+        raise CheckpointError(f"{path} is torn: its data lacks {', '.join(sorted(missing))}; {way_out(path)}")
     try:
         training.data.load_state_dict(manifest["data"])
     except ValueError as error:
@@ -252,6 +292,9 @@ def changes(before: str, now: str) -> list[str]:
 def _settings(config: str) -> dict[str, Any]:
     """The settings of a config file by dotted name, without where the run is and what it saves."""
     tables = tomllib.loads(config)
-    groups = {f"groups.{group['name']}": group for group in tables.pop("groups")}
+    try:
+        groups = {f"groups.{group['name']}": group for group in tables.pop("groups")}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its config has no such groups: {error}") from None
     chosen = {name: table for name, table in {**tables, **groups}.items() if name not in ("run", "checkpoint")}
     return {f"{name}.{key}": value for name, table in chosen.items() for key, value in table.items()}

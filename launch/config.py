@@ -19,7 +19,7 @@ from typing import Any
 
 import dlp
 from dlp.comm.mesh import resolve_axes
-from dlp.quant.recipe import made
+from dlp.quant.recipe import made, source
 from launch import overrides
 from launch.schema import ConfigError, markdown_table, read, toml_lines
 from launch.sections import SCHEMA, Checkpoint, Data, Group, Mesh, Model, Run, Train
@@ -91,6 +91,12 @@ def _check_group(group: Group, source: str) -> None:
             made(recipe)
     except ValueError as error:
         raise ConfigError(f"{source}: {group.title()}: {error}") from None
+
+
+def recipe_files(config: Config) -> frozenset[Path]:
+    """The Python files of recipes that the config names: code that it wants to run."""
+    found = (source(recipe) for group in config.groups for recipe in group.recipes())
+    return frozenset(path for path in found if path is not None)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from dlp.parallel.ledger import LedgerError
 from dlp.quant.gemm import DEVICES
 from launch import deterministic, wire
 from launch.build import build, meta_model, plan_for
+from launch.checkpoint import SaveError
 from launch.config import Config, command_line, make_parser, to_toml, validate_world
 from launch.rundir import RunDir
 from launch.schedule import planned_swaps
@@ -80,7 +81,7 @@ def train(config: Config) -> None:
     try:
         with trainer.run.logged():
             trainer.train(done)
-    except (NotFinite, LedgerError) as error:
+    except (NotFinite, LedgerError, SaveError) as error:
         refuse(str(error))
     except RuntimeError as error:
         if not lost_peer(error):

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,12 @@ import dlp
 from dlp.comm import wire
 from dlp.parallel.embedding import IGNORED
 from dlp.parallel.runtime import runtime_of
-from launch import checkpoint
+from launch import checkpoint, manifest, together
 from launch.baseline import baseline
 from launch.build import Built
 from launch.check_data import check_data
 from launch.clip import GradientNorm
-from launch.config import Config, to_toml
+from launch.config import Config, recipe_files, to_toml
 from launch.data import open_data
 from launch.diagnose import first_not_finite
 from launch.exposure import profiled
@@ -76,7 +75,7 @@ class Trainer:
         run.say(check_data((*self.shards.train, *self.shards.validation)))
         model = {key: value for key, value in asdict(config.model).items() if key != "fused"}  # the same parameters
         self.state = checkpoint.Training(
-            built.model, built.optimizer, self.train_data, built.device, model, to_toml(config)
+            built.model, built.optimizer, self.train_data, built.device, model, to_toml(config), recipe_files(config)
         )
         self.gradient_norm = GradientNorm(built.model.parameters())
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
@@ -88,7 +87,8 @@ class Trainer:
 
     def resume(self) -> int:
         """Restore what the config asks for; returns how many steps are done. Raises CheckpointError."""
-        path = checkpoint.resolve(self.config.checkpoint.resume, self.run.checkpoints)
+        resume = self.config.checkpoint.resume
+        path = together.from_rank_0(lambda: manifest.resolve(resume, self.run.checkpoints))
         if path is None:
             return 0
         loaded = checkpoint.load(path, self.state)
@@ -96,7 +96,7 @@ class Trainer:
         for remark in (*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train)):
             self.run.say(remark)
         if self.run.leader and path.resolve().parent == self.run.checkpoints.resolve():
-            for later in (each for each in checkpoint.complete(path.parent) if checkpoint.step_of(each) > loaded.step):
+            for later in (each for each in manifest.complete(path.parent) if manifest.step_of(each) > loaded.step):
                 self.run.say(f"{later} is of the continuation that this run replaces; it is now {move_aside(later)}")
         return loaded.step
 
@@ -245,11 +245,11 @@ class Trainer:
         dist.all_reduce(totals)
         return (totals[0] / totals[1]).item()
 
-    def save(self, step: int) -> Path:
+    def save(self, step: int) -> None:
+        """Raises SaveError on all ranks."""
         self.stop.beat()
-        path = checkpoint.save(self.run.checkpoints, step, self.state, self.config.checkpoint.keep)
+        self.run.say(str(checkpoint.save(self.run.checkpoints, step, self.state, self.config.checkpoint.keep)))
         self.stop.beat()
-        return path
 
     def loop(self, done: int) -> tuple[int, float]:
         """Train on from `done` steps; returns the steps done, fewer than asked for after a SIGTERM, and the last

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.checkpoint import FORMAT, KEYS, CheckpointError, changes, complete, read_manifest, resolve
+import launch.manifest
+from launch.checkpoint import changes
 from launch.config import load, to_toml
+from launch.manifest import FORMAT, TYPES, CheckpointError, complete, damage, digest, hashed, read_manifest, resolve
 from launch.rundir import move_aside
 
 
@@ -18,9 +21,14 @@ def make(folder: Path, step: int, **differing: Any) -> Path:
     path = folder / f"step-{step}"
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(b"0123")
-    manifest = dict.fromkeys(KEYS) | {"format": FORMAT, "step": step, "files": {"__0_0.distcp": 4}} | differing
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    manifest = {key: kind() for key, kind in TYPES.items()}
+    manifest |= {"format": FORMAT, "step": step, "files": {"__0_0.distcp": hashed(path / "__0_0.distcp")}} | differing
+    write(path, manifest)
     return path
+
+
+def write(path: Path, manifest: dict[str, Any]) -> None:
+    (path / "manifest.json").write_text(json.dumps(manifest | {"digest": digest(manifest)}))
 
 
 def refusal(path: Path) -> str:
@@ -34,8 +42,9 @@ def test_auto_is_the_finished_one_with_the_highest_step(tmp_path):
     assert resolve("auto", tmp_path) is None and resolve("auto", tmp_path / "none yet") is None
     for step in (100, 1000, 20):
         make(tmp_path, step)
-    for leftover in (".step-2000.tmp", "step-1000.1", "step-", "step-best"):
+    for leftover in (".step-2000.tmp", "step-1000.1", "step-", "step-best", "step-²", "step-0100"):
         (tmp_path / leftover).mkdir()
+    (tmp_path / "step-3000").write_text("no folder")
     assert [path.name for path in complete(tmp_path)] == ["step-20", "step-100", "step-1000"]
     assert resolve("auto", tmp_path) == tmp_path / "step-1000"
     assert resolve("none", tmp_path) is None
@@ -50,17 +59,68 @@ def test_a_whole_checkpoint_is_read(tmp_path):
 
 def test_torn_ones_are_refused_by_name(tmp_path):
     path = make(tmp_path, 100)
-    (path / "__0_0.distcp").write_bytes(b"012")
     way_out = "use --checkpoint.resume none to start anew"
-    assert refusal(path) == f"{path} is torn: __0_0.distcp has 3 bytes, expected 4 bytes; {way_out}"
-    (path / "__0_0.distcp").unlink()
-    assert refusal(path) == f"{path} is torn: __0_0.distcp is missing, expected 4 bytes; {way_out}"
     (path / "manifest.json").write_text('{"format": "dlp ch')
     assert refusal(path).startswith(f"{path} is torn: manifest.json is not JSON (Unterminated string")
+    (path / "manifest.json").write_bytes(b"\xff")
+    assert refusal(path).startswith(f"{path} is torn: manifest.json is not JSON ('utf-8' codec")
+    (path / "manifest.json").write_text("[" * 100_000)
+    assert refusal(path).startswith(f"{path} is torn: manifest.json is not JSON (maximum recursion")
     (path / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": 1}))
     assert refusal(path).startswith(
-        f"{path} is torn: manifest.json lacks config, data, files, model, recipes, torch, wo"
+        f"{path} is torn: manifest.json lacks config, data, digest, files, model, recipes, torch, wo"
     )
+    assert refusal(path).endswith(f"; {way_out}")
+
+
+def test_damaged_files_are_found_by_size_and_hash(tmp_path):
+    path = make(tmp_path, 100)
+    file, files = path / "__0_0.distcp", read_manifest(path)["files"]
+    assert damage(path, files, files) is None
+    file.write_bytes(b"0122")
+    assert damage(path, files, files) == "__0_0.distcp has not the hash it was written with"
+    assert damage(path, files, ()) is None, "another rank's share"
+    file.write_bytes(b"012")
+    assert damage(path, files, ()) == "__0_0.distcp has 3 bytes, expected 4 bytes"
+    file.unlink()
+    assert damage(path, files, ()) == "__0_0.distcp is missing, expected 4 bytes"
+
+
+def test_a_hash_has_every_byte_of_every_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.manifest, "PIECE", 1000)
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(256)) * 12)
+    whole = hashed(file)
+    for place in (0, 999, 1000, 2999, 3000, 3071):
+        flipped = bytearray(file.read_bytes())
+        flipped[place] ^= 4
+        (tmp_path / "flipped").write_bytes(flipped)
+        assert hashed(tmp_path / "flipped")["sha256"] != whole["sha256"], place
+    (tmp_path / "swapped").write_bytes(
+        file.read_bytes()[1000:2000] + file.read_bytes()[:1000] + file.read_bytes()[2000:]
+    )
+    assert hashed(tmp_path / "swapped")["sha256"] != whole["sha256"]
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["digest renewed", "as edited"])
+def test_an_edited_manifest_is_one_sentence(tmp_path, signed):
+    path = make(tmp_path, 100)
+    good = json.loads((path / "manifest.json").read_text())
+    values = [None, True, -1, 1.5, 10**40, "x", "", [], [1], {}, {"a": 1}, {"__0_0.distcp": 4}, {"../x": {}}, {"": {}}]
+    values += [{"__0_0.distcp": {"bytes": "4", "sha256": ""}}, {"..": {"bytes": 4, "sha256": ""}}, {"a\0": {}}]
+    said = 0
+    for key, value in ((key, value) for key in good for value in values):
+        if good[key] == value or (signed and type(value) is TYPES[key] and value != -1 and key != "files"):
+            continue  # another manifest, as whole as this one; whether it fits is for the run to say
+        if signed and key == "files" and value == {}:
+            continue
+        edited = {**good, key: value}
+        (path / "manifest.json").write_text(json.dumps(edited))
+        if signed and key != "digest":
+            write(path, edited)
+        assert re.match(rf"{path} is (torn: manifest.json|foreign: its format is) ", refusal(path))
+        said += 1
+    assert said > 100
 
 
 def test_foreign_ones_are_refused_by_name(tmp_path):

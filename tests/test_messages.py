@@ -10,6 +10,7 @@ from torch import nn
 
 import dlp
 from dlp.comm import mesh
+from dlp.parallel.state import _saved_swaps
 from dlp.quant.quantizer import SlotOptions
 from dlp.quant.state import SlotTable
 from launch import plot
@@ -24,6 +25,10 @@ def one_gpu(environment: pytest.MonkeyPatch) -> None:
 def empty_slots(_: object) -> None:
     options = SlotOptions(fp8_max=448.0)
     SlotTable({"a.x": options, "a.w": options}).load_state_dict({"a.x": {}})
+
+
+def foreign_swaps(_: object) -> None:
+    _saved_swaps(torch.tensor(list(b'[{"step": 1}]'), dtype=torch.uint8), ())
 
 
 PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
@@ -44,7 +49,15 @@ PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
         lambda _: SlotOptions(fp8_max=448.0, amax_compute_algo="mean"),
         "amax_compute_algo must be one of max, most_recent or a function of the window of amaxes; got 'mean'",
     ),
+    (
+        lambda _: dlp.recipe("fp8_delayed", margin=1000000),
+        "margin must be between -64 and 64; got 1000000",
+    ),
     (lambda _: plot.main(["a", "b", "--stats", "--out", "c.png"]), "--stats draws one run, got 2"),
+    (
+        foreign_swaps,
+        "the saved recipe swaps are not those of a model (KeyError: 'layers')",
+    ),
     (empty_slots, "saved scaling state has no slot 'a.w' (1 missing in all)"),
     (
         lambda _: dlp.state_dict(nn.Linear(4, 4)),

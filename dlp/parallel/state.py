@@ -15,8 +15,9 @@ the histories and the scales that follow from it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from dlp.parallel.replicas import check_equal
 from dlp.parallel.runtime import Runtime, converted_root, runtime_of
 from dlp.parallel.scales import check_scales
 from dlp.parallel.swap import Swap, repeat
+from dlp.quant.recipe import source
 from dlp.quant.state import SlotState, SlotTable
 
 PREFIX, MASTERS = "slots.", "masters."
@@ -53,18 +55,19 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state | {f"{MASTERS}{name}": master.detach().clone() for name, master in masters_of(model).items()}
 
 
-def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_files: Collection[Path] = ()) -> list[str]:
     """Restore what `state_dict` returned, on this or another mesh: first the recipe swaps, then the rest.
 
-    Returns what is to be told: slots that start anew, because their layer has another recipe than when it was saved; held
-    weights whose masters are not there. Raises ValueError for a swap that cannot be repeated.
+    `recipe_files`: the Python files, resolved, that a saved swap may import its recipe from, as recipes_path/NAME.py; none
+    but dlp's own by default. Returns what is to be told: slots that start anew, because their layer has another recipe
+    than when it was saved; held weights whose masters are not there. Raises ValueError for a swap that cannot be repeated.
     """
     model = converted_root(model) or model
     runtime = runtime_of(model)
+    swaps = _saved_swaps(state["swaps"], recipe_files)
     runtime.steps = int(state["steps"])
     runtime.counter.copy_(state["microbatch"])
-    saved = json.loads(bytes(state["swaps"].tolist()))
-    told = repeat(model, runtime, [Swap(**{**swap, "layers": tuple(swap["layers"])}) for swap in saved])
+    told = repeat(model, runtime, swaps)
     slots: SlotState = {}
     for key, tensor in state.items():
         if key.startswith(PREFIX):
@@ -79,6 +82,22 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
             f"{len(rounded)} held weights ({rounded[0]}, ...) start from their codes: the checkpoint has no masters of them"
         )
     return told
+
+
+def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
+    """Swaps from their JSON. ValueError for other bytes, and for code that nobody but the checkpoint names."""
+    try:
+        swaps = [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"the saved recipe swaps are not those of a model ({type(error).__name__}: {error})") from None
+    for swap in swaps:
+        file = source(swap.asked)
+        if file is not None and file not in recipe_files:
+            raise ValueError(
+                f"{', '.join(swap.layers[:1])} was set to a recipe of {file} at step {swap.step}, and code that only a "
+                f"checkpoint names is not run; name this recipe in the config too, with its recipes_path"
+            )
+    return swaps
 
 
 def _load_slots(runtime: Runtime, table: SlotTable, saved: SlotState) -> list[str]:

@@ -37,12 +37,17 @@ class ScaleSlot:
         self.staging.copy_(torch.maximum(self.staging, ops.amax(x)))
 
 
+LARGEST_MARGIN = (
+    64  # powers of two; half of fp32's exponents, so that fp8_max x 2^-margin / amax is one for usual amaxes
+)
+
+
 @dataclass(frozen=True)
 class SlotOptions:
     """How delayed scaling turns the amaxes of one tensor into its scale. `amax_compute_algo`: "max", "most_recent", or
     a function of the window of amaxes fp32 [L, n], oldest first, that returns one amax a slot [n].
 
-    Raises ValueError for an empty history or an unknown algorithm.
+    Raises ValueError for an empty history, an unknown algorithm, or a margin that leaves no fp32 scale.
     """
 
     fp8_max: float
@@ -53,6 +58,8 @@ class SlotOptions:
     def __post_init__(self) -> None:
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len must be at least 1, the step itself; got {self.amax_history_len}")
+        if not -LARGEST_MARGIN <= self.margin <= LARGEST_MARGIN:
+            raise ValueError(f"margin must be between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; got {self.margin}")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ops.AMAX_ALGORITHMS:
             raise ValueError(
                 f"amax_compute_algo must be one of {', '.join(ops.AMAX_ALGORITHMS)} or a function of the window of amaxes; "

@@ -174,6 +174,8 @@ def names(recipes_path: str | Path | None = None) -> list[str]:
     own = {module.name for module in pkgutil.iter_modules(recipes.__path__)}
     if recipes_path is None:
         return sorted(own)
+    if not isinstance(recipes_path, str | Path):
+        raise ValueError(f"recipes_path must be the path of a folder; got {recipes_path!r}")
     if not Path(recipes_path).is_dir():
         raise ValueError(f"recipes path {str(recipes_path)!r} is not a folder")
     more = {module.name for module in pkgutil.iter_modules([str(recipes_path)])}
@@ -191,7 +193,18 @@ def factory(name: str, recipes_path: str | Path | None = None) -> Callable[..., 
         raise ValueError(f"unknown recipe {name!r}: the recipes are {', '.join(known)}{hint}")
     if name in names():
         return importlib.import_module(f"{recipes.__name__}.{name}").recipe
-    return _import_file(Path(str(recipes_path), f"{name}.py").resolve()).recipe
+    return _import_file(_file(name, recipes_path)).recipe
+
+
+def _file(name: str, recipes_path: str | Path | None) -> Path:
+    return Path(str(recipes_path), f"{name}.py").resolve()
+
+
+def source(value: Any) -> Path | None:
+    """The Python file that a recipe's table names beside dlp's own: the code that `made(value)` runs."""
+    if not isinstance(value, Mapping) or value.get("recipes_path") is None:
+        return None
+    return _file(str(value.get("name")), value["recipes_path"])
 
 
 @cache

@@ -3,11 +3,16 @@ is refused, and what was saved before outlives any failure."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
+import pickle
 import re
-import resource
+import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +20,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 import dlp
+from dlp.quant import recipe
 from launch import checkpoint
-from launch.checkpoint import CheckpointError, complete, read_manifest
+from launch.checkpoint import CheckpointError
 from launch.config import Config
+from launch.manifest import complete, digest, hashed, read_manifest
 from tests import training
 from tests.pool import Pool, RankError
 
@@ -173,14 +181,127 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_is_used_when_asked(rank
     assert [path.name for path in complete(folder(config))] == ["step-2", "step-4", "step-6"]
 
 
+def refusals(config: Config, paths: list[Path]) -> list[str]:
+    """Why each of these checkpoints is not loaded, "" for one that is."""
+    recipe._import_file.cache_clear()
+    trainer, _ = training.trainer(config)
+    said = []
+    for path in paths:
+        try:
+            checkpoint.load(path, trainer.state)
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def copies(path: Path, count: int) -> list[Path]:
+    return [Path(shutil.copytree(path, path.with_name(f"step-{100 + i}"))) for i in range(count)]
+
+
 @pytest.mark.ranks(2)
-def test_files_damaged_inside_are_refused(ranks, tmp_path, data):
+def test_every_flipped_bit_is_found_before_anything_is_used(ranks, tmp_path, data):
     config = training.config(tmp_path, data, "--train.steps=2")
     ranks(2).run(training.run, config)
-    path = folder(config) / "step-2" / "__1_0.distcp"
-    path.write_bytes(bytes(path.stat().st_size))
-    for refused in ranks(2).run(refusal, config):
-        assert re.search(r"/step-2 cannot be read: rank [01]: \w+: .*; use --checkpoint.resume none to start", refused)
+    whole = folder(config) / "step-2"
+    places = [(name, part) for name in (".metadata", "__0_0.distcp", "__1_0.distcp") for part in (0.1, 0.5, 0.9)]
+    flipped = copies(whole, len(places))
+    for path, (name, part) in zip(flipped, places, strict=True):
+        content = bytearray((path / name).read_bytes())
+        content[int(part * len(content))] ^= 16
+        (path / name).write_bytes(content)
+    elsewhere = training.config(tmp_path, data, f"--run.dir={tmp_path}/other")
+    for said in ranks(2).run(refusals, elsewhere, [*flipped, whole]):
+        for path, (name, _), sentence in zip(flipped, places, said, strict=False):
+            assert re.match(
+                rf"{path} is torn: {name} has not the hash it was written with \(found by rank [01]\); use ", sentence
+            )
+        assert said[-1] == ""
+
+
+class Planted:
+    """Its pickle makes a folder where it is loaded."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.made),)
+
+
+def renew(path: Path) -> None:
+    """Give a checkpoint whose files were replaced the hashes they have now: one that a stranger made."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"] = {name: hashed(path / name) for name in manifest["files"]}
+    (path / "manifest.json").write_text(json.dumps(manifest | {"digest": digest(manifest)}))
+
+
+@pytest.mark.ranks(2)
+def test_nothing_that_a_checkpoint_names_is_run(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.steps=2")
+    ranks(2).run(training.run, config)
+    planted = copies(folder(config) / "step-2", 6)
+    index = pickle.loads((planted[0] / ".metadata").read_bytes())
+    made = [tmp_path / f"made-{i}" for i in range(len(planted))]
+    first, place = next(iter(index.storage_data)), next(iter(index.storage_data.values()))
+    indices: list[Any] = [
+        Planted(made[0]),
+        replace(index, planner_data=Planted(made[1])),
+        replace(index, state_dict_metadata=index.state_dict_metadata | {first.fqn: BytesStorageMetadata()}),
+        replace(
+            index, storage_data=index.storage_data | {first: replace(place, relative_path="../step-2/__0_0.distcp")}
+        ),
+        replace(index, storage_data=index.storage_data | {first: replace(place, offset=10**9)}),
+    ]
+    for path, content in zip(planted, indices, strict=False):
+        (path / ".metadata").write_bytes(pickle.dumps(content))
+        renew(path)
+    torch.save(Planted(made[5]), planted[5] / "__1_0.distcp")
+    renew(planted[5])
+    elsewhere = training.config(tmp_path, data, f"--run.dir={tmp_path}/other")
+    for said in ranks(2).run(refusals, elsewhere, planted):
+        for sentence, reason in zip(
+            said,
+            [
+                "it names posix.mkdir, which no index of tensors has", "it names posix.mkdir, which no index of tensors has",
+                f".metadata is no index of tensors (UnpicklingError: it names {BytesStorageMetadata.__module__}",
+                ".metadata and the manifest list different files, first '../step-2/__0_0.distcp'", " rank ", " rank ",
+            ],
+            strict=True,
+        ):  # fmt: skip
+            assert " cannot be read: " in sentence and reason in sentence and "\n" not in sentence
+    assert not any(path.exists() for path in made)
+
+
+MINE = """
+from pathlib import Path
+import dlp
+
+Path({made!r}).mkdir(exist_ok=True)
+
+def recipe() -> dlp.Recipe:
+    return dlp.recipe("bf16")
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_recipe_file_that_only_the_checkpoint_names_is_not_imported(ranks, tmp_path, data):
+    recipes, made = tmp_path / "recipes", tmp_path / "made"
+    recipes.mkdir()
+    (recipes / "mine.py").write_text(MINE.format(made=str(made)))
+    swap = f'[{{at_step = 1, recipe = {{name = "mine", recipes_path = "{recipes}"}}}}]'
+    named = training.config(tmp_path, data, "--train.steps=2", "--groups.default.swap", swap)
+    ranks(2).run(training.run, named)
+    made.rmdir()
+    step = folder(named) / "step-2"
+    for said in ranks(2).run(refusals, training.config(tmp_path, data, f"--run.dir={tmp_path}/other"), [step]):
+        assert re.search(
+            rf"was set to a recipe of {recipes}/mine.py at step 1, and code that only a checkpoint na", said[0]
+        )
+    assert not made.exists()
+    for said in ranks(2).run(refusals, replace(named, run=replace(named.run, dir=f"{tmp_path}/named")), [step]):
+        assert said == [""]
+    assert made.exists()
 
 
 def swapped_in_python(config: Config) -> None:
@@ -229,29 +350,80 @@ def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(ranks, tmp_pat
     assert [path.name for path in sorted(folder(config).iterdir())] == ["step-2", "step-4", "step-6"]
 
 
-def save_without_room(config: Config) -> str:
-    """Save with a limit on the size of files on rank 1; the message of what is raised."""
+class FullDisk:
+    """A stream to a disk that takes `room` bytes more, as Linux has it."""
+
+    def __init__(self, stream: Any, room: int) -> None:
+        self.stream, self.room = stream, room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def __enter__(self) -> FullDisk:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stream.close()
+
+    def write(self, content: Any) -> Any:
+        self.room -= len(content)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.stream.write(content)
+
+
+def save_without_room(config: Config) -> list[str]:
+    """Saves on a full disk: of rank 1's tensors, of the index, of the manifest, of the folder; what is raised."""
     trainer, _ = training.trainer(config)
     trainer.train_step(0)
     trainer.save(1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    said, create, opened = [], FileSystem.create_stream, Path.open
+
+    @contextlib.contextmanager
+    def full(self: Any, path: Path, mode: str) -> Iterator[Any]:
+        with create(self, path, mode) as stream:
+            yield FullDisk(stream, 4096) if path.name.startswith(name) else stream
+
+    def full_open(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return FullDisk(opened(self, mode), 64) if self.name == name else opened(self, mode, *args, **kwargs)
+
+    FileSystem.create_stream, Path.open = full, full_open
     try:
-        trainer.save(2)
-    except RuntimeError as error:
-        return str(error)
+        for name in ("__1_0.distcp", ".metadata", "manifest.json"):  # noqa: B007 (read by the two above)
+            with pytest.raises(checkpoint.SaveError) as caught:
+                trainer.save(2)
+            said.append(str(caught.value))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return "saved"
+        FileSystem.create_stream, Path.open = create, opened
+    return said
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_that_cannot_be_written_is_said_and_does_not_count(ranks, tmp_path, data):
+def test_a_full_disk_is_said_and_leaves_what_was_there(ranks, tmp_path, data):
     config = training.config(tmp_path, data)
-    for message in ranks(2).run(save_without_room, config):
-        assert re.search(r"/step-2 could not be written: rank 1: \w+Error: .*; what was saved before stands$", message)
-    assert [path.name for path in complete(folder(config))] == ["step-1"]
+    for said in ranks(2).run(save_without_room, config):
+        for rank, sentence in zip((1, 0, 0), said, strict=True):
+            assert re.search(
+                rf"/step-2 could not be written: rank {rank}: .*No space left on device; what was saved before stands$",
+                sentence,
+            )
+    assert [path.name for path in folder(config).iterdir()] == ["step-1"]
+
+
+def saved_apart(config: Config) -> str:
+    """A save by ranks that each have a disk of their own."""
+    trainer, _ = training.trainer(config)
+    with pytest.raises(checkpoint.SaveError) as caught:
+        checkpoint.save(Path(config.run.dir, f"rank{dist.get_rank()}"), 1, trainer.state, keep=1)
+    return str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_files_that_do_not_reach_rank_0_are_no_checkpoint(ranks, tmp_path, data):
+    for rank, said in enumerate(ranks(2).run(saved_apart, training.config(tmp_path, data))):
+        reason = "rank 0: __1_0.distcp is missing, expected [0-9]+ bytes, as when ranks do not share this folder"
+        assert re.search(rf"/rank{rank}/step-1 could not be written: {reason}; what was saved before stands$", said)
+    assert list((tmp_path / "run" / "rank0").iterdir()) == []
 
 
 def rng_after(config: Config) -> list[float]:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dlp import end_step
-from launch.checkpoint import complete
 from launch.config import Config, load
+from launch.manifest import complete
 from launch.trainer import NotFinite, Step, Trainer
 from tests import training
 from tests.pool import Pool, RankError

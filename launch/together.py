@@ -1,0 +1,33 @@
+"""What ranks of a run tell each other as plain objects, over the whole process group: answers, refusals, findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on all ranks; a ValueError or RuntimeError that it raises there is raised on all."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except (ValueError, RuntimeError) as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if box[1] is not None:
+        raise box[1]
+    found: T = box[0]
+    return found
+
+
+def from_all(mine: T) -> list[T]:
+    """Every rank's value, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, mine)
+    return values
