@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlp.comm import collectives, wire
 from dlp.kernels import ops
 from dlp.parallel.tokens import tp_group
-from dlp.parallel.weight import local
+from dlp.parallel.weight import fill, local
 
 IGNORED = -100
 
@@ -38,48 +38,95 @@ class _ReduceTokens(torch.autograd.Function):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of `weight` [V/tp, H] at `index` [M], zero where `mine` is False. The gradients of equal tokens are summed in
-    fp32 and rounded once: text repeats its tokens so often that a bf16 sum would lose several percent."""
+    """Rows of `weight` [V/tp, H] at `index` [M], zero where `mine` is False; a row learns where `learns` is True. The
+    gradients of equal tokens are summed in fp32 and rounded once: text repeats its tokens so often that a bf16 sum would
+    lose several percent."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, index: Tensor, mine: Tensor) -> Tensor:
-        ctx.save_for_backward(index, mine)
+    def forward(ctx: Any, weight: Tensor, index: Tensor, mine: Tensor, learns: Tensor) -> Tensor:
+        ctx.save_for_backward(index, learns)
         ctx.vocabulary, ctx.dtype = len(weight), weight.dtype
         return F.embedding(index, weight) * mine.unsqueeze(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        index, mine = ctx.saved_tensors
-        rows = grad.float() * mine.unsqueeze(-1)
-        return torch.ops.aten.embedding_dense_backward(rows, index, ctx.vocabulary, -1, False).to(ctx.dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        index, learns = ctx.saved_tensors
+        rows = grad.float() * learns.unsqueeze(-1)
+        summed = torch.ops.aten.embedding_dense_backward(rows, index, ctx.vocabulary, -1, False)
+        return summed.to(ctx.dtype), None, None, None
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Embedding):
     """tokens [B, S] int64 -> [B, S, H], or this rank's token shard [B*S/tp, H] with sequence parallelism; dtype of `weight`.
 
-    `weight` [V, H], cut over tp along V.
+    `weight` [V, H], cut over tp along V. The row `padding_idx` gets no gradient.
     """
 
     tp_partial: tuple[str, ...] = ()
+    name: str
+    group: ProcessGroup
+    sequence_parallel: bool
 
-    def __init__(self, weight: nn.Parameter, tp: DeviceMesh, sequence_parallel: bool, name: str = "embedding") -> None:
-        super().__init__()
-        self.name = name
+    def __init__(
+        self, weight: nn.Parameter, tp: DeviceMesh, sequence_parallel: bool, name: str = "embedding",
+        padding_idx: int | None = None,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
         self.weight = weight
-        self.group = tp.get_group()
-        self.sequence_parallel = sequence_parallel
+        cut_vocabulary(self, tp, sequence_parallel, name)
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight, self.name)
         index = tokens.reshape(-1) - self.group.rank() * weight.shape[0]
         mine = (index >= 0) & (index < weight.shape[0])
-        rows: Tensor = _Lookup.apply(weight, torch.where(mine, index, 0), mine)
+        learns = mine if self.padding_idx is None else mine & (tokens.reshape(-1) != self.padding_idx)
+        rows: Tensor = _Lookup.apply(weight, torch.where(mine, index, 0), mine, learns)
         if self.sequence_parallel:
             sharded: Tensor = _ReduceTokens.apply(rows, self.group, "scatter", self.name)
             return sharded
         whole: Tensor = _ReduceTokens.apply(rows, self.group, "all", self.name)
         return whole.view(*tokens.shape, -1)
+
+    def reset_parameters(self) -> None:
+        """Those of an nn.Embedding, padding row included: rank 0 draws, each rank keeps its part."""
+        vocabulary, size, device = self.num_embeddings, self.embedding_dim, self.weight.device
+        fill(
+            self.weight, nn.Embedding(vocabulary, size, self.padding_idx, device=device, dtype=self.weight.dtype).weight
+        )
+
+
+def check_cut(name: str, module: nn.Embedding, tp: int) -> None:
+    """ValueError for an embedding that tp cannot cut along the vocabulary without changing what it does."""
+    if module.num_embeddings % tp:
+        raise ValueError(
+            f"{name}: a vocabulary of {module.num_embeddings} cannot be cut over tp {tp}, which does not divide it; pad it"
+        )
+    more = ["scale_grad_by_freq"] * module.scale_grad_by_freq
+    more += [key for key, _ in module.named_parameters() if key != "weight"]
+    if more:
+        raise ValueError(
+            f"{name}: an embedding with {more[0]} cannot be cut along the vocabulary; style = 'local' for it"
+        )
+
+
+_CLASSES: dict[type, type] = {}  # one per class of embedding
+
+
+def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool, name: str) -> None:
+    """Make an embedding whose weight tp cuts along V vocab-parallel, in place. A class of its own keeps its forward, whose
+    super().forward(tokens) is the one above."""
+    cls = type(module)
+    if not isinstance(module, VocabParallelEmbedding):
+        ours: type = VocabParallelEmbedding
+        if cls is not nn.Embedding:
+            made = type(f"VocabParallel{cls.__name__}", (cls, ours), {"__module__": cls.__module__})
+            ours = _CLASSES.setdefault(cls, made)
+        module.__class__ = ours
+    vars(module).update(name=name, group=tp.get_group(), sequence_parallel=sequence_parallel)
 
 
 class _CrossEntropy(torch.autograd.Function):

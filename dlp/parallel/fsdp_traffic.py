@@ -56,7 +56,7 @@ def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Ways
 def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
     """The weights of linears, by parameter name."""
     weights = {p.name: p for p in plan.weights}
-    named = ((f"{row.name}.weight", row) for row in plan.layers)
+    named = ((row.weight, row) for row in plan.layers)
     return {name: (row, weights[name]) for name, row in named if name in weights}
 
 

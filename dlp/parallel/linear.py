@@ -29,7 +29,7 @@ from dlp.parallel.siblings import SharedCall, moment
 from dlp.parallel.spec import LinearSpec, Overlaps, num_inputs
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.values import Values
-from dlp.parallel.weight import CastWeights, Sides, local, place
+from dlp.parallel.weight import CastWeights, Sides, fill, local, place
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, measured
@@ -199,18 +199,24 @@ def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...
     return tuple(weights + biases)
 
 
-class ConvertedLinear(ParallelLinear):
-    """A linear that conversion made: it owns its parameters; the core is its own, or that of siblings with the same x."""
+class ConvertedLinear(ParallelLinear, nn.Linear):
+    """An nn.Linear that conversion made parallel, in place: what was registered with it or refers to it stays, and code that
+    initialises linears finds it. It owns its parameters; the core is its own, or that of siblings with the same x."""
 
-    def __init__(self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, index: int) -> None:
-        super().__init__()
-        self.name, self.index = name, index
-        self.out_features, self.in_features = weight.shape
-        self.weight = weight
-        self.register_parameter("bias", bias)
+    name: str
+    index: int
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         return self.core.sibling(self.index, x, *more)
+
+    def reset_parameters(self) -> None:
+        """Those of an nn.Linear: rank 0 draws, each rank keeps its part. Needs memory for the whole weight for a moment."""
+        device, dtype, biased = self.weight.device, self.weight.dtype, self.bias is not None
+        drawn = nn.Linear(self.in_features, self.out_features, biased, device=device, dtype=dtype)
+        with self.core.cast_weights.shown(written=True):
+            for mine, whole in zip(self.parameters(False), drawn.parameters(), strict=True):
+                fill(mine, whole)
+        self.core.cast_weights.drop()
 
 
 class Linear(ParallelLinear):

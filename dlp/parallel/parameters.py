@@ -49,6 +49,6 @@ def _treatment(
     """The dimension of a parameter that tp cuts, and whether its gradient is partial."""
     if style is None:
         return (0, False) if name in vocabulary else (None, name in partial)
-    if key == "weight":
+    if key.startswith("weight"):  # of several, each has a number
         return style.shard_dim, style.partial_weight_grad
     return (0 if style.shard_dim == 0 else None), style.partial_bias_grad

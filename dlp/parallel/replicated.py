@@ -4,16 +4,20 @@ Their parameters are DTensors, replicated on tp, but their code computes on plai
 a subclass of its own class whose forward sees this rank's tensors in place of the DTensors. In a sequence-parallel
 region each rank sees its own tokens only, behind a column-parallel linear its own features: there the gradients are
 partial (`tp_partial`) and are summed over tp at the end of backward (`dlp.parallel.grads`).
+
+What layer groups leave out is replicated, too. There a module may read parameters of modules in it, so its forward sees
+the tensors of all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from dlp.parallel.weight import local, place
+from dlp.parallel.weight import local, num_axes
 
 if TYPE_CHECKING:
     from dlp.parallel.grads import PartialGradients
@@ -32,8 +36,8 @@ class ReplicatedMixin(nn.Module):
         self._check_tokens(next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None))
         held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
         for name, parameter in held.items():
-            if parameter is not None:
-                self._parameters[name] = local(parameter, self.layer_name, before=before)  # type: ignore[assignment]
+            if isinstance(parameter, DTensor):  # no longer one where a module around this one is left out
+                self._parameters[name] = local(parameter, self.layer_name, before=before)
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -59,36 +63,57 @@ class ReplicatedMixin(nn.Module):
             )
 
 
-_CLASSES: dict[type, type] = {}  # one replicated subclass per class, so that equal modules stay of equal type
+class LeftOutMixin(ReplicatedMixin):
+    """The same for a module with all that is in it. `inside`: the modules with parameters there, itself included."""
+
+    inside: tuple[nn.Module, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = [(module, module._parameters) for module in self.inside]
+        for module, parameters in held:
+            _hold(module, {name: self._seen(module, p) for name, p in parameters.items()})
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for module, parameters in held:
+                _hold(module, parameters)
+
+    def _seen(self, module: nn.Module, parameter: Tensor | None) -> Tensor | None:
+        """What a module has here now; shards of a unit of FSDP within stay until that gathers them."""
+        if not isinstance(parameter, DTensor) or (module is not self and num_axes(parameter) > 1):
+            return parameter
+        sums: PartialGradients | None = getattr(module, "tp_sums", None)
+        return local(parameter, self.layer_name, before=None if sums is None else sums.check_announced)
 
 
-def _replicated_class(cls: type) -> type:
-    return _CLASSES.setdefault(
-        cls, type(f"Replicated{cls.__name__}", (ReplicatedMixin, cls), {"__module__": cls.__module__})
-    )
+def _hold(module: nn.Module, parameters: Mapping[str, Any]) -> None:
+    vars(module)["_parameters"] = parameters
+    if isinstance(module, nn.RNNBase):  # which keeps a list of its parameters beside them
+        vars(module)["_flat_weights"] = [parameters.get(name) for name in module._flat_weights_names]
+
+
+_CLASSES: dict[tuple[type, type], type] = {}  # one subclass per class, so that equal modules stay of equal type
+
+
+def _class_of(cls: type, whole: bool) -> type:
+    mixin, prefix = (LeftOutMixin, "LeftOut") if whole else (ReplicatedMixin, "Replicated")
+    made = type(f"{prefix}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+    return _CLASSES.setdefault((mixin, cls), made)
 
 
 def replicate(
-    module: nn.Module,
-    name: str,
-    tp: DeviceMesh,
-    shared: dict[int, nn.Parameter],
-    *,
-    on_shards: bool,
-    reads_cut: bool,
-    token_rows: int | None,
-) -> None:
-    """Make the module's own parameters replicated DTensors, in place. `shared` keeps tied parameters tied.
+    module: nn.Module, name: str, *, on_shards: bool = False, reads_cut: bool = False, token_rows: int | None = None,
+    inside: tuple[nn.Module, ...] = (),
+) -> None:  # fmt: skip
+    """Let the module's forward see plain tensors in place of its parameters, in place.
 
     `on_shards`: it runs on token shards. `reads_cut`: it reads features that tp cuts. `token_rows`: tokens of a shard,
-    checked at each call; None where tp is 1.
+    checked at each call; None where tp is 1. `inside`: of a module that is left out, all modules with parameters in it.
     """
-    for parameter_name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            if id(parameter) not in shared:
-                shared[id(parameter)] = place(parameter, tp, None)
-            module._parameters[parameter_name] = shared[id(parameter)]
-    module.__class__ = _replicated_class(type(module))
+    if isinstance(module, nn.RNNBase):
+        inside = inside or (module,)
+    module.__class__ = _class_of(type(module), bool(inside))
+    module.inside = inside  # type: ignore[assignment]
     module.tp_partial = tuple(module._parameters) if on_shards or reads_cut else ()  # type: ignore[assignment]
     module.on_shards, module.layer_name = on_shards, name  # type: ignore[assignment]
     module.token_rows = None if reads_cut else token_rows  # type: ignore[assignment]

@@ -194,7 +194,7 @@ def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
         cached = not load.units and load.weight_cache == "step"
         at_use: tuple[tuple[tuple[int, int], ...], ...] = () if cached else (sizes,)
         if by_fsdp:  # each by itself, unless its shards have been cast
-            found = [weights.get(f"{row.name}.weight") for row in members]
+            found = [weights.get(row.weight) for row in members]
             with foretelling(first.name):
                 apart = [not (its and travels_as(*its, load)) for its in found]
             at_use = tuple((size,) for size, whole in zip(sizes, apart, strict=True) if whole)

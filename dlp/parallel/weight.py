@@ -95,13 +95,25 @@ def show(parameter: Tensor, tensor: Tensor) -> None:
 
 
 def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
-    """A full tensor, equal on all tp ranks (rank 0's counts) -> the parameter that keeps this rank's part of it."""
-    requires_grad = getattr(tensor, "requires_grad", True)
-    tensor = tensor.detach()
-    if tp is None:
-        return nn.Parameter(tensor, requires_grad=requires_grad)
-    placement: Placement = Replicate() if shard_dim is None else Shard(shard_dim)
-    return nn.Parameter(distribute_tensor(tensor, tp, [placement]), requires_grad=requires_grad)
+    """A full tensor, equal on all tp ranks (rank 0's counts) -> the parameter that keeps this rank's part of it, and what
+    users have set on the tensor."""
+    kept: Tensor = tensor.detach()
+    if tp is not None:
+        placement: Placement = Replicate() if shard_dim is None else Shard(shard_dim)
+        kept = distribute_tensor(kept, tp, [placement])
+    parameter = nn.Parameter(kept, requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Overwrite a parameter, of which this rank may have a part, with a tensor of its full shape: rank 0's."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        replicated = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=True)
+        whole = replicated.redistribute(placements=parameter.placements)
+    parameter.copy_(whole)
 
 
 class Sides:

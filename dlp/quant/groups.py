@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlp.quant.recipe import Recipe
 
-FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", "delay_wgrad", "prologue")
+FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", "delay_wgrad", "prologue", "convert")
+OF_LINEARS = ("recipe", "siblings", "overlap", "delay_wgrad", "prologue")  # fields that say nothing of other modules
 STYLES = ("column", "row", "local")
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*)\}")
@@ -47,6 +48,8 @@ class LayerGroup:
     delay_wgrad        whether weight gradients wait in backward until `dlp.backward_dw(model)`
     prologue           what makes x in the layer's own cast, of the two tensors that it is then called with: "rms_norm",
                        {"name": "rms_norm", "eps": ...} or "swiglu"
+    convert            False: the modules that match are left out with all that is in them: they run their own code, whole on
+                       every tp rank. True: a linear of a class of its own is converted all the same, without its forward
 
     Raises ValueError for a group without patterns or without fields, an unknown style, or a malformed pattern.
     """
@@ -60,6 +63,7 @@ class LayerGroup:
     overlap: str | Mapping[str, str] | None = None
     delay_wgrad: bool | None = None
     prologue: str | Mapping[str, Any] | None = None
+    convert: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "match", (self.match,) if isinstance(self.match, str) else tuple(self.match))
@@ -97,19 +101,23 @@ class Resolved:
     overlap: str | Mapping[str, str] | None = None
     delay_wgrad: bool | None = None
     prologue: str | Mapping[str, Any] | None = None
+    convert: bool | None = None
     groups: tuple[str, ...] = ()
     won: Mapping[str, str] = field(default_factory=dict)
     overrode: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def resolve(
-    groups: Sequence[LayerGroup], layer_names: Sequence[str], lengths: Mapping[str, int], prefix: str = ""
-) -> dict[str, Resolved]:
+    groups: Sequence[LayerGroup], layer_names: Sequence[str], lengths: Mapping[str, int], prefix: str = "", *,
+    aliases: Mapping[str, str] | None = None, modules: Sequence[str] = (),
+) -> dict[str, Resolved]:  # fmt: skip
     """Decides every field of every layer; a layer that no group matches gets a Resolved() of Nones.
 
     layer_names  dotted names of the layers that can be converted
     lengths      dotted name of each container (ModuleList, Sequential; "" is the model) -> number of its children
     prefix       Hugging Face's `base_model_prefix`: a name also matches with it dropped
+    aliases      further name -> layer name, for layers that are registered more than once: any of their names will do
+    modules      names of all modules: what a group with convert = false may match, to speak for all layers in them
 
     Raises ValueError for two groups of one name, a pattern that matches no layer (with the nearest names), and a group
     of which later groups have overridden every field on every layer.
@@ -117,20 +125,32 @@ def resolve(
     names = [group.name for group in groups]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"layer groups need different names; given twice: {', '.join(map(repr, sorted(twice)))}")
-    matched = {
-        group.name: {
-            name
-            for pattern in group.match
-            for name in must_match(layer_names, lengths, pattern, prefix, asked_by=f"layer group {group.name!r}")
-        }
-        for group in groups
-    }
+    layers = {name: name for name in layer_names} | dict(aliases or {})
+    matched = {group.name: _layers_of(group, layers, modules, lengths, prefix) for group in groups}
     resolved = {
         layer: _resolve_layer([group for group in groups if layer in matched[group.name]]) for layer in layer_names
     }
     for group in groups:
         _check_not_shadowed(group, [resolved[layer] for layer in layer_names if layer in matched[group.name]])
     return resolved
+
+
+def _layers_of(
+    group: LayerGroup, layers: Mapping[str, str], modules: Sequence[str], lengths: Mapping[str, int], prefix: str
+) -> set[str]:
+    """The layers that a group speaks about. `layers`: every name of a layer -> its first."""
+    whole = group.convert is False
+    names = list(dict.fromkeys([*layers, *modules])) if whole else list(layers)
+    asked_by = f"layer group {group.name!r}"
+    found = {name for pattern in group.match for name in must_match(names, lengths, pattern, prefix, asked_by=asked_by)}
+    matched = {
+        layer
+        for name, layer in layers.items()
+        if name in found or (whole and any(name.startswith(f"{module}.") for module in found))
+    }
+    if not matched:
+        raise ValueError(f"{asked_by}: what it leaves out has no parameters: {min(found)}; remove the group")
+    return matched
 
 
 def match_names(names: Iterable[str], lengths: Mapping[str, int], pattern: str, prefix: str = "") -> list[str]:

@@ -1,0 +1,299 @@
+"""Conversion of modules that are more than linears and norms: what users' models have, and what they hang on modules."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import dlp
+from tests import pool as worker
+from tests.metrics import assert_close
+from tests.test_survey import LoRA, ReadsList
+
+SIZE, HEADS, TOKENS, VOCABULARY, PAD = 16, 2, 8, 12, 3
+
+
+class Scaled(nn.Embedding):
+    """Gemma's."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 4.0
+
+
+class Mixer(nn.Module):
+    """Reads the weights of its linears, as Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.out = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.linear(x, self.proj.weight).cumsum(1)) + self.proj.bias
+
+
+class Zoo(nn.Module):
+    """x [B, S] -> [B, S, SIZE]; the same linear goes by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Scaled(VOCABULARY, SIZE, padding_idx=PAD)
+        self.padded = nn.Embedding(VOCABULARY, SIZE, PAD, scale_grad_by_freq=True)
+        self.rnn = nn.LSTM(SIZE, SIZE, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(SIZE, HEADS, 2 * SIZE, dropout=0.0, batch_first=True)
+        self.listed, self.lora, self.mixer = ReadsList(), LoRA(), Mixer()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(SIZE, SIZE))
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.down_again = self.down
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layer(self.rnn(self.table(tokens) + self.padded(tokens))[0])
+        x = self.mixer(self.lora(self.normed(self.listed(x))))
+        return x + self.down(self.up(x)) + self.down_again(self.up(x).relu())
+
+
+LEFT = {"name": "left", "match": ["{layer,listed,lora,mixer,normed}"], "convert": False}
+CUT = [
+    {"name": "up", "match": ["up", "table"], "style": "column"},
+    {"name": "down", "match": "down_again", "style": "row"},
+]
+
+
+def zoo() -> Zoo:
+    torch.manual_seed(3)
+    return Zoo().to(worker.device())
+
+
+def tokens() -> Tensor:
+    drawn = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    drawn[:, 2] = PAD
+    return drawn.to(worker.device())
+
+
+def results(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients, the loss, and y in evaluation, where torch's layers take paths of their own."""
+    loss = model(tokens()).square().mean()
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss}
+    with torch.no_grad():
+        found["y"] = model.eval()(tokens())
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in found.items()}
+
+
+def both() -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    plain, model = results(zoo()), zoo()
+    dlp.convert(model, [LEFT, *CUT], worker.mesh(tp=2))
+    made = results(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    dlp.attach(model, optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
+    optimizer.step()
+    return plain, made, norm
+
+
+@pytest.mark.ranks(2)
+def test_a_converted_model_of_everything_is_the_model(ranks):
+    for plain, made, norm in ranks(2).run(both):
+        assert made.keys() == plain.keys() and norm > 0
+        assert not plain["table.weight"][PAD].any() and not made["table.weight"][PAD].any()
+        for name, value in plain.items():
+            assert_close(made[name], value, 1e-5, name)
+
+
+def unknown_reader() -> list[str]:
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), Mixer()).to(worker.device())
+    dlp.convert(model, [], worker.mesh(tp=2))
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(1, 4, SIZE, device=worker.device()))
+    return error.value.__notes__
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_reads_another_ones_weight_is_named(ranks):
+    note = (
+        "1: a Mixer reads parameters of other modules, which are DTensors now: a layer group with convert = false leaves it "
+        "out"
+    )
+    assert ranks(2).run(unknown_reader) == [[note], [note]]
+
+
+def kept() -> dict[str, Any]:
+    """What was hung on a linear, its weight and an embedding, after conversion."""
+    model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE), "up": nn.Linear(SIZE, SIZE)}).to(worker.device())
+    called: list[str] = []
+    up, table = model["up"], model["table"]
+    up.register_forward_pre_hook(lambda *_: called.append("forward pre"))
+    up.register_forward_hook(lambda *_: called.append("forward"))
+    up.register_full_backward_hook(lambda *_: called.append("backward"))
+    up.register_state_dict_pre_hook(lambda *_: called.append("state dict pre"))
+    up.register_load_state_dict_pre_hook(lambda *_: called.append("load pre"))
+    up.register_load_state_dict_post_hook(lambda *_: called.append("load"))
+    table.register_forward_hook(lambda *_: called.append("table"))
+    up.weight.sequence_parallel, table.weight.main_grad, up.note = True, "main", "mine"
+    dlp.convert(model, [{"name": "cut", "match": ["table", "up"], "style": "column"}], worker.mesh(tp=2))
+    y = up(table(tokens()))
+    y.sum().backward()
+    model.load_state_dict(model.state_dict())
+    return {
+        "hooks": called, "same": model["up"] is up and model["table"] is table, "attributes":
+        (up.weight.sequence_parallel, model["table"].weight.main_grad, up.note),
+        "cut": [tuple(p.to_local().shape) for p in (up.weight, table.weight)],
+    }  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_hooks_and_attributes_stay(ranks):
+    for found in ranks(2).run(kept):
+        assert found["hooks"] == [
+            "table", "forward pre", "forward", "backward", "state dict pre", "load pre", "load"
+        ]  # fmt: skip
+        assert found["same"] and found["attributes"] == (True, "main", "mine")
+        assert found["cut"] == [(SIZE // 2, SIZE), (VOCABULARY // 2, SIZE)]
+
+
+def initialised(way: str) -> tuple[dict[str, Tensor], bool]:
+    """A model without memory, converted, given memory and initialised in a user's way. Ranks draw other numbers."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE, PAD), "up": nn.Linear(SIZE, SIZE)})
+        model["local"] = nn.Linear(SIZE, SIZE)
+    dlp.convert(model, [{"name": "cut", "match": ["table", "up"], "style": "column"}], worker.mesh(tp=2))
+    model.to_empty(device=worker.device())
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    torch.manual_seed(7 if way == "apply" else torch.distributed.get_rank())
+
+    def by_class(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.5)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.ones_(module.weight)
+
+    def by_reset(module: nn.Module) -> None:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch, of random numbers of DTensors on the CPU
+        model.apply(by_class if way == "apply" else by_reset)
+    mine = model["local"].weight.to_local()
+    return {name: p.full_tensor() for name, p in model.named_parameters()}, bool((mine == mine).all())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["apply", "reset"])
+def test_models_without_memory_are_initialised_as_plain_ones_are(ranks, way):
+    (first, _), (second, finite) = ranks(2).run(initialised, way)
+    assert finite and all(torch.equal(second[name], value) for name, value in first.items())
+    assert all(value.isfinite().all() for value in first.values())
+    std = 0.5 if way == "apply" else SIZE**-0.5 / 3**0.5
+    for name in ("up.weight", "local.weight"):
+        assert 0.8 * std < first[name].std() < 1.2 * std
+    if way == "reset":
+        assert not torch.equal(*first["up.weight"].chunk(2)), "each rank has drawn the same"
+        assert not first["table.weight"][PAD].any() and first["table.weight"][PAD + 1].any()
+
+
+class ByHand(nn.Module):
+    """Layers of dlp among plain ones; one has two weights, one no mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        tp, on = worker.mesh(tp=2)["tp"], {"device": worker.device()}
+        self.first = nn.Linear(SIZE, SIZE, **on)
+        self.local = dlp.Linear(SIZE, SIZE, **on)
+        self.both = dlp.ColumnParallelLinear(SIZE, (SIZE, SIZE), tp=tp, recipe="fp8_delayed", **on)
+        self.last = nn.Linear(SIZE, SIZE, **on)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(self.local(self.first(x)))
+        return self.last(gate.sigmoid() * up)
+
+
+DELAYED = {"name": "all", "match": "**", "recipe": "fp8_delayed"}
+ROW = {"name": "row", "match": "last", "style": "row"}
+
+
+def adopted() -> dict[str, Any]:
+    model, mesh = ByHand(), worker.mesh(tp=2)
+    plan = dlp.convert(model, [{**DELAYED, "match": ["first", "local"]}, ROW], mesh)
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    dlp.attach(model, model.optimizer)
+    for _ in range(2):
+        model.optimizer.zero_grad()
+        model(torch.ones(4, SIZE, device=worker.device())).square().sum().backward()
+        model.optimizer.step()
+    state = dlp.state_dict(model)
+    return {
+        "recipes": {row.name: (row.recipe.name, row.row.name) for row in plan.layers},
+        "slots": {key.removeprefix("slots.").removesuffix(".scale") for key in state if key.endswith(".scale")},
+        "moved": [key for key, value in state.items() if key.endswith(".w.scale") and value != 1],
+        "runtimes": len({id(module.core.spec.runtime) for module in model.modules() if hasattr(module, "core")}),
+        "swapped": dlp.set_recipe(model, "both", "bf16").layers,
+        "dtensors": all(isinstance(p, DTensor) for p in model.parameters()),
+        "wires": dlp.make_plan(ByHand(), [{**DELAYED, "match": ["both"], "overlap": "chunked"}, ROW], 2)
+        .layers[2]
+        .overlap,
+    }
+
+
+@pytest.mark.ranks(2)
+def test_layers_made_by_hand_join_a_converted_model(ranks):
+    for found in ranks(2).run(adopted):
+        assert found["recipes"] == {
+            "first": ("fp8_delayed", "LOCAL"), "local": ("fp8_delayed", "LOCAL"), "last": ("bf16", "ROW"),
+            "both.weight_0": ("fp8_delayed", "COLUMN"), "both.weight_1": ("fp8_delayed", "COLUMN"),
+        }  # fmt: skip
+        weights = {"first", "local", "both.weight_0", "both.weight_1"}
+        assert {slot.removesuffix(".w") for slot in found["slots"] if slot.endswith(".w")} == weights
+        assert len(found["moved"]) == len(weights) and found["runtimes"] == 1 and found["dtensors"]
+        assert found["swapped"] == ("both",) and found["wires"] == "chunked"
+
+
+def refused() -> list[str]:
+    """What conversion says of layers made by hand otherwise, of parts, and of what FSDP has sharded."""
+    mesh, column = worker.mesh(tp=2), {"name": "column", "match": "both", "style": "column"}
+    part, within = (nn.ModuleDict({"part": nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))}) for _ in range(2))
+    dlp.convert(part["part"], [], mesh)
+    dlp.convert(within, [], mesh)
+    alone = worker.mesh(dp_shard=2)
+    sharded = nn.Sequential(nn.Linear(8, 8).to(worker.device()))
+    dlp.fully_shard(sharded, mesh=alone)
+    attached = nn.Sequential(ByHand())
+    dlp.attach(attached, torch.optim.SGD(attached.parameters()))
+    attempts = [
+        (ByHand(), [column | {"style": "row"}], mesh), (ByHand(), [column | {"sequence_parallel": True}], mesh),
+        (ByHand(), [], alone), (part, [], mesh), (within["part"], [], mesh), (sharded, [], alone), (attached, [], mesh),
+    ]  # fmt: skip
+    return [said(model, groups, on) for model, groups, on in attempts]
+
+
+def said(model: nn.Module, groups: list[dict[str, Any]], mesh: Any) -> str:
+    try:
+        dlp.convert(model, groups, mesh)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.ranks(2)
+def test_what_is_parallel_already_is_refused_by_name(ranks):
+    otherwise = (
+        "both: it was made by hand with {} = {}, and a layer group asks for {}; make it so, or leave {} out of its"
+    )
+    again = " is converted already: convert a plain model, once and as a whole"
+    for style, tokens, mesh, part, within, sharded, attached in ranks(2).run(refused):
+        assert style.startswith(otherwise.format("style", "column", "row", "style"))
+        assert tokens.startswith(otherwise.format("sequence_parallel", False, True, "sequence_parallel"))
+        assert mesh == "both: it was made by hand for tp 2, and the mesh has tp 1; make both equal"
+        assert part.startswith(f"part of it{again}") and within.startswith(f"0 of it{again}")
+        assert sharded.startswith(
+            "0.weight: it is a DTensor already: dlp.convert comes before fully_shard and other parallelism"
+        )
+        assert attached == "dlp.attach has been called on this model already: dlp.convert comes first"

@@ -1,0 +1,196 @@
+"""What conversion refuses to take for a linear, leaves out, or warns of; from the plan, without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlp.parallel.plan import Plan, make_plan
+
+
+class LoRA(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.a, self.b = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.b(self.a(x))
+
+
+class FakeQuantized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.round(), self.bias)
+
+
+class Conv1D(nn.Module):
+    """GPT-2's: a linear with its weight transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class ReadsList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(2)])
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x * self.gains[0] * self.gains[1])
+
+
+def block(**modules: nn.Module) -> nn.Module:
+    """A model with one block, of a plain linear and these."""
+    return nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(16, 16), **modules})])})
+
+
+def changed(change: Callable[[nn.Linear], Any]) -> nn.Linear:
+    linear = nn.Linear(16, 16)
+    change(linear)
+    return linear
+
+
+def patched(linear: nn.Linear) -> None:
+    linear.forward = partial(linear.forward)  # type: ignore[method-assign]
+
+
+def own_parameter(linear: nn.Linear) -> None:
+    class Mine(nn.Parameter):
+        pass
+
+    linear.weight = Mine(linear.weight.detach())
+
+
+def with_gradient(linear: nn.Linear) -> None:
+    linear(torch.ones(1, 16)).sum().backward()
+
+
+def plan(model: nn.Module, *groups: dict[str, Any], tp: int = 2) -> Plan:
+    return make_plan(model, [{"name": str(i), **group} for i, group in enumerate(groups)], tp)
+
+
+FP8 = {"match": "blocks.**", "recipe": "fp8_current"}
+LEAVE = "a layer group with convert = false leaves it out"
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (LoRA(), "a LoRA is no plain nn.Linear, and converted it would lose its own forward: " + LEAVE),
+        (FakeQuantized(16, 16), "a FakeQuantized is no plain nn.Linear"),
+        (nn.LazyLinear(16), "it has no shape yet: call the model once before dlp.convert"),
+        (changed(nn.utils.parametrizations.weight_norm), "its weight is parametrized, as by weight_norm; torch.nn.utils."),
+        (changed(nn.utils.parametrizations.spectral_norm), "its weight is parametrized"),
+        (changed(nn.utils.spectral_norm), "its weight is no parameter but computed by a hook"),
+        (changed(patched), "its forward was replaced on the instance; replace it after dlp.convert, or " + LEAVE),
+        (changed(own_parameter), "it is a Mine, of which conversion would make a plain parameter; " + LEAVE),
+        (changed(with_gradient), "it has a gradient, which would be lost; optimizer.zero_grad() before dlp.convert"),
+        (
+            changed(lambda linear: linear.weight.register_hook(print)),
+            "it has gradient hooks, which would be lost; register them after dlp.convert",
+        ),
+        (
+            changed(lambda linear: linear.bias.register_post_accumulate_grad_hook(print)),
+            "it has gradient hooks, which would be lost; register them after dlp.convert",
+        ),
+        (nn.MultiheadAttention(16, 2), "a MultiheadAttention reads the weights of its linears instead of calling them"),
+        (nn.TransformerEncoderLayer(16, 2), "a TransformerEncoderLayer reads the weights of its linears"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else value[:30],
+)  # fmt: skip
+def test_a_module_that_would_compute_something_else_is_refused_by_name(module, message):
+    with pytest.raises(ValueError) as error:
+        plan(block(odd=module))
+    assert str(error.value).split(": ", 1)[0].startswith("blocks.0.odd") and message in str(error.value)
+
+
+def test_parameters_that_another_module_reads_are_refused_by_its_name():
+    with pytest.raises(ValueError) as error:
+        plan(block(odd=ReadsList()))
+    assert str(error.value).startswith(
+        "blocks.0.odd.gains: a ParameterList has no forward, so that blocks.0.odd reads its parameters, and would read "
+        "DTensors: a layer group with convert = false leaves it out"
+    )
+    left = plan(block(odd=ReadsList()), {"match": "blocks.*.odd", "convert": False})
+    assert left.left_out["blocks.0.odd"] == ("blocks.0.odd.gains", "blocks.0.odd.proj")
+    assert [row.name for row in left.layers] == ["blocks.0.up"]
+
+
+def test_a_group_takes_another_class_of_linear_all_the_same():
+    anyway = {"match": "blocks.**", "convert": True}
+    assert [row.name for row in plan(block(odd=FakeQuantized(16, 16)), anyway).layers] == [
+        "blocks.0.up",
+        "blocks.0.odd",
+    ]
+    with pytest.raises(ValueError, match=r"blocks.0.odd: a LoRA has parameters beside weight and bias \(a.weight\)"):
+        plan(block(odd=LoRA()), anyway)
+
+
+def test_what_is_left_out_stands_in_the_plan():
+    model = block(odd=LoRA(), mha=nn.MultiheadAttention(16, 2))
+    made = plan(
+        model, {"match": ["blocks.0.odd", "blocks.0.mha"], "convert": False}, {"match": "**", "recipe": "fp8_current"}
+    )
+    assert [row.name for row in made.layers] == ["blocks.0.up"]
+    assert {row.name: row.style for row in made.others} == dict.fromkeys(
+        [*(f"blocks.0.odd{inner}" for inner in ("", ".a", ".b")), "blocks.0.mha", "blocks.0.mha.out_proj"], "left out"
+    )
+    assert "LoRA" in str(made) and "left out" in str(made)
+
+
+def test_the_last_group_decides_what_is_left_out():
+    nothing_but = [{"match": "**", "convert": False}, {"match": "blocks.*.up", "convert": True, "style": "column"}]
+    made = plan(block(odd=LoRA()), *nothing_but)
+    assert [(row.name, row.style) for row in made.layers] == [("blocks.0.up", "column")]
+    with pytest.raises(ValueError, match="layer group '0': what it leaves out has no parameters: blocks.0.act"):
+        plan(block(act=nn.GELU()), {"match": "blocks.*.act", "convert": False})
+
+
+@pytest.mark.parametrize("setting", [{"recipe": "fp8_current"}, {"overlap": "serial"}, {"siblings": True}], ids=str)
+def test_a_setting_that_reaches_no_linear_is_refused(setting):
+    with pytest.raises(ValueError) as error:
+        plan(block(odd=Conv1D(), norm=nn.LayerNorm(16)), {"match": ["blocks.*.{odd,norm}"], **setting})
+    assert str(error.value) == (
+        f"layer group '0': {next(iter(setting))} is for linears, and reaches none: what it matches, as blocks.0.odd, is "
+        f"Conv1D, LayerNorm; make these nn.Linears, or take {next(iter(setting))} out of the group"
+    )
+
+
+def test_matrices_that_a_recipe_does_not_reach_are_warned_of():
+    warning = "the recipe of group '0' does not reach blocks.0.odd and 1 more: a Conv1D is no nn.Linear"
+    made = plan(block(odd=Conv1D(), more=Conv1D(), norm=nn.LayerNorm(16), table=nn.Embedding(4, 16)), FP8)
+    assert made.warnings == (warning,) and f"warning: {warning}" in str(made)
+
+
+def test_a_group_may_name_a_linear_by_any_of_its_names():
+    linear = nn.Linear(16, 16)
+    model = nn.ModuleDict({"first": linear, "second": linear})
+    for name in ("first", "second"):
+        assert [(row.name, row.style) for row in plan(model, {"match": name, "style": "column"}).layers] == [
+            ("first", "column")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"scale_grad_by_freq": True}, "an embedding with scale_grad_by_freq cannot be cut along the vocabulary; style"),
+        ({"sparse": True}, "an embedding with sparse gradients cannot be a DTensor: make it one without before dlp.convert"),
+        ({"max_norm": 1.0}, "an embedding with max_norm, which rewrites its weight in forward, cannot be a DTensor"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_embedding_that_tp_cannot_cut_is_refused(option, message):
+    with pytest.raises(ValueError) as error:
+        plan(nn.ModuleDict({"table": nn.Embedding(8, 4, **option)}), {"match": "table", "style": "column"})
+    assert str(error.value).startswith(f"table: {message}")
