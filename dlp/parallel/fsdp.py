@@ -300,6 +300,17 @@ class Managed:
         return parameter
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """What the gathered one is rounded to, where that is asked for."""
+        dtype: torch.dtype | None = self._param.mp_policy.param_dtype
+        return dtype
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have a shard."""
+        return int(self._param.mesh_info.shard_mesh_size)
+
+    @property
     def reduces(self) -> bool:
         """Whether a backward brings gradients to the sharded parameter, or keeps them with the gathered one."""
         return bool(self._group.reduce_grads)

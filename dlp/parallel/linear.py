@@ -79,7 +79,8 @@ class LinearCore:
         """Those that the step boundary makes of the weights: none before the layer has run, or where it casts at use."""
         if not self.caches or self.dtype is None:
             return []
-        return self.cast_weights.casts(self.spec, self.weights(), self.dtype, values)
+        weights = self.cast_weights.stored() or self.weights()
+        return self.cast_weights.casts(self.spec, weights, self.dtype, values)
 
     def specs(self) -> list[LinearSpec]:
         """The layer's own, and those it has run under in autocast regions."""

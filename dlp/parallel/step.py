@@ -19,11 +19,10 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlp.parallel.fsdp import gather_quantized, managed
+from dlp.parallel.fsdp import Managed, gather_quantized, managed
 from dlp.parallel.grads import PartialGradients
 from dlp.parallel.linear import LinearCore, ParallelLinear, cores
 from dlp.parallel.masters import masters_of
@@ -31,6 +30,8 @@ from dlp.parallel.optimizers import AttachedOptimizer, check_owns
 from dlp.parallel.replicas import Replicas
 from dlp.parallel.runtime import Runtime, converted_root, data_parallel, give_runtime, runtime_of
 from dlp.parallel.swap import make_due_swaps
+from dlp.parallel.unsharded import UnshardedCasts
+from dlp.parallel.weight import CastWeights
 from dlp.parallel.weight_batch import refresh
 
 
@@ -81,49 +82,52 @@ def attach(
     if weight_cache not in WEIGHT_CACHES:
         raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
     root, held = converted_root(model), list(masters_of(model).values())
-    _check_whole(model, None if root is None else runtime_of(root))
+    _check_whole(model, root)
     check_owns(root or model, optimizer, held)
     runtime = _adopt_layers(model, mesh, seed) if root is None else runtime_of(root)
     root = root or model
     if optimizer in runtime.optimizers:
         raise ValueError("dlp.attach: this optimizer is attached to this model already; once is enough")
     runtime.optimizers.add(optimizer)
-    sharded = _sharded(model)
-    for core in cores(root):
-        core.caches = weight_cache == "step" and core not in sharded
-    if weight_cache == "forward" and sharded:
+    records = _records(model)
+    for core, its in records.items():
+        core.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
+        if core.caches and None not in its and type(core.cast_weights) is CastWeights:
+            core.cast_weights = UnshardedCasts([record for record in its if record])
+    if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
         runtime.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
     gather_quantized(model, runtime)
     if runtime.sums is not None and runtime.replicas is None:
         runtime.replicas = Replicas(root, {slot.path for slot in runtime.sums.slots}, runtime.sums.group)
-    records = [record for _, _, record in managed(model)]
-    AttachedOptimizer(optimizer, runtime, records, partial(_cast_weights, root), partial(end_step, root))
+    fsdp = [record for _, _, record in managed(model)]
+    AttachedOptimizer(optimizer, runtime, fsdp, partial(_cast_weights, root), partial(end_step, root))
     runtime.attached = True
 
 
-def _sharded(model: nn.Module) -> set[LinearCore]:
-    """The layers whose weights FSDP gathers."""
-    return {core for m in model.modules() if isinstance(m, FSDPModule) for core in cores(m)}
+def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
+    """FSDP2's records of the weights of each layer, None where it does not manage one."""
+    found = {(id(module), name): record for module, name, record in managed(model)}
+    return {core: [found.get((id(m.module), m.weight)) for m in core.members] for core in cores(model)}
 
 
-def _check_whole(model: nn.Module, runtime: Runtime | None) -> None:
-    """ValueError for layers that do not share this runtime (None: layers made by hand, that have had none so far), and for
-    those that FSDP shards from outside of `model`."""
-    sharded = _sharded(model)
-    for core in cores(model):
+def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
+    """ValueError for layers outside of the converted `root` (None: all are made by hand, and have had no step boundary), and
+    for those that FSDP shards from outside of `model`."""
+    inside = set(cores(root or model))
+    for core, records in _records(model).items():
         name = core.spec.members[0]
-        if runtime is None and not core.spec.runtime.lone:
+        if root is None and not core.spec.runtime.lone:
             raise ValueError(
                 f"dlp.attach: {name} is a layer of a larger model that was converted or attached: attach that one"
             )
-        if runtime is not None and core.spec.runtime is not runtime:
+        if core not in inside:
             raise ValueError(
                 f"dlp.attach: {name} is no part of what dlp.convert, or dlp.attach, was given within this model, so that its "
                 f"weights would not be cast with the rest: convert the whole, or attach its parts one by one"
             )
         weight = core.members[0].module._parameters[core.members[0].weight]
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
-        if core not in sharded and "dp_shard" in axes:
+        if None in records and "dp_shard" in axes:
             raise ValueError(
                 f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach that module"
             )

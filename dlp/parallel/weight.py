@@ -160,6 +160,10 @@ class CastWeights:
         """Inside, parameters have their values; `written`: which may be overwritten."""
         return nullcontext()
 
+    def stored(self) -> list[Tensor]:
+        """This rank's weights, where the layer itself may have copies of them; else none."""
+        return []
+
     def retype(self) -> None:
         """Activations have another dtype than before."""
         self.parts = []

@@ -205,3 +205,42 @@ def test_loaded_weights_replace_cached_operands(ranks):
     for before, after, expected in ranks(2).run(after_loading):
         assert_bit_equal(after, expected)
         assert not torch.equal(before, after)
+
+
+def casts_of_one_shard(weight_cache: str) -> tuple[list[int], list[Tensor], list[Tensor]]:
+    """Steps of the README's model: the casts of weights in forwards and backwards, by step; the losses, and those of the
+    model without FSDP."""
+    losses: dict[bool, list[Tensor]] = {}
+    counts = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)).to(worker.device())
+        mesh, losses[sharded] = worker.mesh(tp=2), []
+        groups = [dlp.LayerGroup("all", "**", recipe="fp8_current")]
+        dlp.convert(
+            model, [*groups, dlp.LayerGroup("up", "0", style="column"), dlp.LayerGroup("down", "2", style="row")], mesh
+        )
+        if sharded:
+            dlp.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        dlp.attach(model, optimizer, weight_cache=weight_cache)
+        for _ in range(3):
+            with patch.object(linear_fn, "quantize", wraps=linear_fn.quantize) as quantize:
+                for seed in range(2):
+                    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).to(worker.device())
+                    loss = model(x).square().mean()
+                    loss.backward()
+                    losses[sharded].append(loss)
+            counts += [sum(call.args[1] == "w" for call in quantize.call_args_list)] * sharded
+            optimizer.step()
+            optimizer.zero_grad()
+    return counts, losses[True], losses[False]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("weight_cache", "used"), [("step", 0), ("forward", 6)])
+def test_weights_of_one_shard_are_cast_once_a_step(ranks, weight_cache, used):
+    """Where dp_shard is 1, FSDP gathers nothing, and the step boundary casts as without it."""
+    for counts, found, expected in ranks(2).run(casts_of_one_shard, weight_cache):
+        assert counts[1:] == [used, used]
+        assert torch.equal(torch.stack(found), torch.stack(expected))
