@@ -134,7 +134,7 @@ def test_the_learning_rate_is_small_unless_another_is_given(monkeypatch: pytest.
     for more in ([], ["--train.lr", "0.5"]):
         with pytest.raises(SystemExit):
             bench_e2e.main(["tiny", "--subjects", "bf16", *more])
-    assert rates == [1e-5, 0.5]
+    assert rates == [1e-7, 0.5]
 
 
 def test_suffixes_say_how_a_step_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
