@@ -21,6 +21,7 @@ import dlp
 from dlp import LayerGroup, Plan
 from dlp.parallel.grad_wire import set_grad_wire
 from launch import schedule
+from launch.accumulate import Accumulation, accumulation, memory_here
 from launch.config import Batch, Config, ConfigError, validate_world
 from launch.model import DTYPES, Llama, init_weights, parallel_groups
 
@@ -36,6 +37,7 @@ class Built:
     optimizer: AdamW
     dp_rank: int
     batch: Batch
+    accumulation: Accumulation
     swaps: list[schedule.PlannedSwap]
 
 
@@ -85,7 +87,9 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     dlp.attach(model, optimizer, weight_cache=config.train.weight_cache)
     swaps = schedule.prepare(config.groups, model, plan)
     dp_rank = mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
-    return Built(model, plan, mesh, device, optimizer, dp_rank, batch, swaps)
+    memory = memory_here() if device.type == "cuda" else None
+    waits = accumulation(config, plan, batch, mesh["dp_shard"].size(), memory)
+    return Built(model, plan, mesh, device, optimizer, dp_rank, batch, waits, swaps)
 
 
 def recompute(block: nn.Module) -> None:

@@ -73,6 +73,12 @@ class Train(Section):
     )
     global_batch: int = setting(integer(">= 1"), "sequences per step over all ranks, the rest is accumulated")
     sequence: int = setting(integer(">= 1"), "tokens per sequence")
+    reduce_gradients: str = setting(
+        choice("auto", "step", "microbatch"),
+        "when FSDP reduces gradients; step: they wait whole in fp32 for the last microbatch; microbatch: shards wait, and "
+        "each microbatch reduces; auto: step where that fits",
+        "auto",
+    )
     seed: int = setting(integer(">= 0"), "of the initial weights and the order of the data", 0)
     lr: float = setting(number("> 0"), "peak learning rate")
     min_lr: float = setting(number(">= 0", "<= 1"), "the last step's learning rate, as a fraction of lr", 0.1)

@@ -22,6 +22,7 @@ from dlp.kernels.gemms import device_kind
 from dlp.parallel.ledger import LedgerError
 from dlp.quant.gemm import DEVICES
 from launch import deterministic, wire
+from launch.accumulate import accumulation
 from launch.build import build, meta_model, plan_for
 from launch.checkpoint import SaveError
 from launch.config import Config, command_line, make_parser, to_toml, validate_world
@@ -38,7 +39,9 @@ def plan_text(config: Config, world: int, device: str) -> str:
     mesh = config.mesh
     sizes = resolve_axes(world, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
     swaps = planned_swaps(config.groups, meta_model(config), plan)
-    sent = wire.describe(plan, wire.workload(config, world))
+    waits = accumulation(config, plan, validate_world(config, world), sizes[1])
+    load = wire.workload(config, world, waits.reductions)
+    sent = [*wire.describe_gradients(plan, load, waits), *wire.describe(plan, load)]
     return "\n".join([describe(sizes, device), str(plan), "", *sent, *map(str, swaps)])
 
 
@@ -59,8 +62,9 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         )
         built = build(config, mesh, device)
         run.begin(config, mesh, built.plan)
-        for planned in built.swaps:
-            run.say(str(planned))
+        load = wire.workload(config, mesh.size(), built.accumulation.reductions)
+        for line in (*wire.describe_gradients(built.plan, load, built.accumulation), *map(str, built.swaps)):
+            run.say(line)
         trainer = Trainer(config, built, run, stop)
         done = trainer.resume()
         if config.train.deterministic:

@@ -165,7 +165,7 @@ class Trainer:
         total = torch.zeros((), device=self.built.device)
         for i, (tokens, targets) in enumerate(batches):
             if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(i == len(batches) - 1)
+                model.set_requires_gradient_sync(self.built.accumulation.reductions > 1 or i == len(batches) - 1)
             loss = dlp.cross_entropy(model(tokens), targets, self.built.mesh) / valid
             lap("forward")
             (loss * dp_size).backward()  # FSDP averages over its ranks; the sum is wanted

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from dlp import Plan
 from dlp.comm import wire
 from dlp.comm.mesh import resolve_axes
+from dlp.parallel.fsdp_traffic import fsdp_gradients
 from dlp.parallel.ledger import Ledger, activation_dtypes, plan_of
 from dlp.parallel.runtime import runtime_of
 from dlp.parallel.tables import table
 from dlp.parallel.traffic import cross_entropy, in_bf16, step_traffic
 from dlp.parallel.workload import Sent, Traffic, Unforeseen, Workload
+from launch.accumulate import Accumulation
 from launch.build import Built
 from launch.config import Config, validate_world
 from launch.links import link_of, said_bytes, said_seconds
@@ -30,8 +32,9 @@ SHARED_NUMBERS = (1, 1, 2)
 OWN = {"layer": "launch", "direction": "other"}
 
 
-def workload(config: Config, world: int) -> Workload:
-    """A step of this config on so many ranks. Raises ConfigError where they do not fit."""
+def workload(config: Config, world: int, reductions: int) -> Workload:
+    """A step of this config on so many ranks, with so many reductions of FSDP's gradients. Raises ConfigError where they do
+    not fit."""
     batch, mesh = validate_world(config, world), config.mesh
     sizes = resolve_axes(world, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
     blocks = tuple(f"model.layers.{i}" for i in range(config.model.layers))
@@ -40,7 +43,7 @@ def workload(config: Config, world: int) -> Workload:
         dict(zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)), batch.micro * config.train.sequence,
         batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
         units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather, weight_cache=config.train.weight_cache,
-        grad_wire=None if mesh.grad_wire == "fp32" else mesh.grad_wire,
+        reductions=reductions, grad_wire=None if mesh.grad_wire == "fp32" else mesh.grad_wire,
         recomputed=blocks if config.train.checkpointing == "full" else (),
         amax_group={"auto": None, "tp": "tp"}.get(mesh.amax_group, "world"),
     )  # fmt: skip
@@ -89,6 +92,27 @@ def describe(plan: Plan, load: Workload) -> list[str]:
     return lines + table(COLUMNS, rows)
 
 
+def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[str]:
+    """The plan's line on gradients that wait for other microbatches, if any do: what both ways keep and send."""
+    if not waits.whole:
+        return []
+    kept = {
+        1: f"whole, in fp32: {said_bytes(waits.whole)}",
+        waits.microbatches: f"as shards: {said_bytes(waits.shard)}",
+    }
+    try:
+        sends = {n: sum(fsdp_gradients(plan, replace(load, reductions=n)).values()) for n in kept}
+    except Unforeseen as why:
+        return [f"gradients: {why}"]
+    ways = {n: f"{kept[n]} a rank, {n} reduction{'s' * (n > 1)} a step, {said_bytes(sends[n])} sent" for n in kept}
+    (other,) = ways.keys() - {waits.reductions}
+    asked = "step" if other == 1 else "microbatch"
+    return [
+        f"gradients of {waits.microbatches} microbatches wait {ways[waits.reductions]} ({waits.why}); "
+        f"with reduce_gradients = {asked!r} {ways[other]}"
+    ]
+
+
 def _share(ours: Mapping[Sent, int], bf16: Mapping[Sent, int]) -> str:
     other = sum(bf16.values())
     return f"{sum(ours.values()) / other:.3f}" if other else "-"
@@ -100,7 +124,10 @@ class WireWatch:
     def __init__(self, config: Config, built: Built) -> None:
         world = dist.get_world_size()
         self._mode, self._model = config.train.ledger if world > 1 else "off", built.model
-        self._load = replace(workload(config, world), dp_shard_rank=built.mesh["dp_shard"].get_local_rank())
+        self._load = replace(
+            workload(config, world, built.accumulation.reductions),
+            dp_shard_rank=built.mesh["dp_shard"].get_local_rank(),
+        )
         self._runtime, self._ledger = runtime_of(built.model), Ledger(built.mesh)
         self._ran = self._swaps = 0
         self.watches = False  # the step that runs or has just run

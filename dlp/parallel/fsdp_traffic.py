@@ -33,17 +33,30 @@ def fsdp_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
     """All that FSDP sends, and what our hooks send for it. Raises Unforeseen."""
     total: Counter[Sent] = Counter()
     linears = linear_weights(plan)
-    units: dict[str, list[ParameterPlan]] = {unit: [] for unit in load.units}
-    for parameter in plan.weights if units else ():
-        units[load.unit_of(parameter.name)].append(parameter)
-    for unit, own in units.items():
+    for unit, own in _units(plan, load).items():
         for parameter in own:
             with foretelling(f"the gathers of {parameter.name}"):
                 total.update(_gathers(linears.get(parameter.name), parameter, load, bool(unit)))
-        total.update(_gradients(sum(prod(load.shard(p.shape, padded=True)) for p in own), load))
+    total.update(fsdp_gradients(plan, load))
     with foretelling("what the casts of shards agree on"):
         total.update(_agreements(plan, load))
     return dict(total)
+
+
+def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
+    """The reductions of all units' gradients."""
+    total: Counter[Sent] = Counter()
+    for own in _units(plan, load).values():
+        total.update(_gradients(sum(prod(load.shard(p.shape, padded=True)) for p in own), load))
+    return total
+
+
+def _units(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
+    """FSDP's units and the parameters that lie in each."""
+    units: dict[str, list[ParameterPlan]] = {unit: [] for unit in load.units}
+    for parameter in plan.weights if units else ():
+        units[load.unit_of(parameter.name)].append(parameter)
+    return units
 
 
 def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Ways | None:
@@ -78,7 +91,7 @@ def _gathers(
 
 
 def _gradients(numel: int, load: Workload) -> Counter[Sent]:
-    """A unit's gradients, `numel` of them for each rank: once a step over dp_shard, then over dp_replicate."""
+    """A unit's gradients, `numel` of them for each rank: over dp_shard, then over dp_replicate, in each reduction."""
     ranks, dtype = load.ranks("dp_shard"), load.reduce_dtype
     flat = nothing((ranks, numel), dtype)
     parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)
@@ -86,7 +99,7 @@ def _gradients(numel: int, load: Workload) -> Counter[Sent]:
     summed = Sent(load.named("dp_replicate"), "", "grads", wire.dtype_name(dtype))
     total = Counter({scattered: wire.gathered(collectives.record(parts), ranks)})
     total[summed] += wire.reduced(numel, dtype.itemsize, load.ranks("dp_replicate"))
-    return total
+    return Counter({sent: nbytes * load.reductions for sent, nbytes in total.items()})
 
 
 def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:

@@ -279,8 +279,8 @@ def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:
 
 def _partial_gradients(plan: Plan, load: Workload) -> dict[Sent, int]:
     """Gradients that cover a rank's own tokens, summed over tp in fp32 at the end of each backward that leaves some, with a
-    word for each parameter that says whether it has one. Under FSDP the last microbatch's does, which reduces them."""
+    word for each parameter that says whether it has one. Under FSDP those do that reduce."""
     partial = [p for p in plan.weights if p.partial]
     numel = len(partial) + sum(prod(load.shard(p.shape)) if load.units else prod(p.shape) for p in partial)
-    nbytes = wire.reduced(numel, 4, load.ranks("tp")) * (1 if load.units else load.microbatches)
+    nbytes = wire.reduced(numel, 4, load.ranks("tp")) * (load.reductions if load.units else load.microbatches)
     return {Sent(load.named("tp"), "", "grads", "float32"): nbytes if partial else 0}

@@ -54,6 +54,7 @@ class Workload:
     units          FSDP's units by module name, "" for the root; () without FSDP
     gather         whether FSDP gathers weights as their recipes quantize them
     weight_cache   as of `attach`
+    reductions     of FSDP's gradients in a step: 1, or one a microbatch
     grad_wire      what carries FSDP's gradients over dp_shard (see `dlp.parallel.wires`); None: FSDP's own reduction
     recomputed     modules whose forward runs again in backward
     amax_group     an axis or "world" that agrees on every scale; None: the style table decides
@@ -70,6 +71,7 @@ class Workload:
     units: tuple[str, ...] = ()
     gather: bool = True
     weight_cache: str = "step"
+    reductions: int = 1
     grad_wire: str | None = None
     recomputed: tuple[str, ...] = ()
     amax_group: str | None = None
