@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from launch.metrics import read_metrics
 from launch.plot_stats import mark_swaps, write_stats
@@ -68,8 +68,9 @@ def draw(runs: Sequence[Path]) -> Figure:
         for run in drawn:
             axes.plot(*run.series(key), color=run.color, linewidth=0.8)
         axes.set(ylabel=name, yscale=scale, **({} if scale == "log" else {"ylim": (0, None)}))
-    for formatted in (norm.yaxis.set_major_formatter, norm.yaxis.set_minor_formatter):
-        formatted(StrMethodFormatter("{x:g}"))
+    norm.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    norm.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    norm.yaxis.set_minor_formatter(NullFormatter())
     speed.set_xlabel("step")
     speed.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     for axes in figure.axes:
