@@ -48,7 +48,7 @@ def steps(config: Config, count: int = WARM + 1) -> Trainer:
     """A trainer that has done so many steps; raises where the ledger does."""
     made, _ = training.trainer(config)
     for step in range(count):
-        made.watched_step(step)
+        made.say_remarks(made.watched_step(step))
     assert made.wire.seen().sent
     return made
 
