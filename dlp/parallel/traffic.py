@@ -191,7 +191,7 @@ def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
         members: list[LayerPlan] = [rows[name] for name in names]
         first, tp = members[0], load.ranks("tp")
         sizes = tuple(shard_sizes(row.row, *row.shape, tp, row.name) for row in members)
-        cached = not load.units and load.weight_cache == "step"
+        cached = not by_fsdp and load.weight_cache == "step"
         at_use: tuple[tuple[tuple[int, int], ...], ...] = () if cached else (sizes,)
         if by_fsdp:  # each by itself, unless its shards have been cast
             found = [weights.get(row.weight) for row in members]
