@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from dlp.parallel.linear import LinearCore, cores
-from dlp.parallel.runtime import Runtime
+from dlp.parallel.runtime import Runtime, in_backward
 from dlp.parallel.shards import Layout, ShardedWeight
 from dlp.parallel.ways import Way, keeps_source
 from dlp.parallel.weight import CastWeights, placeholder, show
@@ -180,6 +180,12 @@ class ShardedCasts(CastWeights):
         super().__init__()
         self._gathers = gathers
 
+    def stored(self) -> list[Tensor]:
+        return [gather.stored for gather in self._gathers]
+
+    def in_use(self) -> bool:
+        return all(gather.weight.fresh for gather in self._gathers)
+
     def drop(self) -> None:
         """The recipe or the weights changed: cast anew before they are next gathered."""
         for gather in self._gathers:
@@ -202,6 +208,11 @@ class _Gather:
         layout = Layout((whole[0], whole[1]), asked.group, self._shard, dtype, asked.from_master, refused)
         self.weight = ShardedWeight(core, index, layout)
         self._hooked = False
+
+    @property
+    def stored(self) -> Tensor:
+        parameter: Tensor = self._param.sharded_param
+        return parameter
 
     def _shard(self) -> Tensor:
         padded: Tensor = self._param._sharded_param_data.view(self._param.padded_sharded_param_size)
@@ -241,8 +252,11 @@ class _Gather:
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Way, ...]]:
         """FSDP2's question what to gather; its records are one for each set of ways that travels together."""
+        core, runtime = self.weight.core, self.weight.core.spec.runtime
+        if not in_backward() and runtime.watch.moved(core):
+            self.weight.fresh = False
         if not self.weight.fresh:
-            _cast_late(self.weight.core.spec.runtime)
+            _cast_late(runtime)
         parts, ways = self.weight.depart()
         self._param.all_gather_outputs = self._outputs.get(ways, [])
         return parts, ways

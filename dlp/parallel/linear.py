@@ -23,7 +23,7 @@ from dlp.parallel.direct import DirectLinearFn, call_of, forward
 from dlp.parallel.inputs import autocasts, check_inputs, in_autocast_dtype, no_autocast
 from dlp.parallel.opaque import OpaqueLinearFn, opaque
 from dlp.parallel.prologue import Prologue
-from dlp.parallel.quantized_init import hold_quantized
+from dlp.parallel.quantized_init import hold_quantized, local_values
 from dlp.parallel.runtime import Runtime
 from dlp.parallel.siblings import SharedCall, moment
 from dlp.parallel.spec import LinearSpec, Overlaps, num_inputs
@@ -62,6 +62,10 @@ class LinearCore:
     def weights(self) -> list[Tensor]:
         return [self._local(getattr(m.module, m.weight)) for m in self.members]
 
+    def stored(self) -> list[Tensor]:
+        """The parameters that optimizers step on."""
+        return self.cast_weights.stored() or [m.module._parameters[m.weight] for m in self.members]  # type: ignore[misc]
+
     def biases(self) -> list[Tensor | None]:
         biases = [getattr(m.module, m.bias) for m in self.members]
         return [None if bias is None else self._local(bias) for bias in biases]
@@ -79,7 +83,7 @@ class LinearCore:
         """Those that the step boundary makes of the weights: none before the layer has run, or where it casts at use."""
         if not self.caches or self.dtype is None:
             return []
-        weights = self.cast_weights.stored() or self.weights()
+        weights = [local_values(p) for p in self.cast_weights.stored()] or self.weights()
         return self.cast_weights.casts(self.spec, weights, self.dtype, values)
 
     def specs(self) -> list[LinearSpec]:

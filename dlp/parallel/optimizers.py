@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from dlp.parallel.closures import Arguments, Closure, closure_of, with_closure
 from dlp.parallel.delayed_wgrad import check_none_waits
 from dlp.parallel.fsdp import Managed
+from dlp.parallel.replicas import looks
 from dlp.parallel.runtime import Runtime, in_backward
 
 
@@ -74,6 +75,8 @@ class AttachedOptimizer:
         return evaluate
 
     def _check(self) -> None:
+        if looks(self._runtime.steps):
+            self._runtime.watch.check_values()
         check_none_waits(self._runtime)
         if self._runtime.sums is not None:
             self._sums = self._runtime.sums.check_summed(self._sums)

@@ -21,7 +21,12 @@ from dlp.parallel.grads import local_grad
 PROBES = 4
 SAMPLE = 1024
 TOLERANCE = 1e-2
-ALWAYS, THEN = 10, 100  # looks at gradients: in the first ten steps, and in every hundredth
+ALWAYS, THEN = 10, 100  # looks: in the first ten steps, and in every hundredth
+
+
+def looks(step: int) -> bool:
+    """Whether before step number `step`, from 0, somebody takes a look for which the device must be waited for."""
+    return step < ALWAYS or step % THEN == 0
 
 
 class Replicas:
@@ -37,7 +42,7 @@ class Replicas:
         all its ranks call it. RuntimeError, on all of them, naming the first whose ranks disagree by more than TOLERANCE
         of its norm."""
         found = {name: p for name, p in replicated(self._model) if name in self._unseen and p.requires_grad}
-        if self._group.size() == 1 or not found or (step >= ALWAYS and step % THEN):
+        if self._group.size() == 1 or not found or not looks(step):
             return
         with wire.label(layer="replicas", direction="other"):
             (seen,) = all_gather((torch.stack([_probe(p) for p in found.values()])[None],), (0,), self._group).wait()

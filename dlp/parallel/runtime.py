@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from dlp.comm.amax import agree
 from dlp.parallel.recompute import Recomputations
+from dlp.parallel.stale import Watch, watch_optimizers
 from dlp.quant.quantizer import ScaleSlot
 from dlp.quant.state import SlotTable
 from dlp.quant.stats import StatsTable
@@ -132,6 +133,7 @@ class Runtime:
         self.watches_scales = False
         self.sums: PartialGradients | None = None
         self.replicas: Replicas | None = None
+        self.watch = Watch()
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # those attached
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self.weight_batch: WeightBatch | None = None
@@ -165,6 +167,10 @@ class Runtime:
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
         """The hook of the model that this is the runtime of."""
+        if self.attached and not torch.compiler.is_dynamo_compiling() and not in_backward():
+            self.watch.drop_moved()
+            if not torch.is_grad_enabled():
+                self.watch.check_values()
         if self.stats is not None:
             self.stats.recording = torch.is_grad_enabled()
         if self.draws and torch.is_grad_enabled() and self.cores:
@@ -240,6 +246,14 @@ class Runtime:
             self.steps += 1
             self._stepped.clear()
         self._stepped.add(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Behind the step of any optimizer."""
+        if optimizer not in self.optimizers and self.watch.count_step(optimizer, self.cores) and self.attached:
+            self.note(
+                f"an {type(optimizer).__name__} that is not attached steps on weights, which are cast where they are used "
+                f"until an attached one steps: call dlp.attach for it too"
+            )
 
     def has_slots(self) -> bool:
         return any(spec.slots for spec in self.specs())
@@ -318,6 +332,7 @@ def give_runtime(model: nn.Module, runtime: Runtime) -> None:
     """Make this the runtime of `model`, whose forward begins a microbatch."""
     model.dlp_runtime = runtime  # type: ignore[assignment]
     model.register_forward_pre_hook(runtime.before_forward)
+    watch_optimizers(model, runtime.after_step)
 
 
 def data_parallel(mesh: DeviceMesh) -> tuple[int, int]:

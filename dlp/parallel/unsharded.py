@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dlp.parallel.casts_together import Cast
 from dlp.parallel.fsdp import Managed
-from dlp.parallel.quantized_init import local_values
 from dlp.parallel.spec import LinearSpec
 from dlp.parallel.values import Values
 from dlp.parallel.ways import keeps_source
@@ -27,7 +26,7 @@ class UnshardedCasts(CastWeights):
         self._records = records
 
     def stored(self) -> list[Tensor]:
-        return [local_values(record.stored) for record in self._records]
+        return [record.stored for record in self._records]
 
     def casts(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
         """None where FSDP's copies are what the layer reads, and where they are rounded otherwise than for it."""

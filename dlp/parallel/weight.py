@@ -161,8 +161,12 @@ class CastWeights:
         return nullcontext()
 
     def stored(self) -> list[Tensor]:
-        """This rank's weights, where the layer itself may have copies of them; else none."""
+        """The parameters that an optimizer steps on, where the layer itself may have copies of them; else none."""
         return []
+
+    def in_use(self) -> bool:
+        """Whether layers compute with casts that a step boundary made."""
+        return bool(self.parts)
 
     def retype(self) -> None:
         """Activations have another dtype than before."""

@@ -37,3 +37,4 @@ def refresh(runtime: Runtime, cores: Sequence[LinearCore], shards: Sequence[Shar
     share_staged([weight for weight, _ in sharded])
     for weight in shards:
         weight.fresh = True
+    runtime.watch.cast([core for core, _ in whole] + list(dict.fromkeys(weight.core for weight, _ in sharded)))
