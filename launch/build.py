@@ -23,7 +23,7 @@ from dlp.parallel.grad_wire import set_grad_wire
 from launch import schedule
 from launch.accumulate import Accumulation, accumulation, memory_here
 from launch.config import Batch, Config, ConfigError, validate_world
-from launch.model import DTYPES, Llama, init_weights, parallel_groups
+from launch.model import DTYPES, Llama, check_plan, init_weights, parallel_groups
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ def meta_model(config: Config) -> Llama:
 def plan_for(config: Config, world_size: int, device_type: str) -> Plan:
     """The layer plan of a config, without ranks or memory."""
     batch = (validate_world(config, world_size).micro, config.train.sequence)
-    return dlp.make_plan(meta_model(config), layer_groups(config), config.mesh.tp, device_type=device_type, batch=batch)
+    groups = layer_groups(config)
+    plan = dlp.make_plan(meta_model(config), groups, config.mesh.tp, device_type=device_type, batch=batch)
+    check_plan(plan)
+    return plan
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
@@ -71,6 +74,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     tokens = (batch.micro, config.train.sequence)
     groups, shared = layer_groups(config), config.mesh.amax_group
     plan = dlp.convert(model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed)
+    check_plan(plan)
     if config.train.checkpointing == "full":
         for block in model.model.layers:
             recompute(block)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dlp import LayerGroup
+from dlp import LayerGroup, Plan
 from launch.sections import Model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -163,6 +163,29 @@ def _prologues(config: Model, behind_norms: list[str]) -> list[LayerGroup]:
         LayerGroup("norm in the cast", behind_norms, prologue=norm),
         LayerGroup("swiglu in the cast", ["layers.*.mlp.down_proj"], prologue="swiglu"),
     ]
+
+
+def check_plan(plan: Plan) -> None:
+    """ValueError for layer groups under which this model cannot run: it splits and joins no tokens itself, its attention reads
+    whole sequences, and its loss reads logits that tp cuts."""
+    cut = next(row for row in plan.layers if row.name.endswith("o_proj")).sequence_parallel
+    rows = [(row.name, row.style, row.sequence_parallel) for row in plan.layers]
+    rows += [(other.name, other.style, other.sequence_parallel) for other in plan.others]
+    for name, style, on_shards in rows if plan.tp > 1 else ():
+        if on_shards != cut:
+            raise ValueError(
+                f"{name}: its groups set sequence_parallel = {on_shards}, others {cut}, and a Llama's tokens are cut from its "
+                f"embedding to its head, or nowhere: leave it to [mesh] sequence_parallel"
+            )
+        if name == "lm_head" and style != "column":
+            raise ValueError(
+                f"{name}: style = {style!r}, but the loss reads logits that tp cuts: leave style out of its groups"
+            )
+        if ".self_attn." in name and style == "local" and cut:
+            raise ValueError(
+                f"{name}: style = 'local' under sequence parallelism leaves attention a part of the tokens: set [mesh] "
+                f"sequence_parallel = false, or leave style out of its groups"
+            )
 
 
 def initial_value(name: str, shape: torch.Size, config: Model, seed: int) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launch import config as configuration
-from launch.build import build
+from launch.build import build, plan_for
 from launch.config import CONFIGS, ConfigError, docs, load, make_parser, to_toml, validate_world
 from launch.sections import SCHEMA, Group, Train
 from tests.command import command
@@ -278,3 +278,40 @@ def test_a_cuda_graph_needs_a_gpu() -> None:
     mesh: Any = None  # refused before it is looked at
     with pytest.raises(ConfigError, match=r"^tiny.toml: \[train\] cuda_graph: expected a GPU, got a CPU$"):
         build(config, mesh, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "--groups.edges.sequence_parallel false",
+            "lm_head: group 'vocabulary' chose sequence_parallel = True together",
+        ),
+        (
+            "--groups.default.style column",
+            "model.layers.0.self_attn.o_proj: group 'o_down' chose style = 'row' together",
+        ),
+        (
+            "--groups.default.style local",
+            "model.layers.0.self_attn.q_proj: group 'qkv' chose style = 'column' together",
+        ),
+        (
+            "--groups.edges.sequence_parallel false --groups.edges.style column",
+            "lm_head: its groups set sequence_parallel = False, others True, and a Llama's tokens are cut from its embedding",
+        ),
+        (
+            "--groups.edges.sequence_parallel true --groups.edges.style local",
+            "lm_head: style = 'local', but the loss reads logits that tp cuts: leave style out of its groups",
+        ),
+        (
+            "--groups.edges.match FIRST --groups.edges.sequence_parallel true --groups.edges.style local",
+            "model.layers.0.self_attn.q_proj: style = 'local' under sequence parallelism leaves attention a part of the tokens",
+        ),
+    ],
+)
+def test_styles_that_a_llama_cannot_run_are_refused(arguments: str, sentence: str) -> None:
+    given = ["--mesh.tp", "2", *shlex.split(arguments.replace("FIRST", """'["layers.0.{self_attn,mlp}.**"]'"""))]
+    plan_for(load("tiny", ["--mesh.tp", "1", *given[2:]]), 1, "cpu")
+    with pytest.raises(ValueError) as caught:
+        plan_for(load("tiny", given), 2, "cpu")
+    assert str(caught.value).startswith(sentence)

@@ -68,7 +68,7 @@ def test_each_layer_has_its_row():
 
 
 def test_defaults_are_said():
-    assert "style default" in plan(FP8).layers[0].group and "recipe default" in plan(QKV).layers[0].group
+    assert "style default" in plan(FP8).layers[0].group and "recipe default" in plan(QKV, OUT).layers[0].group
     head = plan(FP8).layers[-1]
     assert head.name == "head" and "style default" in head.group and "recipe default" in head.group
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_is_refused_by_name(groups, options, message):
 
 
 def test_groups_may_be_typed():
-    assert plan(LayerGroup("qkv", ["layers.*.attn.q_proj"], style="column")).layers[0].style == "column"
+    assert plan(LayerGroup("qkv", ["layers.*.attn.q_proj"], style="column"), OUT).layers[0].style == "column"
 
 
 def test_an_overlap_may_be_chosen_per_gemm():
@@ -245,3 +245,87 @@ def test_the_reference_on_a_gpu_is_refused_unless_it_is_allowed():
     assert planned(inexact, "cpu") == planned(inexact | {"allow_reference": True}, "sm_100") == {"reference"}
     with pytest.raises(ValueError, match="fprop: sm_100 has no kernel for .*, and the plain-torch reference is slow"):
         planned(inexact, "sm_100")
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+
+class Deep(nn.Module):
+    """Blocks of attention and an MLP, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.ModuleDict({"attn": Attention(), "mlp": Mlp(), "norm": nn.LayerNorm(64)}) for _ in range(2)]
+        self.embed, self.layers, self.head = nn.Embedding(96, 64), nn.ModuleList(blocks), nn.Linear(64, 96, bias=False)
+
+
+def parallel(sequence_parallel: bool) -> list[dict[str, Any]]:
+    """As a model's own groups say how tp cuts it."""
+    patterns = {"column": ["layers.*.attn.{q,k,v}_proj", "layers.*.mlp.up", "embed", "head"]}
+    patterns["row"] = ["layers.*.attn.o_proj", "layers.*.mlp.down"]
+    made = [
+        {"name": style, "match": match, "style": style, "sequence_parallel": sequence_parallel}
+        for style, match in patterns.items()
+    ]
+    return [*made, {"name": "norms", "match": "layers.*.norm", "sequence_parallel": sequence_parallel}]
+
+
+def own(match: str, **fields: Any) -> dict[str, Any]:
+    return {"name": "own", "match": match, **fields}
+
+
+TAKES, LEAVES = "style 'row' takes features that tp cuts, and no", "style 'column' leaves features cut over tp, and no"
+BOTH = "it works on whole tokens and layers.0.attn.o_proj in layers.0 on token shards; set sequence_parallel alike"
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "group", "layer", "message"),
+    [
+        (True, own("head", sequence_parallel=False), "head", "group 'column' chose sequence_parallel = True together with"),
+        (True, own("layers.**", style="column"), "layers.0.attn.o_proj", "group 'row' chose style = 'row' together with"),
+        (True, own("layers.**", style="local"), "layers.0.attn.q_proj", "group 'column' chose style = 'column' together"),
+        (False, own("layers.0.{attn,mlp}.**", style="column"), "layers.0.attn.q_proj", LEAVES),
+        (False, own("layers.0.{attn,mlp}.**", style="row"), "layers.0.attn.q_proj", TAKES),
+        (True, own("layers.*.mlp.down", style="row", sequence_parallel=False), "layers.0.mlp.down", BOTH),
+        (True, own("layers.*.attn.{q,k,v}_proj", style="column", sequence_parallel=False), "layers.0.attn.q_proj", BOTH),
+    ],
+)  # fmt: skip
+def test_styles_that_do_not_fit_each_other_are_refused(sequence_parallel, group, layer, message):
+    with torch.device("meta"):
+        model = Deep()
+    groups = [*parallel(sequence_parallel), group]
+    make_plan(model, groups, 1, batch=(3, 4))
+    with pytest.raises(ValueError) as error:
+        make_plan(model, groups, 2, batch=(3, 4))
+    assert str(error.value).startswith(f"{layer}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "group"),
+    [
+        (True, own("layers.1.mlp.*", style="local", sequence_parallel=False)),
+        (True, own("layers.*.mlp.*", style="local", sequence_parallel=True)),
+        (True, own("layers.*.attn.{k,v}_proj", style="column", sequence_parallel=False)),  # as cross-attention has them
+        (True, own("layers.0.{attn,mlp}.**", style="local", sequence_parallel=True)),
+        (True, own("head", style="column", sequence_parallel=False)),
+        (False, own("head", style="local")),
+        (False, own("layers.*.mlp.*", style="local")),
+    ],
+)
+def test_styles_that_may_fit_are_not(sequence_parallel, group):
+    with torch.device("meta"):
+        model = Deep()
+    assert make_plan(model, [*parallel(sequence_parallel), group], 2, batch=(3, 4)).layers
+
+
+def test_blocks_on_token_shards_of_which_nothing_gathers_are_refused():
+    with torch.device("meta"):
+        model = Deep()
+    with pytest.raises(ValueError) as error:
+        make_plan(model, [own("layers.**", sequence_parallel=True)], 2, batch=(3, 4))
+    assert str(error.value).startswith(
+        "layers.0.attn.q_proj: under sequence parallelism its tokens are cut over tp, and no linear of layers.0 gathers them"
+    )

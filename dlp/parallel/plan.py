@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from dlp.parallel.flow import blocks, check_flow
 from dlp.parallel.linear import ParallelLinear
 from dlp.parallel.notes import support_note
 from dlp.parallel.parameters import ParameterPlan, plan_parameters
@@ -105,6 +106,8 @@ def make_plan(
         check(name, module, resolved[name].convert)
     layers, others = _rows(modules, resolved, Place(tp, device_type, batch))
     _check_ties(modules, layers, others)
+    if tp > 1:
+        check_flow(layers, blocks(model), typed, resolved)
     layers = _counted_once(modules, layers, tp)
     styles, vocabulary = {row.module: row.row for row in layers}, {row.name for row in others if row.style == "vocab"}
     partial = {row.name for row in others if row.partial}

@@ -25,6 +25,8 @@ from dlp.quant.gemm import check_kernel, kernel_name
 from dlp.quant.groups import Resolved
 from dlp.quant.recipe import GEMMS, Recipe
 
+BY_HAND = "made by hand: layer groups reach its recipe and overlap"
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -52,6 +54,10 @@ class LayerPlan:
     def module(self) -> str:
         """Its name: that of the row, but where a layer made by hand has several weights."""
         return self.weight.rpartition(".")[0]
+
+    @property
+    def made_by_hand(self) -> bool:
+        return BY_HAND in self.notes
 
     @property
     def row(self) -> ParallelStyle:
@@ -123,7 +129,7 @@ def plan_made(name: str, module: ParallelLinear, chosen: Resolved, place: Place)
         n, k = module.get_parameter(member.weight).shape
         bias = module._parameters[member.bias] is not None
         row = _row(row_name, f"{name}.{member.weight}", (n, k), bias, chosen, place)
-        yield replace(row, siblings=tuple(names) if len(names) > 1 else (), notes=(*row.notes, "made by hand"))
+        yield replace(row, siblings=tuple(names) if len(names) > 1 else (), notes=(*row.notes, BY_HAND))
 
 
 def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen: Resolved, place: Place) -> LayerPlan:
