@@ -325,7 +325,10 @@ def wrong_tokens() -> dict[str, str]:
     sp, plain = groups(sequence_parallel=True), groups()
     no_norms = {"name": "sp", "match": ["blocks.*.{up,down}", "blocks.*.attn.*"], "sequence_parallel": True}
     everything = {"name": "sp", "match": ["**"], "sequence_parallel": True}
-    linears = [{"name": "up", "match": ["blocks.*.up"], "style": "column", "sequence_parallel": True}]
+    linears = [
+        {"name": name, "match": f"blocks.*.{name}", "style": style, "sequence_parallel": True}
+        for name, style in (("up", "column"), ("down", "row"))
+    ]
     attempts: dict[str, tuple[list[dict[str, Any]], bool, int]] = {
         "no scatter": (sp, False, BATCH),
         "no scatter, linear": (linears, False, BATCH),
