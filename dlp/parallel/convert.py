@@ -30,6 +30,7 @@ from dlp.parallel.runtime import Runtime, data_parallel, give_runtime
 from dlp.parallel.spec import LinearSpec
 from dlp.parallel.survey import explain
 from dlp.parallel.weight import place
+from dlp.parallel.whole import save_whole
 from dlp.quant.groups import LayerGroup
 
 
@@ -111,6 +112,7 @@ def convert(
     for warning in plan.warnings:
         runtime.note(warning)
     give_runtime(model, runtime)
+    save_whole(model)
     return plan
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.kernels import gemms
 from dlp.parallel import fit
-from dlp.parallel.inputs import ACTIVATIONS, no_autocast
+from dlp.parallel.inputs import ACTIVATIONS, check_features, no_autocast
 from dlp.parallel.linear_fn import gathered_parts, to_save, waits
 from dlp.parallel.programs import LIMIT, Key, Programs, lies, like, multiplies_tf32
 from dlp.parallel.spec import LinearSpec
@@ -103,6 +103,7 @@ def call_of(
         for parameter in parameters:
             if parameter is not None:
                 check_whole(parameter, spec.num_axes, spec.name)
+        check_features(spec, x, held(parameters[0]))
         found = Call(spec, record, inputs, parameters)
         if len(calls) < LIMIT:
             calls[key] = found

@@ -36,6 +36,17 @@ def check_inputs(spec: LinearSpec, inputs: Sequence[Any]) -> None:
             raise TypeError(f"{spec.name}: {name} must be a tensor; got {type(given).__name__}")
 
 
+def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
+    """ValueError for x [..., K] of another K than this rank's weight [N, K] has."""
+    found, wanted = x.shape[-1] if x.dim() else 0, weight.shape[1]
+    if found != wanted:
+        part = f", a rank's part of {wanted * spec.tp}" if spec.style.cut_x == 1 and spec.tp > 1 else ""
+        raise ValueError(
+            f"{spec.name}: x of shape {tuple(x.shape)} ends in {found} features, and its weight takes {wanted}{part}; "
+            f"{spec.style.name} reads {'what a column leaves' if part else 'whole features'}: check the style of what makes x"
+        )
+
+
 def autocasts(inputs: Sequence[Tensor]) -> bool:
     """Whether torch.autocast is on for the device of these tensors."""
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs[0].device.type)

@@ -125,8 +125,14 @@ class LinearCore:
             return self._by_ops(inputs)
         spec, record = active_spec(self), torch.is_grad_enabled()
         sides = self._sides(spec, inputs[0].dtype)
-        parameters = [m.module._parameters[m.weight] for m in self.members]
-        parameters += [m.module._parameters[m.bias] for m in self.members]
+        try:
+            parameters = [m.module._parameters[m.weight] for m in self.members]
+            parameters += [m.module._parameters[m.bias] for m in self.members]
+        except KeyError as missing:
+            raise ValueError(
+                f"{self.spec.name}: its {missing.args[0]} is no parameter of it any more, as after weight_norm; parametrize "
+                f"linears before dlp.convert and leave them out by a layer group with convert = false"
+            ) from None
         call = call_of(spec, record, inputs, parameters, sides)
         if call.differentiable:
             results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, *inputs, *parameters)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dlp.comm import wire as ledger
 from dlp.parallel.autocast import check_compiled
-from dlp.parallel.inputs import no_autocast
+from dlp.parallel.inputs import check_features, no_autocast
 from dlp.parallel.linear_fn import gathered_parts, to_save, waits, y_shape
 from dlp.parallel.operands import operand_shape
 from dlp.parallel.programs import Programs, like, multiplies_tf32
@@ -43,6 +43,7 @@ def linear_fwd(
     """`run_forward` as an op."""
     spec = spec_of(ticket)
     check_compiled(spec)
+    check_features(spec, inputs[0], weights[0])
     spec.runtime.begin_forward(spec, record)
     parts = _parts(spec, spec.members, weights, cached, inputs[0].dtype, row=True, record=record)
     key = (

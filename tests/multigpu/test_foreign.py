@@ -297,3 +297,64 @@ def test_what_is_parallel_already_is_refused_by_name(ranks):
             "0.weight: it is a DTensor already: dlp.convert comes before fully_shard and other parallelism"
         )
         assert attached == "dlp.attach has been called on this model already: dlp.convert comes first"
+
+
+class Pretrained(nn.Module):
+    """With what Hugging Face's models have; two tied weights and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.ones(2))
+
+    def save_pretrained(self, folder: str, is_main_process: bool = True, state_dict: Any = None, **_: Any) -> Any:
+        return is_main_process, state_dict or self.state_dict()
+
+
+def saved() -> tuple[bool, bool, bool]:
+    """Whether this rank wrote, whether what it wrote are the values, and whether ties are one tensor."""
+    before = Pretrained().state_dict()
+    model = Pretrained().to(worker.device())
+    dlp.convert(model, [{"name": "cut", "match": ["table", "head"], "style": "column"}], worker.mesh(tp=2))
+    wrote, state = model.save_pretrained("folder")
+    same = all(type(value) is Tensor and torch.equal(value.cpu(), before[name]) for name, value in state.items())
+    return wrote, same and state.keys() == before.keys(), state["table.weight"] is state["head.weight"]
+
+
+@pytest.mark.ranks(2)
+def test_save_pretrained_writes_whole_tensors(ranks):
+    assert ranks(2).run(saved) == [(True, True, True), (False, True, True)]
+
+
+def wrong_features() -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)).to(worker.device())
+    groups = [{"name": "cut", "match": "0", "style": "column"}, {"name": "row", "match": "1", "style": "row"}]
+    dlp.convert(model, groups, worker.mesh(tp=2))
+    nn.utils.parametrizations.weight_norm(model[2])
+    calls = [(0, 4), (1, 16), (2, 8)]
+    return [called(model[i], torch.ones(3, size, device=worker.device())) for i, size in calls]
+
+
+def called(module: nn.Module, x: Tensor) -> str:
+    try:
+        module(x)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_names_itself_where_its_x_or_its_weight_is_another(ranks):
+    for column, row, normed in ranks(2).run(wrong_features):
+        assert column.startswith(
+            "0: x of shape (3, 4) ends in 4 features, and its weight takes 8; COLUMN reads whole features"
+        )
+        assert row.startswith(
+            "1: x of shape (3, 16) ends in 16 features, and its weight takes 8, a rank's part of 16; ROW reads"
+        )
+        assert normed == (
+            "2: its weight is no parameter of it any more, as after weight_norm; parametrize linears before dlp.convert and "
+            "leave them out by a layer group with convert = false"
+        )
