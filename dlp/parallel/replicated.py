@@ -88,8 +88,6 @@ class LeftOutMixin(ReplicatedMixin):
 
 def _hold(module: nn.Module, parameters: Mapping[str, Any]) -> None:
     vars(module)["_parameters"] = parameters
-    if isinstance(module, nn.RNNBase):  # which keeps a list of its parameters beside them
-        vars(module)["_flat_weights"] = [parameters.get(name) for name in module._flat_weights_names]
 
 
 _CLASSES: dict[tuple[type, type], type] = {}  # one subclass per class, so that equal modules stay of equal type
@@ -110,8 +108,6 @@ def replicate(
     `on_shards`: it runs on token shards. `reads_cut`: it reads features that tp cuts. `token_rows`: tokens of a shard,
     checked at each call; None where tp is 1. `inside`: of a module that is left out, all modules with parameters in it.
     """
-    if isinstance(module, nn.RNNBase):
-        inside = inside or (module,)
     module.__class__ = _class_of(type(module), bool(inside))
     module.inside = inside  # type: ignore[assignment]
     module.tp_partial = tuple(module._parameters) if on_shards or reads_cut else ()  # type: ignore[assignment]
