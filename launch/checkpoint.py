@@ -255,7 +255,8 @@ def _saved_recipes(path: Path, index: Metadata) -> dict[str, Tensor]:
             if key.startswith("recipes.") and isinstance(entry, TensorStorageMetadata)
         }
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: its recipe state is none ({error}); {way_out(path)}") from None
+        reason = f"its recipe state is none ({error})"
+        raise CheckpointError(f"{path} cannot be read: {reason}; {way_out(path)}") from None
 
 
 def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> None:
@@ -266,7 +267,8 @@ def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> Non
                 f"{path} is of another model: its [model] {key} is {saved!r}, this run's is {now!r}; {way_out(path)}"
             )
     if missing := training.data.state_dict().keys() - manifest["data"].keys():
-        raise CheckpointError(f"{path} is torn: its data lacks {', '.join(sorted(missing))}; {way_out(path)}")
+        reason = f"its data lacks {', '.join(sorted(missing))}"
+        raise CheckpointError(f"{path} is torn: {reason}; {way_out(path)}")
     try:
         training.data.load_state_dict(manifest["data"])
     except ValueError as error:

@@ -148,6 +148,13 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
     return known, _load(known.config, changes)
 
 
+def ranks_from(option: str, text: str) -> int:
+    """A number of ranks as a command line has it. Raises ConfigError."""
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise ConfigError(f"{option}: expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     """A parser with CONFIG, --print-config and a --help that lists every setting; programs add their own options."""
     return overrides.make_parser(program, description, DEFAULT, SCHEMA)

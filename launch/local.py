@@ -20,7 +20,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from launch.config import Config, command_line, make_parser, to_toml, validate_world
+from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
+from launch.loopback import BACKEND, meet_on_loopback
 
 CPU_RANKS = 2
 
@@ -61,7 +62,8 @@ def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) ->
 def train(ranks: int, arguments: Sequence[str]) -> int:
     """Run `launch.train` on so many ranks of this machine; returns the exit code: 128 + a signal's number for torchrun
     stopped by it, 1 for a rank that failed."""
-    command = ["--standalone", f"--nproc-per-node={ranks}", "-m", "launch.train", *arguments]
+    meet_on_loopback()
+    command = [f"--rdzv-backend={BACKEND}", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", "launch.train", *arguments]
     try:
         torchrun.run(torchrun.parse_args(command))
     except SignalException as stopped:
@@ -76,13 +78,13 @@ def train(ranks: int, arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    ours.add_argument("--ranks", type=int)
+    ours.add_argument("--ranks")
     known, rest = ours.parse_known_args(arguments)
     parser = make_parser("launch.local", "Trains on this machine, on every GPU or on two CPU ranks, or on --ranks N.")
     try:
         options, config = command_line(parser, rest)
         devices, kind = devices_here()
-        ranks = [known.ranks] if known.ranks else list(range(devices, 0, -1))
+        ranks = [ranks_from("--ranks", known.ranks)] if known.ranks is not None else list(range(devices, 0, -1))
         tp = config.mesh.tp
         asked = any(each.partition("=")[0] == "--mesh.tp" for each in rest)
         chosen = choose(config, ranks, [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0])

@@ -50,6 +50,12 @@ def resolve(resume: str, folder: Path) -> Path | None:
         return next(reversed(complete(folder)), None)
     if not Path(resume).is_dir():
         raise CheckpointError(f"--checkpoint.resume {resume}: no such checkpoint; expected auto, none or its folder")
+    path = Path(resume).resolve()
+    if folder.parent.resolve() in path.parents and path not in complete(folder.resolve()):
+        raise CheckpointError(
+            f"--checkpoint.resume {resume}: it lies in this run's folder, and is none of its finished checkpoints; to "
+            f"continue from it, choose another --run.dir"
+        )
     return Path(resume)
 
 

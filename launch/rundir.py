@@ -1,6 +1,6 @@
 """The folder of a run.
 
-    config.toml  plan.txt  env.txt  log/rank{N}.txt  metrics.jsonl  loss.png  checkpoints/step-N/
+    .lock  config.toml  plan.txt  env.txt  log/rank{N}.txt  metrics.jsonl  loss.png  checkpoints/step-N/
 
 Everything a rank says goes to its own log, with exceptions; rank 0 also prints it.
 """
@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -22,50 +23,87 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp import Plan
 from dlp.comm.mesh import describe
+from launch import together
+from launch.claim import LOCK, Claim
 from launch.config import Config, to_toml
-from launch.metrics import tell
 
 LIBRARIES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "TORCH_")  # whose environment variables env.txt records
 
 
 class RunDir:
-    """Paths and logs of one run on this rank. `fresh`: a run that is already there is moved aside first."""
+    """Paths and logs of one run on this rank. Until `begin` nothing is written but the lock: what is said is kept."""
 
-    def __init__(self, path: Path, *, fresh: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.leader = dist.get_rank() == 0
-        moved = move_aside(path) if fresh and self.leader and path.exists() else None
-        dist.barrier()
-        (path / "log").mkdir(parents=True, exist_ok=True)
-        self._log = (path / "log" / f"rank{dist.get_rank()}.txt").open("a", buffering=1)
-        if moved is not None:
-            self.say(f"the run that was here is now in {moved}")
+        self._log: IO[str] | None = None
+        self._kept: list[str] = []
+        self._claim = Claim(path)
+        if self._claim.remark is not None:
+            self.say(self._claim.remark)
 
     def say(self, text: str) -> None:
         """To this rank's log; rank 0 prints it too."""
-        self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._write(f"{time.strftime('%H:%M:%S')} {text}\n")
         if self.leader:
-            tell(text)
+            print(text, flush=True)
+
+    def _write(self, text: str) -> None:
+        if self._log is None:
+            self._kept.append(text)
+        else:
+            self._log.write(text)
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
-        """Whatever is raised inside is in this rank's log."""
+        """Whatever is raised inside is in this rank's log; of a run that was refused before it began, nothing is left."""
         try:
             yield
-        except BaseException:
-            self._log.write(traceback.format_exc())
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # a full disk may be the error
+                if self._log is None and isinstance(error, ValueError):
+                    if self.leader:
+                        self._claim.withdraw()
+                else:
+                    self._open_log()
+                    self._write(traceback.format_exc())
             raise
 
-    def begin(self, config: Config, mesh: DeviceMesh, plan: Plan) -> None:
-        """Write what the run is made of."""
-        axes = mesh.shape[0], mesh.shape[1], mesh.shape[2]
-        self.say(describe(axes, mesh.device_type))
-        self.say(str(plan).splitlines()[0])
-        if self.leader:
+    def begin(self, config: Config, mesh: DeviceMesh, plan: Plan, *, aside: bool) -> None:
+        """All is checked: write what the run is made of, and what was said. `aside`: a run that is already there is
+        another one's, and is moved aside first. ValueError on all ranks where that cannot be written."""
+        if moved := together.from_rank_0(lambda: self._describe(config, mesh, plan, aside)):
+            self.say(f"the run that was here is now in {moved}")
+        try:
+            self._open_log()
+            problem = None
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}; choose a --run.dir that can be written"
+        if problem := next(filter(None, together.from_all(problem)), None):
+            raise ValueError(problem)
+
+    def _describe(self, config: Config, mesh: DeviceMesh, plan: Plan, aside: bool) -> Path | None:
+        moved = None
+        try:
+            if aside and any(entry.name != LOCK for entry in self.path.iterdir()):
+                moved = move_aside(self.path)
+                self._claim.take()
+            axes = mesh.shape[0], mesh.shape[1], mesh.shape[2]
             (self.path / "config.toml").write_text(to_toml(config))
             (self.path / "plan.txt").write_text(f"{describe(axes, mesh.device_type)}\n{plan}\n")
             (self.path / "env.txt").write_text(environment())
+        except OSError as error:
+            raise ValueError(f"{error.filename}: {error.strerror}; choose a --run.dir that can be written") from None
+        return moved
+
+    def _open_log(self) -> None:
+        if self._log is not None:
+            return
+        (self.path / "log").mkdir(parents=True, exist_ok=True)
+        self._log = (self.path / "log" / f"rank{dist.get_rank()}.txt").open("a", buffering=1)
+        self._log.writelines(self._kept)
+        self._kept = []
 
 
 def move_aside(path: Path) -> Path:

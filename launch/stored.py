@@ -52,7 +52,7 @@ def read_index(path: Path) -> Metadata:
         raise ValueError(f"{INDEX} is no index of tensors (it holds a {type(found).__name__})")
     for name, entry in found.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{INDEX} lists {name!r}, which is no tensor")
+            raise ValueError(f"{INDEX} is no index of tensors ({name!r} is none)")
     return found
 
 

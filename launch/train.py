@@ -25,7 +25,7 @@ from launch import deterministic, wire
 from launch.accumulate import accumulation
 from launch.build import build, meta_model, plan_for
 from launch.checkpoint import SaveError
-from launch.config import Config, command_line, make_parser, to_toml, validate_world
+from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
 from launch.rundir import RunDir
 from launch.schedule import planned_swaps
 from launch.stop import StopFlag, leave_after_exceptions, leave_behind, refuse
@@ -55,13 +55,14 @@ def make_mesh(config: Config) -> DeviceMesh:
 
 def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, int]:
     """A trainer and the steps it has behind it. Raises ValueError for all that does not fit."""
-    run = RunDir(Path(config.run.dir), fresh=config.checkpoint.resume == "none")
+    run = RunDir(Path(config.run.dir))
     with run.logged():
         device = (
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
         built = build(config, mesh, device)
-        run.begin(config, mesh, built.plan)
+        run.say(describe((mesh.shape[0], mesh.shape[1], mesh.shape[2]), mesh.device_type))
+        run.say(str(built.plan).splitlines()[0])
         load = wire.workload(config, mesh.size(), built.accumulation.reductions)
         for line in (*wire.describe_gradients(built.plan, load, built.accumulation), *map(str, built.swaps)):
             run.say(line)
@@ -69,6 +70,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         done = trainer.resume()
         if config.train.deterministic:
             run.say(deterministic.switch_on(device, trainer.rehearse))
+        run.begin(config, mesh, built.plan, aside=trainer.starts_a_lineage)
+        trainer.replace_later(done)
     return trainer, done
 
 
@@ -82,16 +85,25 @@ def train(config: Config) -> None:
         trainer, done = start(config, mesh, stop)
     except ValueError as error:
         refuse(str(error))
+    except OSError as error:
+        refuse(said(error))
     try:
         with trainer.run.logged():
             trainer.train(done)
     except (NotFinite, LedgerError, SaveError) as error:
         refuse(str(error))
+    except OSError as error:
+        refuse(f"{said(error)}; what was saved before stands")
     except RuntimeError as error:
         if not lost_peer(error):
             raise
         leave_behind(str(error).splitlines()[0])
     shutdown()
+
+
+def said(error: OSError) -> str:
+    """A file or folder that cannot be read or written, in a sentence."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def lost_peer(error: RuntimeError) -> bool:
@@ -103,12 +115,12 @@ def lost_peer(error: RuntimeError) -> bool:
 def main() -> None:
     parser = make_parser("launch.train", "Pretrains a Llama, tensor-, sequence- and FSDP-parallel, in low precision.")
     parser.add_argument("--plan", action="store_true", help="print mesh and layer plan and stop; starts no ranks")
-    parser.add_argument("--world", type=int, default=8, help="with --plan: the number of ranks")
+    parser.add_argument("--world", default="8", help="with --plan: the number of ranks")
     here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--device", choices=DEVICES, default=here, help="with --plan: the kind of device [this one's]")
     try:
         known, config = command_line(parser, sys.argv[1:])
-        plan = plan_text(config, known.world, known.device) if known.plan else ""
+        plan = plan_text(config, ranks_from("--world", known.world), known.device) if known.plan else ""
     except ValueError as error:
         refuse(str(error))
     if known.print_config or known.plan:

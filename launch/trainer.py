@@ -81,6 +81,7 @@ class Trainer:
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
         self.recipes = runtime_of(built.model)
         self.wire = WireWatch(config, built)
+        self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
         self.wants_stop = False
         self.captured: CapturedStep | None = None
         self.warm = 0  # steps since the start, as far as a capture waits for them
@@ -91,14 +92,18 @@ class Trainer:
         path = together.from_rank_0(lambda: manifest.resolve(resume, self.run.checkpoints))
         if path is None:
             return 0
+        self.starts_a_lineage = path.resolve().parent != self.run.checkpoints.resolve()
         loaded = checkpoint.load(path, self.state)
         self.run.say(f"resuming from step {loaded.step} ({path})")
         for remark in (*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train)):
             self.run.say(remark)
-        if self.run.leader and path.resolve().parent == self.run.checkpoints.resolve():
-            for later in (each for each in manifest.complete(path.parent) if manifest.step_of(each) > loaded.step):
-                self.run.say(f"{later} is of the continuation that this run replaces; it is now {move_aside(later)}")
         return loaded.step
+
+    def replace_later(self, done: int) -> None:
+        """Move checkpoints of this run's own lineage aside that lie beyond the step it goes on from."""
+        if self.run.leader:
+            for later in (each for each in manifest.complete(self.run.checkpoints) if manifest.step_of(each) > done):
+                self.run.say(f"{later} is of the continuation that this run replaces; it is now {move_aside(later)}")
 
     def batches(self, data: TokenStream, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's microbatches of a global batch, on its device."""

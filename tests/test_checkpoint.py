@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 import launch.manifest
 from launch.checkpoint import changes
 from launch.config import load, to_toml
 from launch.manifest import FORMAT, TYPES, CheckpointError, complete, damage, digest, hashed, read_manifest, resolve
 from launch.rundir import move_aside
+from launch.stored import check_index
 
 
 def make(folder: Path, step: int, **differing: Any) -> Path:
@@ -159,3 +162,27 @@ def test_moving_aside_never_replaces(tmp_path):
         (tmp_path / "run").mkdir()
         assert move_aside(tmp_path / "run") == tmp_path / expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1", "run.2"]
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (7, ".metadata is no index of tensors (it holds a int)"),
+        (Metadata(state_dict_metadata={"a": 7}), ".metadata is no index of tensors ('a' is none)"),  # type: ignore[dict-item]
+        (Metadata(state_dict_metadata={}), ".metadata does not say in which files the tensors are"),
+        (
+            Metadata(state_dict_metadata={}, storage_data={1: 2}),
+            ".metadata does not say in which files the tensors are",
+        ),
+    ],
+)
+def test_an_index_that_is_none_is_refused(tmp_path, index, reason):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match="^" + re.escape(reason) + "$"):
+        check_index(tmp_path, ["__0_0.distcp"])
+
+
+def test_a_config_without_groups_is_refused():
+    for config in ("", "groups = 3", "groups = [{}]"):
+        with pytest.raises(ValueError, match="^its config has no such groups: "):
+            changes(config, config)

@@ -75,6 +75,9 @@ def test_arguments_go_on_to_training(machine, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--ranks", "0"], "--ranks: expected an integer >= 1, got '0'"),
+        (["--ranks", "-2"], "--ranks: expected an integer >= 1, got '-2'"),
+        (["--ranks=two"], "--ranks: expected an integer >= 1, got 'two'"),
         (["--train.lr=fast"], "--train.lr: expected a number > 0, got 'fast'"),
         (
             ["--mesh.tp=2"],

@@ -7,6 +7,7 @@ here each costs fifteen seconds of the CPU, most of it spent by its ranks on imp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
@@ -115,6 +116,18 @@ train.main()
 """
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process listens, as the kernel writes them."""
+    own = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(fd))
+    rows = [
+        row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
 def failed(config: Config, folder: Path) -> None:
     """Rank 1 raises after the first checkpoint: it is the one shown."""
     (folder / "faulty.py").write_text(FAULTY)
@@ -132,6 +145,9 @@ def killed(config: Config, folder: Path) -> int:
     run, before = local(folder), max(steps(config))
     run.wait_for(lambda: max(steps(config)) > before)
     pid = run.ranks()[0]
+    assert run.process.pid is not None and listening(run.process.pid), "torchrun's store"
+    for each in (run.process.pid, *run.ranks()):
+        assert listening(each) <= {"0100007F"}, "127.0.0.1 alone"
     os.kill(pid, signal.SIGSTOP)  # so that no checkpoint is finished between the two lines that follow
     saved = steps(config)
     os.kill(pid, signal.SIGKILL)

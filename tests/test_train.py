@@ -40,6 +40,13 @@ def test_a_plan_that_does_not_fit_is_one_sentence_and_nothing_else(monkeypatch):
     assert command("launch.train", "tiny", "--plan", "--world", "3") == (1, "", f"tiny.toml: {sentence}\n")
 
 
+@pytest.mark.parametrize("world", ["0", "-4", "4.5", "²"])
+def test_a_plan_is_for_one_rank_or_more(monkeypatch, world):
+    monkeypatch.setattr(stop, "leave", sys.exit)
+    refused = command("launch.train", "tiny", "--plan", "--world", world)
+    assert refused == (1, "", f"--world: expected an integer >= 1, got {world!r}\n")
+
+
 @pytest.mark.parametrize("arguments", [["--print-config"], ["--plan", "--world", "4", "--device", "cpu"]])
 def test_what_is_printed_without_ranks(arguments, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["train.py", "tiny", "--train.lr", "1e-4", *arguments])

@@ -11,6 +11,8 @@ import pickle
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -449,3 +451,114 @@ def test_only_the_newest_are_kept(ranks, tmp_path, data):
     config = training.config(tmp_path, data, "--checkpoint.every=1", "--checkpoint.keep=2")
     ranks(2).run(training.run, config)
     assert [path.name for path in sorted(folder(config).iterdir())] == ["step-5", "step-6"]
+
+
+def content(run: Path) -> dict[str, bytes]:
+    """All that lies in a run's folder, but for the lock."""
+    return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.ranks(2)
+def test_a_refused_command_changes_nothing(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.steps=2")
+    ranks(2).run(training.run, config)
+    before = content(Path(config.run.dir))
+    for change in ("--model.ffn=256", "--train.seed=1", "--data.path=nowhere"):
+        for more in ([], ["--checkpoint.resume=none"] if "data" in change else []):
+            changed = training.config(tmp_path, data, "--train.steps=2", change, *more)
+            ranks(2).run(refused, changed)
+            assert content(Path(config.run.dir)) == before, change
+    ranks(2).run(refused, training.config(tmp_path, data, "--data.path=nowhere", f"--run.dir={tmp_path}/new/run"))
+    assert not (tmp_path / "new" / "run").exists()
+
+
+def refused(config: Config) -> None:
+    with pytest.raises(ValueError):
+        training.trainer(config)
+
+
+@pytest.mark.ranks(2)
+def test_another_runs_checkpoint_begins_a_lineage_and_leaves_the_other(ranks, tmp_path, data):
+    one = training.config(tmp_path, data, f"--run.dir={tmp_path}/one", "--checkpoint.keep=2")
+    ranks(2).run(training.run, one)
+    two = training.config(tmp_path, data, "--train.steps=2", f"--run.dir={tmp_path}/two")
+    ranks(2).run(training.run, two)
+    before, first = content(tmp_path / "one"), folder(two) / "step-2"
+    on = ["--train.steps=4", "--checkpoint.keep=2", f"--checkpoint.resume={first}"]
+    continued = training.config(tmp_path, data, *on, f"--run.dir={tmp_path}/one")
+    ranks(2).run(training.run, continued)
+    assert [path.name for path in complete(folder(continued))] == ["step-4"]
+    assert sorted(training.metrics(continued)) == [3, 4], "none of the other's"
+    assert f"the run that was here is now in {tmp_path}/one.1" in training.said(continued)
+    assert {name.replace("/one.1/", "/one/"): held for name, held in content(tmp_path / "one.1").items()} == before
+    assert [path.name for path in complete(folder(two))] == ["step-2"]
+    aside = folder(two) / "step-2.1"
+    shutil.copytree(first, aside)
+    for said in ranks(2).run(
+        refusal, training.config(tmp_path, data, f"--run.dir={tmp_path}/two", f"--checkpoint.resume={aside}")
+    ):
+        assert said.startswith(
+            f"--checkpoint.resume {aside}: it lies in this run's folder, and is none of its finished"
+        )
+
+
+def apart(config: Config) -> str:
+    """The refusal of ranks that each have a disk of their own."""
+    own = replace(config, run=replace(config.run, dir=f"{config.run.dir}{dist.get_rank()}"))
+    with pytest.raises(ValueError) as caught:
+        training.trainer(own)
+    return str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_without_a_common_folder_refuse_to_start(ranks, tmp_path, data):
+    for said in ranks(2).run(apart, training.config(tmp_path, data)):
+        assert re.search(
+            r"^--run.dir \S+/run[01]: process [0-9]+ of \S+ does not see the file that process .* mount$", said
+        )
+    assert not (tmp_path / "run1").exists()
+
+
+HOLD = """
+import fcntl, signal, sys
+file = open(sys.argv[1], "w")
+print("somebody", end="", file=file, flush=True)
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_that_cannot_be_used_is_one_sentence(ranks, tmp_path, data):
+    config = training.config(tmp_path, data)
+    (tmp_path / "run").write_text("a file")
+    for said in ranks(2).run(refused_folder, config):
+        assert said == f"--run.dir {tmp_path}/run: it is a file; expected a folder, or a path that is free"
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run" / ".lock")], stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline()
+    for said in ranks(2).run(refused_folder, config):
+        assert said.startswith(
+            f"--run.dir {tmp_path}/run: somebody is at work in it; wait for its end, or choose another fo"
+        )
+    holder.kill()
+    holder.communicate()
+    ranks(2).run(begun, config)
+    (tmp_path / "unwritable" / "plan.txt").mkdir(parents=True)
+    for said in ranks(2).run(refused_folder, training.config(tmp_path, data, f"--run.dir={tmp_path}/unwritable")):
+        assert said == f"{tmp_path}/unwritable/plan.txt: Is a directory; choose a --run.dir that can be written"
+    read_only = training.config(tmp_path, data, f"--run.dir={tmp_path}/run/.lock/x")
+    for said in ranks(2).run(refused_folder, read_only):
+        assert said == f"--run.dir {tmp_path}/run/.lock/x: Not a directory; choose a folder that can be written"
+
+
+def begun(config: Config) -> None:
+    training.trainer(config)
+
+
+def refused_folder(config: Config) -> str:
+    with pytest.raises(ValueError) as caught:
+        training.trainer(config)
+    return str(caught.value)
