@@ -1,7 +1,7 @@
 """Around the step of an attached optimizer: what must hold before it, and the step boundary behind it.
 
 before   no backward runs; no wgrad waits; partial gradients are summed; replicas got equal gradients
-step     of a closure: the same behind each evaluation, and weights that moved since the last one are cast first
+step     of a closure: the same behind each evaluation, before which weights are cast as they are
 after    tensors that a backward may still want count as modified, as torch counts them; then the step boundary
 """
 
@@ -61,13 +61,9 @@ class AttachedOptimizer:
 
     def _checked(self, closure: Closure) -> Closure:
         """The closure; an optimizer may call it several times, at other weights each time."""
-        moved = False
 
         def evaluate() -> Any:
-            nonlocal moved
-            if moved:
-                self._recast()
-            moved = True
+            self._recast()
             loss = closure()
             self._check()
             return loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -226,6 +227,39 @@ def test_an_optimizer_that_evaluates_a_closure_sees_the_weights_as_they_are():
         losses[attached] = [float(optimizer.step(closure)) for _ in range(3)]
     assert losses[True] == losses[False]
     assert losses[True][-1] < losses[True][0]
+
+
+class Ahead(torch.optim.SGD):
+    """Evaluates where it moved weights to, in a way that torch does not count, then steps from where they were."""
+
+    def step(self, closure: Any = None) -> float:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            p.data.mul_(0.5)
+        with torch.enable_grad():
+            loss = closure()
+        for p in parameters:
+            p.data.mul_(2).sub_(p.grad, alpha=0.01)
+        return float(loss.detach())
+
+
+def test_weights_are_cast_before_each_evaluation_of_a_closure():
+    found = {}
+    for attached in (False, True):
+        model = mlp(dtype=torch.float32)
+        optimizer = Ahead(model.parameters(), lr=0.1)
+        if attached:
+            dlp.attach(model, optimizer)
+
+        def closure(model: nn.Module = model) -> Tensor:
+            model.zero_grad()
+            loss = model(x_of(0, torch.float32)).square().mean()
+            loss.backward()
+            return loss
+
+        closure()
+        found[attached] = [optimizer.step(closure) for _ in range(3)]
+    assert found[True] == found[False]
 
 
 def forgotten_norm(closure: bool, zero: bool, steps: int) -> str:
