@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its users
+FOLDERS = ("dlp", "launch", "bench")
 ENOUGH = 16  # characters that tell a message from others
 
 
@@ -44,9 +45,14 @@ def strings(folder: str) -> list[str]:
     return [text for source in sources for node in ast.walk(ast.parse(source)) if len(text := template(node)) > 1]
 
 
+def said() -> list[str]:
+    """Every string of what users run."""
+    return [text for folder in FOLDERS for text in strings(folder)]
+
+
 def raised() -> Iterator[tuple[str, str]]:
     """(place, message) of every raise that says something of its own."""
-    for folder in ("dlp/comm", "dlp/parallel", "dlp/quant", "launch"):
+    for folder in ("dlp/comm", "dlp/parallel", "dlp/quant", *FOLDERS[1:]):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
@@ -67,11 +73,11 @@ def test_every_error_has_a_row(message):
 
 @pytest.mark.parametrize("row", rows())
 def test_every_row_is_an_error_that_exists(row):
-    assert any(row in text for text in strings("dlp") + strings("launch"))
+    assert any(row in text for text in said())
 
 
 @pytest.mark.parametrize("row", rows())
 def test_every_row_is_in_a_test(row):
-    message = next(text for text in strings("dlp") + strings("launch") if row in text)
+    message = next(text for text in said() if row in text)
     in_tests = "\n".join(strings("tests")).replace("\\", "")
     assert any(piece in in_tests for piece in pieces(message)), f"no test has a piece of: {message}"
