@@ -1,6 +1,6 @@
 """The element formats once more, in numpy and by another road: enumerate the code points, take the nearest.
 
-Nothing here is shared with dlp: it is the oracle of the sweeps, and what golden_rowwise.json was made with.
+Nothing here is shared with dlp: it is the oracle of the sweeps, and makes golden_rowwise.json and golden_tile.json.
 """
 
 from __future__ import annotations
