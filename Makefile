@@ -19,7 +19,7 @@ DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_avai
 NEEDS   = @$(PYTHON) tools/check_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help pretrain plan ledger test multigpu lint kernels-compile gpu-test sanitize bench bench-quantize bench-gemm bench-linear bench-comm
+.PHONY: help pretrain plan ledger fidelity test multigpu lint kernels-compile gpu-test sanitize bench bench-quantize bench-gemm bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -36,6 +36,10 @@ plan: $(READY) ## print mesh and layer plan of CONFIG=tiny for WORLD=8 ranks, wi
 ledger: $(READY) ## planned and counted bytes on the wire: every recipe on 2 and 4 CPU ranks; exit 1 where they differ
 	$(NEEDS)
 	@OMP_NUM_THREADS=1 $(PYTHON) -m launch.ledger $(ARGS)
+
+fidelity: $(READY) ## gradients of every recipe beside bf16's and an independent fake quantization, on one rank; exit 1 where they part
+	$(NEEDS)
+	@$(PYTHON) -m launch.gradient_fidelity $(ARGS)
 
 test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"
 	$(NEEDS) pytest hypothesis

@@ -1,0 +1,201 @@
+"""Every recipe once more, in plain torch and from the definitions of its formats: what gradients are judged against.
+
+    with faked(model, RECIPES["mxfp8"]):      linears multiply values that were rounded and brought back, in fp32
+        ...
+
+Nothing of dlp's casts, formats or GEMMs is used; only the random bits of stochastic rounding are dlp's. A function here takes
+a matrix with its contraction last and returns the values that the recipe's codes and scales stand for. Both operands of
+NVFP4's wgrad stay in the transformed basis, which is orthogonal and so drops out of the product. Weights are whole: tp = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlp.kernels.reference import random_bytes
+from dlp.parallel.linear_fn import y_shape
+from dlp.parallel.runtime import runtime_of
+from dlp.parallel.swap import layer_modules
+from dlp.parallel.weight import local
+
+E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
+Element = tuple[torch.dtype, float]
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+Amaxes = dict[tuple[str, str], Tensor]  # by layer and operand
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`values` [rows, contraction] of an operand x, w or dy of a layer, or of its transpose; `seed` and the count of
+    microbatches say what is drawn for it."""
+
+    values: Tensor
+    layer: str
+    operand: str
+    flipped: bool
+    seed: int
+    counter: Tensor
+
+    def bits(self) -> Tensor:
+        """The random byte of each value."""
+        key = int.from_bytes(sha256(f"{self.layer}.{self.operand}".encode()).digest()[:4], "little")
+        rows, columns = self.values.shape
+        place: dict[str, Any] = {"row": 0, "column": 0, "total_columns": columns, "direction": int(self.flipped)}
+        return random_bytes(rows, columns, **place, counter=self.counter, key=(self.seed, key))
+
+
+Round = Callable[[Matrix], Tensor]
+Rounds = Mapping[str, Round]  # by operand
+
+
+def element(x: Tensor, kind: Element) -> Tensor:
+    """To the nearest FP8 value, the largest one beyond it."""
+    return x.clamp(-kind[1], kind[1]).to(kind[0]).float()
+
+
+def by_tensor(m: Matrix, kind: Element, amax: Tensor | None = None) -> Tensor:
+    """One scale, from the largest value here or from `amax`."""
+    scale = kind[1] / (m.values.abs().max() if amax is None else amax)
+    return element(m.values * scale, kind) / scale
+
+
+def by_row(m: Matrix) -> Tensor:
+    return in_blocks(m, (1, m.values.shape[1]))
+
+
+def in_blocks(m: Matrix, block: tuple[int, int], kind: Element = E4M3) -> Tensor:
+    """A scale a block: the largest power of two by which it still fits."""
+
+    def rounded(blocks: Tensor, amax: Tensor) -> Tensor:
+        scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), torch.frexp(kind[1] / amax).exponent - 1), 1.0)
+        return element(blocks * scale, kind) / scale
+
+    return blockwise(m.values, block, rounded)
+
+
+def blockwise(x: Tensor, block: tuple[int, int], rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Of the blocks of x, [rows, height, columns, width], and the largest value of each; missing elements are 0."""
+    (rows, columns), (height, width) = x.shape, block
+    whole = nn.functional.pad(x, (0, -columns % width, 0, -rows % height))
+    blocks = whole.view(whole.shape[0] // height, height, whole.shape[1] // width, width)
+    return rounded(blocks, blocks.abs().amax((1, 3), keepdim=True)).reshape(whole.shape)[:rows, :columns]
+
+
+def nvfp4(m: Matrix, block: tuple[int, int] = (1, 16), transform: bool = False, draw: bool = False) -> Tensor:
+    """FP4 values under an FP8 scale a block under one scale a tensor."""
+    x = transformed(m.values) if transform else m.values
+    largest = 448.0 * 6.0 / x.abs().max()
+    bits = m.bits() if draw else None
+
+    def rounded(blocks: Tensor, amax: Tensor) -> Tensor:
+        scale = element(amax * (largest * torch.tensor(1 / 6)), E4M3)
+        steps = blocks * torch.where(scale > 0, 1 / (scale * (1 / largest)), 0.0)
+        return fp4(steps, None if bits is None else bits.view(blocks.shape)) * scale / largest
+
+    return blockwise(x, block, rounded)
+
+
+def fp4(x: Tensor, bits: Tensor | None) -> Tensor:
+    """To one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign: the nearest, or up with the chance that 8 random bits give."""
+    size = x.abs().clamp(max=6.0)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    if bits is None:
+        return (size / step).round() * step * x.sign()
+    down = (size / step).floor()
+    up = ((size / step - down) * 256).floor() + bits.float() >= 256
+    return ((down + up) * step).clamp(max=6.0) * x.sign()
+
+
+def transformed(x: Tensor) -> Tensor:
+    """Every 16 neighbours, in bf16, by signs and a Hadamard matrix, to bf16."""
+    hadamard = torch.ones(1, 1)
+    for _ in range(4):
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    matrix = torch.tensor(SIGNS)[:, None] * hadamard / 4
+    return (x.bfloat16().double().view(-1, 16) @ matrix.double()).float().bfloat16().float().view(x.shape)
+
+
+def hybrid(amaxes: Amaxes | None = None) -> Rounds:
+    """E4M3 forward and E5M2 backward, scaled by what is at hand, or by these amaxes: current and delayed scaling."""
+
+    def rounds(kind: Element) -> Round:
+        return lambda m: by_tensor(m, kind, None if amaxes is None else amaxes[m.layer, m.operand])
+
+    return {"x": rounds(E4M3), "w": rounds(E4M3), "dy": rounds(E5M2)}
+
+
+def recording(amaxes: Amaxes) -> Rounds:
+    """Rounds nothing; the largest value of each operand enters `amaxes`."""
+
+    def record(m: Matrix) -> Tensor:
+        key, amax = (m.layer, m.operand), m.values.abs().max()
+        amaxes[key] = torch.maximum(amaxes.get(key, amax), amax)
+        return m.values
+
+    return dict.fromkeys(("x", "w", "dy"), record)
+
+
+def _blocks(w: tuple[int, int], others: tuple[int, int]) -> Rounds:
+    return {name: partial(in_blocks, block=w if name == "w" else others) for name in ("x", "w", "dy")}
+
+
+RECIPES: Mapping[str, Rounds] = {
+    "fp8_current": hybrid(),
+    "fp8_rowwise": dict.fromkeys(("x", "w", "dy"), by_row),
+    "fp8_block": _blocks((128, 128), (1, 128)),
+    "mxfp8": _blocks((1, 32), (1, 32)),
+    "nvfp4": {
+        "x": lambda m: nvfp4(m, transform=m.flipped),
+        "w": lambda m: nvfp4(m, (16, 16)),
+        "dy": lambda m: nvfp4(m, transform=m.flipped, draw=True),
+    },
+}
+
+
+class _Linear(torch.autograd.Function):
+    """y = x w^T, whose three products take rounded operands. `rounded(values, operand, flipped)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, rounded: Callable[[Tensor, str, bool], Tensor]) -> Tensor:
+        ctx.rounded = rounded
+        ctx.save_for_backward(x, w)
+        return rounded(x, "x", False) @ rounded(w, "w", False).t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, w), rounded = ctx.saved_tensors, ctx.rounded
+        dx = rounded(dy, "dy", False) @ rounded(w.t(), "w", True).t()
+        return dx, rounded(dy.t(), "dy", True) @ rounded(x.t(), "x", True).t(), None
+
+
+@contextmanager
+def faked(model: nn.Module, rounds: Rounds, layers: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
+    """Inside, these layers of a converted model run by `rounds`."""
+    runtime = runtime_of(model)
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        def rounded(values: Tensor, operand: str, flipped: bool) -> Tensor:
+            found = Matrix(values.contiguous(), module.name, operand, flipped, runtime.seed, runtime.counter)
+            return rounds[operand](found)
+
+        y: Tensor = _Linear.apply(
+            x.reshape(-1, x.shape[-1]).float(), local(module.weight, module.name).float(), rounded
+        )
+        return y.view(y_shape(module.core.spec, x, y.shape[1])).to(x.dtype)
+
+    chosen = [module for name, module in layer_modules(model).items() if layers(name)]
+    for module in chosen:
+        module.forward = partial(forward, module)
+    try:
+        yield
+    finally:
+        for module in chosen:
+            del module.forward
