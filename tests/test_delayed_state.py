@@ -103,6 +103,24 @@ def test_merging_takes_the_largest_histories_and_recomputes_scales():
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "amax"), [(lambda window: window.mean(0), 3.5), ("max", 4.0), ("most_recent", 3.0)]
+)
+def test_merged_scales_follow_from_merged_histories_by_the_slots_own_algorithm(algorithm, amax):
+    """Two ranks with amaxes 2, 3 and 4, 1: none of their own scales is the one of the largest of both, 4, 3."""
+    options = SlotOptions(448.0, amax_history_len=3, amax_compute_algo=algorithm)
+    states = []
+    for values in ((2.0, 2.0, 3.0), (2.0, 4.0, 1.0)):
+        table = SlotTable({"x": options})
+        for value in values:
+            step(table, amaxes(x=value))
+        states.append(table.state_dict())
+    merged = SlotTable({"x": options})
+    merged.load_merged(states)
+    assert merged.state_dict()["x"]["history"].tolist() == [0.0, 4.0, 3.0]
+    assert merged.scale.item() == pytest.approx(448.0 / amax)
+
+
+@pytest.mark.parametrize(
     "options, message",
     [({"amax_history_len": 0}, "at least 1"), ({"amax_compute_algo": "mean"}, "one of max, most_recent or a function")],
 )

@@ -302,6 +302,37 @@ def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
     assert programs(twins.model) == {way: [] for way in DIRECTIONS}
 
 
+@pytest.mark.parametrize("cache", ["step", "forward"])
+def test_programs_of_the_old_scales_go_with_them(cache: str):
+    """A swap of one layer makes a new table of delayed scales; the other layer's programs read the old one."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            recipe = load("fp8_delayed", amax_history_len=2)
+            self.first, self.second = (dlp.Linear(K, K, recipe=recipe) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    twins = Twins(Two, attached=False)
+    for model, optimizer in zip((twins.model, twins.other), twins.optimizers, strict=True):
+        dlp.attach(model, optimizer, weight_cache=cache)
+    for seed in range(4):
+        twins.step(forward_backward, seed)
+    check_used(twins.model, *DIRECTIONS)
+    for model in (twins.model, twins.other):
+        dlp.set_recipe(model, "0.first", "fp8_current")
+    for seed in range(4, 8):
+        with torch.no_grad():
+            for model in (twins.model, twins.other):
+                model[0].second.weight.mul_(0.25)
+            dlp.end_step(twins.model)
+            dlp.end_step(twins.other)
+        twins.step(forward_backward, seed)
+    check_used(twins.model, *DIRECTIONS)
+
+
 def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(direct, "LIMIT", 2)
     twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))

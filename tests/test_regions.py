@@ -128,6 +128,28 @@ def test_a_checkpoint_in_a_checkpoint_repeats_its_own_forward():
         assert_bit_equal(recomputed, plain)
 
 
+@pytest.mark.parametrize("region", [True, False])
+def test_a_forward_before_a_step_boundary_keeps_its_scales(region):
+    found = []
+    for late in (False, True):
+        linear = layer()
+        for _ in range(2):
+            linear(matrix("gauss", SIZE, SIZE, 1)).backward(torch.ones(SIZE, SIZE))
+            dlp.end_step(linear)
+        x = matrix("gauss", SIZE, SIZE, 2).requires_grad_()
+        y = (outside(linear, again) if region else linear)(x)
+        linear.core.spec.runtime.slots.table.staging[:2] = torch.tensor([1e3, 1e-8])
+        if late:
+            dlp.end_step(linear)
+            assert scale(linear, "x") != 1.0
+            linear(x)  # whose scales are the new ones
+        linear.zero_grad()
+        y.backward(torch.ones(SIZE, SIZE))
+        found.append((x.grad, linear.weight.grad))
+    for plain, after in zip(*found, strict=True):
+        assert_bit_equal(after, plain)
+
+
 def test_a_backward_after_another_region_casts_w_by_the_scale_of_its_own_forward():
     linear, x = layer(), matrix("gauss", SIZE, SIZE, 1)
     run = outside(linear, directly)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import dlp
 from dlp.parallel.linear import ColumnParallelLinear, Linear
 from dlp.parallel.runtime import runtime_of
+from dlp.quant.fp8 import DelayedScaling
 from tests import pool as worker
 from tests.metrics import assert_bit_equal
 from tests.net import batch, gradients, net, train, weights
@@ -72,6 +73,23 @@ def test_evaluation_and_frozen_weights():
     pass_through(linear, torch.full((4, 32), 7.0, requires_grad=True))
     dlp.end_step(linear)
     assert scales(linear)["linear.x"] == fp8_scale(448, 7), "what runs before a frozen layer is still scaled"
+
+
+def test_results_scale_too_and_evaluation_leaves_no_trace_there():
+    def factory(role: str) -> Any:
+        return DelayedScaling(amax_history_len=1) if role in ("linear_output", "linear_grad_input") else None
+
+    torch.manual_seed(0)
+    linear = Linear(32, 32, recipe=dlp.CustomRecipe(factory))
+    with torch.no_grad():
+        linear(torch.full((4, 32), 7.0))
+    dlp.end_step(linear)
+    assert scales(linear) == {"linear.y": 1.0, "linear.dx": 1.0}
+    x = torch.full((4, 32), 7.0, requires_grad=True)
+    linear(x).backward(torch.ones(4, 32))
+    dlp.end_step(linear)
+    y, dx = 7.0 * linear.weight.detach().sum(1).abs().amax(), linear.weight.detach().sum(0).abs().amax()
+    assert scales(linear) == {"linear.y": pytest.approx(448 / y), "linear.dx": pytest.approx(448 / dx)}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -214,6 +232,30 @@ def test_slots_are_equal_on_all_ranks_after_one_all_reduce_and_close_to_those_of
         for key, tensor in of_ranks[0][0].items():
             if key.startswith("slots.") and (".dy." not in key or "dp_shard" not in sizes):  # FSDP wants a larger loss
                 assert torch.allclose(tensor, one[key], rtol=0.03), f"{sizes} {key}: {tensor} {one[key]}"
+
+
+def saved_and_loaded(own: bool) -> tuple[float, float, Any]:
+    """The scale of x on this rank before and after a checkpoint, and its shape there. `own`: of this rank alone."""
+    recipe = dlp.recipe("fp8_delayed", reduce_amax=not own, amax_history_len=2)
+    models = []
+    for _ in range(2):
+        model = nn.Sequential(Linear(32, 32, recipe=recipe))
+        dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        models.append(model)
+    pass_through(models[0], torch.full((4, 32), 2.0 + dist.get_rank()))
+    dlp.end_step(models[0])
+    state = dlp.state_dict(models[0])
+    assert dlp.load_state_dict(models[1], state) == []
+    name = "slots.0.x.scale"
+    return scales(models[0])["0.x"], scales(models[1])["0.x"], tuple(state[name].shape)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_checkpoint_holds_the_scales_of_every_rank_that_has_its_own(ranks, own):
+    for rank, (before, after, shape) in enumerate(ranks(2).run(saved_and_loaded, own)):
+        assert before == after == fp8_scale(448, 2.0 + rank if own else 3.0)
+        assert shape == ((2,) if own else ())
 
 
 class Experts(nn.Module):

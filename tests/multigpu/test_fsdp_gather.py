@@ -360,6 +360,31 @@ def test_delayed_scales_of_weights_are_shared_though_ranks_share_no_others(ranks
     assert set(first["why"].values()) == {None}
 
 
+def staged_after_loading() -> tuple[dict[str, float], dict[str, float]]:
+    """What delayed scaling has staged after a microbatch, and after another one, of a tenth of it, with weights that were
+    loaded in between: halves of those before."""
+    mesh = worker.mesh(dp_shard=2)
+    model = shardnet({"name": "fp8_delayed", "amax_history_len": 2}, mesh)
+    train(model, mesh, range(1))
+    table, found = runtime_of(model).slots.table, []
+    for factor in (1.0, 0.1):
+        x = torch.full((BATCH // 2, SEQUENCE, model.size), factor, device=worker.device())
+        (model(x.bfloat16()).float() * factor).sum().backward()
+        found.append(dict(zip(table.names, table.staging.tolist(), strict=True)))
+        halves = {name: value * (0.5 if value.dim() == 2 else 1.0) for name, value in model.state_dict().items()}
+        model.load_state_dict(halves)
+    return found[0], found[1]
+
+
+@pytest.mark.ranks(2)
+def test_late_casts_leave_what_others_have_staged_and_replace_the_amaxes_of_weights(ranks):
+    for first, second in ranks(2).run(staged_after_loading):
+        kinds = {name.rpartition(".")[2] for name in first}
+        assert kinds == {"x", "w", "dy"} and all(first.values())
+        for name, amax in first.items():
+            assert second[name] == amax / 2 if name.endswith(".w") else second[name] >= amax, name
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
 def test_casts_from_the_master_weights(ranks, recipe):

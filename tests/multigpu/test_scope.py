@@ -128,7 +128,16 @@ def cut_exact(seen: Seen, gemm: str, dim: int | None, tp: int) -> tuple[Tensor, 
 def outside_bound(gemm: str, exact_and_bound: tuple[Tensor, Tensor], actual: Tensor) -> list[str]:
     exact, bound = exact_and_bound
     excess = (actual.double() - exact).abs() - bound - 2.0**-24 * exact.abs()
-    return [f"{gemm}: {int((excess > 0).sum())} elements beyond the bound"] if (excess > 0).any() else []
+    beyond = int((~(excess <= 0)).sum())  # a NaN is within no bound
+    return [f"{gemm}: {beyond} elements beyond the bound"] if beyond else []
+
+
+def test_a_nan_is_beyond_every_bound():
+    exact, bound = torch.zeros(3).double(), torch.ones(3).double()
+    assert outside_bound("fprop", (exact, bound), torch.tensor([0.5, -1.0, 1.0])) == []
+    for wrong in (torch.nan, torch.inf, -1.5):
+        found = outside_bound("fprop", (exact, bound), torch.tensor([0.5, wrong, 1.0]))
+        assert found == ["fprop: 1 elements beyond the bound"]
 
 
 @pytest.mark.parametrize(("world", "name"), ON_RANKS)

@@ -6,7 +6,7 @@ Where there is no GPU the kernels are played (`tests.played`), so that what is p
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ import dlp
 from dlp.parallel.runtime import runtime_of
 from tests import pool as worker
 from tests.cases import RECIPES
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_bit_equal, relative_error
 from tests.observe import Collectives
 from tests.played import playing
 from tests.shardnet import whole
@@ -127,6 +127,25 @@ def test_what_is_cast_at_use_is_not_kept(ranks):
     assert ranks(2).run(kept, "step") == [(12, [])] * 2
     note = "weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none"
     assert ranks(2).run(kept, "forward") == [(0, [note])] * 2
+
+
+@pytest.mark.parametrize("used", [(1,), (0, 2), (2,)], ids=str)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "nvfp4"])
+@pytest.mark.parametrize("watched", [False, True], ids=["direct", "as ops"])
+def test_dx_of_some_siblings_is_made_of_their_own_kept_weights(recipe, used, watched):
+    torch.manual_seed(0)
+    model = nn.Sequential(dlp.Linear(64, (32, 64, 32), recipe=recipe))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    dlp.attach(model, optimizer)
+    model(torch.ones(32, 64, requires_grad=True))[0].sum().backward()
+    optimizer.step()
+    assert model[0].core.cast_weights.parts, "weights are kept"
+    x = torch.randn(32, 64, requires_grad=True)
+    with Collectives() if watched else nullcontext():
+        ys = model(x)
+        sum(ys[i].sum() for i in used).backward()
+    weights = [model[0].get_parameter(f"weight_{i}").detach() for i in used]
+    assert relative_error(x.grad, sum(torch.ones(32, len(w)) @ w for w in weights)) < 0.2
 
 
 def test_another_cache_is_refused():
