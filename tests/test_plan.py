@@ -199,6 +199,33 @@ def test_what_cannot_be_is_refused_by_name(groups, options, message):
     assert refusal(*groups, **options).startswith(message)
 
 
+def scope(recipe: str, tp: int, scope: str = "all") -> dict[str, list[str]]:
+    """What the plan says of scales that depend on tp, by layer."""
+    found = plan({**FP8, "recipe": {"name": recipe, "amax_scope": scope}}, QKV, OUT, tp=tp)
+    return {
+        name: [note for note in layer.notes if "amax_scope" in note]
+        for name, layer in ((layer.name, layer) for layer in found.layers)
+    }
+
+
+def test_layers_whose_codes_depend_on_tp_in_spite_of_amax_scope_are_named():
+    notes = scope("mxfp8", 4)
+    inside = (
+        "amax_scope = 'all' does not hold for {}: tp cuts it inside a block of mxfp8[e4m3, 1x32], {} features a rank"
+    )
+    for name, operand, size in (("q_proj", "dy", 16), ("k_proj", "w", 8), ("o_proj", "x", 16)):
+        found = notes[f"layers.0.attn.{name}"]
+        assert len(found) == 2 and any(note.startswith(inside.format(operand, size)) for note in found), found
+    assert notes["head"] == []
+    for whole in (
+        scope("mxfp8", 2)["layers.0.attn.o_proj"],
+        *scope("mxfp8", 1).values(),
+        *scope("mxfp8", 4, "table").values(),
+    ):
+        assert whole == []
+    assert not any(scope("fp8_current", 4).values()) and not any(scope("fp8_rowwise", 4).values())
+
+
 def test_groups_may_be_typed():
     assert plan(LayerGroup("qkv", ["layers.*.attn.q_proj"], style="column"), OUT).layers[0].style == "column"
 

@@ -2,6 +2,7 @@
 
 an operand that travels in high precision      a GEMM that decodes an operand because the other one is not quantized
 results that are rounded                       how the device runs the recipe
+codes that depend on tp all the same
 wgrads that wait, or cannot                    a prologue, and where it runs
 """
 
@@ -53,6 +54,27 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
     both = _share_of_bf16(recipe.dy) if twice else 0.0
     if both > 1.0:
         yield f"dy travels in two orientations, {both:.2f}x of bf16; gather_dy = 'high_precision' sends it once as it is"
+
+
+def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], tokens: int | None) -> Iterator[str]:
+    """Where `amax_scope="all"` cannot keep what it promises: tp cuts an operand inside a block, whose values then have
+    other scales than on one rank. `local`: w [N, K] of a rank; `tokens`: of a rank, if known."""
+    if recipe.amax_scope != "all":
+        return
+    features = {"x": local[1], "dy": local[0]}
+    for name in OPERANDS:
+        operand: Operand = getattr(recipe, name)
+        cut = style.cut(name)
+        if cut is None or style.gathers == name:  # what is gathered travels in whole blocks or is cast on arrival
+            continue
+        size = local[cut] if name == "w" else features[name] if cut else tokens
+        unit = max(operand.rowwise.format.block[cut], operand.columnwise.format.block[1 - cut])
+        if size is not None and unit and size % unit:
+            what = "features" if name == "w" or cut else "tokens"
+            yield (
+                f"amax_scope = 'all' does not hold for {name}: tp cuts it inside a block of {operand.rowwise.format.name}, "
+                f"{size} {what} a rank are no multiple of {unit}, so its codes depend on tp"
+            )
 
 
 def _share_of_bf16(operand: Operand) -> float:

@@ -17,7 +17,7 @@ from dlp.parallel import overlap as overlaps
 from dlp.parallel import prologue as prologues
 from dlp.parallel.embedding import check_cut
 from dlp.parallel.linear import ParallelLinear
-from dlp.parallel.notes import layer_notes, prologue_note
+from dlp.parallel.notes import layer_notes, prologue_note, scope_notes
 from dlp.parallel.prologue import Prologue
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.quant import recipe as recipes
@@ -154,7 +154,11 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
         name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name), delay,
         prologue, _kernels(recipe, place.device_type, name), local[0] * local[1] + bias, _winners(chosen),
         "; ".join(overrode), weight,
-        (*layer_notes(recipe, row, tokens, bool(chosen.delay_wgrad)), *prologue_note(prologue, recipe, place.device_type)),
+        (
+            *layer_notes(recipe, row, tokens, bool(chosen.delay_wgrad)),
+            *(scope_notes(recipe, row, local, tokens) if tp > 1 else ()),
+            *prologue_note(prologue, recipe, place.device_type),
+        ),
     )  # fmt: skip
 
 
