@@ -31,6 +31,7 @@ from dlp.parallel.spec import LinearSpec
 from dlp.parallel.survey import explain
 from dlp.parallel.weight import place
 from dlp.parallel.whole import save_whole
+from dlp.parallel.wrappers import guard
 from dlp.quant.groups import LayerGroup
 
 
@@ -113,6 +114,7 @@ def convert(
         runtime.note(warning)
     give_runtime(model, runtime)
     save_whole(model)
+    guard(model, runtime)
     return plan
 
 

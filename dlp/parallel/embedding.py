@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -78,6 +79,12 @@ class VocabParallelEmbedding(nn.Embedding):
         self.scale_grad_by_freq = self.sparse = False
         self.weight = weight
         cut_vocabulary(self, tp, sequence_parallel, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallelEmbedding:
+        new = memo[id(self)] = object.__new__(type(self))
+        memo[id(self.group)] = self.group  # a process group cannot be copied
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight, self.name)

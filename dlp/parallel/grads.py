@@ -17,6 +17,7 @@ in `grad`, is refused where it makes the first partial gradient.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, wire
 from dlp.parallel.fsdp import Managed, managed
-from dlp.parallel.runtime import in_backward
+from dlp.parallel.runtime import cannot_pickle, in_backward
 from dlp.parallel.weight import held
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -69,6 +70,24 @@ class PartialGradients:
             for name in getattr(module, "tp_partial", ())
             if module._parameters[name] is not None
         ]
+        self._begin_anew()
+        for slot in self.slots:
+            slot.module.tp_sums = self  # type: ignore[assignment]
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._watch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
+        new = memo[id(self)] = object.__new__(PartialGradients)
+        new.group = self.group
+        new.slots = [slot._replace(module=copy.deepcopy(slot.module, memo)) for slot in self.slots]
+        new._begin_anew()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        cannot_pickle(self.slots[0].path if self.slots else "dlp.convert")
+
+    def _begin_anew(self) -> None:
+        """Nothing has run yet."""
         self.num_sums = 0
         self.fsdp: dict[tuple[int, str], Managed] = {}
         self._called = False
@@ -76,13 +95,6 @@ class PartialGradients:
         self._task: int | None = None  # the backward that is running, if its sum will come
         self._due: list[Tensor] = []  # the parameters that it sums
         self._there: dict[tuple[bool, ...], Tensor] = {}
-        for slot in self.slots:
-            slot.module.tp_sums = self  # type: ignore[assignment]
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_forward_hook(self._watch)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
-        raise ValueError("a converted model cannot be deep-copied: copy it before dlp.convert")
 
     def check_summed(self, since: int) -> int:
         """Before an optimizer step: RuntimeError when there are gradients, and no backward has summed any since

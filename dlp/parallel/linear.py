@@ -30,6 +30,7 @@ from dlp.parallel.spec import LinearSpec, Overlaps, num_inputs
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.values import Values
 from dlp.parallel.weight import CastWeights, Sides, fill, local, place
+from dlp.parallel.wrappers import parameter_is_gone
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, measured
@@ -58,6 +59,19 @@ class LinearCore:
         self.sides: Sides | None = None
         self.shared = SharedCall()
         hold_quantized(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy casts its weights at use, until it is attached to an optimizer of its own."""
+        anew = {"variants": {}, "ran_in_region": False, "stats": None, "caches": False, "dtype": None, "sides": None}
+        return vars(self) | anew | {"shared": SharedCall()}
+
+    def parameters(self) -> list[Any]:
+        """The weights, then the biases, as modules hold them."""
+        try:
+            weights = [m.module._parameters[m.weight] for m in self.members]
+            return weights + [m.module._parameters[m.bias] for m in self.members]
+        except KeyError as missing:
+            parameter_is_gone(self.spec.name, missing.args[0])
 
     def weights(self) -> list[Tensor]:
         return [self._local(getattr(m.module, m.weight)) for m in self.members]
@@ -125,14 +139,7 @@ class LinearCore:
             return self._by_ops(inputs)
         spec, record = active_spec(self), torch.is_grad_enabled()
         sides = self._sides(spec, inputs[0].dtype)
-        try:
-            parameters = [m.module._parameters[m.weight] for m in self.members]
-            parameters += [m.module._parameters[m.bias] for m in self.members]
-        except KeyError as missing:
-            raise ValueError(
-                f"{self.spec.name}: its {missing.args[0]} is no parameter of it any more, as after weight_norm; parametrize "
-                f"linears before dlp.convert and leave them out by a layer group with convert = false"
-            ) from None
+        parameters = self.parameters()
         call = call_of(spec, record, inputs, parameters, sides)
         if call.differentiable:
             results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, *inputs, *parameters)

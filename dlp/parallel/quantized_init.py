@@ -106,6 +106,13 @@ class QuantizedOnly(CastWeights):
         self.initial = [value.cpu().clone() for value in values] if preserve else None
         self._show(None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._show(None)
+
     def _check_can_hold(self) -> None:
         name = self.core.spec.name
         if any(parameter.is_meta for parameter in self.parameters):

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -105,6 +105,13 @@ class Slots:
             self.held.clear()
 
 
+def cannot_pickle(name: str) -> NoReturn:
+    raise ValueError(
+        f"{name}: a model that is spread over ranks cannot be pickled, since process groups cannot; save its state_dict(), or "
+        f"pickle the model before dlp.convert"
+    )
+
+
 class Runtime:
     """`seed`: of stochastic rounding. `dp` = (rank, size): which tokens of a global microbatch this rank has.
     `amax_group`: who shares delayed scales, None for this rank alone. `lone`: of a single layer, which has no model
@@ -145,13 +152,32 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         new = Runtime(seed=self.seed, dp=self.dp, amax_group=self.amax_group, lone=self.lone)
-        memo[id(self)] = new
-        new.cores = copy.deepcopy(self.cores, memo)
+        memo |= {id(self): new, id(self.plan): self.plan}
+        vars(new).update(copy.deepcopy(self._taken(), memo))
         return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """ValueError, where a model is pickled, for one that is spread over ranks."""
+        if self.amax_group is not None:
+            cannot_pickle(self.cores[0].spec.name)
+        made = [core.spec for core in self.cores]
+        return self._taken() | {"seed": self.seed, "dp": self.dp, "lone": self.lone, "made": made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(Runtime()) | state)
+
+    def _taken(self) -> dict[str, Any]:
+        """What goes along when a model is copied: its layers and their scales; not the optimizer that it is attached to, and
+        nothing that is prepared for its next calls."""
+        names = ("cores", "sums", "steps", "swaps", "scheduled", "plan", "noted", "draws")
+        slots = self._slots and Slots(self._slots.table, self._slots.forward, self._slots.agreed)
+        counted = {"counter": self.counter} if "counter" in vars(self) else {}
+        return {name: getattr(self, name) for name in names} | {"_slots": slots} | counted
 
     @cached_property
     def counter(self) -> Tensor:
-        return torch.zeros((), dtype=torch.int64, device=self.cores[0].device)
+        with torch.inference_mode(False):
+            return torch.zeros((), dtype=torch.int64, device=self.cores[0].device)
 
     def advance(self) -> None:
         """The next microbatch begins; not where backward runs a forward again."""
@@ -185,6 +211,7 @@ class Runtime:
             self._slots = self._make_slots()
         return self._slots
 
+    @torch.inference_mode(False)
     def _make_slots(self) -> Slots:
         named = [(name, spec, *found) for spec in self.specs() for name, found in spec.slots.items()]
         table = SlotTable({name: options for name, _, _, options in named}, self.cores[0].device)

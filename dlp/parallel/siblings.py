@@ -35,9 +35,6 @@ class SharedCall:
         self._moment: tuple[Any, ...] = ()
         self._ys: dict[int, Tensor] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedCall:
-        return SharedCall()
-
     def holds(self, index: int, now: tuple[Any, ...]) -> bool:
         """Whether this member's y is there and would be the same if it were made now."""
         return index in self._ys and now == self._moment

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -25,11 +25,12 @@ from torch.distributed import ProcessGroup
 from dlp.parallel import fit
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.prologue import Prologue
-from dlp.parallel.runtime import Runtime
+from dlp.parallel.runtime import Runtime, cannot_pickle
 from dlp.parallel.style import ParallelStyle
 from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
 from dlp.quant.quantizer import SlotOptions, needs_origin, slot_options
 from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe
+from dlp.quant.stats import plain
 from dlp.quant.tensor import Format
 
 Answer = TypeVar("Answer")
@@ -105,11 +106,15 @@ class LinearSpec:
         self._check_group(self.amax_group)
         if self.slots:
             self._check_group(self.runtime.amax_group)
+        self.runtime.made.append(self)
+        self.runtime.draws |= self.draws
+        self._enter()
+
+    def _enter(self) -> None:
+        """Take a number, in this process."""
         number = next(_NUMBERS)
         _SPECS[number] = self
         object.__setattr__(self, "ticket", torch.tensor(number, device="cpu"))  # whatever the default device is
-        self.runtime.made.append(self)
-        self.runtime.draws |= self.draws
         alike = self.style, self.recipe, self.tp, self.delay_wgrad, self.prologue
         object.__setattr__(self, "kind", _KINDS.setdefault(alike, number))
         if self.kind == number:
@@ -117,8 +122,18 @@ class LinearSpec:
             vars(alone).update(vars(self) | {"runtime": Runtime(), "known": {}, "calls": {}})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSpec:
-        """A copied layer has scales of its own."""
-        return replace(self, runtime=copy.deepcopy(self.runtime, memo))
+        """A copied layer has scales of its own, which begin as these are, and is not measured."""
+        return replace(self, recipe=plain(self.recipe), runtime=copy.deepcopy(self.runtime, memo))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None or self.amax_group is not None:
+            cannot_pickle(self.name)
+        apart = {"recipe": plain(self.recipe), "known": {}, "calls": {}}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init} | apart
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._enter()
 
     def _check_group(self, amax_group: ProcessGroup | None) -> None:
         """Ranks whose shards are gathered must share scales. ValueError for a group without some of them."""

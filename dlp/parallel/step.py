@@ -33,6 +33,7 @@ from dlp.parallel.swap import make_due_swaps
 from dlp.parallel.unsharded import UnshardedCasts
 from dlp.parallel.weight import CastWeights
 from dlp.parallel.weight_batch import refresh
+from dlp.parallel.wrappers import check_no_fsdp1, guard
 
 
 def end_step(model: nn.Module) -> None:
@@ -81,6 +82,7 @@ def attach(
     """
     if weight_cache not in WEIGHT_CACHES:
         raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
+    check_no_fsdp1(model)
     root, held = converted_root(model), list(masters_of(model).values())
     _check_whole(model, root)
     check_owns(root or model, optimizer, held)
@@ -125,7 +127,7 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
                 f"dlp.attach: {name} is no part of what dlp.convert, or dlp.attach, was given within this model, so that its "
                 f"weights would not be cast with the rest: convert the whole, or attach its parts one by one"
             )
-        weight = core.members[0].module._parameters[core.members[0].weight]
+        weight = core.parameters()[0]
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
         if None in records and "dp_shard" in axes:
             raise ValueError(
@@ -144,6 +146,7 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runti
             core.set_spec(replace(core.spec, name=name or core.spec.name, runtime=runtime, members=members))
             runtime.cores.append(core)
     give_runtime(model, runtime)
+    guard(model, runtime)
     tp_groups = [core.spec.tp_group for core in runtime.cores if core.spec.tp > 1]
     if tp_groups:
         model.partial_gradients = runtime.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]

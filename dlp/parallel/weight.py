@@ -10,7 +10,6 @@ the step boundary (`dlp.parallel.shards`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -54,6 +53,11 @@ def num_axes(parameter: Any) -> int:
 
 def check_whole(parameter: Any, axes: int, name: str) -> None:
     """RuntimeError for a parameter of which FSDP keeps a shard here now, where its layer has it on `axes` axes."""
+    if num_axes(parameter) < axes:
+        raise RuntimeError(
+            f"{name}: a plain tensor stands in place of a parameter that was put on tp; copy values into parameters, do not "
+            f"replace them"
+        )
     if num_axes(parameter) != axes:
         raise RuntimeError(
             f"{name}: FSDP has resharded its parameters, and a layer must not compute with a shard; call the module that was "
@@ -126,8 +130,10 @@ class Sides:
         self.col = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
         self.calls: dict[Any, Any] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sides:
-        return Sides(copy.deepcopy(self.parts, memo), self._sizes)
+    def both_of(self, used: Sequence[int]) -> list[Tensor]:
+        """The parts of some of the weights, in both orientations."""
+        size = sum(self._sizes)
+        return [part for i in used for part in self.parts[i * size : (i + 1) * size]]
 
     def col_of(self, used: Sequence[int]) -> list[Tensor]:
         """The columnwise parts of some of the weights."""
@@ -148,6 +154,10 @@ class CastWeights:
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied layer casts its own."""
+        return {"parts": []}
 
     def check(self, recipe: Recipe) -> None:
         """Whether the layer may run under this recipe: always, for weights that are there to be cast."""

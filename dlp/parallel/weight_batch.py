@@ -22,6 +22,7 @@ class WeightBatch:
         self.values, self.together = Values(), CastsTogether()
 
 
+@torch.inference_mode(False)  # later boundaries write into what this one has made
 @torch.no_grad()
 def refresh(runtime: Runtime, cores: Sequence[LinearCore], shards: Sequence[ShardedWeight]) -> None:
     """Cast the weights of these layers, and these shards; all ranks call it together."""

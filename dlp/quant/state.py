@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ class SlotTable:
         self._update: Callable[[], None] | None = None
         self._index = {name: i for i, name in enumerate(self.names)}
         self._kinds = [self._kind([slots[name] for name in members], members[0]) for members in kinds.values()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An update is prepared for the tensors of one table."""
+        return vars(self) | {"_update": None}
 
     def _kind(self, options: Sequence[SlotOptions], first: str) -> _Kind:
         start, device = self._index[first], self.scale.device

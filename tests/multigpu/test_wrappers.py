@@ -1,0 +1,192 @@
+"""Copies of converted models, and what torch wraps around models: each works, or is one sentence that names the module."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import dlp
+from dlp.parallel.linear import cores
+from tests import pool as worker
+from tests.metrics import assert_bit_equal
+from tests.net import batch, gradients, net, train
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "it ran"
+
+
+class Small(nn.Module):
+    """A model with all that conversion replaces: an embedding cut along the vocabulary, a norm, siblings, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(64, 64), nn.LayerNorm(64)
+        self.gate, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens))
+        return self.down(self.gate(x) * self.up(x))
+
+
+def small(recipe: str = "fp8_delayed") -> tuple[Small, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Small().to(worker.device())
+    groups = [
+        {"name": "all", "match": ["**"], "recipe": recipe},
+        {"name": "cut", "match": ["embed", "gate", "up"], "style": "column"},
+        {"name": "pair", "match": ["{gate,up}"], "siblings": True},
+        {"name": "back", "match": ["down"], "style": "row"},
+    ]
+    dlp.convert(model, groups, worker.mesh(tp=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    return model, optimizer
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[Tensor]:
+    """The outputs before each step."""
+    ys = []
+    for i in range(count):
+        tokens = torch.arange(16, device=worker.device()) + i
+        ys.append(model(tokens))
+        ys[-1].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [y.detach() for y in ys]
+
+
+def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
+    """What a copy and its original give: as they are; trained on, each by an optimizer of its own; and the original again,
+    which the copy must not have touched."""
+    model, optimizer = small(recipe)
+    steps(model, optimizer, 3)
+    other, untouched = copy.deepcopy(model), copy.deepcopy(model)
+    assert not {id(core) for core in cores(model)} & {id(core) for core in cores(other)}
+    tokens = torch.arange(16, device=worker.device())
+    found = [(other(tokens), model(tokens))]
+    own = torch.optim.SGD(other.parameters(), lr=0.1)
+    dlp.attach(other, own)
+    found += zip(steps(other, own, 3), steps(model, optimizer, 3), strict=True)
+    for a, b in zip(other.parameters(), model.parameters(), strict=True):
+        found.append((a.full_tensor(), b.full_tensor()))
+    third = torch.optim.SGD(untouched.parameters(), lr=0.1)
+    dlp.attach(untouched, third)
+    found.append((steps(untouched, third, 1)[0], found[1][1]))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])  # scales with a history, a counter of microbatches
+@pytest.mark.ranks(2)
+def test_a_deep_copy_goes_on_as_its_original(ranks, recipe):
+    for pairs in ranks(2).run(copied, recipe):
+        for i, (got, expected) in enumerate(pairs):
+            assert_bit_equal(got, expected, f"pair {i}")
+
+
+def averaged() -> tuple[list[Tensor], list[Tensor]]:
+    """An average of the weights of three steps, and what the model gives with the same weights."""
+    model, optimizer = small("fp8_current")
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    tokens = torch.arange(16, device=worker.device())
+    for _ in range(3):
+        steps(model, optimizer, 1)
+        average.update_parameters(model)
+        average(tokens)  # casts that would be stale at the next average
+    expected, _ = small("fp8_current")
+    expected.load_state_dict(average.module.state_dict())
+    with torch.no_grad():
+        return [average(tokens), model(tokens)], [expected(tokens)]
+
+
+@pytest.mark.ranks(2)
+def test_torchs_averaged_model_computes_with_the_average(ranks):
+    for (got, other), (expected,) in ranks(2).run(averaged):
+        assert_bit_equal(got, expected)
+        assert not torch.equal(got, other)
+
+
+def copied_regions() -> list[bool]:
+    """Sequence parallel, sums of partial gradients among it: a copy trains as the original does."""
+    mesh = worker.mesh(tp=2)
+    model = net("fp8_current", mesh)
+    other = copy.deepcopy(model)
+    other.optimizer = torch.optim.SGD(other.parameters(), lr=2e-5)
+    dlp.attach(other, other.optimizer)
+    assert train(model, mesh, range(2)) == train(other, mesh, range(2))
+    for each in (model, other):
+        gradients(each, *batch(2, mesh))
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return [torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs]
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_sums_its_partial_gradients(ranks):
+    for equal in ranks(2).run(copied_regions):
+        assert all(equal)
+
+
+def refusals() -> dict[str, str]:
+    model, _ = small()
+    plain = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    fresh = Small().to(worker.device())
+    dlp.convert(fresh, [{"name": "all", "match": ["**"], "recipe": "bf16"}], worker.mesh(tp=2))
+    flat = FullyShardedDataParallel(nn.Sequential(dlp.Linear(64, 64)).to(worker.device()), device_id=worker.device())
+    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
+    return {
+        "pickle": said(lambda: pickle.dumps(model)), "pickled layer": said(lambda: pickle.dumps(model.up)),
+        "ddp": said(lambda: DistributedDataParallel(model)), "assign": said(lambda: model.load_state_dict(plain, assign=True)),
+        "plain": said(lambda: fresh.load_state_dict(plain, assign=True)),
+        "own": said(lambda: fresh.load_state_dict(dict(fresh.state_dict()), assign=True)),
+        "fsdp1": said(lambda: flat(torch.zeros(8, 64, device=worker.device()))),
+        "fsdp1 attached": said(lambda: dlp.attach(flat, optimizer)),
+    }  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_what_a_converted_model_cannot_bear_is_one_sentence(ranks):
+    for found in ranks(2).run(refusals):
+        spread = (
+            "a model that is spread over ranks cannot be pickled, since process groups cannot; save its state_dict()"
+        )
+        assert spread in found["pickle"] and found["pickled layer"].startswith(f"gate and siblings: {spread}")
+        assert found["ddp"].startswith("Small: DistributedDataParallel takes no model that dlp.convert made")
+        assert found["assign"].startswith("embed.weight: load_state_dict(assign=True) would replace the parameters")
+        assert found["plain"].startswith(
+            "embed.weight: load_state_dict(assign=True) would put a plain tensor in place of"
+        )
+        assert found["own"] == "it ran"
+        assert found["fsdp1"].startswith("Linear: its weight is no parameter of it any more")
+        assert found["fsdp1 attached"].startswith("dlp.attach: Sequential is sharded by FullyShardedDataParallel")
+
+
+def with_ddp() -> list[Tensor]:
+    """Layers made by hand, whose parameters are plain, under DDP: the gradients, and those of the whole batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(dlp.Linear(64, 64, True), dlp.Linear(64, 32)).to(worker.device())
+    alone = copy.deepcopy(model)
+    x = torch.randn(2, 8, 64, device=worker.device())
+    replicated = DistributedDataParallel(model)
+    replicated(x[torch.distributed.get_rank()]).square().sum().backward()
+    alone(x).square().sum().div(2).backward()
+    return [p.grad for p in (*model.parameters(), *alone.parameters())]
+
+
+@pytest.mark.ranks(2)
+def test_layers_made_by_hand_run_under_ddp(ranks):
+    for grads in ranks(2).run(with_ddp):
+        for got, expected in zip(grads[:3], grads[3:], strict=True):
+            torch.testing.assert_close(got, expected)
