@@ -172,8 +172,11 @@ def _gradients(
     """Those that are wanted, in the order dx, dw_i, db_i."""
     spec, used, sides = call.spec, wanted.used, ctx.sides
     spec.runtime.scales = ctx.scales
-    spec.runtime.in_layer_backward()
     weights = weights if len(used) == call.count else [weights[i] for i in used]
+    if torch._C._len_torch_dispatch_stack() > 0:  # something watches that did not watch the forward
+        grads = _watched(call, wanted, dys, weights, saved, sides)
+        return [grads[0].view(call.x_shape), *grads[1:]] if wanted.dx else grads
+    spec.runtime.in_layer_backward()
     key: Key = (wanted.dx, *used, *wanted.dw, *wanted.db, *[lies(tensor) for tensor in (*dys, *saved)])
     parts: Sequence[Tensor] = ()
     if wanted.dx and sides is not None:
@@ -186,6 +189,18 @@ def _gradients(
         key, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, wanted.db, call.x_shape
     )
     spec.runtime.scales = None
+    return grads
+
+
+def _watched(
+    call: Call, wanted: Wanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor],
+    sides: Sides | None,
+) -> list[Tensor]:  # fmt: skip
+    """The same as an op."""
+    spec, cached = call.spec, [] if sides is None else sides.both_of(wanted.used)
+    grads: list[Tensor] = torch.ops.dlp.linear_bwd(
+        dys, saved, weights, cached, spec.ticket, spec.kind, call.x_dtype, wanted.used, wanted.dx, wanted.dw, wanted.db
+    )
     return grads
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from dlp.comm import wire as ledger
 from dlp.parallel.autocast import check_compiled
@@ -119,6 +121,27 @@ def _linear_bwd_fake(
     return grads + [w.new_empty(w.shape[:1]) for w, needed in zip(weights, needs_db, strict=True) if needed]
 
 
+def _forward_flops(
+    inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]], biases: Any, cached: Any, ticket: Any, kind: int,
+    *args: Any, out_shape: Any = None,
+) -> int:  # fmt: skip
+    """Of fprop, for torch's FlopCounterMode: 2 M K N for all tokens that are multiplied on this rank. Of tensors it is given
+    shapes."""
+    spec = spec_of(kind)
+    tokens = prod(inputs[0][:-1]) * (spec.tp if spec.style.gathers == "x" else 1)
+    return sum(2 * tokens * prod(weight) for weight in weights)
+
+
+def _backward_flops(
+    dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], cached: Any, ticket: Any, kind: int,
+    dtype: Any, used: Any, needs_dx: bool, needs_dw: Sequence[bool], needs_db: Any, out_shape: Any = None,
+) -> int:  # fmt: skip
+    """Of dgrad and wgrad, now or in `backward_dw`."""
+    spec = spec_of(kind)
+    tokens = prod(dys[0][:-1]) * (spec.tp if spec.style.gathers == "dy" else 1)
+    return sum(2 * tokens * prod(weight) * (needs_dx + dw) for weight, dw in zip(weights, needs_dw, strict=True))
+
+
 def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
     """The op, whose transfers belong to its layer and, where nothing finer is said, to this GEMM."""
 
@@ -139,11 +162,13 @@ _LIBRARY.define(
     "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor ticket, int kind,"
     " ScalarType dtype, int[] used, bool needs_dx, bool[] needs_dw, bool[] needs_db) -> Tensor[]"
 )
-for _name, _real, _fake, _gemm in (
-    ("linear_fwd", linear_fwd, _linear_fwd_fake, "fprop"), ("linear_bwd", linear_bwd, _linear_bwd_fake, "dgrad"),
-):  # fmt: skip
+for _name, _real, _fake, _flops, _gemm in (
+    ("linear_fwd", linear_fwd, _linear_fwd_fake, _forward_flops, "fprop"),
+    ("linear_bwd", linear_bwd, _linear_bwd_fake, _backward_flops, "dgrad"),
+):
     _LIBRARY.impl(_name, _labelled(_real, _gemm), "CompositeExplicitAutograd")
     torch.library.register_fake(f"dlp::{_name}", _fake, lib=_LIBRARY)
+    register_flop_formula(getattr(torch.ops.dlp, _name))(_flops)
 
 
 def opaque() -> bool:
