@@ -42,7 +42,7 @@ def parameter_is_gone(layer: str, parameter: str) -> NoReturn:
 def check_no_fsdp1(model: nn.Module) -> None:
     """ValueError for layers whose weights FSDP1 keeps in one flat tensor, of which a step boundary casts nothing."""
     for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
+        if isinstance(module, FullyShardedDataParallel) and any(hasattr(each, "core") for each in module.modules()):
             raise ValueError(
                 f"dlp.attach: {name or type(module.module).__name__} is sharded by FullyShardedDataParallel (FSDP1), whose "
                 f"weights a step boundary cannot cast; use dlp.fully_shard, or leave dlp.attach away (use_orig_params=True)"

@@ -24,7 +24,7 @@ from tests.net import batch, gradients, net, train
 def said(call: Callable[[], Any]) -> str:
     try:
         call()
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return "it ran"
 
@@ -139,6 +139,12 @@ def test_a_copy_sums_its_partial_gradients(ranks):
         assert all(equal)
 
 
+def replaced(model: Small) -> None:
+    """A plain parameter in the place of one that lies on tp."""
+    model.up.weight = nn.Parameter(torch.ones(64, 64, device=worker.device()))
+    model.up(torch.zeros(8, 64, device=worker.device()))
+
+
 def refusals() -> dict[str, str]:
     model, _ = small()
     plain = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
@@ -151,6 +157,7 @@ def refusals() -> dict[str, str]:
         "ddp": said(lambda: DistributedDataParallel(model)), "assign": said(lambda: model.load_state_dict(plain, assign=True)),
         "plain": said(lambda: fresh.load_state_dict(plain, assign=True)),
         "own": said(lambda: fresh.load_state_dict(dict(fresh.state_dict()), assign=True)),
+        "dtensor": said(lambda: model.down(model.norm.weight)), "replaced": said(lambda: replaced(fresh)),
         "fsdp1": said(lambda: flat(torch.zeros(8, 64, device=worker.device()))),
         "fsdp1 attached": said(lambda: dlp.attach(flat, optimizer)),
     }  # fmt: skip
@@ -169,6 +176,8 @@ def test_what_a_converted_model_cannot_bear_is_one_sentence(ranks):
             "embed.weight: load_state_dict(assign=True) would put a plain tensor in place of"
         )
         assert found["own"] == "it ran"
+        assert found["dtensor"].startswith("down: x is a DTensor, but layers read this rank's plain tensor")
+        assert found["replaced"].startswith("up: a plain tensor stands in place of a parameter that was put on tp")
         assert found["fsdp1"].startswith("Linear: its weight is no parameter of it any more")
         assert found["fsdp1 attached"].startswith("dlp.attach: Sequential is sharded by FullyShardedDataParallel")
 
