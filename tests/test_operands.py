@@ -58,7 +58,7 @@ def make_spec(row: Any, recipe: Recipe, amax_group: Any = None) -> LinearSpec:
     serial = Overlaps(*[overlap.load("serial")] * 3)
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(range(group.size()))):
         spec = LinearSpec("layer", row, recipe, serial, FakeGroup("tp"), amax_group)  # type: ignore[arg-type]
-    spec.runtime.cores = [SimpleNamespace(weights=lambda: [torch.zeros(1)], specs=lambda: [spec])]  # type: ignore[list-item]
+    spec.runtime.cores = [SimpleNamespace(device=torch.device("cpu"), specs=lambda: [spec])]  # type: ignore[list-item]
     return spec
 
 

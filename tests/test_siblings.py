@@ -22,11 +22,13 @@ class Three(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         for i, name in enumerate(NAMES):
-            self.add_module(name, ConvertedLinear(name, nn.Parameter(torch.randn(16, 16)), None, i))
+            self.add_module(name, nn.Linear(16, 16, bias=False))
+            getattr(self, name).__class__ = ConvertedLinear
+            vars(getattr(self, name)).update(name=name, index=i)
         members = [Member(getattr(self, name), "weight", "bias") for name in NAMES]
         self.runs = 0
         self.core = Counted(
-            make_spec("q and siblings", "local", False, recipe, "serial", None, Runtime(), NAMES), members
+            make_spec("q and siblings", "local", False, recipe, "serial", None, Runtime(lone=True), NAMES), members
         )
         for name in NAMES:
             getattr(self, name).core = self.core

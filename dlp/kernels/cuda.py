@@ -79,9 +79,9 @@ class Batch:
 
 
 def readable(x: Tensor) -> bool:
-    """Columns are adjacent and rows do not overlap, as they would in an expanded tensor."""
+    """Columns are adjacent and rows do not overlap, as they would in an expanded tensor; or there is nothing to read."""
     (rows, cols), (stride, step) = x.shape, x.stride()
-    return (cols <= 1 or step == 1) and (rows <= 1 or stride >= cols)
+    return ((cols <= 1 or step == 1) and (rows <= 1 or stride >= cols)) or not rows
 
 
 def _matrix(x: Tensor) -> Words:
