@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,15 +25,15 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def save_whole(model: nn.Module) -> None:
     """Let the model's `save_pretrained`, if it has one, write whole tensors, by rank 0; all ranks call it."""
-    save = getattr(model, "save_pretrained", None)
-    if save is None:
-        return
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # so that a copy saves itself
 
-    @wraps(save)
-    def save_pretrained(folder: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **options: Any) -> Any:
-        if not args:
-            options.setdefault("is_main_process", dist.get_rank() == 0)
-        whole = whole_state_dict(model) if state_dict is None else state_dict
-        return save(folder, *args, state_dict=whole, **options)
 
-    model.save_pretrained = save_pretrained  # type: ignore[assignment]
+def _save_pretrained(
+    model: nn.Module, folder: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **options: Any
+) -> Any:
+    if not args:
+        options.setdefault("is_main_process", dist.get_rank() == 0)
+    whole = whole_state_dict(model) if state_dict is None else state_dict
+    kind: Any = type(model)
+    return kind.save_pretrained(model, folder, *args, state_dict=whole, **options)

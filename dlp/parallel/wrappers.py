@@ -35,7 +35,8 @@ def parameter_is_gone(layer: str, parameter: str) -> NoReturn:
     """A layer has not found its parameter where modules keep them."""
     raise ValueError(
         f"{layer}: its {parameter} is no parameter of it any more, as after weight_norm, or under torch's FSDP1; parametrize "
-        f"linears before dlp.convert and leave them out by a layer group with convert = false; instead of FSDP1 use dlp.fully_shard"
+        f"linears before dlp.convert and leave them out by a layer group with convert = false; instead of FSDP1 use "
+        f"dlp.fully_shard"
     ) from None
 
 

@@ -355,6 +355,6 @@ def test_a_layer_names_itself_where_its_x_or_its_weight_is_another(ranks):
             "1: x of shape (3, 16) ends in 16 features, and its weight takes 8, a rank's part of 16; ROW reads"
         )
         assert normed == (
-            "2: its weight is no parameter of it any more, as after weight_norm; parametrize linears before dlp.convert and "
-            "leave them out by a layer group with convert = false"
+            "2: its weight is no parameter of it any more, as after weight_norm, or under torch's FSDP1; parametrize linears "
+            "before dlp.convert and leave them out by a layer group with convert = false; instead of FSDP1 use dlp.fully_shard"
         )

@@ -37,6 +37,10 @@ class Small(nn.Module):
         self.embed, self.norm = nn.Embedding(64, 64), nn.LayerNorm(64)
         self.gate, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
 
+    def save_pretrained(self, folder: str, is_main_process: bool = True, state_dict: Any = None) -> Tensor:
+        """As transformers' models have one; it gives what it would write."""
+        return state_dict["down.weight"]
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(self.embed(tokens))
         return self.down(self.gate(x) * self.up(x))
@@ -75,6 +79,7 @@ def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
     model, optimizer = small(recipe)
     steps(model, optimizer, 3)
     other, untouched = copy.deepcopy(model), copy.deepcopy(model)
+    first = model.down.weight.full_tensor().clone()
     assert not {id(core) for core in cores(model)} & {id(core) for core in cores(other)}
     tokens = torch.arange(16, device=worker.device())
     found = [(other(tokens), model(tokens))]
@@ -83,6 +88,11 @@ def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
     found += zip(steps(other, own, 3), steps(model, optimizer, 3), strict=True)
     for a, b in zip(other.parameters(), model.parameters(), strict=True):
         found.append((a.full_tensor(), b.full_tensor()))
+    with torch.no_grad():
+        untouched.down.weight.mul_(2)
+    found.append((untouched.save_pretrained("folder"), 2 * first))
+    with torch.no_grad():
+        untouched.down.weight.mul_(0.5)
     third = torch.optim.SGD(untouched.parameters(), lr=0.1)
     dlp.attach(untouched, third)
     found.append((steps(untouched, third, 1)[0], found[1][1]))
