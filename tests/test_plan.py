@@ -312,7 +312,7 @@ BOTH = "it works on whole tokens and layers.0.attn.o_proj in layers.0 on token s
     ("sequence_parallel", "group", "layer", "message"),
     [
         (True, own("head", sequence_parallel=False), "head", "group 'column' chose sequence_parallel = True together with"),
-        (True, own("layers.**", style="column"), "layers.0.attn.o_proj", "group 'row' chose style = 'row' together with"),
+        (True, own("layers.**", style="column"), "layers.0.attn.o_proj", "group 'row' chose style = 'row' together with s"),
         (True, own("layers.**", style="local"), "layers.0.attn.q_proj", "group 'column' chose style = 'column' together"),
         (False, own("layers.0.{attn,mlp}.**", style="column"), "layers.0.attn.q_proj", LEAVES),
         (False, own("layers.0.{attn,mlp}.**", style="row"), "layers.0.attn.q_proj", TAKES),
