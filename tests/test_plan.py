@@ -266,7 +266,14 @@ def test_the_reference_on_a_gpu_is_refused_unless_it_is_allowed():
         rows = plan(*groups, tp=1, device_type=device).layers
         return {kernel for row in rows for kernel in row.kernels if row.recipe.name == name}
 
-    assert planned(inexact, "sm_90") == planned("fp8_block", "sm_90") == {"cublaslt fp8 blocks"}
+    assert (
+        planned(inexact, "sm_90")
+        == planned("fp8_block", "sm_90")
+        == {
+            "cublaslt fp8 blocks, large: gemm_sm90",
+            "cublaslt fp8 blocks",
+        }
+    )
     assert planned("fp8_block", "sm_100") == planned("mxfp8", "sm_100") == {"cublaslt mxfp8 block-scaled"}
     assert planned("nvfp4", "sm_100") == {"cublaslt nvfp4 block-scaled"}
     assert planned(inexact, "cpu") == planned(inexact | {"allow_reference": True}, "sm_100") == {"reference"}

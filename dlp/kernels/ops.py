@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.kernels import gemms, reference
+from dlp.kernels import gemm_sm90, gemms, reference
 from dlp.kernels.casts import (
     amax,
     amax_lines,
@@ -235,16 +235,18 @@ def gemm_fp8_block(
 ) -> Tensor:  # fmt: skip
     """FP8 GEMM with compact fp32 block scales: codes a [rows, C], b [cols, C], blocks (1 or 128, 128) -> [rows, cols].
 
-    Every 128 of the contraction are promoted to fp32 with their scales: by Hopper itself, whose tensor cores sum 128
-    products to about 14 bits. Elsewhere, where all scales are powers of two (`power_of_two`), they are MXFP8 scales of four
-    blocks each to Blackwell, and other GPUs multiply decoded values, exact in bf16; else the reference runs, which CUDA
-    refuses with ValueError unless `how` allows it.
+    Every 128 of the contraction are promoted to fp32 with their scales: on Hopper, whose tensor cores sum 128 products
+    to about 14 bits, by cuBLASLt or by our own kernel (`gemm_sm90.takes`). Elsewhere, where all scales are powers of two
+    (`power_of_two`), they are MXFP8 scales of four blocks each to Blackwell, and other GPUs multiply decoded values, exact
+    in bf16; else the reference runs, which CUDA refuses with ValueError unless `how` allows it.
     """
     if gemms.available(a) and gemms.is_hopper(a):
         tiled = a_block[0] > 1, b_block[0] > 1
         layouts = gemms.block_scales(a_scale_inv, tiled[0]), gemms.block_scales(b_scale_inv, tiled[1])
         modes = [BLOCK_2D if tile else BLOCK_1D for tile in tiled]
         scales = Scales(layouts[0], layouts[1], modes[0], modes[1])
+        if gemm_sm90.takes(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how):
+            return gemm_sm90.product(a, b, out_dtype, scales, bias=bias, accumulate=accumulate)
         return gemms.product_fp8(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
     if power_of_two and gemms.available(a) and gemms.is_blackwell(a):
         bytes_of = [reference.mx_from_block_scales(scale, a.shape[1]) for scale in (a_scale_inv, b_scale_inv)]

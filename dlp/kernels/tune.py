@@ -62,6 +62,13 @@ def sustained(call: Callable[[], Tensor]) -> float:
     return in_bursts(call) if found is None else found
 
 
+def runs_cublaslt(call: Callable[[], Tensor]) -> bool:
+    """Whether a call runs a GEMM by cuBLASLt."""
+    with _other_plans() as plans:
+        call()
+        return bool(plans)
+
+
 def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], float]) -> Fastest:
     """Times `call`, which runs one GEMM by cuBLASLt, with each candidate in turn: all that the call does counts. `timed`:
     how; a candidate that wins in bursts may lose by over 10 % where clocks have settled."""

@@ -152,6 +152,8 @@ _NVFP4_BLOCKS = {"sm_100": Support("native", "cublaslt nvfp4 block-scaled")}
 _BLOCK = Kernel(
     _fp8_block, _DECODE_BF16 | _HOPPER_BLOCKS | _MX_BLOCKS, _on("emulated", *[REFERENCE] * 3) | _HOPPER_BLOCKS
 )
+_BY_TILE = {"sm_90": Support("native", "cublaslt fp8 blocks, large: gemm_sm90")}
+_BLOCK_BY_TILE = Kernel(_fp8_block, _BLOCK.on | _BY_TILE, (_BLOCK.inexact or {}) | _BY_TILE)
 _TABLE: dict[tuple[str, str], Kernel] = {
     ("hp", "hp"): Kernel(_hp, _NATIVE_HP),
     ("fp8_tensor", "fp8_tensor"): Kernel(
@@ -162,7 +164,7 @@ _TABLE: dict[tuple[str, str], Kernel] = {
         _on("native", "torch._scaled_mm + scales", "cublaslt fp8 rowwise", "cublaslt fp8 tn + scales"),
     ),
     ("fp8_block_1d", "fp8_block_1d"): _BLOCK,
-    ("fp8_block_1d", "fp8_block_2d"): _BLOCK,
+    ("fp8_block_1d", "fp8_block_2d"): _BLOCK_BY_TILE,
     ("fp8_block_2d", "fp8_block_1d"): _BLOCK,
     ("mxfp8", "mxfp8"): Kernel(partial(_blocks, ops.gemm_mxfp8), _DECODE_BF16 | _MX_BLOCKS),
     ("nvfp4", "nvfp4"): Kernel(partial(_blocks, ops.gemm_nvfp4), _DECODE_BF16 | _NVFP4_BLOCKS),

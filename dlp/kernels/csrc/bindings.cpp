@@ -163,6 +163,9 @@ void bind_codes(pybind11::module_& m) {
 }
 
 void bind_small(pybind11::module_& m) {
+    bind_step(m, "gemm_fp8_blocks", [](const Words<BlockGemmJob>& job, bool e5m2, bool wide, Stream stream) {
+        gemm_fp8_blocks(make_job<BlockGemmJob>(job), code_of(e5m2), input_of(wide), stream);
+    });
     bind_step(m, "nvfp4_alpha", [](const Words<AlphaJob>& words, Stream stream) {
         nvfp4_alpha(make_job<AlphaJob>(words), stream);
     });

@@ -241,6 +241,19 @@ struct Work {
     int64_t items;            // pieces of work in all jobs together
 };
 
+struct BlockGemmJob {         // D = A @ B.T, contraction last; strides are elements between lines
+    const uint8_t *a, *b;     // [rows, contraction], [cols, contraction]
+    void* d;                  // [rows, cols]
+    const float *a_scale;     // [contraction / 128, rows filled up to 4]
+    const float *b_scale;     // [cols / 128, contraction / 128 filled up to 4]
+    const void* bias;         // [cols] in the type of D, or nullptr
+    int64_t rows, cols, contraction;
+    int64_t a_stride, b_stride, d_stride;
+    int64_t a_scale_lines, a_scale_stride, b_scale_lines, b_scale_stride;  // of A the filled up number of lines
+    int64_t accumulate;       // D, in fp32, += instead of D =
+    static constexpr uint32_t addresses = words(0, 1, 2, 3, 4, 5);
+};
+
 struct ScaleRule {            // how a scale is made from an amax, see scale.cuh
     float largest;            // of the element type
     float epsilon;            // amaxes below it count as it
@@ -285,6 +298,7 @@ void round_to_bf16(const RoundJob& job, Stream stream);
 void set_zero(uintptr_t at, int64_t bytes, Stream stream);
 // Sets a few fp32 to 0, by a kernel beside which the next one may begin (`launch`, kEarly).
 void few_zeros(uintptr_t at, int64_t count, Stream stream);
+void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
 void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream);

@@ -1,0 +1,331 @@
+// D = A @ B.T of FP8 codes with fp32 scales: A's of 1x128 blocks, B's of 128x128 tiles, both contracted along their last dimension.
+//
+// A tile of D is 128 x 192, and two blocks of a cluster compute two such tiles, one below the other, with the same lines of B:
+// each loads half of these and sends it to both. The blocks stay, and walk over pairs of tiles. Of a block's warps
+//
+//   one        copies stages of A [128, 128] and B [192, 128] into a ring of five
+//   one        copies their scales
+//   2 x 4      multiply: a warpgroup has 64 lines of the tile, as two products of 64 x 96
+//
+// The tensor core sums 128 products to some 14 bits. Then an accumulator is multiplied by both scales and added to fp32 registers
+// while the tensor core works on the other one, so that it always has work. Under a steady load power is the limit of this
+// kernel; what else was tried is in docs/log.md.
+#include "hopper.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kRows = 128, kCols = 192, kDepth = 128, kStages = 5, kCluster = 2;
+constexpr int kHalf = kCols / 2;         // columns of a product
+constexpr int kSums = kHalf / 2;         // of a thread in it
+constexpr int kGroup = 8;                // pairs of tiles that share lines of B in L2
+constexpr int kThreads = 384, kConsumers = 8;  // warps that empty a stage
+constexpr uint32_t kBytesA = kRows * kDepth, kBytesB = kCols * kDepth, kStage = kBytesA + kBytesB;
+constexpr uint32_t kScalesA = kRows * sizeof(float), kScalesB = 2 * sizeof(float4), kScales = kScalesA + kScalesB;
+constexpr uint32_t kAlignment = 1024;    // of the swizzle
+constexpr uint32_t kShared = kAlignment + kStages * (kStage + kScales + 2 * sizeof(uint64_t));
+static_assert(kShared <= 232448, "a block's share");
+
+struct Problem {
+    BlockGemmJob job;
+    int blocks, pairs_down, pairs_across;  // of 128 along the contraction; of tiles
+};
+
+// Which tile is next. Groups of kGroup pairs of rows are walked over column by column, so that the blocks that run at once share
+// lines of A and B in L2.
+struct Tiles {
+    const Problem& p;
+    int next_pair, row = 0, col = 0;
+
+    __device__ explicit Tiles(const Problem& problem) : p(problem), next_pair(blockIdx.x / kCluster) {}
+    __device__ bool next(int rank) {
+        if (next_pair >= p.pairs_down * p.pairs_across) return false;
+        const int group = next_pair / (kGroup * p.pairs_across), first = group * kGroup;
+        const int size = min(kGroup, p.pairs_down - first), in = next_pair - first * p.pairs_across;
+        row = ((first + in % size) * kCluster + rank) * kRows;
+        col = in / size * kCols;
+        next_pair += gridDim.x / kCluster;
+        return true;
+    }
+};
+
+struct Shared {
+    uint8_t* base;
+
+    __device__ uint32_t a(int stage) const { return shared_address(base) + stage * kStage; }
+    __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
+    __device__ float* a_scales(int stage) const { return reinterpret_cast<float*>(base + kStages * kStage + stage * kScales); }
+    __device__ float* b_scales(int stage) const { return a_scales(stage) + kRows; }
+    __device__ Barrier full(int stage) const { return {shared_address(a_scales(kStages)) + 8 * stage}; }
+    __device__ Barrier empty(int stage) const { return {full(kStages).at + 8 * stage}; }
+};
+
+// Bytes of scales that a stage gets: none of lines behind the last. Of B it gets those of four stages, for one or two tiles.
+__device__ inline uint32_t bytes_of_a(const Problem& p, int row) {
+    return sizeof(float) * max(0, min(kRows, int(p.job.a_scale_lines) - row));
+}
+__device__ inline uint32_t bytes_of_b(const Problem& p, int col) {
+    return sizeof(float4) * max(0, min((col % 128 + kCols + 127) / 128, int(p.job.b_scale_lines) - col / 128));
+}
+
+__device__ inline void copy_codes(const Problem& p, Shared shared, const CUtensorMap* a, const CUtensorMap* b, int rank) {
+    const bool leader = elected();
+    Ring<kStages> ring;
+    for (Tiles tiles(p); tiles.next(rank);) {
+        const uint32_t bytes = kStage + bytes_of_a(p, tiles.row) + bytes_of_b(p, tiles.col);
+        for (int x = 0; x < p.blocks * kDepth; x += kDepth, ring.advance()) {
+            shared.empty(ring.stage).wait(ring.parity ^ 1);
+            if (!leader) continue;
+            const Barrier full = shared.full(ring.stage);
+            full.expect(bytes);
+            copy_tile(shared.a(ring.stage), a, x, tiles.row, full);
+            copy_tile_to((1 << kCluster) - 1, shared.b(ring.stage) + rank * (kBytesB / kCluster), b, x, tiles.col + rank * kHalf, full);
+        }
+    }
+}
+
+__device__ inline void copy_scales(const Problem& p, Shared shared, int rank) {
+    const bool leader = elected();
+    Ring<kStages> ring;
+    for (Tiles tiles(p); tiles.next(rank);) {
+        const uint32_t a_bytes = bytes_of_a(p, tiles.row), b_bytes = bytes_of_b(p, tiles.col);
+        const float* a = p.job.a_scale + tiles.row;
+        const float* b = p.job.b_scale + tiles.col / 128 * p.job.b_scale_stride;
+        for (int block = 0; block < p.blocks; ++block, ring.advance()) {
+            shared.empty(ring.stage).wait(ring.parity ^ 1);
+            if (leader) {
+                const Barrier full = shared.full(ring.stage);
+                const uint32_t to = shared_address(shared.b_scales(ring.stage));
+                if (a_bytes > 0) copy_bytes(shared_address(shared.a_scales(ring.stage)), a, a_bytes, full);
+                if (b_bytes > 0) copy_bytes(to, b + (block & ~3), sizeof(float4), full);
+                if (b_bytes > sizeof(float4))
+                    copy_bytes(to + sizeof(float4), b + p.job.b_scale_stride + (block & ~3), sizeof(float4), full);
+            }
+            a += p.job.a_scale_stride;
+        }
+    }
+}
+
+// The scales that a thread needs of a stage: of its two rows, and of three times 64 columns.
+struct StageScales {
+    float a[2], b[kCols / 64];
+
+    // `row`: the thread's first one. `offset`: of the tile's columns among the 128 of a scale.
+    __device__ void read(Shared shared, int stage, int block, int row, int offset) {
+        a[0] = shared.a_scales(stage)[row], a[1] = shared.a_scales(stage)[row + 8];
+#pragma unroll
+        for (int i = 0; i < kCols / 64; ++i) b[i] = shared.b_scales(stage)[(offset + 64 * i) / 128 * 4 + block % 4];
+    }
+};
+
+// Of the sums of a thread four are of eight columns: two of its first row, two of the row 8 below.
+__device__ inline void promote(float (&sums)[kSums], const float (&products)[kSums], const StageScales& scales, int half) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+        const float scale = scales.a[i / 2 % 2] * scales.b[(half * kHalf + i / 4 * 8) / 64];
+        sums[i] = fmaf(products[i], scale, sums[i]);
+    }
+}
+
+__device__ inline float2 two_of(const float* p) { return *reinterpret_cast<const float2*>(p); }
+__device__ inline float2 two_of(const __nv_bfloat16* p) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p)); }
+__device__ inline float2 add(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
+
+// One row of a product; `first` is where its columns begin. Four adjacent lanes have eight adjacent columns, two each.
+__device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, float*) {
+    const int col = first + threadIdx.x % 4 * 2;
+    float* to = static_cast<float*>(job.d) + line * job.d_stride + col;
+#pragma unroll
+    for (int i = 0; i < kHalf / 8; ++i)
+        if (line < job.rows && col + 8 * i < job.cols) {
+            float2* at = reinterpret_cast<float2*>(to + 8 * i);
+            *at = job.accumulate ? add(row[i], *at) : row[i];
+        }
+}
+
+// What the lanes of a pair have of a and b becomes both a in the first of them, both b in the second.
+__device__ inline void exchange(uint32_t& a, uint32_t& b, bool second, int distance) {
+    const uint32_t other = __shfl_xor_sync(~0u, second ? a : b, distance);
+    if (second) a = other;
+    else b = other;
+}
+
+// The lanes exchange what they have of four times eight columns: each stores eight columns at once.
+__device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, __nv_bfloat16*) {
+    const bool odd = threadIdx.x % 2, high = threadIdx.x / 2 % 2;
+    const int col = first + threadIdx.x % 4 * 8;
+    __nv_bfloat16* to = static_cast<__nv_bfloat16*>(job.d) + line * job.d_stride + col;
+#pragma unroll
+    for (int i = 0; i < kHalf / 8; i += 4) {
+        uint32_t v[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const __nv_bfloat162 two = __float22bfloat162_rn(row[i + k]);
+            v[k] = reinterpret_cast<const uint32_t&>(two);
+        }
+        exchange(v[0], v[1], odd, 1), exchange(v[2], v[3], odd, 1);
+        exchange(v[0], v[2], high, 2), exchange(v[1], v[3], high, 2);
+        if (line < job.rows && col + 8 * i < job.cols) *reinterpret_cast<uint4*>(to + 8 * i) = {v[0], v[1], v[2], v[3]};
+    }
+}
+
+template <class Out>
+__device__ void store(const BlockGemmJob& job, const float (&sums)[kSums], int row, int first) {
+    const Out* bias = static_cast<const Out*>(job.bias);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float2 twos[kHalf / 8];
+#pragma unroll
+        for (int i = 0; i < kHalf / 8; ++i) {
+            const int col = first + 8 * i + threadIdx.x % 4 * 2;
+            twos[i] = {sums[4 * i + 2 * r], sums[4 * i + 2 * r + 1]};
+            if (bias != nullptr && col < job.cols) twos[i] = add(twos[i], two_of(bias + col));
+        }
+        store_row(job, twos, row + 8 * r, first, static_cast<Out*>(nullptr));
+    }
+}
+
+template <class A, class Out>
+__device__ void consume(const Problem& p, Shared shared, int group, int rank) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    float sums[2][kSums], products[2][kSums];
+    StageScales scales;
+    const uint64_t a_first = descriptor(shared.a(0) + group * (64 * kDepth)), b_first = descriptor(shared.b(0));
+    Ring<kStages> ring;
+    const auto start = [&](int product, int stage) {
+        const uint64_t a = a_first + stage * (kStage >> 4), b = b_first + stage * (kStage >> 4) + product * (kHalf * kDepth >> 4);
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < kDepth / 32; ++k) multiply<A>(products[product], a + 2 * k, b + 2 * k, k > 0);
+        products_end();
+    };
+    for (Tiles tiles(p); tiles.next(rank);) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
+        shared.full(ring.stage).wait(ring.parity);
+        start(0, ring.stage);
+        // 128 of the contraction: the first product is under way, and that of the next block begins before the second is promoted.
+        // The order matters to ptxas (docs/log.md): look for C7514 in its report, which says that products wait for each other.
+        const auto block = [&](int number, auto last) {
+            const int stage = ring.stage;
+            ring.advance();
+            if constexpr (!decltype(last)::value) shared.full(ring.stage).wait(ring.parity);
+            scales.read(shared, stage, number, row, tiles.col % 128);
+            start(1, stage);
+            wait_products<1>();
+            promote(sums[0], products[0], scales, 0);
+            if constexpr (!decltype(last)::value) {
+                start(0, ring.stage);
+                wait_products<1>();
+            } else {
+                wait_products<0>();
+            }
+            __syncwarp();
+            if (lane < kCluster) shared.empty(stage).arrive_at(lane);  // its lines of B come from both blocks
+            promote(sums[1], products[1], scales, 1);
+        };
+        int i = 0;
+#pragma unroll 1
+        for (; i < p.blocks - 2; i += 2) block(i, std::false_type()), block(i + 1, std::false_type());
+        if (i < p.blocks - 1) {
+            block(i, std::false_type());
+            block(i + 1, std::true_type());
+        } else {
+            block(i, std::true_type());
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) store<Out>(p.job, sums[i], tiles.row + row, tiles.col + i * kHalf);
+    }
+}
+
+template <class A, class Out>
+__global__ void __launch_bounds__(kThreads, 1)
+    gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const __grid_constant__ Problem p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const Shared shared{shared_memory() + (-shared_address(shared_memory()) & (kAlignment - 1))};
+    const int rank = cluster_rank(), warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);  // the compiler sees that it is the warp's
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; ++i) shared.full(i).init(1), shared.empty(i).init(kCluster * kConsumers);
+        asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
+    }
+    cluster_sync();
+    if (warp >= kConsumers) {
+        give_registers<24>();
+        if (warp == kConsumers) copy_codes(p, shared, &a, &b, rank);
+        if (warp == kConsumers + 1) copy_scales(p, shared, rank);
+    } else {
+        take_registers<240>();
+        consume<A, Out>(p, shared, warp / 4, rank);
+    }
+    cluster_sync();  // the other block may still send to this one's shared memory, and arrive at its barriers
+#endif
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+Encode encode() {
+    static const Encode found = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        DLP_CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+        DLP_CHECK_EQ(int(result), int(cudaDriverEntryPointSuccess));
+        return reinterpret_cast<Encode>(function);
+    }();
+    return found;
+}
+
+// Codes [lines, along], of which copies take boxes of [box, 128]; what lies outside is 0.
+CUtensorMap tensor_map(const uint8_t* codes, int64_t lines, int64_t along, int64_t stride, int box) {
+    const cuuint64_t sizes[] = {cuuint64_t(along), cuuint64_t(lines)}, strides[] = {cuuint64_t(stride)};
+    const cuuint32_t boxes[] = {kDepth, cuuint32_t(box)}, steps[] = {1, 1};
+    CUtensorMap map;
+    const CUresult status = encode()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(codes), sizes, strides, boxes,
+                                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    DLP_CHECK_EQ(int(status), int(CUDA_SUCCESS));
+    return map;
+}
+
+// How many clusters run at once.
+template <auto kKernel>
+int resident_clusters(cudaLaunchConfig_t config) {
+    static std::array<int, kMaxDevices> resident{};
+    int device;
+    DLP_CHECK_CUDA(cudaGetDevice(&device));
+    DLP_CHECK_LT(device, kMaxDevices);
+    if (resident[device] == 0) {
+        DLP_CHECK_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kShared)));
+        config.gridDim = dim3(kCluster);
+        DLP_CHECK_CUDA(cudaOccupancyMaxActiveClusters(&resident[device], kKernel, &config));
+        DLP_CHECK_LT(0, resident[device]);
+    }
+    return resident[device];
+}
+
+template <class A, class Out>
+void run(const BlockGemmJob& job, Stream stream) {
+    const auto over = [](int64_t size, int unit) { return int((size + unit - 1) / unit); };
+    const Problem p{job, over(job.contraction, kDepth), over(job.rows, kCluster * kRows), over(job.cols, kCols)};
+    const CUtensorMap a = tensor_map(job.a, job.rows, job.contraction, job.a_stride, kRows);
+    const CUtensorMap b = tensor_map(job.b, job.cols, job.contraction, job.b_stride, kHalf);
+    constexpr auto kKernel = &gemm_kernel<A, Out>;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {kCluster, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.attrs = &cluster, config.numAttrs = 1;
+    config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kShared, config.stream = reinterpret_cast<cudaStream_t>(stream);
+    config.gridDim = dim3(kCluster * std::min(p.pairs_down * p.pairs_across, resident_clusters<kKernel>(config)));
+    DLP_CHECK_CUDA(cudaLaunchKernelEx(&config, kKernel, a, b, p));
+}
+
+}  // namespace
+
+void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream) {
+    DLP_CHECK_EQ(job.cols % 8, 0);
+    with_types(out, a_code, [&](auto element, auto code) { run<decltype(code), decltype(element)>(job, stream); });
+}
+
+}  // namespace dlp

@@ -1,0 +1,137 @@
+// What Hopper's asynchronous units are told, in PTX: barriers that count arrivals and bytes, tensor copies, warpgroup products.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "launch.cuh"
+
+namespace dlp {
+
+__device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// A barrier in shared memory; a phase ends once `arrivals` have arrived and all expected bytes.
+struct Barrier {
+    uint32_t at;
+
+    __device__ void init(int arrivals) const {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+    }
+    __device__ void wait(uint32_t parity) const {
+        asm volatile(
+            "{\n\t.reg .pred done;\n"
+            "again_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n}" ::"r"(at),
+            "r"(parity)
+            : "memory");
+    }
+    __device__ void expect(uint32_t bytes) const {  // and arrives
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+    }
+    // At the same barrier of a block of this cluster. It orders reads only: with `.release.cluster` a fence of all of the
+    // device's memory would stand before each of these.
+    __device__ void arrive_at(uint32_t rank) const {
+        asm volatile(
+            "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n"
+            "\tmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(at), "r"(rank)
+            : "memory");
+    }
+};
+
+// The ring of stages that one warp fills and others empty: which is next, and the parity of its barrier's phase.
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ void advance() {
+        if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+};
+
+// One of the lanes of a converged warp. The compiler knows what elect.sync chooses to be one lane, and that copies in its branch
+// start once: for `lane == 0` it writes a loop around each copy.
+__device__ inline bool elected() {
+    uint32_t chosen;
+    asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen != 0;
+}
+
+__device__ inline void copy_bytes(uint32_t to, const void* from, uint32_t bytes, Barrier done) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(done.at)
+                 : "memory");
+}
+__device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int x, int y, Barrier done) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(done.at)
+        : "memory");
+}
+// To the same place in each block of the cluster whose bit is set in `blocks`; each one's barrier is told.
+__device__ inline void copy_tile_to(uint16_t blocks, uint32_t to, const CUtensorMap* map, int x, int y, Barrier done) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(done.at), "h"(blocks)
+        : "memory");
+}
+
+__device__ inline uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+template <int kRegisters>
+__device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Warpgroup products. Both operands lie in shared memory as lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
+// A descriptor: the address, and 1024 bytes from eight lines to the next eight. 32 bytes further along the lines are 2 more.
+__device__ inline uint64_t descriptor(uint32_t address) { return uint64_t(0x40000040) << 32 | 1 << 16 | address >> 4; }
+
+__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ inline void wait_products() {  // until at most so many groups are under way
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// d = A [64, 32] @ B [96, 32].T, or d += it.
+template <class A>
+__device__ inline void multiply(float (&d)[48], uint64_t a, uint64_t b, bool add) {
+#define DLP_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+    if constexpr (std::is_same_v<A, E4m3>) {
+        asm volatile(
+            "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %50, 0;\n\t"
+            "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+            "%48, %49, add, 1, 1;\n}"
+            : DLP_D8(0), DLP_D8(8), DLP_D8(16), DLP_D8(24), DLP_D8(32), DLP_D8(40)
+            : "l"(a), "l"(b), "r"(int(add)));
+    } else {
+        asm volatile(
+            "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %50, 0;\n\t"
+            "wgmma.mma_async.sync.aligned.m64n96k32.f32.e5m2.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+            "%48, %49, add, 1, 1;\n}"
+            : DLP_D8(0), DLP_D8(8), DLP_D8(16), DLP_D8(24), DLP_D8(32), DLP_D8(40)
+            : "l"(a), "l"(b), "r"(int(add)));
+    }
+#undef DLP_D8
+}
+
+}  // namespace dlp
