@@ -319,7 +319,7 @@ BOTH = "it works on whole tokens and layers.0.attn.o_proj in layers.0 on token s
     ("sequence_parallel", "group", "layer", "message"),
     [
         (True, own("head", sequence_parallel=False), "head", "group 'column' chose sequence_parallel = True together with"),
-        (True, own("layers.**", style="column"), "layers.0.attn.o_proj", "group 'row' chose style = 'row' together with s"),
+        (True, own("layers.**", style="column"), "layers.0.attn.o_proj", "group 'row' chose style = 'row' together with"),
         (True, own("layers.**", style="local"), "layers.0.attn.q_proj", "group 'column' chose style = 'column' together"),
         (False, own("layers.0.{attn,mlp}.**", style="column"), "layers.0.attn.q_proj", LEAVES),
         (False, own("layers.0.{attn,mlp}.**", style="row"), "layers.0.attn.q_proj", TAKES),
@@ -335,6 +335,8 @@ def test_styles_that_do_not_fit_each_other_are_refused(sequence_parallel, group,
     with pytest.raises(ValueError) as error:
         make_plan(model, groups, 2, batch=(3, 4))
     assert str(error.value).startswith(f"{layer}: {message}")
+    overridden = str(error.value).endswith("let it set both, as its inputs and outputs now are, or neither")
+    assert overridden == ("chose" in message)
 
 
 @pytest.mark.parametrize(
