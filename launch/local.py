@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
-from launch.loopback import BACKEND, meet_on_loopback
+from launch.loopback import BACKEND, HOST, meet_on_loopback
 
 CPU_RANKS = 2
 
@@ -63,7 +63,8 @@ def train(ranks: int, arguments: Sequence[str]) -> int:
     """Run `launch.train` on so many ranks of this machine; returns the exit code: 128 + a signal's number for torchrun
     stopped by it, 1 for a rank that failed."""
     meet_on_loopback()
-    command = [f"--rdzv-backend={BACKEND}", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", "launch.train", *arguments]
+    meeting = [f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={HOST}", "--nnodes=1"]
+    command = [*meeting, f"--nproc-per-node={ranks}", "-m", "launch.train", *arguments]
     try:
         torchrun.run(torchrun.parse_args(command))
     except SignalException as stopped:

@@ -127,6 +127,11 @@ class Run(Section):
     """Where a run leaves its files."""
 
     dir: str = setting(text(), "folder of the run: config, plan, logs, metrics, plots, checkpoints")
+    hang_after: float = setting(
+        number("> 0"),
+        "seconds without a move of any rank, after which each rank's place is said and the run ends",
+        300.0,
+    )
 
 
 def _names_a_recipe(value: Any) -> bool:

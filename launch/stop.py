@@ -28,6 +28,7 @@ class StopFlag:
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.requested = False
+        self.signalled = False  # the same, without the main thread, which may wait in a collective
         self._patience = patience
         self._beat = time.monotonic()
 
@@ -50,6 +51,7 @@ class StopFlag:
     def _wait(self, read_end: int) -> None:
         while os.read(read_end, 1)[0] != signal.SIGTERM:
             pass
+        self.signalled = True
         self.beat()
         while time.monotonic() - self._beat < self._patience:
             time.sleep(0.2)
@@ -69,6 +71,19 @@ def refuse(sentence: str, code: int = 1) -> NoReturn:
         sentence = f"rank {rank}: {sentence}"
     print(sentence, file=sys.stderr)
     leave(code)
+
+
+def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
+    """End a run that hangs, from a thread. Rank 0 says where all ranks were; another rank does if rank 0 cannot."""
+    rank = int(os.environ.get("RANK", 0))
+    deadline = time.monotonic() + RANK_0_FIRST
+    while rank and time.monotonic() < deadline:
+        if stop.signalled:
+            leave(1)
+        time.sleep(0.1)
+    print(f"no rank has moved for {after:g} s ([run] hang_after), the run hangs and ends here:", file=sys.stderr)
+    print("\n".join(told), file=sys.stderr)
+    leave(1)
 
 
 def leave_behind(reason: str) -> NoReturn:

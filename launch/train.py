@@ -26,9 +26,10 @@ from launch.accumulate import accumulation
 from launch.build import build, meta_model, plan_for
 from launch.checkpoint import SaveError
 from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
+from launch.hang import HangWatch
 from launch.rundir import RunDir
 from launch.schedule import planned_swaps
-from launch.stop import StopFlag, leave_after_exceptions, leave_behind, refuse
+from launch.stop import StopFlag, end_hung, leave_after_exceptions, leave_behind, refuse
 from launch.trainer import NotFinite, Trainer
 
 
@@ -82,7 +83,9 @@ def train(config: Config) -> None:
     try:
         mesh = make_mesh(config)
         leave_after_exceptions()
+        watch = watch_for_hangs(config, stop)
         trainer, done = start(config, mesh, stop)
+        watch.where = trainer.place
     except ValueError as error:
         refuse(str(error))
     except OSError as error:
@@ -99,6 +102,15 @@ def train(config: Config) -> None:
             raise
         leave_behind(str(error).splitlines()[0])
     shutdown()
+
+
+def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:
+    """Begin to watch this run's ranks, by a connection of its own to the store."""
+    after = config.run.hang_after
+    store = dist.PrefixStore("launch", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+    watch = HangWatch(store, after, lambda: "before the first step", lambda told: end_hung(told, after, stop))
+    watch.start()
+    return watch
 
 
 def said(error: OSError) -> str:

@@ -99,6 +99,11 @@ class Trainer:
             self.run.say(remark)
         return loaded.step
 
+    def place(self) -> str:
+        """Where this rank is, for whoever watches it from another thread."""
+        layer = "none yet" if self.recipes.last is None else ", ".join(self.recipes.last.members)
+        return f"step {self.recipes.steps + 1}, last layer {layer}"
+
     def replace_later(self, done: int) -> None:
         """Move checkpoints of this run's own lineage aside that lie beyond the step it goes on from."""
         if self.run.leader:

@@ -96,3 +96,27 @@ raise KeyError("seventeen")
     process = start(code)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 1 and out == "" and err.startswith("Traceback") and err.endswith("'seventeen'\n")
+
+
+HUNG = """
+stop.RANK_0_FIRST = 0.5
+flag = stop.StopFlag()
+flag.watch()
+print("ready", flush=True)
+stop.end_hung(["rank 0: step 3", "rank 1: step 2"], 5.0, flag)
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_run_that_hangs_ends_with_the_place_of_each_rank(rank):
+    process = start(HUNG, RANK=rank)
+    said = (
+        "no rank has moved for 5 s ([run] hang_after), the run hangs and ends here:\nrank 0: step 3\nrank 1: step 2\n"
+    )
+    assert process.communicate(timeout=20) == ("", said) and process.returncode == 1
+
+
+def test_a_hung_rank_leaves_the_words_to_rank_0_when_torchrun_ends_it():
+    process = start(HUNG.replace("0.5", "30"), RANK="1")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20) == ("", "") and process.returncode == 1

@@ -176,7 +176,7 @@ def _gradients(
     if torch._C._len_torch_dispatch_stack() > 0:  # something watches that did not watch the forward
         grads = _watched(call, wanted, dys, weights, saved, sides)
         return [grads[0].view(call.x_shape), *grads[1:]] if wanted.dx else grads
-    spec.runtime.in_layer_backward()
+    spec.runtime.in_layer_backward(spec)
     key: Key = (wanted.dx, *used, *wanted.dw, *wanted.db, *[lies(tensor) for tensor in (*dys, *saved)])
     parts: Sequence[Tensor] = ()
     if wanted.dx and sides is not None:

@@ -63,7 +63,7 @@ def linear_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """`run_backward` as an op."""
     spec = spec_of(ticket)
-    spec.runtime.in_layer_backward()
+    spec.runtime.in_layer_backward(spec)
     members = [spec.members[i] for i in used]
     parts = _parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else ()
     key = dtype, *used, needs_dx, *needs_dw, *needs_db, *map(like, (*dys, *saved, *weights, *parts))

@@ -131,6 +131,7 @@ class Runtime:
         self.made: list[LinearSpec] = []  # all specs that refer to it
         self.shards: dict[str, ShardedWeight] = {}  # by member: the weights that FSDP gathers, once attached
         self.steps = 0
+        self.last: LinearSpec | None = None  # the layer that ran last
         self.swaps: list[Swap] = []
         self.scheduled: list[tuple[Swap, Any]] = []  # swaps to come, with their recipes
         self.noted: set[str] = set()
@@ -186,6 +187,7 @@ class Runtime:
 
     def begin_forward(self, spec: LinearSpec, record: bool) -> None:
         """A layer runs; `record`: with gradients."""
+        self.last = spec
         if record:
             self.ran.add(spec.members)
             if self.lone and self.draws:
@@ -314,10 +316,11 @@ class Runtime:
         if not self.attached and self.has_slots():
             self.update(True, group)
 
-    def in_layer_backward(self) -> None:
+    def in_layer_backward(self, spec: LinearSpec) -> None:
         """A layer differentiates a forward that ran with `scales`. If that was in a region, the end of the backward that is
         running now updates what it staged; every layer asks for it, it is done once. RuntimeError where partial gradients
         would not be summed."""
+        self.last = spec
         if self.sums is not None:
             self.sums.check_announced()
         scales = self.scales

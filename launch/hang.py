@@ -1,0 +1,85 @@
+"""A rank that hangs is noticed by the others, which say where every rank was and end the run.
+
+A thread of each rank looks once a second where its rank is: steps done, the layer that ran last, the innermost Python frame
+of the main thread. It tells the others through the run's store. That costs the training thread nothing but a note of the
+layer, and goes on while that thread waits in a collective. A process that is stopped tells nothing any more, so its last
+word grows old. The run hangs when no rank has moved for `hang_after` seconds: a rank that is saving or compiling moves, and
+those who wait for it do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+MAIN = threading.main_thread().ident
+Told = tuple[float, float, str]  # when a rank last moved, when it last told, where it is
+
+
+def frame_of_main() -> tuple[str, int]:
+    """The innermost Python frame of the main thread, in words, and its instruction."""
+    frame = sys._current_frames().get(MAIN or 0)
+    if frame is None:
+        return "nowhere", 0
+    code = frame.f_code
+    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})", frame.f_lasti
+
+
+class HangWatch:
+    """`where`: the steps and the layer of this rank, in words; `end`: called once, on the watching thread, with a line for
+    each rank. `store`: shared by all ranks, used by nobody else at the same time."""
+
+    def __init__(
+        self, store: dist.Store, after: float, where: Callable[[], str], end: Callable[[list[str]], None]
+    ) -> None:
+        self.store, self.after, self.where, self.end = store, after, where, end
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._place: Any = None
+        self._moved = time.time()
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, daemon=True, name="hang-watch").start()
+
+    def _watch(self) -> None:
+        try:
+            while (told := self.look()) is None:
+                time.sleep(min(1.0, self.after / 5))
+        except dist.DistError:  # the store is gone, and torchrun with it
+            return
+        self.end(told)
+
+    def look(self) -> list[str] | None:
+        """Tell the others where this rank is; a line for each rank if none has moved for so long."""
+        frame, instruction = frame_of_main()
+        text = f"{self.where()}, in {frame}"
+        if self._place != (text, instruction):
+            self._place, self._moved = (text, instruction), time.time()
+        self.store.set(f"hang/{self.rank}", json.dumps((self._moved, time.time(), text)))
+        if time.time() - self._moved < self.after:
+            return None
+        told = [self._told(rank) for rank in range(self.world)]
+        now = time.time()
+        if any(each is not None and now - each[0] < self.after for each in told):
+            return None
+        return [f"rank {rank}: {_said(each, now)}" for rank, each in enumerate(told)]
+
+    def _told(self, rank: int) -> Told | None:
+        key = f"hang/{rank}"
+        if not self.store.check([key]):
+            return None
+        moved, when, text = json.loads(self.store.get(key))
+        return moved, when, text
+
+
+def _said(told: Told | None, now: float) -> str:
+    if told is None:
+        return "never heard of"
+    silent = now - told[1]
+    return f"{told[2]}" + (f"; it has told nothing for {silent:.0f} s" if silent > 5 else "")

@@ -1,0 +1,50 @@
+"""Ranks that hang are noticed, with the place of each, and ranks that wait for one that works are not taken for it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from launch.hang import HangWatch
+
+AFTER = 0.5  # seconds
+
+
+def watched(name: str, works: bool) -> list[str] | None:
+    """Rank 0 waits in a barrier for rank 1, which has told where it is and then hangs, or works on; what rank 0 says."""
+    told: list[list[str]] = []
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
+    places = iter(range(10**6))
+    leader = dist.get_rank() == 0
+    watch = HangWatch(
+        store, AFTER, lambda: f"step {next(places) if works and not leader else 3}, last layer up", told.append
+    )
+    watch.look()
+    dist.barrier()
+    if leader:
+        watch.start()
+    end = time.monotonic() + 4 * AFTER
+    while not leader and time.monotonic() < end:
+        time.sleep(0.05)
+        if works:
+            watch.look()
+    dist.barrier()
+    watch.after = 1e9
+    return told[0] if told else None
+
+
+@pytest.mark.ranks(2)
+def test_a_hanging_rank_is_noticed_with_the_place_of_each(ranks, tmp_path):
+    said, _ = ranks(2).run(watched, f"hangs {tmp_path}", False)
+    assert len(said) == 2
+    assert said[0].startswith("rank 0: step 3, last layer up, in ") and said[1].startswith(
+        "rank 1: step 3, last layer up, in"
+    )
+    assert "barrier (distributed_c10d.py" in said[0]
+
+
+@pytest.mark.ranks(2)
+def test_waiting_for_a_rank_that_works_is_no_hang(ranks, tmp_path):
+    assert ranks(2).run(watched, f"works {tmp_path}", True)[0] is None
