@@ -137,7 +137,8 @@ class Module:
         words: Any, many: int, count: int, items: int, wide: bool, e5m2: bool, rule: Any, observe: bool, producer: Any,
         stream: int,
     ) -> None:  # fmt: skip
-        x, (row, col, amax, scale, staging, scale_inv) = made(words, wide, producer), words[5:]
+        x, (row, col, amax, scale, staging, scale_inv, flag) = made(words, wide, producer), words[5:]
+        reference.watched(x, scalar(flag))
         source = Fp8Scale(scalar(amax), scalar(scale), scalar(staging), power_of_two=rule[3], epsilon=rule[1])
         codes, inverse = reference.cast_fp8_tensor(x, CODES[e5m2], source)
         at(scale_inv, (), torch.float32).copy_(inverse)
@@ -149,7 +150,7 @@ class Module:
     def cast_block(
         tile: bool, words: Any, wide: bool, e5m2: bool, rule: Any, gemm_layout: bool, producer: Any = cuda.MATRIX
     ) -> None:
-        x = made(words, wide, producer)
+        x = reference.watched(made(words, wide, producer), scalar(words[9]))
         for source, (payload, scale) in ((x, words[5:7]), (x.t(), words[7:9])):
             if payload:
                 options = {"power_of_two": rule[3], "epsilon": rule[1]}

@@ -162,7 +162,9 @@ def _made_matrix(x: Tensor, source: Any) -> Tensor:
 
 def _made(job: Any, source: Any) -> Any:
     """The job as a kernel casts it."""
-    return job._replace(x=_made_matrix(job.x, source))
+    made = job._replace(x=_made_matrix(job.x, source))
+    reference.watched(made.x, made.flag)
+    return made
 
 
 def _readable(job: Any) -> Any:

@@ -142,7 +142,9 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
         made = {}
         for row, col in ((True, False), (False, True), (True, True)):
             spec = make_spec(STYLES["local", False], load(recipe))
-            spec.runtime.cores[0] = SimpleNamespace(device=torch.device("cpu"), specs=lambda spec=spec: [spec])
+            spec.runtime.cores[0] = SimpleNamespace(
+                device=torch.device("cpu"), members=[None], specs=lambda spec=spec: [spec]
+            )
             (made[row, col],) = operands.quantize(spec, tensor, [matrix(7, 96, 160)], row=row, col=col)
         assert_same(made[True, True].rowwise(), made[True, False].rowwise())
         assert_same(made[True, True].columnwise(), made[False, True].columnwise())
@@ -156,7 +158,9 @@ def test_one_read_makes_both_operands(played, recipe, reads):
     """And one what is observed before, where something is."""
     for tensor in ("x", "w", "dy"):
         spec = make_spec(STYLES["local", False], load(recipe))
-        spec.runtime.cores[0] = SimpleNamespace(device=torch.device("cpu"), specs=lambda spec=spec: [spec])
+        spec.runtime.cores[0] = SimpleNamespace(
+            device=torch.device("cpu"), members=[None], specs=lambda spec=spec: [spec]
+        )
         played.clear()
         operands.quantize(spec, tensor, [matrix(8, 128, 128)], row=True, col=True)
         assert len(played) == reads

@@ -6,6 +6,7 @@ by tp in an operand that is gathered; with `amax_scope="all"`, iff it is cut; wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -58,7 +59,7 @@ def make_spec(row: Any, recipe: Recipe, amax_group: Any = None) -> LinearSpec:
     serial = Overlaps(*[overlap.load("serial")] * 3)
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(range(group.size()))):
         spec = LinearSpec("layer", row, recipe, serial, FakeGroup("tp"), amax_group)  # type: ignore[arg-type]
-    spec.runtime.cores = [SimpleNamespace(device=torch.device("cpu"), specs=lambda: [spec])]  # type: ignore[list-item]
+    spec.runtime.cores = [SimpleNamespace(device=torch.device("cpu"), members=[None], specs=lambda: [spec])]  # type: ignore[list-item]
     return spec
 
 
@@ -116,9 +117,10 @@ def test_a_group_of_the_users_agrees_on_everything(row):
 def test_one_agreement_serves_all_siblings():
     agreed = Agreements()
     spec = make_spec(STYLES["column", False], recipes.load("fp8_current"), FakeGroup("mine", 8))
+    spec = replace(spec, members=("q", "k", "v"))
     values = [torch.randn(SIZE, SIZE) for _ in range(3)]
     with patch.object(operands, "agree", agreed):
-        operands.quantize(spec, "dy", values, row=True, col=True, members=["q", "k", "v"])
+        operands.quantize(spec, "dy", values, row=True, col=True)
     assert agreed == [("mine", 3)]
 
 

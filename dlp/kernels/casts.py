@@ -10,7 +10,8 @@ Other input dtypes than bf16 and fp32, and blocks of other sizes, have no kernel
 
 Where they take a matrix they also take a `Produced` one, which a kernel makes on its way (see produced.py).
 
-A cast returns the parts of its operand, written into `out` where that is given. Its `_both` makes the operands of x and
+A cast returns the parts of its operand, written into `out` where that is given. A `flag`, fp32 [], becomes NaN where a value
+that it quantizes is not finite: so it is known later, and nobody waits for it. Its `_both` makes the operands of x and
 of x.t() in one read: the bits of two casts. Its `_batch` prepares that, or one of the two, for many matrices in one
 launch, into given outputs, and exists on CUDA only. NVFP4 lies in casts_fp4.py.
 """
@@ -27,9 +28,9 @@ from torch import Tensor
 from dlp.kernels import cuda, cuda_rowwise, dispatch, gemms, loader, reference
 from dlp.kernels.cuda import MATRIX, BlockJob, TensorJob, Words
 from dlp.kernels.cuda_rowwise import RowwiseJob
-from dlp.kernels.dispatch import Launch, Launches, Outs, Parts, Wanted, both_into, into
+from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted, both_into, into
 from dlp.kernels.produced import Produced, opened
-from dlp.kernels.reference import Fp8Scale
+from dlp.kernels.reference import Fp8Scale, watched
 from dlp.kernels.reference.scales import Block
 
 WITH_KERNELS = (
@@ -95,14 +96,16 @@ def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool, words: Words = MATR
 # One scale a tensor
 
 
-def _tensor_job(x: Tensor, row: Parts | None, col: Parts | None, source: Fp8Scale) -> TensorJob:
+def _tensor_job(x: Tensor, row: Parts | None, col: Parts | None, source: Fp8Scale, flag: Tensor | None) -> TensorJob:
     codes, codes_t = (parts[0] if parts else None for parts in (row, col))
     scale_inv = (row or col or ())[1]
-    return TensorJob(x, scale_inv, codes, codes_t, source.amax, source.scale, source.staging)
+    return TensorJob(x, scale_inv, codes, codes_t, source.amax, source.scale, source.staging, flag)
 
 
-def _launch_tensor(source: Fp8Scale, words: Words, x: Tensor, row: Parts | None, col: Parts | None) -> None:
-    job = _tensor_job(x, row, col, source)
+def _launch_tensor(
+    source: Fp8Scale, flag: Tensor | None, words: Words, x: Tensor, row: Parts | None, col: Parts | None
+) -> None:
+    job = _tensor_job(x, row, col, source, flag)
     cuda.cast_tensor(job, power_of_two=source.power_of_two, epsilon=source.epsilon, source=words)
     if row and col and col[1].data_ptr() != row[1].data_ptr():
         col[1].copy_(row[1])
@@ -112,30 +115,34 @@ def _empty_tensor(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
     return torch.empty(shape, dtype=dtype, device=x.device), torch.empty((), device=x.device)
 
 
-def cast_fp8_tensor(x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, out: Parts | None = None) -> Parts:
+def cast_fp8_tensor(
+    x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, out: Parts | None = None, flag: Tensor | None = None
+) -> Parts:
     """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv []; `source` says where the scale comes from."""
     x, words = opened(x, dtype)
     if not dispatch.has_kernel(x):
-        return into(out, reference.cast_fp8_tensor(x, dtype, source))
-    return dispatch.rowwise(x, out, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, words))
+        return into(out, reference.cast_fp8_tensor(watched(x, flag), dtype, source))
+    return dispatch.rowwise(x, out, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, flag, words))
 
 
 def cast_fp8_tensor_both(
-    x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None
+    x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
 ) -> tuple[Parts, Parts]:
     """`cast_fp8_tensor` of x and of x.t(); their scale_inv share memory, except in given outputs."""
     x, words = opened(x, dtype)
     if not dispatch.has_kernel(x):
-        codes, scale_inv = reference.cast_fp8_tensor(x, dtype, source)
+        codes, scale_inv = reference.cast_fp8_tensor(watched(x, flag), dtype, source)
         row, col = outs if outs is not None else (None, None)
         return into(row, (codes, scale_inv)), into(col, (codes.t().contiguous(), scale_inv))
     if outs is None:
         row = _empty_tensor(x, dtype, x.shape)
         outs = row, (torch.empty(x.shape[::-1], dtype=dtype, device=x.device), row[1])
-    return dispatch.both(x, outs, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, words))
+    return dispatch.both(x, outs, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, flag, words))
 
 
-def cast_fp8_tensor_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale]) -> Launches:
+def cast_fp8_tensor_batch(
+    xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale], flags: Flags
+) -> Launches:
     """Prepares `cast_fp8_tensor_both` of many matrices that `has_batches`; the scale_inv of both orientations share memory.
     A source without amax or scale takes the amax of its matrix."""
     assert all(row[1].data_ptr() == col[1].data_ptr() for row, col in outs if row and col)
@@ -144,7 +151,7 @@ def cast_fp8_tensor_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], sources:
         flat = torch.empty(len(xs), device=xs[0].device)
         observe.append(cuda.amax_batch(xs, flat))
         sources = [source._replace(amax=amax) for source, amax in zip(sources, flat.unbind(), strict=True)]
-    jobs = [_tensor_job(x, *out, source) for x, out, source in zip(xs, outs, sources, strict=True)]
+    jobs = [_tensor_job(x, *out, source, flag) for x, out, source, flag in zip(xs, outs, sources, flags, strict=True)]
     options = sources[0]
     cast = cuda.cast_tensor_batch(jobs, power_of_two=options.power_of_two, epsilon=options.epsilon)
     return Launches(observe, [(source.amax, source.amax) for source in sources], [cast])
@@ -157,42 +164,42 @@ def _empty_rowwise(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts
     return torch.empty(shape, dtype=dtype, device=x.device), torch.empty(shape[0], device=x.device)
 
 
-def _rowwise_job(x: Tensor, row: RowwiseWay | None, col: RowwiseWay | None) -> RowwiseJob:
+def _rowwise_job(x: Tensor, flag: Tensor | None, row: RowwiseWay | None, col: RowwiseWay | None) -> RowwiseJob:
     ways = [(None,) * 3 if way is None else (way[0][0], way[1], way[0][1]) for way in (row, col)]
-    return RowwiseJob(x, *ways[0], *ways[1])
+    return RowwiseJob(x, *ways[0], *ways[1])._replace(flag=flag)
 
 
 def cast_fp8_rowwise(
     x: Tensor | Produced, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
-    out: Parts | None = None,
+    out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C], the amaxes of its rows -> codes [rows, C] of `dtype` and fp32 scale_inv [rows]."""
     x, words = opened(x, dtype)
     if not dispatch.has_kernel(x):
-        return into(out, _rowwise_by_reference(x, amax, dtype, power_of_two, epsilon))
+        return into(out, _rowwise_by_reference(watched(x, flag), amax, dtype, power_of_two, epsilon))
 
     matrix, flipped = dispatch.adjacent(x)
     made = out if out is not None else _empty_rowwise(x, dtype, x.shape)
-    job = _rowwise_job(matrix, *((None, (made, amax)) if flipped else ((made, amax), None)))
+    job = _rowwise_job(matrix, flag, *((None, (made, amax)) if flipped else ((made, amax), None)))
     cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon, source=words)
     return made
 
 
 def cast_fp8_rowwise_both(
     x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
-    outs: Outs = None,
+    outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
     x, words = opened(x, dtype)
     if not dispatch.has_kernel(x):
         row, col = outs if outs is not None else (None, None)
         make = partial(_rowwise_by_reference, dtype=dtype, power_of_two=power_of_two, epsilon=epsilon)
-        return into(row, make(x, amaxes[0])), into(col, make(x.t(), amaxes[1]))
+        return into(row, make(watched(x, flag), amaxes[0])), into(col, make(x.t(), amaxes[1]))
 
     matrix, flipped = dispatch.adjacent(x)
     row, col = outs if outs is not None else (_empty_rowwise(x, dtype, shape) for shape in (x.shape, x.shape[::-1]))
     ways = (row, amaxes[0]), (col, amaxes[1])
-    job = _rowwise_job(matrix, *(ways[::-1] if flipped else ways))
+    job = _rowwise_job(matrix, flag, *(ways[::-1] if flipped else ways))
     cuda_rowwise.cast_rowwise(job, power_of_two=power_of_two, epsilon=epsilon, source=words)
     return row, col
 
@@ -207,15 +214,15 @@ def _zero(x: Tensor) -> None:
 
 
 def cast_fp8_rowwise_batch(
-    xs: Sequence[Tensor], outs: Sequence[Wanted], *, power_of_two: bool, epsilon: float = 0.0
+    xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, *, power_of_two: bool, epsilon: float = 0.0
 ) -> Launches:
     """Prepares `cast_fp8_rowwise_both` of many matrices."""
     lines = torch.zeros(sum(sum(x.shape) for x in xs), device=xs[0].device)
     pieces = iter(lines.split([size for x in xs for size in x.shape]))
     jobs = []
-    for x, (row, col) in zip(xs, outs, strict=True):
+    for x, (row, col), flag in zip(xs, outs, flags, strict=True):
         ways = [None if parts is None else (parts, amax) for parts, amax in ((row, next(pieces)), (col, next(pieces)))]
-        jobs.append(_rowwise_job(x, *ways))
+        jobs.append(_rowwise_job(x, flag, *ways))
     amaxes = [(job.amax, job.amax_t) for job in jobs]
     observe: list[Launch] = [partial(_zero, lines), cuda_rowwise.amax_lines_batch(xs, amaxes)]
     return Launches(
@@ -226,25 +233,27 @@ def cast_fp8_rowwise_batch(
 # One scale a block
 
 
-def _block_job(x: Tensor, row: Parts | None, col: Parts | None) -> BlockJob:
-    return BlockJob(x, *(row or (None, None)), *(col or (None, None)))
+def _block_job(x: Tensor, flag: Tensor | None, row: Parts | None, col: Parts | None) -> BlockJob:
+    return BlockJob(x, *(row or (None, None)), *(col or (None, None)))._replace(flag=flag)
 
 
-def _launch_block(kernel: Callable[..., None], tile: bool, x: Tensor, row: Parts | None, col: Parts | None) -> None:
+def _launch_block(
+    kernel: Callable[..., None], tile: bool, flag: Tensor | None, x: Tensor, row: Parts | None, col: Parts | None
+) -> None:
     """Scales are written as they lie."""
-    job, gemm_layout = _laid_out(x, row, col, partial(_as_gemms_read, tile=tile))
+    job, gemm_layout = _laid_out(x, row, col, flag, partial(_as_gemms_read, tile=tile))
     kernel(job, gemm_layout=gemm_layout)
 
 
 def _laid_out(
-    x: Tensor, row: Parts | None, col: Parts | None, whole: Callable[[Parts], Parts | None]
+    x: Tensor, row: Parts | None, col: Parts | None, flag: Tensor | None, whole: Callable[[Parts], Parts | None]
 ) -> tuple[BlockJob, bool]:
     """The job of a cast into these parts, and whether all their scales lie in the layout that `whole` knows, which then
     returns codes and the whole memory of the scales; else they are compact."""
     views = [parts and whole(parts) for parts in (row, col)]
     if all(parts is None or view for parts, view in zip((row, col), views, strict=True)):
-        return _block_job(x, *views), True
-    return _block_job(x, row, col), False
+        return _block_job(x, flag, *views), True
+    return _block_job(x, flag, row, col), False
 
 
 def _as_gemms_read(parts: Parts, tile: bool) -> Parts | None:
@@ -277,7 +286,7 @@ def _empty_block(x: Tensor, tile: bool, dtype: torch.dtype, shape: Sequence[int]
 
 def cast_fp8_block(
     x: Tensor | Produced, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
-    out: Parts | None = None,
+    out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks]; edge blocks may be partial.
 
@@ -286,10 +295,10 @@ def cast_fp8_block(
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
     x, words = opened(x, dtype, makes=block == (1, 128))
     if block not in TILE_OF or not dispatch.has_kernel(x):
-        return into(out, reference.cast_fp8_block(x, block, dtype, **options))
+        return into(out, reference.cast_fp8_block(watched(x, flag), block, dtype, **options))
     tile = TILE_OF[block]
     kernel = partial(cuda.cast_block, tile=tile, source=words, **options)
-    return dispatch.rowwise(x, out, partial(_empty_block, x, tile, dtype), partial(_launch_block, kernel, tile))
+    return dispatch.rowwise(x, out, partial(_empty_block, x, tile, dtype), partial(_launch_block, kernel, tile, flag))
 
 
 def cast_fp8_block_both(
@@ -300,32 +309,39 @@ def cast_fp8_block_both(
     power_of_two: bool,
     epsilon: float = 0.0,
     outs: Outs = None,
+    flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:
     """`cast_fp8_block` of x and of x.t()."""
     options: dict[str, Any] = {"power_of_two": power_of_two, "epsilon": epsilon}
     x, words = opened(x, dtype, makes=block == (1, 128))
     if block not in TILE_OF or not dispatch.has_kernel(x):
-        return both_into(outs, partial(reference.cast_fp8_block, block=block, dtype=dtype, **options), x)
+        return both_into(outs, partial(reference.cast_fp8_block, block=block, dtype=dtype, **options), watched(x, flag))
     tile = TILE_OF[block]
     kernel = partial(cuda.cast_block, tile=tile, source=words, **options)
-    return dispatch.both(x, outs, partial(_empty_block, x, tile, dtype), partial(_launch_block, kernel, tile))
+    return dispatch.both(x, outs, partial(_empty_block, x, tile, dtype), partial(_launch_block, kernel, tile, flag))
 
 
 def cast_fp8_block_batch(
-    xs: Sequence[Tensor], outs: Sequence[Wanted], block: Block, *, power_of_two: bool, epsilon: float = 0.0
+    xs: Sequence[Tensor],
+    outs: Sequence[Wanted],
+    flags: Flags,
+    block: Block,
+    *,
+    power_of_two: bool,
+    epsilon: float = 0.0,
 ) -> Launches:
     """Prepares `cast_fp8_block_both` of many matrices."""
     tile = TILE_OF[block]
     batch = partial(cuda.cast_block_batch, tile=tile, power_of_two=power_of_two, epsilon=epsilon)
-    return _batch_laid_out(xs, outs, partial(_as_gemms_read, tile=tile), batch, "gemm_layout")
+    return _batch_laid_out(xs, outs, flags, partial(_as_gemms_read, tile=tile), batch, "gemm_layout")
 
 
 def _batch_laid_out(
-    xs: Sequence[Tensor], outs: Sequence[Wanted], whole: Callable[[Parts], Parts | None], batch: Callable[..., Launch],
-    option: str,
+    xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, whole: Callable[[Parts], Parts | None],
+    batch: Callable[..., Launch], option: str,
 ) -> Launches:  # fmt: skip
     """A launch of `batch` for the jobs of each layout of scales."""
-    laid_out = [_laid_out(x, *out, whole) for x, out in zip(xs, outs, strict=True)]
+    laid_out = [_laid_out(x, *out, flag, whole) for x, out, flag in zip(xs, outs, flags, strict=True)]
     by_layout = {which: [job for job, found in laid_out if found == which] for which in (False, True)}
     launches = [batch(jobs, **{option: which}) for which, jobs in by_layout.items() if jobs]
     return Launches([], [(None, None)] * len(xs), launches)
@@ -334,9 +350,11 @@ def _batch_laid_out(
 # MXFP8
 
 
-def _launch_mx(kernel: Callable[..., None], x: Tensor, row: Parts | None, col: Parts | None) -> None:
+def _launch_mx(
+    kernel: Callable[..., None], flag: Tensor | None, x: Tensor, row: Parts | None, col: Parts | None
+) -> None:
     """Scales are written as they lie."""
-    job, blocks_first = _laid_out(x, row, col, _with_blocks_first)
+    job, blocks_first = _laid_out(x, row, col, flag, _with_blocks_first)
     kernel(job, blocks_first=blocks_first)
 
 
@@ -362,28 +380,32 @@ def _empty_mx(x: Tensor, block: Block, dtype: torch.dtype, shape: Sequence[int])
 
 
 def cast_mxfp8(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None
-) -> Parts:
+    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
+    flag: Tensor | None = None,
+) -> Parts:  # fmt: skip
     """x [rows, C] -> codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks], by scale rule "ceil" or "floor"."""
     x, words = opened(x, dtype, makes=block == (1, 32))
     if not dispatch.has_kernel(x):
-        return into(out, reference.cast_mxfp8(x, block, dtype, rule=rule))
+        return into(out, reference.cast_mxfp8(watched(x, flag), block, dtype, rule=rule))
     kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule, source=words)
-    return dispatch.rowwise(x, out, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel))
+    return dispatch.rowwise(x, out, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel, flag))
 
 
 def cast_mxfp8_both(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None
-) -> tuple[Parts, Parts]:
+    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
+    flag: Tensor | None = None,
+) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_mxfp8` of x and of x.t()."""
     x, words = opened(x, dtype, makes=block == (1, 32))
     if not dispatch.has_kernel(x):
-        return both_into(outs, partial(reference.cast_mxfp8, block=block, dtype=dtype, rule=rule), x)
+        return both_into(outs, partial(reference.cast_mxfp8, block=block, dtype=dtype, rule=rule), watched(x, flag))
     kernel = partial(cuda.cast_mxfp8, tile=MX_TILE_OF[block], rule=rule, source=words)
-    return dispatch.both(x, outs, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel))
+    return dispatch.both(x, outs, partial(_empty_mx, x, block, dtype), partial(_launch_mx, kernel, flag))
 
 
-def cast_mxfp8_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], block: Block, *, rule: str = "ceil") -> Launches:
+def cast_mxfp8_batch(
+    xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, *, rule: str = "ceil"
+) -> Launches:
     """Prepares `cast_mxfp8_both` of many matrices."""
     batch = partial(cuda.cast_mxfp8_batch, tile=MX_TILE_OF[block], rule=rule)
-    return _batch_laid_out(xs, outs, _with_blocks_first, batch, "blocks_first")
+    return _batch_laid_out(xs, outs, flags, _with_blocks_first, batch, "blocks_first")

@@ -19,9 +19,9 @@ from torch import Tensor
 from dlp.kernels import cuda, cuda_fp4, dispatch, reference
 from dlp.kernels.cuda import Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
-from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted, into
+from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted, into
 from dlp.kernels.produced import Produced, opened, stored
-from dlp.kernels.reference import Draw
+from dlp.kernels.reference import Draw, watched
 from dlp.kernels.reference.scales import Block
 
 TILE = (16, 16)
@@ -74,9 +74,9 @@ def _empty(x: Tensor, block: Block, shape: Sequence[int]) -> Parts:
     )
 
 
-def _job(x: Tensor, row: Way | None, col: Way | None) -> Nvfp4Job:
+def _job(x: Tensor, flag: Tensor | None, row: Way | None, col: Way | None) -> Nvfp4Job:
     ways = [(None,) * 4 if way is None else (way[0][0], way[0][1], way[1], way[0][2]) for way in (row, col)]
-    return Nvfp4Job(x, *ways[0], *ways[1])
+    return Nvfp4Job(x, *ways[0], *ways[1])._replace(flag=flag)
 
 
 def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words) -> None:
@@ -86,51 +86,52 @@ def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words) -> 
         cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws, source=words)
 
 
-def _by_reference(x: Tensor, amax: Tensor, block: Block, rht: bool, draw: Draw | None) -> Parts:
+def _by_reference(x: Tensor, amax: Tensor, block: Block, rht: bool, draw: Draw | None, flag: Tensor | None) -> Parts:
     random = None if draw is None else draw.bytes(x.shape[0], x.shape[1])
-    return (*reference.cast_nvfp4(reference.rht16(x) if rht else x, amax, block, random=random), amax)
+    values = watched(reference.rht16(x) if rht else x, flag)
+    return (*reference.cast_nvfp4(values, amax, block, random=random), amax)
 
 
 def cast_nvfp4(
     x: Tensor | Produced, amax: Tensor, block: Block, *, rht: bool = False, draw: Draw | None = None,
-    out: Parts | None = None,
+    out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
     amax. `rht`: of rht16(x); `draw`: the random bits of stochastic rounding, None rounds to nearest."""
     x, words = opened(x, torch.uint8, makes=not rht and block != TILE)
     if not _kernel_takes(x, block, rht, draw is not None):
-        return into(out, _by_reference(x, amax, block, rht, draw))
+        return into(out, _by_reference(x, amax, block, rht, draw, flag))
     matrix, flipped = (_columns_of(x), True) if rht else dispatch.adjacent(x)
     made = out if out is not None else _empty(x, block, x.shape)
-    job = _job(matrix, *((None, (made, amax)) if flipped else ((made, amax), None)))
+    job = _job(matrix, flag, *((None, (made, amax)) if flipped else ((made, amax), None)))
     _run(job, block, rht, (None, draw) if flipped else (draw, None), words)
     return made
 
 
 def cast_nvfp4_both(
     x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
-    outs: Outs = None,
+    outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
     x, words = opened(x, torch.uint8, makes=block != TILE)
     if not _kernel_takes(x, block, rht, draws != (None, None)):
         row, col = outs if outs is not None else (None, None)
-        made = _by_reference(x, amaxes[0], block, False, draws[0])
-        return into(row, made), into(col, _by_reference(x.t(), amaxes[1], block, rht, draws[1]))
+        made = _by_reference(x, amaxes[0], block, False, draws[0], flag)
+        return into(row, made), into(col, _by_reference(x.t(), amaxes[1], block, rht, draws[1], flag))
     matrix, flipped = (x if cuda.readable(x) else x.contiguous(), False) if rht else dispatch.adjacent(x)
     row, col = outs if outs is not None else (_empty(x, block, shape) for shape in (x.shape, x.shape[::-1]))
     ways = (row, amaxes[0]), (col, amaxes[1])
     if flipped:
         ways, draws = ways[::-1], draws[::-1]
-    _run(_job(matrix, *ways), block, rht, draws, words)
+    _run(_job(matrix, flag, *ways), block, rht, draws, words)
     return row, col
 
 
-def cast_nvfp4_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], block: Block) -> Launches:
+def cast_nvfp4_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block) -> Launches:
     """Prepares `cast_nvfp4_both` of many matrices, to nearest and not transformed."""
     flat = torch.empty(len(xs), device=xs[0].device)
     amaxes = flat.unbind()
     ways = [[None if parts is None else (parts, amax) for parts in out] for out, amax in zip(outs, amaxes, strict=True)]
-    jobs = [_job(x, *way) for x, way in zip(xs, ways, strict=True)]
+    jobs = [_job(x, flag, *way) for x, way, flag in zip(xs, ways, flags, strict=True)]
     cast = cuda_fp4.cast_nvfp4_batch(jobs, tile=block == TILE)
     return Launches([cuda.amax_batch(xs, flat)], [(amax, amax) for amax in amaxes], [cast])

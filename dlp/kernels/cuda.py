@@ -11,6 +11,8 @@ a table in device memory that is written once, so preparing belongs outside of a
 
 Rowwise FP8 lies in cuda_rowwise.py, NVFP4 in cuda_fp4.py, what is no cast in cuda_codes.py.
 
+The `flag` of a cast, fp32 [], becomes NaN where a value that it quantizes is not finite, and stays as it is elsewhere.
+
 A matrix is bf16 or fp32 [rows, cols]; its rows may be strided, its columns are adjacent. `codes` [rows, cols] are
 scaled along the rows of x, `codes_t` [cols, rows] along its columns. Everything runs on torch's current stream and
 reads nothing back to the host. The results equal `dlp.kernels.reference` bit for bit.
@@ -55,6 +57,7 @@ class TensorJob(NamedTuple):
     amax: Tensor | None = None
     scale: Tensor | None = None
     staging: Tensor | None = None
+    flag: Tensor | None = None
 
 
 class BlockJob(NamedTuple):
@@ -65,6 +68,7 @@ class BlockJob(NamedTuple):
     scale: Tensor | None = None
     codes_t: Tensor | None = None
     scale_t: Tensor | None = None
+    flag: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ def _tensor_words(job: TensorJob, matrix: Words) -> Words:
         *matrix, 0,
         _output(job.codes, (rows, cols), dtype, "codes"), _output(job.codes_t, (cols, rows), dtype, "codes_t"),
         _scalar(job.amax, "amax"), _scalar(job.scale, "scale"), _scalar(job.staging, "staging"),
-        _scalar(job.scale_inv, "scale_inv"),
+        _scalar(job.scale_inv, "scale_inv"), _scalar(job.flag, "flag"),
     )  # fmt: skip
 
 
@@ -278,6 +282,7 @@ def _block_words(job: BlockJob, tile: bool, gemm_layout: bool) -> Words:
         _output(job.scale, block_scale_shape(*shape, tile=tile, gemm_layout=gemm_layout), fp32, "scale"),
         _output(job.codes_t, shape_t, dtype, "codes_t"),
         _output(job.scale_t, block_scale_shape(*shape_t, tile=tile, gemm_layout=gemm_layout), fp32, "scale_t"),
+        _scalar(job.flag, "flag"),
     )  # fmt: skip
 
 
@@ -341,6 +346,7 @@ def _mx_words(job: BlockJob, tile: bool, blocks_first: bool) -> Words:
         *_matrix(job.x), 0,
         _output(job.codes, (rows, cols), dtype, "codes"), _output(job.scale, scales, byte, "scale"),
         _output(job.codes_t, (cols, rows), dtype, "codes_t"), _output(job.scale_t, scales_t, byte, "scale_t"),
+        _scalar(job.flag, "flag"),
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ class Nvfp4Job(NamedTuple):
     scale_t: Tensor | None = None
     amax_t: Tensor | None = None
     amax_t_out: Tensor | None = None
+    flag: Tensor | None = None
 
 
 def amax_rht(x: Tensor, out: Tensor) -> None:
@@ -66,7 +67,7 @@ def _words(job: Nvfp4Job, tile: bool) -> Words:
             _output(scale, scale_shape(lines, along, tile=tile), [torch.float8_e4m3fn], "scale"),
             _scalar(amax, "amax"), _scalar(amax_out, "amax_out"),
         ]  # fmt: skip
-    return tuple(words)
+    return *words, _scalar(job.flag, "flag")
 
 
 def _draw_words(draw: Draw | None) -> Words:

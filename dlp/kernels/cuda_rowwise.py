@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader
-from dlp.kernels.cuda import MATRIX, Batch, Words, _batch, _matrix, _output, _same, _tiles, scale_rule
+from dlp.kernels.cuda import MATRIX, Batch, Words, _batch, _matrix, _output, _same, _scalar, _tiles, scale_rule
 from dlp.kernels.launches import launch
 
 
@@ -31,6 +31,7 @@ class RowwiseJob(NamedTuple):
     codes_t: Tensor | None = None
     amax_t: Tensor | None = None
     scale_inv_t: Tensor | None = None
+    flag: Tensor | None = None
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -77,6 +78,7 @@ def _rowwise_words(job: RowwiseJob) -> Words:
         _output(job.amax, [rows], fp32, "amax"), _output(job.scale_inv, [rows], fp32, "scale_inv"),
         _output(job.codes_t, (cols, rows), dtype, "codes_t"),
         _output(job.amax_t, [cols], fp32, "amax_t"), _output(job.scale_inv_t, [cols], fp32, "scale_inv_t"),
+        _scalar(job.flag, "flag"),
     )  # fmt: skip
 
 

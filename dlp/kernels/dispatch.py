@@ -19,6 +19,7 @@ from dlp.kernels import cuda, loader
 Parts = Sequence[Tensor]
 Outs = tuple[Parts, Parts] | None  # of x, of x.t()
 Wanted = tuple[Parts | None, Parts | None]  # the same, None for what is not wanted
+Flags = Sequence[Tensor | None]  # of many casts, see casts.py
 Launch = Callable[[], None]
 
 

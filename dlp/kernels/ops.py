@@ -54,7 +54,7 @@ from dlp.kernels.codes import (
     transpose_codes,
     transpose_e2m1,
 )
-from dlp.kernels.dispatch import Launches, Outs, Parts, Wanted
+from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
 from dlp.kernels.gemms import AS_USUAL, BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, How, Scales, finish
 from dlp.kernels.loss import log_sum_exp, softmax_gradient
 from dlp.kernels.produced import ACTIVATION_CODES, Gated, Produced, RmsNormed, Summed, stored
@@ -88,10 +88,11 @@ from dlp.kernels.reference import (
     scale_from_amax,
     unpack_e2m1,
     unswizzle_128x4,
+    watched,
 )
 
 __all__ = [
-    "ACTIVATION_CODES", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "Draw", "Fp8Scale", "Gated", "How",
+    "ACTIVATION_CODES", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "Draw", "Flags", "Fp8Scale", "Gated", "How",
     "Launches", "Outs", "Parts", "Produced", "RmsNormed", "Summed", "Wanted", "amax", "amax_lines", "amax_nvfp4",
     "amax_nvfp4_both", "block_1d_layout", "block_2d_layout", "cast_fp8", "cast_fp8_block", "cast_fp8_block_batch",
     "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch", "cast_fp8_rowwise_both", "cast_fp8_tensor",
@@ -103,7 +104,7 @@ __all__ = [
     "log_sum_exp", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale",
     "pack_e2m1", "pad_scales", "quantizer_kernels", "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "rounded",
     "scale_from_amax", "softmax_gradient", "stored", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4",
-    "transpose_codes", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4",
+    "transpose_codes", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4", "watched",
 ]  # fmt: skip
 
 Block = tuple[int, int]

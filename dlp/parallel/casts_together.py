@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.amax import agree
 from dlp.kernels import ops
-from dlp.quant.quantizer import Amaxes, OneRead, Origin, Quantizer, ScaleSlot, Wanted, one_launch, one_read
+from dlp.quant.quantizer import Amaxes, OneRead, Origin, Quantizer, ScaleSlot, Wanted, flagged, one_launch, one_read
 
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]  # that agree, the second on what the first has agreed on
 NOBODY: Groups = (None, None)
@@ -30,7 +30,7 @@ NOBODY: Groups = (None, None)
 class Cast(NamedTuple):
     """One read of `matrix` [rows, columns]: by `row` its operand, by `col` that of its transpose, None for one that is not
     wanted; both only where `one_read` makes both. `groups`: who agrees on what is observed for each of them. `slot`,
-    `at`: as quantizers take them. `into`: the operands, where there are some already."""
+    `at`: as quantizers take them; `flag`: see `flagged`. `into`: the operands, where there are some already."""
 
     matrix: Tensor
     row: Quantizer | None
@@ -39,6 +39,7 @@ class Cast(NamedTuple):
     slot: ScaleSlot | None = None
     at: tuple[Origin, ...] = ()
     into: Wanted = (None, None)
+    flag: Tensor | None = None
 
     @property
     def both(self) -> OneRead | None:
@@ -56,6 +57,9 @@ class Cast(NamedTuple):
         """The operands, by agreed amaxes."""
         more: dict[str, Any] = {} if self.slot is None else {"slot": self.slot}
         both, row, col, (out, out_t) = self.both, self.row, self.col, self.into
+        quantizer = row or col
+        assert quantizer is not None
+        more |= flagged(quantizer, self.matrix, self.flag)
         if both is not None:
             more |= {"at": (self.at[0], self.at[1])} if self.at else {}
             return both.cast(self.matrix, amaxes, outs=(out, out_t) if out and out_t else None, **more)
@@ -75,8 +79,9 @@ class Cast(NamedTuple):
     def addresses(self) -> tuple[int, ...]:
         """All that a launch reads or writes."""
         parts = [part for operand in self.into if operand is not None for part in operand.parts]
-        scales = [] if self.slot is None else [self.slot.scale, self.slot.staging]
-        return tuple(tensor.data_ptr() for tensor in (self.matrix, *parts, *scales))
+        beside = [] if self.slot is None else [self.slot.scale, self.slot.staging]
+        beside += [] if self.flag is None else [self.flag]
+        return tuple(tensor.data_ptr() for tensor in (self.matrix, *parts, *beside))
 
 
 _Batched = dict[tuple[Quantizer, torch.dtype], list[tuple[int, Cast]]]
@@ -129,7 +134,12 @@ def _prepared(batched: _Batched) -> list[ops.Launches]:
         assert prepare is not None
         casts = [cast for _, cast in members]
         made.append(
-            prepare([cast.matrix for cast in casts], [cast.into for cast in casts], [cast.slot for cast in casts])
+            prepare(
+                [cast.matrix for cast in casts],
+                [cast.into for cast in casts],
+                [cast.slot for cast in casts],
+                [cast.flag for cast in casts],
+            )  # fmt: skip
         )
     return made
 

@@ -22,7 +22,7 @@ from dlp.parallel import fit
 from dlp.parallel.casts_together import NOBODY, Cast
 from dlp.parallel.spec import LinearSpec, remembered
 from dlp.parallel.style import ParallelStyle
-from dlp.quant.quantizer import OneRead, Origin, Quantizer, needs_origin, one_read, runs_op, slot_options
+from dlp.quant.quantizer import OneRead, Origin, Quantizer, flagged, needs_origin, one_read, runs_op, slot_options
 from dlp.quant.recipe import OPERANDS, Operand, Recipe
 from dlp.quant.tensor import QuantizedTensor
 
@@ -71,14 +71,19 @@ def quantize(
     into       storage of `operand_shape` for the one operand there is, in the orientations that have some
     """
     way = _way(spec, tensor, row, col, whole, values[0].shape[0])
+    owners = members or spec.owners(tensor)
     if not way.makes:
         values = [stored(value) for value in values]
     if way.plain and way.both is not None and into is None:
         matrices = [_pad(value, way.units[0], way.units[1]) for value in values]
-        return [Pair(*way.both.cast(matrix, way.both.observe(matrix))) for matrix in matrices]
+        flags = [_flag(spec, way, tensor, member, matrix) for matrix, member in zip(matrices, owners, strict=True)]
+        return [
+            Pair(*way.both.cast(x, way.both.observe(x), **flagged(way.quantizers.rowwise, x, flag)))
+            for x, flag in zip(matrices, flags, strict=True)
+        ]
     jobs = [
         job
-        for value, member in zip(values, members or spec.owners(tensor), strict=True)
+        for value, member in zip(values, owners, strict=True)
         for job in _jobs(way, value, member, into or Pair(None, None))
     ]
     amaxes = _agreed(spec, way, jobs)
@@ -92,7 +97,8 @@ def quantize(
 class _Way(NamedTuple):
     """How the matrices of one tensor are cast: `together` both orientations from one read, else those of `row` and `col`
     that are needed. What is padded to what, who must agree, and what casts ask for (by orientation: row, col). `plain`:
-    both come from one read, and nothing is asked for but what that observes. `makes`: the cast takes a `Produced`."""
+    both come from one read, and nothing is asked for but what that observes. `makes`: the cast takes a `Produced`. `casts`:
+    not all is kept as it is."""
 
     quantizers: Operand
     together: bool
@@ -106,6 +112,7 @@ class _Way(NamedTuple):
     both: OneRead | None
     plain: bool
     makes: bool
+    casts: bool
 
 
 @remembered
@@ -122,7 +129,7 @@ def _way(spec: LinearSpec, tensor: str, row: bool, col: bool, whole: bool, lines
     return _Way(
         quantizers, together, need_row, need_col, _units(spec.recipe, tensor), _tokens_unit(spec.recipe, tensor), agree,
         slot, origin, one_read(*ways) if together else None, together and not asks,
-        makes(spec.recipe, tensor, lines, row, col),
+        makes(spec.recipe, tensor, lines, row, col), not all(each.format.keeps_source for each in ways),
     )  # fmt: skip
 
 
@@ -160,10 +167,11 @@ def _weight_cast(spec: LinearSpec, way: _Way, wanted: tuple[bool, bool], job: _J
     slot = spec.runtime.slot(spec, "w", job.member, first, True) if way.slot[first] else None
     flips = [flipped for flipped in (False, True) if wanted[flipped]] if way.origin[first] else []
     origins = tuple(_origin(spec, "w", job, flipped, False) for flipped in flips)
+    flag = _flag(spec, way, "w", job.member, job.matrix)
     kept = [
         q if asked and q and not q.format.keeps_source else None for asked, q in zip(wanted, into or NONE, strict=True)
     ]
-    return Cast(job.matrix, row, col, (groups[0], groups[1]), slot, origins, (kept[0], kept[1]))
+    return Cast(job.matrix, row, col, (groups[0], groups[1]), slot, origins, (kept[0], kept[1]), flag)
 
 
 def operand_shape(recipe: Recipe, tensor: str, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
@@ -236,7 +244,7 @@ def _cast(
     spec: LinearSpec, tensor: str, way: _Way, job: _Job, amaxes: Amaxes, record: bool, whole: bool
 ) -> tuple[QuantizedTensor, ...]:  # fmt: skip
     """One cast, with what its quantizer asks for beside an amax -> the operand of its matrix, or of both ways."""
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = flagged(job.quantizer, job.matrix, _flag(spec, way, tensor, job.member, job.matrix))
     if way.slot[job.flipped]:
         more["slot"] = spec.runtime.slot(spec, tensor, job.member, job.flipped, record)
     if way.origin[job.flipped]:
@@ -250,6 +258,13 @@ def _cast(
         more |= {"out": job.into[0]} if given else {}
         made = (job.quantizer.cast(job.matrix, amaxes[0], **more),)
     return tuple(_placed(operand, out) for operand, out in zip(made, job.into, strict=True))
+
+
+def _flag(spec: LinearSpec, way: _Way, tensor: str, member: str, matrix: Values) -> Tensor | None:
+    """Where a cast tells that a value was not finite; None where nothing is cast."""
+    if not way.casts:
+        return None
+    return spec.runtime.flag(spec, tensor, member, matrix.device)
 
 
 def _ways(way: _Way, job: _Job) -> tuple[bool, ...]:

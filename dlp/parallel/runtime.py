@@ -1,6 +1,7 @@
 """Runtime: what changes between steps, one object per model; specs are frozen and refer to it.
 
     slots     the scales of delayed scaling, one table over all layers; casts read scales and max amaxes into `staging`
+    flags     which tensors were not finite when they were cast (see `dlp.parallel.flags`)
     counter   microbatches so far, an int64 tensor on the device: the random bits of stochastic rounding depend on it
     steps     optimizer steps so far, and the recipe swaps made and to come (see `dlp.parallel.swap`)
 
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dlp.comm.amax import agree
+from dlp.parallel.flags import Flags
 from dlp.parallel.recompute import Recomputations
 from dlp.parallel.stale import Watch, watch_optimizers
 from dlp.quant.quantizer import ScaleSlot
@@ -137,6 +139,7 @@ class Runtime:
         self.noted: set[str] = set()
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last step boundary
         self.stats: StatsTable | None = None
+        self.flags = Flags()
         self.plan: Plan | None = None
         self.watches_scales = False
         self.sums: PartialGradients | None = None
@@ -246,6 +249,14 @@ class Runtime:
         if slot is None:
             slot = slots.views[name] = slots.table.slot(name)
         return slot if record else ScaleSlot(slot.scale, torch.zeros_like(slot.staging))
+
+    def flag(self, spec: LinearSpec, tensor: str, member: str, device: torch.device) -> Tensor:
+        """What a cast of one tensor tells in whether it was finite."""
+        flag = self.flags.views.get((member, tensor, device))
+        if flag is None:
+            self.flags.reserve(spec.members, device, sum(len(core.members) for core in self.cores))
+            flag = self.flags.views[member, tensor, device]
+        return flag
 
     def end_step(self) -> None:
         """The step boundary of delayed scales. The amax of a weight that was cast at the last one counts if its layer

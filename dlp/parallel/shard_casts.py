@@ -26,7 +26,8 @@ from dlp.quant.quantizer import ScaleSlot, slot_options
 
 def casts_of(weight: ShardedWeight, values: Values) -> list[Cast]:
     """The casts of this rank's rows, in the order of `weight.reads`."""
-    layout = weight.layout
+    layout, spec = weight.layout, weight.core.spec
+    runtime: Runtime = spec.runtime
     rows = layout.shard().detach()
     dtype = rows.dtype if layout.from_master else layout.dtype
     matrix = values.of(weight.name, rows, dtype, (rows.shape[0], rows.shape[1]))
@@ -35,7 +36,8 @@ def casts_of(weight: ShardedWeight, values: Values) -> list[Cast]:
         row, col = (None if way is None else way.quantizer for way in ways)
         out, out_t = (None if way is None else weight.mine.get(way) for way in ways)
         groups = _groups(weight, ways[0]), _groups(weight, ways[1])
-        made.append(Cast(matrix, row, col, groups, _slot(weight, ways[0] or ways[1]), (), (out, out_t)))
+        slot, flag = _slot(weight, ways[0] or ways[1]), runtime.flag(spec, "w", weight.name, matrix.device)
+        made.append(Cast(matrix, row, col, groups, slot, (), (out, out_t), flag))
     return made
 
 

@@ -193,8 +193,8 @@ class LinearSpec:
     def kept_memory(self) -> list[Tensor]:
         """What kernels of this layer read and write that is no operand; it stays where it is while `calls` do."""
         table = self.runtime.slots.table if self.slots else None
-        scales = [] if table is None else [table.scale, table.staging]
-        return [*scales, self.runtime.counter] if self.draws else scales
+        kept = [*self.runtime.flags.now, *([] if table is None else [table.scale, table.staging])]
+        return [*kept, self.runtime.counter] if self.draws else kept
 
     @remembered
     def transfers(self, tokens: int) -> TransferPlan:

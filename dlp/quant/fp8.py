@@ -65,6 +65,7 @@ class CurrentScaling:
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
     op: ClassVar[str] = "cast_fp8_tensor"
+    takes_flag: ClassVar[bool] = True
 
     @property
     def format(self) -> Format:
@@ -73,18 +74,24 @@ class CurrentScaling:
     def observe(self, x: Tensor) -> Tensor | None:
         return ops.amax(x)
 
-    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
-        made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax), out=parts_of(out))
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
+    ) -> QuantizedTensor:  # fmt: skip
+        made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax), out=parts_of(out), flag=flag)
         return self.format.fill(out, *made)
 
-    def both(self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, **_: Any) -> Operands:
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
+    ) -> Operands:
         source, given = self._scale(amaxes[0]), parts_of_both(outs)
-        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given)
+        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given, flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
+    def batch(
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+    ) -> ops.Launches:
         source = ops.Fp8Scale(power_of_two=self.power_of_two, epsilon=self.epsilon)
-        return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [source] * len(xs))
+        return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [source] * len(xs), flags)
 
     def _scale(self, amax: Tensor | None) -> ops.Fp8Scale:
         assert amax is not None, "current scaling casts with an observed amax"
@@ -105,6 +112,7 @@ class DelayedScaling:
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
     op: ClassVar[str] = "cast_fp8_tensor"
+    takes_flag: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _ = self.delayed  # refuses wrong options at construction
@@ -124,20 +132,23 @@ class DelayedScaling:
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        **_: Any,
+        flag: Tensor | None = None, **_: Any,
     ) -> QuantizedTensor:  # fmt: skip
-        made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot), out=parts_of(out))
+        made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot), out=parts_of(out), flag=flag)
         return self.format.fill(out, *made)
 
     def both(
-        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None, **_: Any
-    ) -> Operands:
+        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None,
+        flag: Tensor | None = None, **_: Any,
+    ) -> Operands:  # fmt: skip
         source, given = _slot_scale(slot), parts_of_both(outs)
-        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given)
+        row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given, flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None]) -> ops.Launches:
-        return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [_slot_scale(slot) for slot in slots])
+    def batch(
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
+    ) -> ops.Launches:
+        return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [_slot_scale(slot) for slot in slots], flags)
 
 
 def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:

@@ -61,6 +61,7 @@ class BlockScaling:
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = ()
     op: ClassVar[str] = "cast_fp8_block"
+    takes_flag: ClassVar[bool] = True
 
     @property
     def format(self) -> Format:
@@ -69,16 +70,22 @@ class BlockScaling:
     def observe(self, x: Tensor) -> Tensor | None:
         return None
 
-    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
-        return self.format.fill(out, *self._made(ops.cast_fp8_block, x, out=parts_of(out)))
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
+    ) -> QuantizedTensor:  # fmt: skip
+        return self.format.fill(out, *self._made(ops.cast_fp8_block, x, out=parts_of(out), flag=flag))
 
-    def both(self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, **_: Any) -> Operands:
-        row, col = self._made(ops.cast_fp8_block_both, x, outs=parts_of_both(outs))
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
+    ) -> Operands:
+        row, col = self._made(ops.cast_fp8_block_both, x, outs=parts_of_both(outs), flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
+    def batch(
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+    ) -> ops.Launches:
         return ops.cast_fp8_block_batch(
-            xs, wanted_parts(outs), self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon
+            xs, wanted_parts(outs), flags, self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon
         )
 
     def _made(self, op: Callable[..., Any], x: Tensor, **into: Any) -> Any:

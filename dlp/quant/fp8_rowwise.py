@@ -45,6 +45,7 @@ class RowwiseScaling:
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = (1,)
     op: ClassVar[str] = "cast_fp8_rowwise"
+    takes_flag: ClassVar[bool] = True
 
     @property
     def format(self) -> Format:
@@ -53,23 +54,29 @@ class RowwiseScaling:
     def observe(self, x: Tensor) -> Tensor | None:
         return ops.amax(x, dim=1)
 
-    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
+    ) -> QuantizedTensor:  # fmt: skip
         assert amax is not None, "rowwise scaling casts with observed row amaxes"
-        made = ops.cast_fp8_rowwise(x, amax, ELEMENTS[self.element], **self._options(), out=parts_of(out))
+        made = ops.cast_fp8_rowwise(x, amax, ELEMENTS[self.element], **self._options(), out=parts_of(out), flag=flag)
         return self.format.fill(out, *made)
 
     def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
         return ops.amax_lines(x)
 
-    def both(self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, **_: Any) -> Operands:
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
+    ) -> Operands:
         amax, amax_t = amaxes
         assert amax is not None and amax_t is not None, "rowwise scaling casts with observed amaxes of rows and columns"
         dtype, given = ELEMENTS[self.element], parts_of_both(outs)
-        row, col = ops.cast_fp8_rowwise_both(x, (amax, amax_t), dtype, **self._options(), outs=given)
+        row, col = ops.cast_fp8_rowwise_both(x, (amax, amax_t), dtype, **self._options(), outs=given, flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
-        return ops.cast_fp8_rowwise_batch(xs, wanted_parts(outs), **self._options())
+    def batch(
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+    ) -> ops.Launches:
+        return ops.cast_fp8_rowwise_batch(xs, wanted_parts(outs), flags, **self._options())
 
     def _options(self) -> dict[str, Any]:
         return {"power_of_two": self.power_of_two, "epsilon": self.epsilon}

@@ -61,6 +61,7 @@ class MxScaling:
     tile: bool = False
     reduces: ClassVar[tuple[int, ...]] = ()
     op: ClassVar[str] = "cast_mxfp8"
+    takes_flag: ClassVar[bool] = True
 
     @property
     def format(self) -> Format:
@@ -69,18 +70,24 @@ class MxScaling:
     def observe(self, x: Tensor) -> Tensor | None:
         return None
 
-    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
+    ) -> QuantizedTensor:  # fmt: skip
         self.format.check((x.shape[0], x.shape[1]))
-        return self.format.fill(out, *self._made(ops.cast_mxfp8, x, out=parts_of(out)))
+        return self.format.fill(out, *self._made(ops.cast_mxfp8, x, out=parts_of(out), flag=flag))
 
-    def both(self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, **_: Any) -> Operands:
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
+    ) -> Operands:
         for shape in (x.shape, x.shape[::-1]):
             self.format.check((shape[0], shape[1]))
-        row, col = self._made(ops.cast_mxfp8_both, x, outs=parts_of_both(outs))
+        row, col = self._made(ops.cast_mxfp8_both, x, outs=parts_of_both(outs), flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
-    def batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
-        return ops.cast_mxfp8_batch(xs, wanted_parts(outs), self.format.block, rule=self.scale_rounding)
+    def batch(
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+    ) -> ops.Launches:
+        return ops.cast_mxfp8_batch(xs, wanted_parts(outs), flags, self.format.block, rule=self.scale_rounding)
 
     def _made(self, op: Callable[..., Any], x: Tensor, **into: Any) -> Any:
         return op(x, self.format.block, ELEMENTS[self.element], rule=self.scale_rounding, **into)

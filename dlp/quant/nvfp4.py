@@ -90,6 +90,7 @@ class Nvfp4Scaling:
     rht: bool = False
     stochastic: bool = False
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
+    takes_flag: ClassVar[bool] = True
 
     @property
     def op(self) -> str:
@@ -110,11 +111,14 @@ class Nvfp4Scaling:
         return ops.amax_nvfp4(x, rht=self.rht)
 
     def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, at: Origin | None = None, **_: Any
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, at: Origin | None = None,
+        flag: Tensor | None = None, **_: Any,
     ) -> QuantizedTensor:  # fmt: skip
         self.format.check((x.shape[0], x.shape[1]))
         assert amax is not None, "nvfp4 casts with an observed tensor amax"
-        made = ops.cast_nvfp4(x, amax, self.format.block, rht=self.rht, draw=self._draw(at), out=parts_of(out))
+        made = ops.cast_nvfp4(
+            x, amax, self.format.block, rht=self.rht, draw=self._draw(at), out=parts_of(out), flag=flag
+        )
         return self.format.fill(out, *made)
 
     def pairs_with(self, columnwise: Any) -> bool:
@@ -131,7 +135,7 @@ class Nvfp4Scaling:
 
     def both(
         self, x: Tensor, amaxes: Amaxes, *, columnwise: Nvfp4Scaling, outs: Operands | None = None,
-        at: tuple[Origin, Origin] | None = None, **_: Any,
+        at: tuple[Origin, Origin] | None = None, flag: Tensor | None = None, **_: Any,
     ) -> Operands:  # fmt: skip
         self._check_both(x, columnwise)
         amax, amax_t = amaxes
@@ -139,7 +143,7 @@ class Nvfp4Scaling:
         origins = at or (None, None)
         row, col = ops.cast_nvfp4_both(
             x, (amax, amax_t), self.format.block, rht=columnwise.rht,
-            draws=(self._draw(origins[0]), self._draw(origins[1])), outs=parts_of_both(outs),
+            draws=(self._draw(origins[0]), self._draw(origins[1])), outs=parts_of_both(outs), flag=flag,
         )  # fmt: skip
         return self.format.wrap(row), columnwise.format.wrap(col)
 
@@ -148,8 +152,10 @@ class Nvfp4Scaling:
         """None: what is transformed or rounded by chance is cast matrix by matrix."""
         return None if self.rht or self.stochastic else self._batch
 
-    def _batch(self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any]) -> ops.Launches:
-        return ops.cast_nvfp4_batch(xs, wanted_parts(outs), self.format.block)
+    def _batch(
+        self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
+    ) -> ops.Launches:
+        return ops.cast_nvfp4_batch(xs, wanted_parts(outs), flags, self.format.block)
 
     def _check_both(self, x: Tensor, columnwise: Nvfp4Scaling) -> None:
         self.format.check((x.shape[0], x.shape[1]))

@@ -96,8 +96,8 @@ class Quantizer(Protocol):
     `reduces` holds the dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale
     a row, (0, 1) for one scale a tensor. Ranks that cut such a dimension must agree.
 
-    Some attributes are there where they are needed, see `slot_options`, `needs_origin`, `one_read`, `one_launch` and
-    `cast_op`.
+    Some attributes are there where they are needed, see `slot_options`, `needs_origin`, `flagged`, `one_read`, `one_launch`
+    and `cast_op`.
     """
 
     @property
@@ -143,6 +143,18 @@ def needs_origin(quantizer: Quantizer) -> bool:
     return getattr(quantizer, "stochastic", False)
 
 
+def flagged(quantizer: Quantizer, x: Any, flag: Tensor | None) -> dict[str, Any]:
+    """What a cast of x is called with so that `flag`, fp32 [], becomes NaN if a value of x is not finite: the flag, for a
+    quantizer that says by an attribute `takes_flag` that its casts take one. For another x is looked at here, unless it is
+    kept as it is, which hands Inf and NaN on."""
+    if flag is None or quantizer.format.keeps_source:
+        return {}
+    if getattr(quantizer, "takes_flag", False):
+        return {"flag": flag}
+    ops.watched(ops.stored(x), flag)
+    return {}
+
+
 @dataclass(frozen=True)
 class Wrapped:
     """A quantizer around another one, which it observes and asks as; a subclass says what its casts do. It offers neither
@@ -166,6 +178,10 @@ class Wrapped:
     def stochastic(self) -> bool:
         return needs_origin(self.inner)
 
+    @property
+    def takes_flag(self) -> bool:
+        return getattr(self.inner, "takes_flag", False)
+
     def observe(self, x: Tensor) -> Tensor | None:
         return self.inner.observe(x)
 
@@ -188,10 +204,10 @@ class OneRead:
     def cast(
         self, x: Tensor, amaxes: tuple[Tensor | None, Tensor | None], *,
         outs: tuple[QuantizedTensor, QuantizedTensor] | None = None, slot: ScaleSlot | None = None,
-        at: tuple[Origin, Origin] | None = None,
+        at: tuple[Origin, Origin] | None = None, **flag: Any,
     ) -> tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
-        """x and the agreed amaxes -> both operands, into `outs` when given. `at`: of x, of x.t()."""
-        row, col = self.rowwise.both(x, amaxes, columnwise=self.columnwise, outs=outs, slot=slot, at=at)
+        """x and the agreed amaxes -> both operands, into `outs` when given. `at`: of x, of x.t(). `flag`: see `flagged`."""
+        row, col = self.rowwise.both(x, amaxes, columnwise=self.columnwise, outs=outs, slot=slot, at=at, **flag)
         return row, col
 
 
@@ -204,7 +220,7 @@ def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
 
 
 def one_launch(quantizer: Quantizer) -> Callable[..., ops.Launches] | None:
-    """The attribute `batch(xs, outs, slots)` of a quantizer that has it, for matrices that `ops.has_batches`: prepares
+    """The attribute `batch(xs, outs, slots, flags)` of a quantizer that has it, for matrices that `ops.has_batches`: prepares
     `cast` or `both` of all of them, into operands that exist, (of x, of x.t()), None where one is not wanted."""
     return getattr(quantizer, "batch", None)
 

@@ -49,7 +49,7 @@ def check_batch(quantizer: Any, dtype: torch.dtype, device: str) -> None:
         _cast(quantizer, torch.zeros_like(x), asked, 1.0, slot(device)) for x, asked in zip(xs, WANTED, strict=True)
     ]
     slots = [slot(device) for _ in xs]
-    launches = one_launch(quantizer)(xs, outs, slots)
+    launches = one_launch(quantizer)(xs, outs, slots, [None] * len(xs))
     for raised in (1.0, 1.5):
         for launch in launches.observe:
             launch()

@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     const auto tile = incoming.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
+    tell_not_finite(patch, *tile.job);
     post_maxima(patch, shared);
     __syncthreads();
     const float scale = scale_from_amax(posted_amax(shared), rule);

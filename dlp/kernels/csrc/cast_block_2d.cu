@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
     const auto tile = incoming.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
+    tell_not_finite(patch, *tile.job);
     const float scale = scale_from_amax(tile_amax(patch, scratch), rule);
     if (threadIdx.x == 0) store_scale(tile, __frcp_rn(scale), gemm_layout);
     uint2 codes[kPatch];

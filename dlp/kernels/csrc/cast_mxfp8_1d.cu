@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     const BlockJob& job = *tile.job;
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
+    tell_not_finite(patch, job);
     if (job.codes) make_row_scales<F8, kFloor, T, M>(patch, shared, out);
     if (job.codes_t) {
         Maxima<T, M> maxima;

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) cast_mxfp8_2d_kernel(co
     const auto tile = incoming.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
+    tell_not_finite(patch, *tile.job);
     const uint32_t byte = e8m0_from_amax<F8, kFloor>(block_amax<T, M>(patch, scratch));
     store_scale(tile, byte);
     uint2 codes[kPatch];

@@ -26,13 +26,14 @@ constexpr int kBlocks = sizeof(T) == 4 ? 2 : kByChance ? 3 : 4;
 struct Scaling {
     static constexpr int kScales = 128;
     TensorScale tensor;
+    float* flag;
     float multiplier[kScales];  // by scale
 
     // Filled by kScales threads.
-    __device__ void fill(const float* amax) {
+    __device__ void fill(const float* amax, float* its_flag) {
         const TensorScale given(amax ? *amax : 0.0f);
         const int scale = threadIdx.x % kScales;
-        if (scale == 0) tensor = given;
+        if (scale == 0) tensor = given, flag = its_flag;
         multiplier[scale] = given.multiplier(uint8_t(scale));
     }
 };
@@ -64,11 +65,12 @@ struct Random {
     }
 };
 
-// A maximum that keeps NaN tells, for nothing, whether there is one. Then it is taken again without.
+// A maximum that keeps NaN tells, for nothing, whether a value is not finite. If one is NaN, it is taken again without.
 template <bool kByChance, class T>
 __device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scaling, uint4 random) {
     float amax = amax_keeping_nan(low, high);
-    if (isnan(amax)) {
+    if (!(amax <= FLT_MAX)) {
+        if (scaling.flag) Finite<T>::set(scaling.flag);
         Maxima<T> maxima;
         maxima.take(low);
         maxima.take(high);
@@ -175,9 +177,9 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks<T, kByChance>)
         if (scaled != &job) {
             scaled = &job;
             if (threadIdx.x < Scaling::kScales)
-                scaling[0].fill(job.amax);
+                scaling[0].fill(job.amax, job.flag);
             else
-                scaling[1].fill(job.amax_t);
+                scaling[1].fill(job.amax_t, job.flag);
             __syncthreads();
         }
         if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) {

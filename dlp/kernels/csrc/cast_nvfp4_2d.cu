@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) cast_nvfp4_2d_kernel(co
     Octet<T> patch[kPatch];
     while (tiles.next(tile, patch)) {
         const Nvfp4Job& job = *tile.job;
+        tell_not_finite(patch, job);
         if (scaled != &job) {
             scaled = &job;
             tensor = TensorScale(*job.amax);

@@ -28,6 +28,11 @@ __global__ void __launch_bounds__(kThreads) cast_tensor_kernel(TensorJob job, Sc
         for (int i = 0; i < kOctets; ++i) octet[i] = octets.load(octets.place(begin + i * kThreads + threadIdx.x));
     }
 
+    Finite<T> finite;
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) finite.take(octet[i]);
+    finite.tell(job.flag);
+
     const float scale = scale_of(job, source, rule);
     const bool aligned = codes_aligned(job.codes, octets.rows, octets.cols);
 #pragma unroll

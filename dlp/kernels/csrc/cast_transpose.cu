@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) *job.scale_inv = __frcp_rn(scale);
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
+    tell_not_finite(patch, job);
 
     Maxima<T> maxima;
     uint2 codes[kPatch];

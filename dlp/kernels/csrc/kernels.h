@@ -3,6 +3,8 @@
 // A job is one matrix and what shall be made of it, written as a row of 64-bit words. A call takes one job by value or a
 // table of them in device memory: the second is how all weights of a model are cast in one launch. Python writes the
 // words (dlp/kernels/cuda.py), in the order of the structs below. Null pointers say that an output is not wanted.
+//
+// The `flag` of a cast, fp32 [], becomes NaN where a value that it quantizes is not finite; else it stays as it is.
 #pragma once
 
 #include <array>
@@ -36,7 +38,8 @@ struct TensorJob {            // one scale for all elements
     const float* scale;       // []: given
     float* staging;           // []: the amax of x is maxed into it
     float* scale_inv;         // []
-    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10);
+    float* flag;
+    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11);
 };
 
 struct BlockJob {             // a scale every 128 or 32 elements along the contraction, or every tile
@@ -45,7 +48,8 @@ struct BlockJob {             // a scale every 128 or 32 elements along the cont
     void* scale;              // of `codes`
     uint8_t* codes_t;         // [cols, rows]
     void* scale_t;            // of `codes_t`
-    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8);
+    float* flag;
+    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9);
 };
 
 struct LinesJob {             // max |x| of every row and of every column, raised where they are
@@ -63,7 +67,8 @@ struct RowwiseJob {           // one scale a row, made from its amax; `..._t`: o
     uint8_t* codes_t;         // [cols, rows]
     const float* amax_t;      // [cols]
     float* scale_inv_t;       // [cols]
-    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10);
+    float* flag;
+    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11);
 };
 
 struct RhtAmaxJob {           // max |x|, and max |x| after the Hadamard transform along the columns
@@ -83,7 +88,8 @@ struct Nvfp4Job {             // E2M1 codes, two a byte, an E4M3 scale every 16 
     uint8_t* scale_t;
     const float* amax_t;
     float* amax_t_out;
-    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11, 12);
+    float* flag;
+    static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11, 12, 13);
 };
 
 struct AlphaJob {             // what the sums of an NVFP4 GEMM are multiplied by

@@ -184,6 +184,38 @@ struct Maxima {
     }
 };
 
+// Whether all values taken are finite: 0 * x of all, summed, is 0 or NaN.
+template <class T>
+class Finite {
+   public:
+    __device__ void take(const Octet<T>& x) {
+#pragma unroll
+        for (int i = 0; i < Octet<T>::kWords; ++i) add(sum_[i % kSums], x, i);
+    }
+    // `flag`, if there is one, becomes NaN where they are not.
+    __device__ void tell(float* flag) const {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) bits |= sum_[i];
+        if (bits & 0x7FFF7FFFu && flag) set(flag);
+    }
+    static __device__ void set(float* flag) { *flag = __uint_as_float(0x7FC00000u); }
+
+   private:
+    static constexpr int kSums = 2;  // do not wait for one another
+
+    static __device__ void add(uint32_t& sum, const Octet<__nv_bfloat16>& x, int i) {
+        const auto pair = [](uint32_t& word) -> __nv_bfloat162& { return reinterpret_cast<__nv_bfloat162&>(word); };
+        uint32_t word = x.word[i], zero = 0;
+        pair(sum) = __hfma2(pair(word), pair(zero), pair(sum));
+    }
+    static __device__ void add(uint32_t& sum, const Octet<float>& x, int i) {
+        sum = __float_as_uint(__fmaf_rn(x[i], 0.0f, __uint_as_float(sum)));
+    }
+
+    uint32_t sum_[kSums] = {};
+};
+
 // The maximum of `bits` over the block, given to thread 0; `scratch` holds a word a warp. Contains one barrier, and
 // leaves `scratch` in use by thread 0.
 __device__ inline uint32_t block_max(uint32_t bits, uint32_t* scratch) {

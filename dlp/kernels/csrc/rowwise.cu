@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     scale[threadIdx.x] = line_scale(tile, rule);
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
+    tell_not_finite(patch, *tile.job);
     __syncthreads();
     write_scaled<F8>(patch, scale, tile, columns);
 }

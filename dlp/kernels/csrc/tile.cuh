@@ -116,6 +116,15 @@ class Tiles {
     Tile<T, Job> ahead_;
 };
 
+// The flag of the job becomes NaN where a value of this thread's patch is not finite.
+template <class T, class Job>
+__device__ void tell_not_finite(const Octet<T> (&patch)[kPatch], const Job& job) {
+    Finite<T> finite;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) finite.take(patch[i]);
+    finite.tell(job.flag);
+}
+
 // Codes of patch rows, from registers to codes [rows, cols].
 class RowWriter {
    public:

@@ -37,6 +37,14 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
     return (magnitude(x).amax() if dim is None else magnitude(x).amax(dim)).float()
 
 
+def watched(x: Tensor, flag: Tensor | None) -> Tensor:
+    """x as it is. `flag` fp32 []: becomes NaN if a value of x is not finite."""
+    if flag is not None and x.numel():
+        least, most = torch.aminmax(x.detach())  # NaN if one is; 0 times NaN or Inf is NaN
+        flag.add_(least, alpha=0).add_(most, alpha=0)
+    return x
+
+
 def to_blocks(x: Tensor, block: Block) -> Tensor:
     """x [rows, C] -> [row blocks, block rows, C blocks, block columns]; edge blocks are filled up with zeros."""
     (rows, cols), (height, width) = x.shape, block
