@@ -20,6 +20,7 @@ from dlp.parallel.ledger import wire_report
 from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.parallel.masters import with_master_weights
 from dlp.parallel.measure import read_stats, record_stats
+from dlp.parallel.nonfinite import not_finite
 from dlp.parallel.plan import Plan, make_plan
 from dlp.parallel.quantized_init import quantized_model_init
 from dlp.parallel.scales import check_scales, watch_scales
@@ -38,7 +39,7 @@ from dlp.quant.recipe import load as recipe
 __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
     "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "check_scales", "convert",
-    "cross_entropy", "end_step", "fully_shard", "gather_tokens", "load_state_dict", "make_plan", "quantized_model_init",
-    "read_stats", "recipe", "record_stats", "scatter_tokens", "set_recipe", "state_dict", "watch_scales", "wire_report",
-    "with_master_weights",
+    "cross_entropy", "end_step", "fully_shard", "gather_tokens", "load_state_dict", "make_plan", "not_finite",
+    "quantized_model_init", "read_stats", "recipe", "record_stats", "scatter_tokens", "set_recipe", "state_dict",
+    "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from dlp.parallel.fsdp import Managed, gather_quantized, managed
 from dlp.parallel.grads import PartialGradients
 from dlp.parallel.linear import LinearCore, ParallelLinear, cores
 from dlp.parallel.masters import masters_of
+from dlp.parallel.nonfinite import ACTIONS, Watch
 from dlp.parallel.optimizers import AttachedOptimizer, check_owns
 from dlp.parallel.replicas import Replicas
 from dlp.parallel.runtime import Runtime, converted_root, data_parallel, give_runtime, runtime_of
@@ -60,8 +61,9 @@ WEIGHT_CACHES = ("step", "forward")
 
 
 def attach(
-    model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step"
-) -> None:
+    model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step",
+    on_nonfinite: str = "raise",
+) -> None:  # fmt: skip
     """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
 
     Call it after `convert` and `fully_shard`, with parameters in memory, once for each optimizer. `model`: what `convert`
@@ -76,13 +78,19 @@ def attach(
                    is kept, and they are cast wherever they are used, rowwise in forward and columnwise in backward, with
                    the same bits. Of weights that FSDP gathers casts are kept unless its `quantized_gather` is False.
 
+    on_nonfinite   a cast met a NaN or Inf, of which scales may make something finite. "raise": FloatingPointError at the end
+                   of the next step, on the ranks that saw it, naming layer, tensor, rank and step; "warn": a line in the log
+                   each time; "ignore": nothing (see `not_finite`). What is kept in high precision is not looked at.
+
     For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
     this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks. ValueError for another
-    `weight_cache`.
+    `weight_cache` or `on_nonfinite`.
     """
     if weight_cache not in WEIGHT_CACHES:
         raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
     check_no_fsdp1(model)
+    if on_nonfinite not in ACTIONS:
+        raise ValueError(f"on_nonfinite must be one of {', '.join(ACTIONS)}; got {on_nonfinite!r}")
     root, held = converted_root(model), list(masters_of(model).values())
     _check_whole(model, root)
     check_owns(root or model, optimizer, held)
@@ -101,9 +109,16 @@ def attach(
     gather_quantized(model, runtime)
     if runtime.sums is not None and runtime.replicas is None:
         runtime.replicas = Replicas(root, {slot.path for slot in runtime.sums.slots}, runtime.sums.group)
-    fsdp = [record for _, _, record in managed(model)]
-    AttachedOptimizer(optimizer, runtime, fsdp, partial(_cast_weights, root), partial(end_step, root))
+    fsdp, end = [record for _, _, record in managed(model)], partial(_after_step, root, Watch(runtime, on_nonfinite))
+    AttachedOptimizer(optimizer, runtime, fsdp, partial(_cast_weights, root), end)
     runtime.attached = True
+
+
+def _after_step(model: nn.Module, watch: Watch) -> None:
+    """The boundary behind an optimizer's step. The weights that it casts are the next step's."""
+    watch.close()
+    end_step(model)
+    watch.look()
 
 
 def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:

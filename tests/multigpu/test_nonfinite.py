@@ -1,0 +1,101 @@
+"""What was not finite is told by the rank that has it: scales are agreed, flags are not."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dlp
+from tests import pool as worker
+from tests.played import playing
+
+TOKENS, HIDDEN, FFN = 128, 64, 256  # of a rank; whole blocks of 128, so that everything travels as it is cast
+CULPRIT = 1  # the rank with the Inf
+
+
+class Net(nn.Module):
+    """x [M, 64] -> [M, 64], by a column and a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x))
+        return y
+
+
+def made(recipe: str, held: str, on_nonfinite: str) -> tuple[Net, torch.optim.Optimizer]:
+    """Under tensor and sequence parallelism, or FSDP."""
+    torch.manual_seed(0)
+    model, sizes = Net().to(worker.device()), {"dp_shard": 2} if held == "fsdp" else {"tp": 2}
+    mesh, groups = worker.mesh(**sizes), [dlp.LayerGroup("all", "**", recipe=recipe)]
+    if held == "tp":
+        groups += [
+            dlp.LayerGroup("up", "up", style="column", sequence_parallel=True),
+            dlp.LayerGroup("down", "down", style="row", sequence_parallel=True),
+        ]
+    dlp.convert(model, groups, mesh, batch=(1, 2 * TOKENS))
+    if held == "fsdp":
+        dlp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    dlp.attach(model, optimizer, on_nonfinite=on_nonfinite)
+    return model, optimizer
+
+
+def step(model: Net, optimizer: torch.optim.Optimizer, into: str, value: float) -> None:
+    """One step, with this value in x, in dy or in the gradient of a weight on one rank."""
+    x, dy = (torch.randn(TOKENS, HIDDEN, device=worker.device()) for _ in range(2))
+    mine = dist.get_rank() == CULPRIT
+    if mine and into in ("x", "dy"):
+        {"x": x, "dy": dy}[into][TOKENS // 2, 3] = value
+    model(x).backward(dy)
+    if mine and into == "w":
+        model.up.weight.grad._local_tensor.view(-1)[5] = value
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def told(recipe: str, held: str, into: str, value: float) -> list[str]:
+    """What this rank says of a step into which such a value gets, the first of its tensors."""
+    with ExitStack() as kernels:
+        if worker.device().type == "cpu":
+            kernels.enter_context(playing())
+        model, optimizer = made(recipe, held, "ignore")
+        for now in ("", into):
+            step(model, optimizer, now, value)
+        return dlp.not_finite(model)[:1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block", "fp8_rowwise"])
+@pytest.mark.parametrize(
+    ("held", "into", "of"), [("tp", "x", "x of up"), ("tp", "dy", "dy of down"), ("fsdp", "w", "w of up")]
+)
+def test_the_rank_that_has_it_tells(ranks, recipe: str, held: str, into: str, of: str):
+    found = ranks(2).run(told, recipe, held, into, torch.inf)
+    assert found[CULPRIT] == [of]
+    assert found[1 - CULPRIT] == []
+
+
+def raised(into: str) -> tuple[str, int]:
+    """The message, if there is one, and how many steps were begun."""
+    model, optimizer = made("fp8_current", "fsdp", "raise")
+    for i in range(3):  # a rank that goes on waits for the one that stopped, until torchrun ends it
+        try:
+            step(model, optimizer, into if i == 1 else "", torch.inf)
+        except FloatingPointError as error:
+            return str(error), i + 1
+    return "", 3
+
+
+@pytest.mark.ranks(2)
+def test_it_raises_there_one_step_late_with_its_rank(ranks):
+    found: Any = ranks(2).run(raised, "x")
+    message, steps = found[CULPRIT]
+    assert message.startswith("step 2: x of up held a NaN or Inf when it was cast on rank 1, ") and steps == 3
