@@ -88,7 +88,8 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     model.to_empty(device=device)
     init_weights(model, config.train.seed)
     optimizer = make_optimizer(model, config, device)
-    dlp.attach(model, optimizer, weight_cache=config.train.weight_cache)
+    cache = config.train.weight_cache
+    dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore")  # the loop looks
     swaps = schedule.prepare(config.groups, model, plan)
     dp_rank = mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
     memory = memory_here() if device.type == "cuda" else None

@@ -1,52 +1,99 @@
-"""Where a NaN came from: the first layer, in order of execution, whose output is not finite, on which rank."""
+"""Where a NaN or Inf came from.
+
+    by flags         of the step itself: which of its casts met one (see `dlp.parallel.flags`)
+    by a repetition  where flags show nothing in forward, of forward and backward with the weights of now: the first layer
+                     whose output is not finite, or in backward whose output's gradient is not
+
+Every rank calls it together, and gets the same sentence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dlp.parallel.flags import Name, first
+from dlp.parallel.runtime import in_backward
 
-@torch.no_grad()
-def first_bad_layer(model: nn.Module, batches: Sequence[Tensor]) -> tuple[int, str] | None:
-    """Run the model on `batches` again, uncompiled: (order, name) of the first leaf module whose output holds a NaN or
-    Inf."""
-    order: list[str] = []
-    found: list[tuple[int, str]] = []
+
+class Layer(NamedTuple):
+    """The first layer of a pass with something that is not finite: its place in order of execution, on which rank."""
+
+    place: int
+    rank: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank}"
+
+
+class _Pass:
+    """What came of one pass, layer after layer."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.first: Layer | None = None
+
+    def see(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self.seen += 1
+        if self.first is None and not all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors):
+            self.first = Layer(self.seen, dist.get_rank(), name)
+
+
+def first_layers(model: nn.Module, repeat: Callable[[], object]) -> tuple[Layer | None, Layer | None]:
+    """The first leaf modules of this rank, in forward by output and in backward by its gradient, of a repetition of both
+    passes."""
+    forward, backward = _Pass(), _Pass()
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            order.append(name)
+            if in_backward():  # recomputed
+                return
             tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-            if not found and not all(bool(torch.isfinite(t).all()) for t in tensors):
-                found.append((len(order), name))
+            forward.see(name, tensors)
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: backward.see(name, [grad]))
 
         return hook
 
-    leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
+    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
     handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled code would not call the hooks
-            for tokens in batches:
-                model(tokens)
+            repeat()
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return forward.first, backward.first
 
 
-def first_not_finite(model: nn.Module, batches: Sequence[Tensor], step: int, loss: float, norm: float) -> str:
-    """One sentence for all ranks: step, rank and first layer. The optimizer skipped the step, so the weights that made
-    it are still there and the forward can be repeated. Every rank calls it together."""
-    reports: list[tuple[int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, first_bad_layer(model, batches))
-    bad = [(report[0], rank, report[1]) for rank, report in enumerate(reports) if report is not None]
-    what = f"step {step}: loss {loss}, gradient norm {norm}"
-    if not bad:
-        return f"{what}: not finite, but every layer's output is; it arose in the loss or in backward"
-    _, rank, name = min(bad)
-    return f"{what}: on rank {rank} the first layer whose output is not finite is {name}"
+def _least(mine: Any) -> Any:
+    """The least of what ranks found; None where none found anything."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return min((each for each in found if each is not None), default=None)
+
+
+def origin(
+    names: Sequence[Name | None], flags: Sequence[float], model: nn.Module, repeat: Callable[[], object], steps: int
+) -> str:
+    """Where it came from. `flags`: of this rank in that step, of the tensors `names`; `repeat`: forward and backward of its
+    microbatches; `steps`: after which the weights of now are."""
+    cast = _least(first(names, flags, dist.get_rank()))
+    if cast is not None and not cast.backward:
+        return str(cast)
+    forward, backward = map(_least, first_layers(model, repeat))
+    if forward is not None:
+        found = f"the first layer whose output is not finite is {forward}"
+    elif backward is not None:
+        found = f"every layer's output is finite, and the first whose output's gradient is not is {backward}"
+    else:
+        found = "every layer's output and its gradient are finite: it has passed, or arose behind them"
+    seen = str(cast) if cast is not None else "every x, w and dy that was cast was finite" if any(names) else ""
+    return f"{seen}{'; ' if seen else ''}repeated with the weights after step {steps}, {found}"

@@ -1,4 +1,4 @@
-"""What a run measures: numbers on their way from the device, the split of a step's time, metrics.jsonl, progress, plot."""
+"""What a run measures: the split of a step's time, metrics.jsonl, progress, plot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from launch.baseline import Baseline
 from launch.config import Config
@@ -18,25 +17,6 @@ from launch.exposure import Exposure
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
 from launch.plot import write_plot
 from launch.rundir import RunDir
-
-
-class OnTheWay:
-    """A few numbers that start for the host now and are read later: `read` waits for them, and for nothing after them
-    (`tensor.tolist()` would wait for all that was launched since)."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._host, self._arrival = numbers, None
-        if numbers.is_cuda:
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
-
-    def read(self) -> list[float]:
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        numbers: list[float] = self._host.tolist()
-        return numbers
 
 
 class Stopwatch:

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 import dlp
 from dlp.comm import wire
 from dlp.parallel.embedding import IGNORED
+from dlp.parallel.late import OnTheWay
 from dlp.parallel.runtime import runtime_of
 from launch import checkpoint, manifest, together
 from launch.baseline import baseline
@@ -30,11 +32,11 @@ from launch.check_data import check_data
 from launch.clip import GradientNorm
 from launch.config import Config, recipe_files, to_toml
 from launch.data import open_data
-from launch.diagnose import first_not_finite
+from launch.diagnose import origin
 from launch.exposure import profiled
 from launch.graph import WARM_UP, CapturedStep
 from launch.rate import learning_rate, rate_remarks
-from launch.recorder import OnTheWay, Recorder, Stopwatch
+from launch.recorder import Recorder, Stopwatch
 from launch.rundir import RunDir, move_aside
 from launch.schedule import some
 from launch.stop import StopFlag
@@ -44,7 +46,8 @@ from launch.wire import OWN, WireWatch
 
 @dataclass
 class Step:
-    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, gradient norm.
+    """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, ranks with
+    a flag set, gradient norm, this rank's flags.
     `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for. `wire`: bytes
     this rank sent in it, by group. `remarks`: what is to be said of it, after its numbers."""
 
@@ -59,7 +62,7 @@ class Step:
 
 
 class NotFinite(Exception):
-    """A loss was NaN or Inf; the message, equal on all ranks, says where it came from."""
+    """A loss, or something that was cast, was NaN or Inf; the message, equal on all ranks, says where it came from."""
 
 
 class Trainer:
@@ -160,11 +163,14 @@ class Trainer:
         graph = self.config.train.cuda_graph and self.warm >= WARM_UP
         numbers = self.replay(batches) if graph else self.compute(batches, watch.lap)
         self.warm += 1
-        shared = torch.stack([numbers[0], torch.full_like(numbers[0], float(self.stop.requested))])
+        flags = torch.cat([torch.zeros_like(numbers[:0]), *self.recipes.flags.closed])
+        wish = torch.full_like(numbers[0], float(self.stop.requested))
+        shared = torch.stack([numbers[0], wish, flags.isnan().any().float()])
         with wire.label(**OWN):
             dist.all_reduce(shared)
         watch.lap("graph" if graph else "optimizer")
-        return Step(step + 1, OnTheWay(torch.cat([shared, numbers[1:]])), lr, watch, began, self.wire.bytes())
+        coming = OnTheWay(torch.cat([shared, numbers[1:], flags]))
+        return Step(step + 1, coming, lr, watch, began, self.wire.bytes())
 
     def compute(
         self, batches: Sequence[tuple[Tensor, Tensor]], lap: Callable[[str], None] = lambda part: None
@@ -222,14 +228,15 @@ class Trainer:
         return norm
 
     def read(self, step: Step) -> None:
-        """Take a finished step's numbers: record them, and notice a loss that is not finite or a wish to stop."""
-        loss, wishes, norm = step.numbers.read()
+        """Take a finished step's numbers: record them, and notice what is not finite or a wish to stop."""
+        loss, wishes, flagged, norm, *flags = step.numbers.read()
         loss /= self.built.mesh["tp"].size()  # every tp rank brought the same
         seconds = (step.ended or time.perf_counter()) - step.began
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
             self.say_remarks(step)
-            batches = [tokens for tokens, _ in self.batches(self.train_data, step.number - 1)]
-            raise NotFinite(first_not_finite(self.built.model, batches, step.number, loss, norm))
+            names, steps = self.recipes.flags.names, self.recipes.steps
+            where = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
+            raise NotFinite(f"step {step.number}: loss {loss}, gradient norm {norm}: {where}")
         split = step.watch.split()
         self.recorder.step(
             step.number, loss=loss, norm=norm, lr=step.lr, seconds=seconds, split=split, wire_bytes=step.wire
@@ -240,6 +247,12 @@ class Trainer:
     def say_remarks(self, step: Step) -> None:
         for remark in step.remarks:
             self.run.say(remark)
+
+    def repeat(self, step: int) -> None:
+        """Forward and backward of a step once more, for what is seen of them; gradients are left."""
+        for tokens, targets in self.batches(self.train_data, step):
+            dlp.cross_entropy(self.built.model(tokens), targets, self.built.mesh).backward()
+            dlp.backward_dw(self.built.model)
 
     @torch.no_grad()
     def validate(self) -> float:

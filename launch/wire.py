@@ -27,8 +27,8 @@ from launch.links import link_of, said_bytes, said_seconds
 from launch.model import DTYPES
 
 WARM = 2  # steps before one is watched: by then weights are cast at the step boundary, and compiled code is compiled
-# fp32 numbers that ranks share in a step: valid tokens, the norm's square, loss and wish to stop
-SHARED_NUMBERS = (1, 1, 2)
+# fp32 numbers that ranks share in a step: valid tokens, the norm's square, loss, wish to stop and flags
+SHARED_NUMBERS = (1, 1, 3)
 OWN = {"layer": "launch", "direction": "other"}
 
 

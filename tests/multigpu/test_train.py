@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -188,8 +189,15 @@ class Poisoned(Trainer):
         return super().train_step(step)
 
 
+UP_PROJ = "model.layers.1.mlp.up_proj"
+CAST = f"w of {UP_PROJ} held a NaN or Inf when it was cast on rank {{}}, the first of [0-9]+ in forward"
+REPEATED = (
+    f"repeated with the weights after step [45], the first layer whose output is not finite is {UP_PROJ} on rank {{}}"
+)
+
+
 def poisoned(config: Config) -> tuple[str, int]:
-    """The message, and how many steps were begun."""
+    """The message, and how many steps the optimizer made."""
     trainer, done = training.trainer(config, Poisoned)
     with pytest.raises(NotFinite) as caught, trainer.run.logged():
         trainer.train(done)
@@ -197,16 +205,18 @@ def poisoned(config: Config) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides"),
-    [(2, []), (2, ["--train.checkpointing=full", "--recipe=bf16"]), (4, []), (1, ["--mesh.tp=1"])],
+    ("world", "overrides", "where"),
+    [
+        (2, [], CAST.format(1)),
+        (2, ["--train.checkpointing=full", "--recipe=bf16"], REPEATED.format(1)),
+        (4, [], CAST.format(3)),
+        (1, ["--mesh.tp=1"], CAST.format(0)),
+    ],
 )
-def test_a_nan_names_step_rank_and_layer_and_saves_nothing(ranks, tmp_path, data, world, overrides):
+def test_a_nan_names_step_rank_and_layer_and_saves_nothing(ranks, tmp_path, data, world, overrides, where):
     config = training.config(tmp_path, data, "--checkpoint.every=1", "--train.eval_every=100", *overrides)
     for message, steps in ranks(world).run(poisoned, config):
-        assert message == (
-            f"step 4: loss nan, gradient norm nan: on rank {config.mesh.tp - 1} the first layer whose output is not "
-            f"finite is model.layers.1.mlp.up_proj"
-        )
+        assert re.fullmatch(f"step 4: loss nan, gradient norm nan: {where}", message), message
         assert steps == 3, "the optimizer skipped the bad step"
     assert checkpoints(config) == ["step-1", "step-2", "step-3"]
     assert sorted(training.metrics(config)) == [1, 2, 3]
@@ -254,8 +264,58 @@ def test_a_gradient_that_is_not_finite_is_told_from_a_layer(ranks, tmp_path, dat
     (message, _) = ranks(2).run(bad_gradient, training.config(tmp_path, data))
     assert message.startswith("step 1: loss 5.9") or message.startswith("step 1: loss 6.")
     assert message.endswith(
-        "gradient norm inf: not finite, but every layer's output is; it arose in the loss or in backward"
+        "gradient norm inf: every x, w and dy that was cast was finite; repeated with the weights after step 2, every "
+        "layer's output and its gradient are finite: it has passed, or arose behind them"
     )
+
+
+class Swallowed(Trainer):
+    """An Inf that no loss shows, on the last rank: in the gradient that the last layer of forward gets, or in its x."""
+
+    into: ClassVar[str]
+
+    def train_step(self, step: int) -> Step:
+        layer = self.built.model.model.layers[0].mlp.down_proj
+        if step != 2 or dist.get_rank() == 0:
+            return super().train_step(step)
+        hook = layer.register_forward_pre_hook(of_x) if self.into == "x" else layer.register_forward_hook(of_y)
+        current = super().train_step(step)
+        hook.remove()
+        return current
+
+
+def of_x(module: Any, args: Any) -> None:
+    args[0].data.view(-1)[7] = torch.inf
+
+
+def of_y(module: Any, args: Any, y: torch.Tensor) -> None:
+    y.register_hook(lambda dy: dy.index_fill(0, torch.tensor([7], device=dy.device), -torch.inf))
+
+
+class InX(Swallowed):
+    into = "x"
+
+
+class InDy(Swallowed):
+    into = "dy"
+
+
+def stopped_by(config: Config, cls: type[Trainer]) -> str:
+    trainer, done = training.trainer(config, cls)
+    with pytest.raises(NotFinite) as caught:
+        trainer.train(done)
+    return str(caught.value)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("cls", "way"), [(InX, "forward"), (InDy, "backward")], ids=["x", "dy"])
+def test_an_inf_that_a_scale_swallows_stops_the_run(ranks, tmp_path, data, cls, way):
+    config = training.config(tmp_path, data, "--checkpoint.every=1", "--train.eval_every=100")
+    for message in ranks(2).run(stopped_by, config, cls):
+        assert re.match(r"step 3: loss \d\.\d+, gradient norm \d+\.\d+: ", message), "it shows nowhere else"
+        assert f": {cls.into} of model.layers.0.mlp.down_proj held a NaN or Inf when it was cast on rank 1, " in message
+        assert f" in {way}" in message
+    assert checkpoints(config) == ["step-1", "step-2"]
 
 
 class Raising(Trainer):
