@@ -62,7 +62,7 @@ class RunDir:
             yield
         except BaseException as error:
             with contextlib.suppress(OSError):  # a full disk may be the error
-                if self._log is None and isinstance(error, ValueError):
+                if self._log is None and isinstance(error, ValueError | OSError):
                     if self.leader:
                         self._claim.withdraw()
                 else:

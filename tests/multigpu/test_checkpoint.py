@@ -31,6 +31,7 @@ from launch import checkpoint
 from launch.checkpoint import CheckpointError
 from launch.config import Config
 from launch.manifest import complete, digest, hashed, read_manifest
+from launch.rundir import RunDir
 from tests import training
 from tests.pool import Pool, RankError
 
@@ -469,7 +470,15 @@ def test_a_refused_command_changes_nothing(ranks, tmp_path, data):
             ranks(2).run(refused, changed)
             assert content(Path(config.run.dir)) == before, change
     ranks(2).run(refused, training.config(tmp_path, data, "--data.path=nowhere", f"--run.dir={tmp_path}/new/run"))
+    ranks(2).run(unreadable, training.config(tmp_path, data, f"--run.dir={tmp_path}/new/run"))
     assert not (tmp_path / "new" / "run").exists()
+
+
+def unreadable(config: Config) -> None:
+    """A file that cannot be read, before the run began."""
+    run = RunDir(Path(config.run.dir))
+    with pytest.raises(OSError), run.logged():
+        raise OSError("no such cache")
 
 
 def refused(config: Config) -> None:
