@@ -210,7 +210,8 @@ def stdlib_files() -> dict[str, Path]:
 
 
 def stdlib_shards(validation: float) -> Path:
-    """The folder of builtin:stdlib's shards, made if it is not in the cache ($XDG_CACHE_HOME/dlp or ~/.cache/dlp)."""
+    """The folder of builtin:stdlib's shards, made if it is not in the cache ($XDG_CACHE_HOME/dlp or ~/.cache/dlp). ValueError
+    where that cannot be written."""
     files = stdlib_files()
     digest = hashlib.sha256(f"{VERSION} {SPLIT_VERSION} {validation} {len(files)}".encode())
     for name, path in files.items():
@@ -219,7 +220,13 @@ def stdlib_shards(validation: float) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "dlp" / f"stdlib-{digest.hexdigest()[:16]}"
     if not folder.is_dir():
-        prepare(files, folder, validation=validation)
+        try:
+            prepare(files, folder, validation=validation)
+        except OSError as error:
+            raise ValueError(
+                f"builtin:stdlib: the cache {cache / 'dlp'} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME "
+                f"to a folder that can, or name one that launch.data prepare made as [data] path"
+            ) from None
     return folder
 
 

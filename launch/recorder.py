@@ -86,7 +86,7 @@ class Recorder:
             self._write(step=step, validation_loss=loss)
             if self._progress is not None:
                 self._progress.tell(step, f"validation {loss:.3f}")
-            write_plot([self._run.path], self._run.path / "loss.png")
+            self._plot()
 
     def baseline(self, step: int, found: Baseline) -> None:
         """The loss to beat, once a run."""
@@ -122,7 +122,15 @@ class Recorder:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.close()
-            write_plot([self._run.path], self._run.path / "loss.png")
+            self._plot()
+
+    def _plot(self) -> None:
+        """A picture that cannot be written ends no run; `launch.plot` draws it later from the metrics."""
+        path = self._run.path / "loss.png"
+        try:
+            write_plot([self._run.path], path)
+        except OSError as error:
+            self._run.say(f"{path} could not be written ({error.strerror or error}); the run goes on without it")
 
     def _write(self, **record: Any) -> None:
         with self._path.open("a") as file:

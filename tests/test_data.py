@@ -417,6 +417,15 @@ def test_another_share_or_source_is_another_folder(tmp_path: Path, monkeypatch: 
     assert len(set(folders)) == 4
 
 
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(
+        ValueError, match=r"cache .*/file/dlp cannot be written \(Not a directory\); set XDG_CACHE_HOME to"
+    ):
+        data.stdlib_shards(0.1)
+
+
 def test_bigram_loss_of_stdlib(stdlib: data.Data) -> None:
     """About 2.42 nats; it moves a little with the Python version."""
     loss = bigram_loss(stdlib.train, stdlib.validation)

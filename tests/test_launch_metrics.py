@@ -5,10 +5,11 @@ import os
 import pty
 import sys
 import termios
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from torch import nn
 from launch.config import load
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, peak_of, read_metrics, tell
 from launch.plot import draw, labels, main, series, smooth, write_plot
+from launch.recorder import Recorder
+from launch.rundir import RunDir
 from launch.sections import Model
+
+CPU = torch.device("cpu")
 
 
 def test_flops_of_matmuls_are_six_per_parameter_and_of_attention_by_hand() -> None:
@@ -152,6 +157,16 @@ def test_a_plot_shows_what_a_run_is_judged_by(tmp_path: Path) -> None:
     assert list(bigram.get_ydata()) == [2.432, 2.432]
     bottom, top = loss.get_ylim()
     assert -0.2 < bottom < 0.05 and 3.0 < top < 3.5, "the first losses, of 5, are left out"
+
+
+def test_a_plot_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 20)
+    (run / "loss.png").mkdir()
+    said: list[str] = []
+    recorder = Recorder(load("tiny"), cast(RunDir, Namespace(path=run, leader=True, say=said.append)), CPU, 1)
+    recorder.validation(20, 1.5)
+    assert said == [f"{run / 'loss.png'} could not be written (Is a directory); the run goes on without it"]
+    assert read_metrics(run / "metrics.jsonl")[-1]["validation_loss"] == 1.5
 
 
 def test_swap_labels_and_legend_lie_where_nothing_is_hidden(tmp_path: Path) -> None:
