@@ -103,7 +103,7 @@ class Watch:
         """An optimizer that is not attached has stepped; whether it holds weights of these layers. They count as changed:
         fused optimizers, and those of DTensors, do not tell torch."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        changed = [p for core in cores for p in core.stored() if id(p) in held]
+        changed = [p for core in cores for p in _there(core) if id(p) in held]
         torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
         return bool(changed)
 
@@ -118,6 +118,13 @@ def watch_optimizers(model: nn.Module, after: Callable[[Optimizer], None]) -> No
             call(optimizer)
 
     weakref.finalize(model, register_optimizer_step_post_hook(hook).remove)
+
+
+def _there(core: LinearCore) -> list[Any]:
+    """The weights of a layer, without one that a parametrization has taken the place of: any optimizer's step looks at
+    them, and one of another model must not fail by this one."""
+    held: list[Any] = core.cast_weights.stored() or [m.module._parameters.get(m.weight) for m in core.members]
+    return [parameter for parameter in held if parameter is not None]
 
 
 def _sample(parameter: Tensor) -> Tensor:

@@ -182,3 +182,12 @@ def test_changes_of_distributed_weights_are_seen(ranks, fsdp):
     for cached, at_use, said in ranks(2).run(distributed, fsdp):
         assert_bit_equal(torch.stack(cached), torch.stack(at_use))
         assert said.startswith("0: its weight was changed in a way that torch does not count")
+
+
+def test_a_model_whose_weights_were_taken_breaks_no_other_ones_step():
+    model, other = mlp(), mlp()
+    trained(model)
+    optimizer = AdamW(other.parameters())
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    loss_of(other).backward()
+    optimizer.step()
