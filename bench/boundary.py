@@ -28,10 +28,10 @@ from bench.linear_subjects import RECIPES, Run
 from bench.quantize import host_us
 from dlp.kernels import loader
 from dlp.kernels.timing import device_ms
-from dlp.parallel.linear import cores
-from dlp.parallel.runtime import runtime_of
-from dlp.parallel.step import end_step
-from dlp.parallel.values import Values
+from dlp.parallel.linear.modules import cores
+from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import end_step
+from dlp.parallel.weight.values import Values
 
 LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))  # in, out of siblings
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

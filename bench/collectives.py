@@ -35,12 +35,12 @@ import dlp
 from bench.files import add_files, write_files
 from dlp.comm import collectives
 from dlp.comm.mesh import init_process_group, shutdown, world_size
-from dlp.parallel.operands import quantize
+from dlp.parallel.linear.operands import quantize
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.travel import x_of_forward
 from dlp.parallel.overlap import names as strategies
-from dlp.parallel.spec import LinearSpec
-from dlp.parallel.travel import x_of_forward
+from dlp.parallel.traffic.workload import moved
 from dlp.parallel.wires import WIRES
-from dlp.parallel.workload import moved
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
 from launch.stop import refuse

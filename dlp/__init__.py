@@ -5,30 +5,30 @@ What stands here is public; everything else may change.
 
 # the mesh
 from dlp.comm.mesh import build_mesh
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 
 # what changes between steps
-from dlp.parallel.autocast import autocast
+from dlp.parallel.model.autocast import autocast
 
 # conversion of a model
-from dlp.parallel.convert import convert
+from dlp.parallel.model.convert import convert
 
 # layers
-from dlp.parallel.delayed_wgrad import backward_dw
-from dlp.parallel.embedding import VocabParallelEmbedding, cross_entropy
-from dlp.parallel.fsdp import fully_shard
-from dlp.parallel.ledger import wire_report
-from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
-from dlp.parallel.masters import with_master_weights
-from dlp.parallel.measure import read_stats, record_stats
-from dlp.parallel.nonfinite import not_finite
-from dlp.parallel.plan import Plan, make_plan
-from dlp.parallel.quantized_init import quantized_model_init
-from dlp.parallel.scales import check_scales, watch_scales
-from dlp.parallel.state import load_state_dict, state_dict
-from dlp.parallel.step import attach, end_step
-from dlp.parallel.swap import set_recipe
-from dlp.parallel.tokens import gather_tokens, scatter_tokens
-from dlp.parallel.workload import Workload
+from dlp.parallel.model.delayed_wgrad import backward_dw
+from dlp.parallel.model.embedding import VocabParallelEmbedding, cross_entropy
+from dlp.parallel.model.measure import read_stats, record_stats
+from dlp.parallel.model.nonfinite import not_finite
+from dlp.parallel.model.plan import Plan, make_plan
+from dlp.parallel.model.scales import check_scales, watch_scales
+from dlp.parallel.model.session import attach, end_step
+from dlp.parallel.model.state import load_state_dict, state_dict
+from dlp.parallel.model.swap import set_recipe
+from dlp.parallel.model.tokens import gather_tokens, scatter_tokens
+from dlp.parallel.traffic.ledger import wire_report
+from dlp.parallel.traffic.workload import Workload
+from dlp.parallel.weight.fsdp2 import fully_shard
+from dlp.parallel.weight.held import quantized_model_init
+from dlp.parallel.weight.masters import with_master_weights
 
 # recipes
 from dlp.quant.custom import CustomRecipe

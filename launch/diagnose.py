@@ -1,6 +1,6 @@
 """Where a NaN or Inf came from.
 
-    by flags         of the step itself: which of its casts met one (see `dlp.parallel.flags`)
+    by flags         of the step itself: which of its casts met one (see `dlp.parallel.model.flags`)
     by a repetition  where flags show nothing in forward, of forward and backward with the weights of now: the first layer
                      whose output is not finite, or in backward whose output's gradient is not
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dlp.parallel.flags import Name, first
-from dlp.parallel.runtime import in_backward
+from dlp.parallel.model.flags import Name, first
+from dlp.parallel.model.runtime import in_backward
 
 
 class Layer(NamedTuple):

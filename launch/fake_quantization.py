@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from dlp.kernels.reference import random_bytes
-from dlp.parallel.linear_fn import y_shape
-from dlp.parallel.runtime import runtime_of
-from dlp.parallel.swap import layer_modules
-from dlp.parallel.weight import local
+from dlp.parallel.linear.core import y_shape
+from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.swap import layer_modules
+from dlp.parallel.weight.local import local
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 Element = tuple[torch.dtype, float]

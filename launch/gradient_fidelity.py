@@ -23,7 +23,7 @@ from torch import Tensor
 
 import dlp
 from dlp.comm.mesh import shutdown, world_size
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.model.runtime import runtime_of
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import Wrapped
 from dlp.quant.recipe import OPERANDS, Operand, Recipe

@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import wire
 from dlp.comm.mesh import shutdown
-from dlp.parallel.ledger import LedgerError, plan_of
-from dlp.parallel.traffic import in_bf16
-from dlp.parallel.workload import Traffic
+from dlp.parallel.traffic.ledger import LedgerError, plan_of
+from dlp.parallel.traffic.predict import in_bf16
+from dlp.parallel.traffic.workload import Traffic
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import GEMMS
 from launch.config import Config, load

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlp.parallel.linear import Linear
+from dlp.parallel.linear.modules import Linear
 from dlp.quant import recipe as recipes
 from launch.config import Config, command_line, make_parser
 from launch.model import DTYPES

@@ -18,7 +18,7 @@ import torch
 
 from dlp.comm.wire import dtype_name
 from dlp.kernels.gemms import device_kind
-from dlp.parallel.plan import LayerPlan
+from dlp.parallel.model.plan import LayerPlan
 from dlp.parallel.style import shard_sizes
 from dlp.quant.gemm import DECODES, decoded_dtype
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS

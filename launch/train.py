@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import dlp
 from dlp.comm.mesh import describe, resolve_axes, shutdown, world_size
 from dlp.kernels.gemms import device_kind
-from dlp.parallel.ledger import LedgerError
+from dlp.parallel.traffic.ledger import LedgerError
 from dlp.quant.gemm import DEVICES
 from launch import deterministic, wire
 from launch.accumulate import accumulation

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 
 import dlp
 from dlp.comm import wire
-from dlp.parallel.embedding import IGNORED
-from dlp.parallel.late import OnTheWay
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.model.embedding import IGNORED
+from dlp.parallel.model.late import OnTheWay
+from dlp.parallel.model.runtime import runtime_of
 from launch import checkpoint, manifest, together
 from launch.baseline import baseline
 from launch.build import Built

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from dlp import Plan
 from dlp.comm import wire
 from dlp.comm.mesh import resolve_axes
-from dlp.parallel.fsdp_traffic import fsdp_gradients
-from dlp.parallel.ledger import Ledger, activation_dtypes, plan_of
-from dlp.parallel.runtime import runtime_of
-from dlp.parallel.tables import table
-from dlp.parallel.traffic import cross_entropy, in_bf16, step_traffic
-from dlp.parallel.workload import Sent, Traffic, Unforeseen, Workload
+from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.tables import table
+from dlp.parallel.traffic.fsdp import fsdp_gradients
+from dlp.parallel.traffic.ledger import Ledger, activation_dtypes, plan_of
+from dlp.parallel.traffic.predict import cross_entropy, in_bf16, step_traffic
+from dlp.parallel.traffic.workload import Sent, Traffic, Unforeseen, Workload
 from launch.accumulate import Accumulation
 from launch.build import Built
 from launch.config import Config, validate_world

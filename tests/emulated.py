@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from dlp.kernels import codes, cuda, cuda_producers, dispatch, gemms, loader, ops, program, reference
 from dlp.kernels.reference import Fp8Scale
-from dlp.parallel import programs
+from dlp.parallel.linear import capture as programs
 
 ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)

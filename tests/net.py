@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.parallel.runtime import data_parallel
+from dlp.parallel.model.runtime import data_parallel
 from tests import pool as worker
 
 HIDDEN, BATCH, SEQUENCE = 64, 4, 64

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.parallel.runtime import data_parallel
+from dlp.parallel.model.runtime import data_parallel
 from tests import pool as worker
 from tests.net import RUN_GROUPS, Net
 

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from dlp.kernels import casts, casts_fp4, cuda, dispatch, loader, ops
 from dlp.kernels.reference import Fp8Scale
-from dlp.parallel import casts_together, notes, operands
+from dlp.parallel.linear import operands
+from dlp.parallel.model import notes
 from dlp.parallel.style import STYLES
+from dlp.parallel.weight import casts as casts_together
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, cast_op, needs_origin, one_launch, one_read, slot_options
 from dlp.quant.recipe import load

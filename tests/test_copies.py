@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.spec import spec_of
+from dlp.parallel.linear.spec import spec_of
 from tests.metrics import assert_bit_equal
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda made: pickle.loads(pickle.dumps(made))}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlp
-from dlp.parallel import flags
-from dlp.parallel.flags import Flags, Name
+from dlp.parallel.model import flags
+from dlp.parallel.model.flags import Flags, Name
 from dlp.quant.quantizer import KeepHighPrecision, flagged, one_read
 from dlp.quant.recipe import load
 from tests.emulated import emulated  # noqa: F401

@@ -131,8 +131,8 @@ def test_every_program_can_be_the_first_module_that_is_imported():
         ("dlp.quant.tensor", "\nfrom ..comm import amax", "2 imports dlp.comm.amax: dlp.quant may not import dlp.comm"),
         ("dlp.comm.amax", "def f():\n from dlp import quant", "2 imports dlp.quant: dlp.comm may not import dlp.quant"),
         ("dlp.comm.mesh", "from dlp.parallel import style", "may not import dlp.parallel"),
-        ("dlp.parallel.linear", "from launch.model import Llama", "dlp.parallel may not import launch"),
-        ("dlp.parallel.linear", "from dlp import convert", "dlp.parallel may not import dlp"),
+        ("dlp.parallel.linear.modules", "from launch.model import Llama", "dlp.parallel may not import launch"),
+        ("dlp.parallel.linear.modules", "from dlp import convert", "dlp.parallel may not import dlp"),
         ("dlp.quant.recipe", "from dlp.quant.recipes import mine", "reach it through load('mine')"),
         ("dlp.quant.recipes.other", "from .mine import X", "reach it through load('mine')"),
         ("launch.train", "from bench import host", "launch may not import bench"),
@@ -149,7 +149,7 @@ def test_a_forbidden_import_is_found(module, source, message):
     [
         ("dlp.kernels.ops", "import torch\nfrom . import reference\nfrom dlp.kernels.reference import cast"),
         ("dlp.quant.recipe", "importlib.import_module(f'dlp.quant.recipes.{name}')\nfrom dlp.kernels import ops"),
-        ("dlp.parallel.linear_fn", "from dlp.quant import recipes\nfrom ..comm.amax import agree"),
+        ("dlp.parallel.linear.core", "from dlp.quant import recipes\nfrom ..comm.amax import agree"),
         ("launch.train", "import dlp\nfrom dlp.kernels import ops\nfrom .config import load"),
     ],
 )

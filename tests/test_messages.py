@@ -10,7 +10,7 @@ from torch import nn
 
 import dlp
 from dlp.comm import mesh
-from dlp.parallel.state import _saved_swaps
+from dlp.parallel.model.state import _saved_swaps
 from dlp.quant.quantizer import SlotOptions
 from dlp.quant.state import SlotTable
 from launch import plot

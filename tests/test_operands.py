@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.parallel import operands, overlap
-from dlp.parallel.linear import Linear
-from dlp.parallel.spec import LinearSpec, Overlaps
+from dlp.parallel import overlap
+from dlp.parallel.linear import operands
+from dlp.parallel.linear.modules import Linear
+from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe

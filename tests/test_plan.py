@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dlp.parallel.plan import make_plan
-from dlp.parallel.tables import fold
+from dlp.parallel.model.plan import make_plan
+from dlp.parallel.model.tables import fold
 from dlp.quant.groups import LayerGroup
 
 

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import dlp
 from dlp.kernels import cuda, program
 from dlp.kernels.program import NotPlain, Program
-from dlp.parallel import direct
-from dlp.parallel.linear import LinearCore
-from dlp.parallel.programs import DIRECTIONS, FORWARD
-from dlp.parallel.prologue import PROLOGUES
-from dlp.parallel.step import end_step
+from dlp.parallel.linear import direct
+from dlp.parallel.linear.capture import DIRECTIONS, FORWARD
+from dlp.parallel.linear.modules import LinearCore
+from dlp.parallel.linear.prologue import PROLOGUES
+from dlp.parallel.model.session import end_step
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.recipe import both, load
 from tests.emulated import emulated  # noqa: F401

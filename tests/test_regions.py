@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dlp
-from dlp.parallel.linear import Linear
+from dlp.parallel.linear.modules import Linear
 from tests.cases import matrix
 from tests.metrics import assert_bit_equal, relative_error
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.linear import ConvertedLinear, LinearCore, Member, make_spec
-from dlp.parallel.runtime import Runtime
+from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, Member, make_spec
+from dlp.parallel.model.runtime import Runtime
 from tests.metrics import assert_bit_equal, assert_close
 
 NAMES = ("q", "k", "v")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlp.parallel.plan import Plan, make_plan
+from dlp.parallel.model.plan import Plan, make_plan
 
 
 class LoRA(nn.Linear):

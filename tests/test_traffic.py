@@ -13,8 +13,8 @@ from torch import nn
 
 import dlp
 from dlp.comm import wire
-from dlp.parallel.traffic import in_bf16, step_traffic
-from dlp.parallel.workload import Sent, Unforeseen, Workload
+from dlp.parallel.traffic.predict import in_bf16, step_traffic
+from dlp.parallel.traffic.workload import Sent, Unforeseen, Workload
 from dlp.quant.recipe import both
 from dlp.quant.tensor import HighPrecision
 from launch import links

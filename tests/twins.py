@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import dlp
 from dlp.kernels import program
 from dlp.kernels.program import Program
-from dlp.parallel.linear import cores
-from dlp.parallel.programs import DIRECTIONS, Programs
+from dlp.parallel.linear.capture import DIRECTIONS, Programs
+from dlp.parallel.linear.modules import cores
 from tests.metrics import assert_bit_equal
 
 K, N, M = 256, 640, 256

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlp.parallel.linear import Linear
-from dlp.parallel.runtime import Runtime, runtime_of
-from dlp.parallel.step import attach, end_step
+from dlp.parallel.linear.modules import Linear
+from dlp.parallel.model.runtime import Runtime, runtime_of
+from dlp.parallel.model.session import attach, end_step
 from dlp.quant.recipe import load
 from tests.gpu.inputs import values
 

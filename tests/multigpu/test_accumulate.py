@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dlp
-from dlp.parallel import fsdp
+from dlp.parallel.weight import fsdp2 as fsdp
 from launch.accumulate import Accumulation, accumulation
 from launch.config import Batch, Config, load
 from launch.train import plan_text

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import dlp
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.model.runtime import runtime_of
 from tests import pool as worker
 from tests.metrics import assert_close
 from tests.multigpu.test_grads import Attention, batch, gradients, loss_of, make, run

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dlp
-from dlp.parallel.linear import ColumnParallelLinear, Linear
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear
 from tests import pool as worker
 from tests.cases import matrix
 from tests.metrics import assert_bit_equal

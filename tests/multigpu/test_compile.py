@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
-from dlp.parallel.linear_fn import to_save
+from dlp.parallel.linear.core import to_save
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from tests import pool as worker
 from tests.metrics import relative_error
 

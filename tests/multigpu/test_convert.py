@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import dlp
-from dlp.parallel.embedding import VocabParallelEmbedding
-from dlp.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from dlp.parallel.linear.modules import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from dlp.parallel.model.embedding import VocabParallelEmbedding
 from tests import pool as worker
 from tests.metrics import assert_close, relative_error
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import dlp
-from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.parallel.model.runtime import runtime_of
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.fp8 import CurrentScaling, DelayedScaling
 from dlp.quant.quantizer import KeepHighPrecision

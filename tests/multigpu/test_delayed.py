@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dlp
-from dlp.parallel.linear import ColumnParallelLinear, Linear
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear
+from dlp.parallel.model.runtime import runtime_of
 from dlp.quant.fp8 import DelayedScaling
 from tests import pool as worker
 from tests.metrics import assert_bit_equal

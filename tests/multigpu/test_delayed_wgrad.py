@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import dlp
-from dlp.parallel.grads import local_grad
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.model.grads import local_grad
+from dlp.parallel.model.runtime import runtime_of
 from tests import pool as worker
 from tests.cases import RECIPES
 from tests.metrics import assert_bit_equal

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.kernels.reference.loss import CHUNK
-from dlp.parallel.embedding import IGNORED, VocabParallelEmbedding
-from dlp.parallel.weight import place
+from dlp.parallel.model.embedding import IGNORED, VocabParallelEmbedding
+from dlp.parallel.weight.local import place
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, assert_close, relative_error
 from tests.observe import LargestTensor

@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 import dlp
 from dlp import LayerGroup
 from dlp.comm.collectives import Pending, done
-from dlp.parallel import linear_fn, operands
-from dlp.parallel.grads import PartialGradients
-from dlp.parallel.linear import ParallelLinear
-from dlp.parallel.replicas import Replicas
+from dlp.parallel.linear import core as linear_fn
+from dlp.parallel.linear import operands
+from dlp.parallel.linear.modules import ParallelLinear
+from dlp.parallel.model.grads import PartialGradients
+from dlp.parallel.model.replicas import Replicas
 from launch.model import Llama, parallel_groups, this_ranks_part
 from launch.sections import Model
 from tests import pool as worker

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.parallel import linear_fn, operands, shards
-from dlp.parallel.casts_together import Cast, CastsTogether
-from dlp.parallel.fsdp import data_parallel_mesh
+from dlp.parallel.linear import core as linear_fn
+from dlp.parallel.linear import operands
+from dlp.parallel.weight import sharded as shards
+from dlp.parallel.weight.casts import Cast, CastsTogether
+from dlp.parallel.weight.fsdp2 import data_parallel_mesh
 from launch.model import Llama, init_weights, initial_value, parallel_groups
 from launch.sections import Model
 from tests import pool as worker

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.comm.collectives import all_gather
-from dlp.parallel import shards
-from dlp.parallel.operands import quantize
-from dlp.parallel.runtime import data_parallel, runtime_of
+from dlp.parallel.linear.operands import quantize
+from dlp.parallel.model.runtime import data_parallel, runtime_of
+from dlp.parallel.weight import sharded as shards
 from tests import pool as worker
 from tests.cases import ON_RANKS, RECIPES
 from tests.metrics import assert_bit_equal

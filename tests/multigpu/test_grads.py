@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp.comm import collectives
-from dlp.parallel import grads
+from dlp.parallel.model import grads
 from tests import pool as worker
 from tests.metrics import assert_close
 

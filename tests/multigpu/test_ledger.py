@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 import dlp
-from dlp.parallel import travel
-from dlp.parallel.ledger import Ledger, LedgerError, plan_of
+from dlp.parallel.linear import travel
+from dlp.parallel.model.runtime import runtime_of
 from dlp.parallel.overlap.serial import Serial
-from dlp.parallel.runtime import runtime_of
-from dlp.parallel.shards import VALUES
-from dlp.parallel.traffic import in_bf16, step_traffic
+from dlp.parallel.traffic.ledger import Ledger, LedgerError, plan_of
+from dlp.parallel.traffic.predict import in_bf16, step_traffic
 from dlp.parallel.transfer import Gathered
+from dlp.parallel.weight.sharded import VALUES
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 from launch.config import Config
 from launch.ledger import COLUMNS, gather_shares, rows, watch, weight_share

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlp.comm import collectives
-from dlp.parallel import fit, operands
-from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.parallel import fit
+from dlp.parallel.linear import operands
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from tests import pool as worker
 from tests.cases import (
     EPSILON,

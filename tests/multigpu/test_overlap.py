@@ -20,11 +20,11 @@ from torch import Tensor
 
 from dlp.comm import symmetric, wire
 from dlp.comm.amax import agree
-from dlp.parallel import operands
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.linear import ColumnParallelLinear
+from dlp.parallel.linear import operands
+from dlp.parallel.linear.modules import ColumnParallelLinear
+from dlp.parallel.linear.spec import Overlaps
 from dlp.parallel.overlap import Overlap
-from dlp.parallel.spec import Overlaps
 from dlp.parallel.wires import WIRES
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import KeepHighPrecision

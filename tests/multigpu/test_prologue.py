@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.kernels import ops, produced
-from dlp.parallel import linear_fn, prologue
-from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.parallel.linear import core as linear_fn
+from dlp.parallel.linear import prologue
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.quant import recipe as recipes
 from launch.saved_bytes import saved
 from tests import pool as worker

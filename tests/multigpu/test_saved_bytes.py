@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dlp
-from dlp.parallel.linear import ParallelLinear
+from dlp.parallel.linear.modules import ParallelLinear
 from launch.config import load
 from launch.model import Llama, parallel_groups
 from launch.saved_bytes import main, of_block, saved

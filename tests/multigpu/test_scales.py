@@ -12,8 +12,8 @@ from torch import nn
 
 import dlp
 from dlp.comm import wire
-from dlp.parallel import operands
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.linear import operands
+from dlp.parallel.model.runtime import runtime_of
 from tests import pool as worker
 
 HIDDEN, TOKENS = 64, 128

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dlp
 from dlp.comm import collectives
-from dlp.parallel.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.quant.gemm import device_kind, support
 from dlp.quant.recipe import GEMM_OPERANDS, OPERANDS, load
 from dlp.quant.tensor import QuantizedTensor

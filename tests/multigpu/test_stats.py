@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.linear import Linear
+from dlp.parallel.linear.modules import Linear
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.quantizer import Origin
 from dlp.quant.recipe import OPERANDS, load

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dlp
-from dlp.parallel.linear import Linear
-from dlp.parallel.operands import quantize
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.linear.modules import Linear
+from dlp.parallel.linear.operands import quantize
+from dlp.parallel.model.runtime import runtime_of
 from tests import pool as worker
 from tests.cases import matrix
 from tests.metrics import assert_bit_equal

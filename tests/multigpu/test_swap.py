@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.linear import Linear
-from dlp.parallel.runtime import runtime_of
-from dlp.parallel.swap import layer_modules, recipes_of, schedule
+from dlp.parallel.linear.modules import Linear
+from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.swap import layer_modules, recipes_of, schedule
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.fp8 import CurrentScaling
 from tests import pool as worker

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dlp
-from dlp.parallel.runtime import runtime_of
+from dlp.parallel.model.runtime import runtime_of
 from tests import pool as worker
 from tests.cases import RECIPES
 from tests.metrics import assert_bit_equal, relative_error

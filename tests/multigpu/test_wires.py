@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dlp
 from dlp.comm import collectives
-from dlp.parallel.grad_wire import WireReduceScatter, set_grad_wire
 from dlp.parallel.overlap import load
+from dlp.parallel.weight.grad_wire import WireReduceScatter, set_grad_wire
 from dlp.parallel.wires import WIRES
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import Gemm

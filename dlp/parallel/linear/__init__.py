@@ -1,0 +1,1 @@
+"""The parallel linear: what a layer is, its three GEMMs, autograd, modules."""

@@ -1,0 +1,132 @@
+"""A direction of a linear as a program.
+
+A layer that communicates nothing in a direction, and casts and multiplies by kernels of this package, launches the same for
+tensors of the same shapes; only addresses differ. Such a direction becomes a program (`dlp.kernels.program`):
+
+    first call      the functions of `linear_fn`, as everywhere else; plans, workspaces and tables come to be
+    second call     the same functions are taken down as a program, which runs
+    further calls   the program: memory for the results, one call
+
+The bits are the same with a program and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import gemms, program
+from dlp.kernels.program import ALIGNMENT, NotPlain, Program
+from dlp.parallel import fit
+from dlp.parallel.linear.core import run_backward, run_forward
+from dlp.parallel.linear.spec import LinearSpec, remembered
+from dlp.quant.gemm import own_gemm
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, runs_op
+from dlp.quant.recipe import GEMMS
+
+DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
+LIMIT = 64  # a layer whose shapes vary without end runs without programs
+SEEN = "seen once"
+Run = Callable[[], list[Tensor]]
+Key = tuple[Any, ...]
+
+
+class Programs:
+    """Those of a layer.
+
+    plain   whether a direction can be one
+    made    programs by direction and what they depend on beside addresses; a string where there is none: not yet, or for
+            the reason that it says
+    """
+
+    def __init__(self, spec: LinearSpec, x: Tensor) -> None:
+        possible = program.possible(x)
+        self.spec = spec
+        self.plain = {way: possible and _programmable(spec, way) for way in DIRECTIONS}
+        self.made: dict[Key, Program | str] = {}
+
+    def forward(
+        self, key: Key, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+        parts: Sequence[Tensor], save: bool, record: bool,
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """`run_forward`. `key`: what it depends on beside addresses, as far as that is not the same for all calls of these."""
+
+        def run() -> list[Tensor]:
+            ys, kept = run_forward(self.spec, inputs, weights, biases, parts, save, record)
+            return [*ys, *kept]
+
+        reads = [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]]
+        made = self._run((FORWARD, *key), reads, run)
+        return made[: len(weights)], made[len(weights) :]
+
+    def backward(
+        self, key: Key, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
+        dtype: torch.dtype, used: Sequence[int], needs_dx: bool, needs_dw: Sequence[bool], needs_db: Sequence[bool],
+        x_shape: Sequence[int] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """`run_backward`, dx in this shape if one is given."""
+
+        def run() -> list[Tensor]:
+            made = run_backward(self.spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
+            if needs_dx and x_shape is not None and len(x_shape) != 2:
+                made[0] = made[0].view(x_shape)
+            return made
+
+        return self._run((BACKWARD, *key), [*dys, *saved, *((parts or weights) if needs_dx else ())], run)
+
+    def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
+        """What `run` returns, which reads the tensors given."""
+        scales = self.spec.runtime.scales
+        if scales is not None and scales.values is not None:  # a program reads those in the table
+            return run()
+        found = self.made.get(key)
+        if isinstance(found, Program):
+            return found(given)
+        if not self.plain[key[0]]:
+            return run()
+        if found is None and len(self.made) < LIMIT:
+            self.made[key] = SEEN
+        if found is not SEEN or not program.apart(given):
+            return run()
+        try:
+            made = program.record(run, given, self.spec.kept_memory())
+        except NotPlain as why:
+            self.made[key] = str(why)
+            return run()
+        self.made[key] = made
+        return made(given)
+
+
+@remembered
+def _programmable(spec: LinearSpec, direction: str) -> bool:
+    """Nothing is communicated in this direction, nothing waits, and quantizers and GEMMs are those of this package."""
+    style, recipe = spec.style, spec.recipe
+    steps = (style.fprop,) if direction == FORWARD else (style.dgrad, style.wgrad)
+    alone = spec.tp == 1 or (recipe.amax_scope == "table" and not any(step.gather or step.reduce for step in steps))
+    agreed = spec.amax_group is not None and spec.amax_group.size() > 1
+    formats = [[quantizer.format for quantizer in recipe.operands(which)] for which in GEMMS]
+    known = all(map(_is_known, fit.all_quantizers(recipe))) and not any(own_gemm(*pair) for pair in formats)
+    return alone and not agreed and known and not spec.delay_wgrad
+
+
+def _is_known(quantizer: Quantizer) -> bool:
+    """It is pure, and casts by a kernel or not at all."""
+    return type(quantizer) is KeepHighPrecision or runs_op(quantizer)
+
+
+def multiplies_tf32(x: Tensor) -> bool:
+    """Whether GEMMs of such an x are rounded to TF32, which torch lets change between two calls."""
+    return x.dtype is torch.float32 and gemms.tf32()
+
+
+def like(tensor: Tensor) -> Key:
+    """What launches over a tensor depend on beside its address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
+
+
+def lies(tensor: Tensor) -> Key:
+    """The same of one whose shape and dtype are known."""
+    return tensor.stride(), tensor.data_ptr() % ALIGNMENT

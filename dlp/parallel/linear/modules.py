@@ -1,0 +1,340 @@
+"""Linear, ColumnParallelLinear, RowParallelLinear, and the siblings that conversion makes.
+
+A module owns parameters under their names; the computing is done by a `LinearCore`, which holds the frozen spec, knows
+where the weights are, and is shared by siblings: layers that read the same x and run as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.parallel import overlap as overlaps
+from dlp.parallel.linear import prologue as prologues
+from dlp.parallel.linear.direct import DirectLinearFn, call_of, forward
+from dlp.parallel.linear.inputs import autocasts, check_inputs, in_autocast_dtype, no_autocast
+from dlp.parallel.linear.opaque import OpaqueLinearFn, opaque
+from dlp.parallel.linear.prologue import Prologue
+from dlp.parallel.linear.siblings import SharedCall, moment
+from dlp.parallel.linear.spec import LinearSpec, Overlaps, num_inputs
+from dlp.parallel.model.autocast import active_spec
+from dlp.parallel.model.runtime import Runtime
+from dlp.parallel.model.wrappers import parameter_is_gone
+from dlp.parallel.style import shard_sizes, style
+from dlp.parallel.weight.casts import Cast
+from dlp.parallel.weight.held import hold_quantized, local_values
+from dlp.parallel.weight.local import CastWeights, Sides, fill, local, place
+from dlp.parallel.weight.values import Values
+from dlp.quant import recipe as recipes
+from dlp.quant.recipe import Recipe
+from dlp.quant.stats import StatsTable, measured
+
+
+class Member(NamedTuple):
+    """One weight of a core: the module that owns it, and the names of its weight and bias there."""
+
+    module: nn.Module
+    weight: str
+    bias: str
+
+
+class LinearCore:
+    """Computes y_i = x @ w_i.T + b_i for its members. `caches`: weights are cast at the step boundary, not at use."""
+
+    def __init__(self, spec: LinearSpec, members: Sequence[Member]) -> None:
+        self.spec = spec
+        self.variants: dict[Any, LinearSpec] = {}  # by what an autocast region asks for
+        self.ran_in_region = False
+        self.stats: StatsTable | None = None
+        self.members = list(members)
+        self.caches = False
+        self.dtype: torch.dtype | None = None
+        self.cast_weights = CastWeights()
+        self.sides: Sides | None = None
+        self.shared = SharedCall()
+        hold_quantized(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy casts its weights at use, until it is attached to an optimizer of its own."""
+        anew = {"variants": {}, "ran_in_region": False, "stats": None, "caches": False, "dtype": None, "sides": None}
+        return vars(self) | anew | {"shared": SharedCall()}
+
+    def parameters(self) -> list[Any]:
+        """The weights, then the biases, as modules hold them."""
+        try:
+            weights = [m.module._parameters[m.weight] for m in self.members]
+            return weights + [m.module._parameters[m.bias] for m in self.members]
+        except KeyError as missing:
+            parameter_is_gone(self.spec.name, missing.args[0])
+
+    def weights(self) -> list[Tensor]:
+        return [self._local(getattr(m.module, m.weight)) for m in self.members]
+
+    def stored(self) -> list[Tensor]:
+        """The parameters that optimizers step on."""
+        return self.cast_weights.stored() or [m.module._parameters[m.weight] for m in self.members]  # type: ignore[misc]
+
+    def biases(self) -> list[Tensor | None]:
+        biases = [getattr(m.module, m.bias) for m in self.members]
+        return [None if bias is None else self._local(bias) for bias in biases]
+
+    def _local(self, parameter: Tensor) -> Tensor:
+        return local(parameter, self.spec.name, self.spec.num_axes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        device: torch.device = getattr(self.members[0].module, self.members[0].weight).device
+        return device
+
+    def casts(self, values: Values) -> list[Cast]:
+        """Those that the step boundary makes of the weights: none before the layer has run, or where it casts at use."""
+        if not self.caches or self.dtype is None:
+            return []
+        weights = [local_values(p) for p in self.cast_weights.stored()] or self.weights()
+        return self.cast_weights.casts(self.spec, weights, self.dtype, values)
+
+    def specs(self) -> list[LinearSpec]:
+        """The layer's own, and those it has run under in autocast regions."""
+        return [self.spec, *self.variants.values()]
+
+    def with_recipe(self, recipe: Recipe) -> LinearSpec:
+        """The spec that this layer has under another recipe."""
+        self.cast_weights.check(recipe)
+        stats = self.stats
+        chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
+        return replace(self.spec, recipe=chosen)
+
+    def set_spec(self, spec: LinearSpec) -> None:
+        """Change the layer's own spec, at a step boundary."""
+        self.spec = spec
+        self.variants.clear()
+        self.cast_weights.drop()
+
+    def _cached(self, spec: LinearSpec, dtype: torch.dtype) -> list[Tensor]:
+        """The operands that the last step boundary made for activations of `dtype`; none: cast at use."""
+        if spec is not self.spec:
+            return self.cast_weights.read(spec) or []
+        if self.dtype != dtype:  # the next step boundary casts for it
+            self.dtype = dtype
+            self.cast_weights.retype()
+        return self.cast_weights.parts
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says).
+
+        Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y comes in it."""
+        if len(inputs) != num_inputs(self.spec) or type(inputs[0]) is not Tensor or type(inputs[-1]) is not Tensor:
+            check_inputs(self.spec, inputs)
+        if autocasts(inputs):
+            with no_autocast(inputs):
+                return self(*in_autocast_dtype(inputs))
+        if opaque():
+            return self._by_ops(inputs)
+        spec, record = active_spec(self), torch.is_grad_enabled()
+        sides = self._sides(spec, inputs[0].dtype)
+        parameters = self.parameters()
+        call = call_of(spec, record, inputs, parameters, sides)
+        if call.differentiable:
+            results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, *inputs, *parameters)
+            return results
+        return tuple(forward(call, sides, inputs, parameters)[0])
+
+    def _sides(self, spec: LinearSpec, dtype: torch.dtype) -> Sides | None:
+        """`_cached` by orientation."""
+        cached = self._cached(spec, dtype)
+        if not cached:
+            return None
+        if self.sides is None or self.sides.parts is not cached:
+            self.sides = Sides(cached, spec.weight_formats[1])
+        return self.sides
+
+    def _by_ops(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The same, for what traces or watches."""
+        spec = self.spec if torch.compiler.is_dynamo_compiling() else active_spec(self)
+        weights, biases, cached = self.weights(), self.biases(), self._cached(spec, inputs[0].dtype)
+        record = torch.is_grad_enabled()
+        if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):
+            # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
+            given = list(inputs)
+            ys, _ = torch.ops.dlp.linear_fwd(given, weights, biases, cached, spec.ticket, spec.kind, False, record)
+            return tuple(ys)
+        save = any(w.requires_grad for w in weights)
+        results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
+            spec.ticket, spec.kind, len(inputs), len(weights), save, record, spec.delay_wgrad, *inputs, *weights, *biases,
+            *cached,
+        )  # fmt: skip
+        return results
+
+    def sibling(self, index: int, *inputs: Tensor) -> Tensor:
+        """y of one member. The first call with an x computes all; the others, which must bring the same x, collect. One
+        for which anything has changed since, x in place or the grad mode, computes anew."""
+        if len(self.members) == 1:
+            return self(*inputs)[0]
+        now = moment(inputs)
+        if not self.shared.holds(index, now):
+            self.shared.keep(inputs, now, self(*inputs))
+        elif not self.shared.reads(inputs):
+            names = ", ".join(repr(m.module.name) for m in self.members)
+            raise ValueError(
+                f"{self.members[index].module.name}: siblings must read the same tensor, but this one got another than "
+                f"its siblings ({names}); set siblings = false for this layer group"
+            )
+        return self.shared.collect(index)
+
+
+class ParallelLinear(nn.Module):
+    """Base of the linear layers: parameters `weight` [N, K] and `bias` [N] (or one pair per sibling), and a core."""
+
+    core: LinearCore
+    tp_partial: tuple[str, ...] = ()
+
+    def extra_repr(self) -> str:
+        spec = self.core.spec
+        return f"{spec.style.name}, tp={spec.tp}, recipe={spec.recipe}"
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        with self.core.cast_weights.shown(written=True):
+            super()._load_from_state_dict(*args, **kwargs)
+        self.core.cast_weights.drop()
+        self.core.shared.forget()
+
+    def _save_to_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        with self.core.cast_weights.shown():
+            super()._save_to_state_dict(*args, **kwargs)
+
+
+def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:
+    """The parameters whose gradient on each rank covers its own tokens only."""
+    weights = [m.weight for m in members] if spec.style.partial_weight_grad else []
+    biases = [m.bias for m in members] if spec.style.partial_bias_grad else []
+    return tuple(weights + biases)
+
+
+class ConvertedLinear(ParallelLinear, nn.Linear):
+    """An nn.Linear that conversion made parallel, in place: what was registered with it or refers to it stays, and code that
+    initialises linears finds it. It owns its parameters; the core is its own, or that of siblings with the same x."""
+
+    name: str
+    index: int
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return self.core.sibling(self.index, x, *more)
+
+    def reset_parameters(self) -> None:
+        """Those of an nn.Linear: rank 0 draws, each rank keeps its part. Needs memory for the whole weight for a moment."""
+        device, dtype, biased = self.weight.device, self.weight.dtype, self.bias is not None
+        drawn = nn.Linear(self.in_features, self.out_features, biased, device=device, dtype=dtype)
+        with self.core.cast_weights.shown(written=True):
+            for mine, whole in zip(self.parameters(False), drawn.parameters(), strict=True):
+                fill(mine, whole)
+        self.core.cast_weights.drop()
+
+
+class Linear(ParallelLinear):
+    """y = x @ weight.T + bias, whole on every rank. x [..., in_features] -> [..., out_features].
+
+    `prologue`: what makes x in the cast of it: "rms_norm", or {"name": "rms_norm", "eps": ...}, of layer(x, weight);
+    "swiglu" of layer(gate, up). The gradients go to what the layer is called with.
+    """
+
+    _style = "local"
+
+    def __init__(
+        self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,
+        tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
+        overlap: str = "serial", prologue: str | Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        mesh = _as_mesh(tp, device)
+        runtime = Runtime(lone=True, amax_group=None if mesh is None else mesh.get_group())
+        members = (
+            ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
+        )
+        name, ways = type(self).__name__, (self._style, sequence_parallel, recipe, overlap)
+        spec = make_spec(name, *ways, mesh, runtime, members, prologue=prologue)
+        self.in_features, self.out_features = in_features, out_features
+        sizes = (out_features,) if isinstance(out_features, int) else out_features
+        suffixes = [""] if isinstance(out_features, int) else [f"_{i}" for i in range(len(sizes))]
+        owners = [Member(self, f"weight{suffix}", f"bias{suffix}") for suffix in suffixes]
+        for member, size in zip(owners, sizes, strict=True):
+            shard_sizes(spec.style, size, in_features, spec.tp, spec.name)
+            full = nn.Linear(in_features, size, bias, device=device, dtype=dtype)
+            bias_dim = 0 if spec.style.shard_dim == 0 else None
+            self.register_parameter(member.weight, place(full.weight, mesh, spec.style.shard_dim))
+            self.register_parameter(member.bias, place(full.bias, mesh, bias_dim) if bias else None)
+        self.core = LinearCore(spec, owners)
+        runtime.cores.append(self.core)
+        self.tp_partial = partial_names(spec, owners)
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """`more`: what a prologue reads beside the first of its tensors."""
+        ys = self.core(x, *more)
+        return ys[0] if isinstance(self.out_features, int) else ys
+
+
+class ColumnParallelLinear(Linear):
+    """out_features are cut over tp: x [..., K] whole (or token shards [M/tp, K]) -> y [..., N/tp].
+
+    `out_features` may be a tuple: several weights (`weight_0`, `weight_1`, ...) that read the same x; forward then
+    returns a tuple. Raises ValueError when tp does not divide an out_features.
+    """
+
+    _style = "column"
+
+
+class RowParallelLinear(Linear):
+    """in_features are cut over tp: x [..., K/tp] -> y [..., N] whole (or token shards [M/tp, N]).
+
+    Raises ValueError when tp does not divide in_features.
+    """
+
+    _style = "row"
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, **options) -> None:  # type: ignore[no-untyped-def]
+        if not isinstance(out_features, int):
+            raise ValueError(
+                f"RowParallelLinear takes one out_features; got {out_features!r}: siblings are column-parallel"
+            )
+        super().__init__(in_features, out_features, bias, **options)
+
+
+def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | None) -> DeviceMesh | None:
+    if tp is None or isinstance(tp, DeviceMesh):
+        return tp
+    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    return DeviceMesh.from_group(tp, kind, mesh_dim_names=("tp",))
+
+
+def make_spec(
+    name: str, style_name: str, sequence_parallel: bool, recipe: Any, overlap: str | dict[str, str],
+    tp: DeviceMesh | None, runtime: Runtime, members: tuple[str, ...], *, amax_group: ProcessGroup | None = None,
+    tokens: int | None = None, delay_wgrad: bool = False, prologue: str | Mapping[str, Any] | Prologue | None = None,
+) -> LinearSpec:  # fmt: skip
+    """A spec from the words users write. `recipe`: a name, a Recipe or a CustomRecipe. `overlap`: one strategy's name,
+    or one per GEMM. `prologue`: see `dlp.parallel.linear.prologue.load`."""
+    chosen = overlap if isinstance(overlap, dict) else dict.fromkeys(recipes.GEMMS, overlap)
+    strategies = Overlaps(**{gemm: overlaps.load(chosen.get(gemm, "serial")) for gemm in recipes.GEMMS})
+    group = None if tp is None else tp.get_group()
+    resolved = recipes.made(recipe).for_layer(members[0])
+    return LinearSpec(
+        name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, runtime, members,
+        delay_wgrad=delay_wgrad, prologue=prologues.load(prologue),
+    )  # fmt: skip
+
+
+def cores(model: nn.Module) -> Iterator[LinearCore]:
+    """Every core of a model, each once."""
+    seen = set()
+    for module in model.modules():
+        core = getattr(module, "core", None)
+        if isinstance(core, LinearCore) and id(core) not in seen:
+            seen.add(id(core))
+            yield core

@@ -1,0 +1,192 @@
+"""convert: replaces the nn.Linears of a model by parallel ones, by layer group, and returns the plan.
+
+    names and lengths of the model  ──►  groups.resolve  ──►  a Plan of rows  ──►  modules change in place
+
+The plan is made and checked before anything changes, so `plan(...)` without ranks prints what `convert(...)` would do.
+Layers no group mentions become local bf16 linears, and the plan says so. Embeddings with style "column" are cut along
+the vocabulary; every other module that owns parameters is replicated on tp. What a module is to conversion, and what is
+refused, says `dlp.parallel.model.survey`. Modules stay the objects they are and change their class, so that their hooks, their
+attributes and all their names go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.parallel.linear.modules import (
+    ConvertedLinear,
+    Linear,
+    LinearCore,
+    Member,
+    ParallelLinear,
+    make_spec,
+    partial_names,
+)
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.model.embedding import cut_vocabulary
+from dlp.parallel.model.grads import PartialGradients
+from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
+from dlp.parallel.model.replicated import replicate
+from dlp.parallel.model.runtime import Runtime, data_parallel, give_runtime
+from dlp.parallel.model.survey import explain
+from dlp.parallel.model.whole import save_whole
+from dlp.parallel.model.wrappers import guard
+from dlp.parallel.weight.held import check_untied
+from dlp.parallel.weight.local import place
+from dlp.quant.groups import LayerGroup
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where converted modules go and what they share."""
+
+    model: nn.Module
+    tp: DeviceMesh
+    amax_group: ProcessGroup | None
+    tokens: int | None
+    runtime: Runtime
+    shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old one: ties stay tied
+
+    def move(self, module: nn.Module, key: str, shard_dim: int | None) -> None:
+        """Let this rank's part take the place of a module's parameter, if it has one of this name."""
+        old = module._parameters.get(key)
+        if type(old) is not nn.Parameter:  # none, or of a class of its own in what is left out
+            return
+        if id(old) not in self.shared:
+            self.shared[id(old)] = place(old, self.tp, shard_dim)
+        module._parameters[key] = self.shared[id(old)]
+
+    def inside(self, plan: Plan, name: str) -> tuple[nn.Module, ...]:
+        return tuple(self.model.get_submodule(each) for each in plan.left_out.get(name, ()))
+
+
+def amax_process_group(mesh: DeviceMesh, amax_group: str | ProcessGroup) -> ProcessGroup | None:
+    """ "auto": None, the style table decides; "tp", "tp+dp", "world": that group; a ProcessGroup: itself."""
+    if not isinstance(amax_group, str):
+        return amax_group
+    if amax_group == "auto":
+        return None
+    if amax_group == "tp":
+        return mesh["tp"].get_group()
+    if amax_group in ("tp+dp", "world"):  # a mesh spans the world, so both are the same ranks
+        return dist.group.WORLD
+    raise ValueError(f"amax_group must be auto, tp, tp+dp, world or a process group; got {amax_group!r}")
+
+
+def convert(
+    model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], mesh: DeviceMesh, *,
+    batch: tuple[int, int] | None = None, amax_group: str | ProcessGroup = "auto", seed: int = 0,
+) -> Plan:  # fmt: skip
+    """Make the model parallel over the mesh's tp axis, in place, and return the printable plan.
+
+    model       plain modules, materialised alike on all ranks or on the meta device
+    groups      layer groups, ordered; for each layer and field the last that matches wins
+    mesh        from `build_mesh`
+    batch       (B, S) of a microbatch; needed with sequence parallelism
+    amax_group  which ranks share scales: "auto" (what correctness needs; for delayed scaling all ranks), "tp", "tp+dp",
+                "world", or a process group
+    seed        of stochastic rounding
+
+    Modules, their hooks, names and attributes stay; layers of dlp that were made by hand join the model's step boundary.
+    Raises ValueError, before anything is changed, for a group that matches nothing or is left with nothing, a size
+    that tp does not divide, siblings that cannot be one, sequence parallelism without `batch`, and modules that would
+    compute something else afterwards, naming the module.
+    """
+    check_untied(model)
+    tp = mesh["tp"]
+    plan = make_plan(model, groups, tp.size(), device_type=mesh.device_type, batch=batch)
+    tokens = batch[0] * batch[1] if batch is not None else None
+    group = amax_process_group(mesh, amax_group)
+    runtime = Runtime(seed=seed, amax_group=group or dist.group.WORLD, dp=data_parallel(mesh))
+    target = _Target(model, tp, group, tokens, runtime)
+    names = {id(module): name for name, module in model.named_modules()}
+    sets = _layers_that_run_as_one(plan)
+    specs = [_make_spec(target, rows) for rows in sets]  # all of them, for what they refuse, before the first change
+    for spec, rows in zip(specs, sets, strict=True):
+        _convert_linears(target, spec, rows)
+    for other in plan.others:
+        _convert_other(target, other, target.inside(plan, other.name))
+    for name in plan.left_out.keys() - {other.name for other in plan.others}:
+        replicate(model.get_submodule(name), name, inside=target.inside(plan, name))
+    model.partial_gradients = runtime.sums = PartialGradients(model, tp.get_group())  # type: ignore[assignment]
+    model.register_forward_hook(explain(names), always_call=True)
+    runtime.plan = plan
+    for warning in plan.warnings:
+        runtime.note(warning)
+    give_runtime(model, runtime)
+    save_whole(model)
+    guard(model, runtime)
+    return plan
+
+
+def _layers_that_run_as_one(plan: Plan) -> list[list[LayerPlan]]:
+    rows = {row.name: row for row in plan.layers}
+    return [
+        [rows[name] for name in names] for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
+    ]
+
+
+def _make_spec(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
+    """The spec of one linear, or of several siblings."""
+    first = rows[0]
+    name = first.name if len(rows) == 1 else f"{first.name} and siblings"
+    module = target.model.get_submodule(first.module)
+    if isinstance(module, ParallelLinear):
+        name = first.module
+        module.core.cast_weights.check(first.recipe)
+    return make_spec(
+        name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp, target.runtime,
+        tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens, delay_wgrad=first.delay_wgrad,
+        prologue=first.prologue,
+    )  # fmt: skip
+
+
+def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan]) -> None:
+    """One linear, or several siblings, as one core; or a layer made by hand, which has one."""
+    modules = [target.model.get_submodule(row.module) for row in rows]
+    if isinstance(modules[0], ParallelLinear):
+        _adopt(target, spec, modules[0])
+        return
+    for index, (module, row) in enumerate(zip(modules, rows, strict=True)):
+        target.move(module, "weight", spec.style.shard_dim)
+        target.move(module, "bias", 0 if spec.style.shard_dim == 0 else None)
+        module.__class__ = ConvertedLinear
+        vars(module).update(name=row.name, index=index)
+    members = [Member(module, "weight", "bias") for module in modules]
+    core = LinearCore(spec, members)
+    target.runtime.cores.append(core)
+    for module in modules:
+        vars(module).update(core=core, tp_partial=partial_names(spec, members[:1]))
+
+
+def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
+    """A layer made by hand takes part in the model's step boundary; without a mesh so far, its parameters become DTensors."""
+    module.core.set_spec(spec)
+    target.runtime.cores.append(module.core)
+    for key in module._parameters:
+        target.move(module, key, None)
+
+
+def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...]) -> None:
+    """An embedding cut along the vocabulary, or a module replicated on tp; `inside`: of one that is left out."""
+    module, vocab = target.model.get_submodule(row.name), row.style == "vocab"
+    for key in module._parameters:
+        target.move(module, key, 0 if vocab else None)
+    if vocab:
+        assert isinstance(module, nn.Embedding)
+        cut_vocabulary(module, target.tp, row.sequence_parallel, row.name)
+        return
+    rows = None if target.tokens is None or target.tp.size() == 1 else target.tokens // target.tp.size()
+    replicate(
+        module, row.name, on_shards=row.sequence_parallel, reads_cut=row.reads_cut, token_rows=rows, inside=inside
+    )
+
+
+__all__ = ["Linear", "Plan", "amax_process_group", "convert"]

@@ -1,0 +1,170 @@
+"""Vocab-parallel embedding and cross entropy: the vocabulary V is cut over tp, rank r holds rows [r*V/tp, (r+1)*V/tp)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.comm import collectives, wire
+from dlp.kernels import ops
+from dlp.parallel.model.tokens import tp_group
+from dlp.parallel.weight.local import fill, local
+
+IGNORED = -100
+
+
+class _ReduceTokens(torch.autograd.Function):
+    """Rows that only one rank fills -> the whole rows on every rank ("all") or each rank's token shard ("scatter")."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str, name: str) -> Tensor:
+        ctx.group, ctx.reduce, ctx.name = group, reduce, name
+        op = collectives.all_reduce if reduce == "all" else collectives.reduce_scatter
+        with wire.label(layer=name, direction="fprop"):
+            return op((rows,), group).wait()[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.reduce == "all":
+            return grad, None, None, None
+        with wire.label(layer=ctx.name, direction="dgrad"):
+            return collectives.all_gather((grad,), (0,), ctx.group).wait()[0], None, None, None
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of `weight` [V/tp, H] at `index` [M], zero where `mine` is False; a row learns where `learns` is True. The
+    gradients of equal tokens are summed in fp32 and rounded once: text repeats its tokens so often that a bf16 sum would
+    lose several percent."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor, mine: Tensor, learns: Tensor) -> Tensor:
+        ctx.save_for_backward(index, learns)
+        ctx.vocabulary, ctx.dtype = len(weight), weight.dtype
+        return F.embedding(index, weight) * mine.unsqueeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        index, learns = ctx.saved_tensors
+        rows = grad.float() * learns.unsqueeze(-1)
+        summed = torch.ops.aten.embedding_dense_backward(rows, index, ctx.vocabulary, -1, False)
+        return summed.to(ctx.dtype), None, None, None
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """tokens [B, S] int64 -> [B, S, H], or this rank's token shard [B*S/tp, H] with sequence parallelism; dtype of `weight`.
+
+    `weight` [V, H], cut over tp along V. The row `padding_idx` gets no gradient.
+    """
+
+    tp_partial: tuple[str, ...] = ()
+    name: str
+    group: ProcessGroup
+    sequence_parallel: bool
+
+    def __init__(
+        self, weight: nn.Parameter, tp: DeviceMesh, sequence_parallel: bool, name: str = "embedding",
+        padding_idx: int | None = None,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self.weight = weight
+        cut_vocabulary(self, tp, sequence_parallel, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallelEmbedding:
+        new = memo[id(self)] = object.__new__(type(self))
+        memo[id(self.group)] = self.group  # a process group cannot be copied
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local(self.weight, self.name)
+        index = tokens.reshape(-1) - self.group.rank() * weight.shape[0]
+        mine = (index >= 0) & (index < weight.shape[0])
+        learns = mine if self.padding_idx is None else mine & (tokens.reshape(-1) != self.padding_idx)
+        rows: Tensor = _Lookup.apply(weight, torch.where(mine, index, 0), mine, learns)
+        if self.sequence_parallel:
+            sharded: Tensor = _ReduceTokens.apply(rows, self.group, "scatter", self.name)
+            return sharded
+        whole: Tensor = _ReduceTokens.apply(rows, self.group, "all", self.name)
+        return whole.view(*tokens.shape, -1)
+
+    def reset_parameters(self) -> None:
+        """Those of an nn.Embedding, padding row included: rank 0 draws, each rank keeps its part."""
+        vocabulary, size, device = self.num_embeddings, self.embedding_dim, self.weight.device
+        fill(
+            self.weight, nn.Embedding(vocabulary, size, self.padding_idx, device=device, dtype=self.weight.dtype).weight
+        )
+
+
+def check_cut(name: str, module: nn.Embedding, tp: int) -> None:
+    """ValueError for an embedding that tp cannot cut along the vocabulary without changing what it does."""
+    if module.num_embeddings % tp:
+        raise ValueError(
+            f"{name}: a vocabulary of {module.num_embeddings} cannot be cut over tp {tp}, which does not divide it; pad it"
+        )
+    more = ["scale_grad_by_freq"] * module.scale_grad_by_freq
+    more += [key for key, _ in module.named_parameters() if key != "weight"]
+    if more:
+        raise ValueError(
+            f"{name}: an embedding with {more[0]} cannot be cut along the vocabulary; style = 'local' for it"
+        )
+
+
+_CLASSES: dict[type, type] = {}  # one per class of embedding
+
+
+def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool, name: str) -> None:
+    """Make an embedding whose weight tp cuts along V vocab-parallel, in place. A class of its own keeps its forward, whose
+    super().forward(tokens) is the one above."""
+    cls = type(module)
+    if not isinstance(module, VocabParallelEmbedding):
+        ours: type = VocabParallelEmbedding
+        if cls is not nn.Embedding:
+            made = type(f"VocabParallel{cls.__name__}", (cls, ours), {"__module__": cls.__module__})
+            ours = _CLASSES.setdefault(cls, made)
+        module.__class__ = ours
+    vars(module).update(name=name, group=tp.get_group(), sequence_parallel=sequence_parallel)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum over tokens of logsumexp(logits) - logits[target]. Saves the logits and one fp32 logsumexp per token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> Tensor:
+        column = targets if group is None else targets - group.rank() * logits.shape[1]  # of this rank, if it is one
+        lse, picked = ops.log_sum_exp(logits, column)
+        if group is not None and group.size() > 1:
+            with wire.label(layer="cross_entropy", direction="fprop"):
+                (both,) = collectives.all_gather((torch.stack([lse, picked])[None],), (0,), group).wait()
+            lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
+        valid = targets != IGNORED
+        ctx.save_for_backward(logits, column, valid, lse)
+        return ((lse - picked) * valid).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, column, valid, lse = ctx.saved_tensors
+        return ops.softmax_gradient(logits, column, lse, grad * valid), None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None) -> Tensor:
+    """The summed cross entropy, in nats, fp32 scalar, equal on all tp ranks.
+
+    logits [M, V/tp] (column-parallel head, any float dtype), targets [M] int64 in [0, V), -100 is ignored. Divide by the
+    global number of valid tokens once. fp32 logits are nowhere stored, but on a CPU for a chunk of tokens at a time.
+    """
+    if len(logits) != targets.numel():
+        raise ValueError(f"cross_entropy: {len(logits)} rows of logits, but {targets.numel()} targets")
+    loss: Tensor = _CrossEntropy.apply(logits, targets.reshape(-1), None if tp is None else tp_group(tp))
+    return loss

@@ -1,0 +1,221 @@
+"""tp-partial gradients: one coalesced sum over tp at the end of every backward.
+
+Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient of
+its own tokens; norms on features that tp cuts have that of their own features. Summing each where it is made would cost one
+small all-reduce per parameter; here all of them travel as one buffer, after the last one (and after FSDP's reductions) has
+been made. A parameter has the same place in it on all ranks, and holds zeros where a rank has no gradient.
+
+Gradients may accumulate over several backwards. So that only new contributions are summed, every tp rank but the first
+clears what is already there when a backward begins:
+
+    rank 0   T + p0 ┐
+    rank 1   0 + p1 ┴ sum ──► T + p0 + p1 on both          T: the total so far, p: this backward's contributions
+
+A backward begins where it reaches an output of the model. One that does not, or that takes gradients without leaving them
+in `grad`, is refused where it makes the first partial gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from dlp.comm import collectives, wire
+from dlp.parallel.model.runtime import cannot_pickle, in_backward
+from dlp.parallel.weight.fsdp2 import Managed, managed
+from dlp.parallel.weight.local import held
+
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+def local_grad(parameter: Tensor) -> Tensor | None:
+    grad = parameter.grad
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def set_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Its first gradient, from that of what this rank has of it."""
+    spec = parameter._spec if isinstance(parameter, DTensor) else None
+    parameter.grad = grad if spec is None else DTensor(grad, spec, requires_grad=False)
+
+
+class Slot(NamedTuple):
+    """Where a parameter with partial gradients lives: its full name, its module, its name there."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+
+class PartialGradients:
+    """Watches the outputs of a model and sums its partial gradients over the tp group when their backward is over.
+
+    slots   the parameters; their modules know this object as `tp_sums`
+    fsdp    FSDP2's records of them, by id of the module and name; `dlp.fully_shard` adds its own
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        self.group = group
+        self.slots = [
+            Slot(f"{path}.{name}".lstrip("."), module, name)
+            for path, module in model.named_modules()
+            for name in getattr(module, "tp_partial", ())
+            if module._parameters[name] is not None
+        ]
+        self._begin_anew()
+        for slot in self.slots:
+            slot.module.tp_sums = self  # type: ignore[assignment]
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._watch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
+        new = memo[id(self)] = object.__new__(PartialGradients)
+        new.group = self.group
+        new.slots = [slot._replace(module=copy.deepcopy(slot.module, memo)) for slot in self.slots]
+        new._begin_anew()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        cannot_pickle(self.slots[0].path if self.slots else "dlp.convert")
+
+    def _begin_anew(self) -> None:
+        """Nothing has run yet."""
+        self.num_sums = 0
+        self.fsdp: dict[tuple[int, str], Managed] = {}
+        self._called = False
+        self._nodes: dict[Slot, tuple[Tensor, Any]] = {}  # a parameter, and what leaves gradients in it
+        self._task: int | None = None  # the backward that is running, if its sum will come
+        self._due: list[Tensor] = []  # the parameters that it sums
+        self._there: dict[tuple[bool, ...], Tensor] = {}
+
+    def check_summed(self, since: int) -> int:
+        """Before an optimizer step: RuntimeError when there are gradients, and no backward has summed any since
+        `since`, the result of the last check; 0 at first."""
+        if self.group.size() > 1 and self.num_sums == since:
+            waiting = [slot for slot in self.slots if self._stored(slot).grad is not None]
+            if waiting:
+                self._refuse(waiting)
+        return self.num_sums
+
+    def check_announced(self) -> None:
+        """A partial gradient is being made: RuntimeError unless its sum will come, or nobody takes it."""
+        if self._task is None and self.group.size() > 1:
+            taken = [slot for slot in self.slots if self._is_taken(slot)]
+            if taken:
+                self._refuse(taken)
+
+    def _refuse(self, slots: Sequence[Slot]) -> NoReturn:
+        raise RuntimeError(
+            f"the gradients of {len(slots)} parameters ({slots[0].path}, ...) are parts of a sum over tp that was not made: "
+            f"the loss must come from calling the converted model itself, as model(...), and from tensors in what it "
+            f"returns, which may be a list, tuple or dict"
+        )
+
+    def _is_taken(self, slot: Slot) -> bool:
+        """Whether the backward that is running leaves a gradient in this parameter. RuntimeError where
+        `torch.autograd.grad` takes it."""
+        parameter = self._computed_with(slot)
+        if not parameter.requires_grad:
+            return False
+        known = self._nodes.get(slot)
+        if known is None or known[0] is not parameter:
+            known = self._nodes[slot] = parameter, get_gradient_edge(parameter).node
+        try:
+            taken: bool = torch._C._will_engine_execute_node(known[1])
+        except RuntimeError:
+            raise RuntimeError(
+                f"torch.autograd.grad takes the gradient of {slot.path} as it is on this rank, a part of a sum over tp: call "
+                f"backward() and read the parameters' grad, which is the sum"
+            ) from None
+        return taken
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() or in_backward():
+            return
+        self._task = None  # a backward that failed is over
+        if not self._called:  # `fully_shard` of torch may have been here
+            self._called = True
+            for module, name, record in managed(model):
+                self.fsdp.setdefault((id(module), name), record)
+
+    def _stored(self, slot: Slot) -> Tensor:
+        """The parameter that an optimizer holds."""
+        record, parameter = self.fsdp.get((id(slot.module), slot.name)), slot.module._parameters[slot.name]
+        assert parameter is not None
+        return parameter if record is None else record.stored
+
+    def _computed_with(self, slot: Slot) -> Tensor:
+        """The parameter that autograd sees."""
+        record = self.fsdp.get((id(slot.module), slot.name))
+        return self._stored(slot) if record is None else record.gathered
+
+    def _is_due(self, slot: Slot) -> bool:
+        """Whether a backward that begins now brings this parameter's gradient to where the optimizer reads it; the same
+        on all tp ranks."""
+        record = self.fsdp.get((id(slot.module), slot.name))
+        return self._stored(slot).requires_grad and (record is None or record.reduces)
+
+    def _watch(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and self.slots:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+
+    def _begin(self, grad: Tensor) -> None:
+        """The backward reached an output of the model: once per backward, clear and queue the sum."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self.group.size() > 1:
+            for slot in self.slots:
+                self._is_taken(slot)
+        self._task = task
+        due = [self._stored(slot) for slot in self.slots if self._is_due(slot)]
+        self._due = list({id(parameter): parameter for parameter in due}.values())  # tied ones once
+        if self.group.rank() != 0:
+            for parameter in self._due:
+                kept = local_grad(parameter)
+                if kept is not None:
+                    kept.zero_()
+        _ENGINE.queue_callback(self._after_fsdp)
+
+    def _after_fsdp(self) -> None:
+        """FSDP has queued its own last callback by now; queue behind it, so that sharded gradients exist."""
+        _ENGINE.queue_callback(self._sum)
+
+    @torch.no_grad()
+    def _sum(self) -> None:
+        due, self._due, self._task = self._due, [], None
+        self.num_sums += 1
+        if not due or self.group.size() == 1:
+            return
+        grads = [local_grad(parameter) for parameter in due]
+        there = tuple([grad is not None for grad in grads])
+        parts = [
+            torch.zeros(held(p).numel(), device=p.device) if grad is None else grad.reshape(-1).float()
+            for p, grad in zip(due, grads, strict=True)
+        ]
+        flat = torch.cat([*parts, self._words(there, parts[0].device)])
+        with wire.label(layer="", direction="grads"):
+            (flat,) = collectives.all_reduce((flat,), self.group).wait()
+        *totals, having = flat.split([*(part.numel() for part in parts), len(parts)])
+        elsewhere = there if all(there) else (having > 0).tolist()
+        for parameter, grad, total, anywhere in zip(due, grads, totals, elsewhere, strict=True):
+            if grad is not None:
+                grad.copy_(total.view(grad.shape))
+            elif anywhere:
+                set_grad(parameter, total.view(held(parameter).shape).to(parameter.dtype))
+
+    def _words(self, there: tuple[bool, ...], device: torch.device) -> Tensor:
+        """1 for each gradient that this rank has; kept, so that a backward like others copies nothing to the device."""
+        if there not in self._there:
+            self._there[there] = torch.tensor(there, dtype=torch.float32, device=device)
+        return self._there[there]

@@ -1,0 +1,168 @@
+"""end_step: the one place where anything changes between steps; forward and backward only read.
+
+    delayed scales are updated, all together, after one all-reduce of the amaxes of all microbatches
+    recipe swaps that are due are made
+    weights that are whole on this rank are cast, in both orientations, into their persistent operands, and of weights that
+    FSDP gathers this rank's rows, all together, with one agreement on all their amaxes
+
+Swaps come before the casts, so that no weight is cast for a recipe it is about to leave.
+
+`attach` installs it behind the optimizer's step. Without it nothing is kept between calls: weights are cast where they
+are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dlp.parallel.linear.modules import LinearCore, ParallelLinear, cores
+from dlp.parallel.model.grads import PartialGradients
+from dlp.parallel.model.nonfinite import ACTIONS, Watch
+from dlp.parallel.model.optimizers import AttachedOptimizer, check_owns
+from dlp.parallel.model.replicas import Replicas
+from dlp.parallel.model.runtime import Runtime, converted_root, data_parallel, give_runtime, runtime_of
+from dlp.parallel.model.swap import make_due_swaps
+from dlp.parallel.model.wrappers import check_no_fsdp1, guard
+from dlp.parallel.weight.batch import refresh
+from dlp.parallel.weight.fsdp2 import Managed, gather_quantized, managed
+from dlp.parallel.weight.local import CastWeights
+from dlp.parallel.weight.masters import masters_of
+from dlp.parallel.weight.unsharded import UnshardedCasts
+
+
+def end_step(model: nn.Module) -> None:
+    """Run the step boundary now. Call it yourself after anything but an optimizer step has changed the weights."""
+    model = converted_root(model) or model
+    layers = list(cores(model))
+    for core in layers:
+        core.shared.forget()
+    runtimes = list(dict.fromkeys(core.spec.runtime for core in layers))
+    for runtime in runtimes:
+        runtime.end_step()
+        make_due_swaps(model, runtime)
+    _cast_weights(model)
+
+
+def _cast_weights(model: nn.Module) -> None:
+    layers = list(cores(model))
+    for runtime in dict.fromkeys(core.spec.runtime for core in layers):
+        own = [core for core in layers if core.spec.runtime is runtime]
+        refresh(runtime, own, list(runtime.shards.values()))
+
+
+WEIGHT_CACHES = ("step", "forward")
+
+
+def attach(
+    model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step",
+    on_nonfinite: str = "raise",
+) -> None:  # fmt: skip
+    """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
+
+    Call it after `convert` and `fully_shard`, with parameters in memory, once for each optimizer. `model`: what `convert`
+    was given, or a module around it. From here on FSDP gathers weights as the step boundary quantized them (see
+    `fully_shard`). ValueError for an optimizer that holds none of its parameters or is attached already, and for layers
+    that are no part of what was converted.
+
+    A step then raises RuntimeError inside of a backward, when tp-partial gradients were not summed, wgrads still wait (see
+    `backward_dw`), or the gradients of replicated parameters differ between tp ranks, looked at until each has had one.
+
+    weight_cache   "step": weights are cast once a step, both orientations, and kept. "forward": for want of memory nothing
+                   is kept, and they are cast wherever they are used, rowwise in forward and columnwise in backward, with
+                   the same bits. Of weights that FSDP gathers casts are kept unless its `quantized_gather` is False.
+
+    on_nonfinite   a cast met a NaN or Inf, of which scales may make something finite. "raise": FloatingPointError at the end
+                   of the next step, on the ranks that saw it, naming layer, tensor, rank and step; "warn": a line in the log
+                   each time; "ignore": nothing (see `not_finite`). What is kept in high precision is not looked at.
+
+    For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
+    this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks. ValueError for another
+    `weight_cache` or `on_nonfinite`.
+    """
+    if weight_cache not in WEIGHT_CACHES:
+        raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
+    check_no_fsdp1(model)
+    if on_nonfinite not in ACTIONS:
+        raise ValueError(f"on_nonfinite must be one of {', '.join(ACTIONS)}; got {on_nonfinite!r}")
+    root, held = converted_root(model), list(masters_of(model).values())
+    _check_whole(model, root)
+    check_owns(root or model, optimizer, held)
+    runtime = _adopt_layers(model, mesh, seed) if root is None else runtime_of(root)
+    root = root or model
+    if optimizer in runtime.optimizers:
+        raise ValueError("dlp.attach: this optimizer is attached to this model already; once is enough")
+    runtime.optimizers.add(optimizer)
+    records = _records(model)
+    for core, its in records.items():
+        core.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
+        if core.caches and None not in its and type(core.cast_weights) is CastWeights:
+            core.cast_weights = UnshardedCasts([record for record in its if record])
+    if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
+        runtime.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
+    gather_quantized(model, runtime)
+    if runtime.sums is not None and runtime.replicas is None:
+        runtime.replicas = Replicas(root, {slot.path for slot in runtime.sums.slots}, runtime.sums.group)
+    fsdp, end = [record for _, _, record in managed(model)], partial(_after_step, root, Watch(runtime, on_nonfinite))
+    AttachedOptimizer(optimizer, runtime, fsdp, partial(_cast_weights, root), end)
+    runtime.attached = True
+
+
+def _after_step(model: nn.Module, watch: Watch) -> None:
+    """The boundary behind an optimizer's step. The weights that it casts are the next step's."""
+    watch.close()
+    end_step(model)
+    watch.look()
+
+
+def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
+    """FSDP2's records of the weights of each layer, None where it does not manage one."""
+    found = {(id(module), name): record for module, name, record in managed(model)}
+    return {core: [found.get((id(m.module), m.weight)) for m in core.members] for core in cores(model)}
+
+
+def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
+    """ValueError for layers outside of the converted `root` (None: all are made by hand, and have had no step boundary), and
+    for those that FSDP shards from outside of `model`."""
+    inside = set(cores(root or model))
+    for core, records in _records(model).items():
+        name = core.spec.members[0]
+        if root is None and not core.spec.runtime.lone:
+            raise ValueError(
+                f"dlp.attach: {name} is a layer of a larger model that was converted or attached: attach that one"
+            )
+        if core not in inside:
+            raise ValueError(
+                f"dlp.attach: {name} is no part of what dlp.convert, or dlp.attach, was given within this model, so that its "
+                f"weights would not be cast with the rest: convert the whole, or attach its parts one by one"
+            )
+        weight = core.parameters()[0]
+        axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+        if None in records and "dp_shard" in axes:
+            raise ValueError(
+                f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach that module"
+            )
+
+
+def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runtime:
+    """One runtime for layers made by hand, which go by their names in the model from now on."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    runtime = Runtime(seed=seed, amax_group=world, dp=(0, 1) if mesh is None else data_parallel(mesh))
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear) and module.core not in runtime.cores:
+            core, weights = module.core, [member.weight for member in module.core.members]
+            members = (name,) if len(weights) == 1 else tuple(f"{name}.{weight}" for weight in weights)
+            core.set_spec(replace(core.spec, name=name or core.spec.name, runtime=runtime, members=members))
+            runtime.cores.append(core)
+    give_runtime(model, runtime)
+    guard(model, runtime)
+    tp_groups = [core.spec.tp_group for core in runtime.cores if core.spec.tp > 1]
+    if tp_groups:
+        model.partial_gradients = runtime.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
+    return runtime

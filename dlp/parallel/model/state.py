@@ -1,0 +1,143 @@
+"""state_dict: what a checkpoint must hold beside weights and optimizer, as plain tensors by name.
+
+    steps, microbatch      int64 []       the optimizer steps done, and the counter of stochastic rounding
+    swaps                  uint8 [bytes]  JSON: the recipe swaps made so far
+    slots.NAME.scale       fp32 []        delayed scaling of one tensor, NAME as in "layers.0.mlp.up_proj.x"
+    slots.NAME.history     fp32 [L]
+    masters.NAME           fp32 [N, K]   of a weight that is held quantized, where an optimizer steps on masters; a DTensor
+                                         where that is one
+
+Slots are equal on all ranks where all ranks share scales (the default), so that a checkpoint loads on any mesh. With a
+narrower amax group they have a dimension of ranks in front; the same ranks take back their own, others the maximum of
+the histories and the scales that follow from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dlp.comm.collectives import all_gather
+from dlp.parallel.model.replicas import check_equal
+from dlp.parallel.model.runtime import Runtime, converted_root, runtime_of
+from dlp.parallel.model.scales import check_scales
+from dlp.parallel.model.swap import Swap, repeat
+from dlp.parallel.weight.masters import load_masters, masters_of
+from dlp.quant.recipe import source
+from dlp.quant.state import SlotState, SlotTable
+
+PREFIX, MASTERS = "slots.", "masters."
+
+
+def state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, on the model's device; all ranks call it together. ValueError before `convert` or `attach`; RuntimeError
+    where ranks that share scales hold different ones, or replicas of a parameter on tp have drifted apart."""
+    runtime = runtime_of(model)
+    check_scales(model)
+    if runtime.sums is not None:
+        check_equal(model, runtime.sums.group)
+    swaps = json.dumps([asdict(swap) for swap in runtime.swaps]).encode()
+    state = {
+        "steps": torch.tensor(runtime.steps),
+        "microbatch": runtime.counter.clone(),
+        "swaps": torch.tensor(list(swaps), dtype=torch.uint8),
+    }
+    if runtime.has_slots():
+        slots = runtime.slots.table.state_dict()
+        flat = {f"{PREFIX}{name}.{key}": tensor for name, slot in slots.items() for key, tensor in slot.items()}
+        state |= _by_rank(flat) if _differs_by_rank(runtime) else flat
+    return state | {f"{MASTERS}{name}": master.detach().clone() for name, master in masters_of(model).items()}
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_files: Collection[Path] = ()) -> list[str]:
+    """Restore what `state_dict` returned, on this or another mesh: first the recipe swaps, then the rest.
+
+    `recipe_files`: the Python files, resolved, that a saved swap may import its recipe from, as recipes_path/NAME.py; none
+    but dlp's own by default. Returns what is to be told: slots that start anew, because their layer has another recipe
+    than when it was saved; held weights whose masters are not there. Raises ValueError for a swap that cannot be repeated.
+    """
+    model = converted_root(model) or model
+    runtime = runtime_of(model)
+    swaps = _saved_swaps(state["swaps"], recipe_files)
+    runtime.steps = int(state["steps"])
+    runtime.counter.copy_(state["microbatch"])
+    told = repeat(model, runtime, swaps)
+    slots: SlotState = {}
+    for key, tensor in state.items():
+        if key.startswith(PREFIX):
+            name, _, part = key.removeprefix(PREFIX).rpartition(".")
+            slots.setdefault(name, {})[part] = tensor.to(runtime.counter.device)
+    if runtime.has_slots():
+        told += _load_slots(runtime, runtime.slots.table, slots)
+    saved_masters = {key.removeprefix(MASTERS): value for key, value in state.items() if key.startswith(MASTERS)}
+    rounded = load_masters(model, saved_masters)
+    if rounded:
+        told.append(
+            f"{len(rounded)} held weights ({rounded[0]}, ...) start from their codes: the checkpoint has no masters of them"
+        )
+    return told
+
+
+def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
+    """Swaps from their JSON. ValueError for other bytes, and for code that nobody but the checkpoint names."""
+    try:
+        swaps = [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"the saved recipe swaps are not those of a model ({type(error).__name__}: {error})") from None
+    for swap in swaps:
+        file = source(swap.asked)
+        if file is not None and file not in recipe_files:
+            raise ValueError(
+                f"{', '.join(swap.layers[:1])} was set to a recipe of {file} at step {swap.step}, and code that only a "
+                f"checkpoint names is not run; name this recipe in the config too, with its recipes_path"
+            )
+    return swaps
+
+
+def _load_slots(runtime: Runtime, table: SlotTable, saved: SlotState) -> list[str]:
+    """Load the slots that both have; returns a sentence on those that the checkpoint lacks."""
+    fresh = table.state_dict()
+    known = {name for name in fresh if name in saved and _fits(saved[name], fresh[name])}
+    ranks = max((slot["scale"].dim() and len(slot["scale"]) for slot in saved.values()), default=0)
+    states = [saved] if not ranks else [_of_rank(saved, rank) for rank in range(ranks)]
+    if ranks == _world() and _differs_by_rank(runtime):
+        states = [states[dist.get_rank()]]
+    table.load_merged([{name: state[name] if name in known else fresh[name] for name in fresh} for state in states])
+    missing = sorted(fresh.keys() - known)
+    if not missing:
+        return []
+    return [f"{len(missing)} delayed scales ({missing[0]}, ...) start anew: the checkpoint has none for them"]
+
+
+def _of_rank(slots: SlotState, rank: int) -> SlotState:
+    return {name: {part: tensor[rank] for part, tensor in slot.items()} for name, slot in slots.items()}
+
+
+def _fits(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    return saved["history"].shape[-1] == wanted["history"].shape[-1]
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _differs_by_rank(runtime: Runtime) -> bool:
+    """Whether some ranks do not share delayed scales."""
+    group = runtime.amax_group
+    alone = any(spec.slots and not spec.recipe.reduce_amax for spec in runtime.specs())
+    return _world() > 1 and (alone or group is None or group.size() < _world())
+
+
+def _by_rank(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor with those of the other ranks in front, by one all-gather."""
+    mine = torch.cat([tensor.reshape(-1) for tensor in flat.values()])
+    assert dist.group.WORLD is not None
+    (everyone,) = all_gather((mine[None],), (0,), dist.group.WORLD).wait()
+    pieces = everyone.split([tensor.numel() for tensor in flat.values()], dim=1)
+    return {key: piece.reshape(-1, *tensor.shape) for (key, tensor), piece in zip(flat.items(), pieces, strict=True)}

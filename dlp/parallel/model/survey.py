@@ -1,0 +1,234 @@
+"""What the modules of a model are to conversion, and which of them it refuses, from the model alone.
+
+    exactly nn.Linear            becomes parallel
+    another class of linear      refused by name, since its own forward would be lost; convert = true takes it all the same
+    dlp's own layers             adopted: they keep their style, groups reach their recipe and overlap
+    anything with parameters     replicated on tp: its forward sees plain tensors
+    convert = false              left out: the same, for the module and all that is in it
+
+A module that reads the parameters of another one would see DTensors there. Where the class tells, it is refused by name;
+elsewhere the error of the first forward is given a note (`explain`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from dlp.parallel.linear.modules import ConvertedLinear, ParallelLinear
+from dlp.parallel.model.embedding import VocabParallelEmbedding
+from dlp.parallel.model.replicated import ReplicatedMixin
+from dlp.quant.groups import OF_LINEARS, LayerGroup, Resolved
+
+LEAVE_OUT = "a layer group with convert = false leaves it out"
+READ_OTHERS = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+)  # torch's own; others are found by their first forward
+
+
+@dataclass(frozen=True)
+class Survey:
+    """`modules`: those that conversion treats, by first name: they own parameters. `aliases`: further name -> first name.
+    `names`: of all modules, each first name. `lengths`: of containers."""
+
+    modules: dict[str, nn.Module]
+    aliases: dict[str, str]
+    names: list[str]
+    lengths: dict[str, int]
+
+
+def survey(model: nn.Module) -> Survey:
+    """ValueError for a model of which something has been converted."""
+    first: dict[int, str] = {}
+    every = list(model.named_modules(remove_duplicate=False))
+    for name, module in every:
+        runtime = getattr(module, "dlp_runtime", None)
+        part = f"{name} of it" if name else "this model"
+        if runtime is not None and runtime.plan is None:
+            raise ValueError(f"dlp.attach has been called on {part} already: dlp.convert comes first")
+        if runtime is not None or isinstance(module, ConvertedLinear | ReplicatedMixin):
+            raise ValueError(
+                f"{part} is converted already: convert a plain model, once and as a whole (a layer group with convert = false "
+                f"leaves parts out); dlp.set_recipe changes recipes of a converted one"
+            )
+        first.setdefault(id(module), name)
+    modules = {name: module for name, module in model.named_modules() if _owns_parameters(module)}
+    aliases = {name: first[id(module)] for name, module in every if first[id(module)] in modules}
+    lengths = {name: len(module) for name, module in every if isinstance(module, nn.ModuleList | nn.Sequential)}
+    names = [name for name, _ in model.named_modules() if name]
+    return Survey(modules, {name: its for name, its in aliases.items() if name != its}, names, lengths)
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    """Also one whose weight is computed of others' parameters, as by a parametrization; an embedding of dlp made by hand is
+    left as it is."""
+    if isinstance(module, VocabParallelEmbedding):
+        return False
+    return isinstance(module, nn.Linear) or any(parameter is not None for parameter in module._parameters.values())
+
+
+def left_out(model: nn.Module, left: set[str], treated: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Module name -> the modules with parameters in it, itself included, for each module of which all are in `left`."""
+    names = {id(module): name for name, module in treated.items()}
+    found = {}
+    for name, module in model.named_modules():
+        inside = tuple(names[id(each)] for each in module.modules() if id(each) in names)
+        if name and inside and _has_forward(module) and left.issuperset(inside):
+            found[name] = inside
+    return found
+
+
+def check(name: str, module: nn.Module, convert: bool | None) -> None:
+    """ValueError for a module that cannot be converted as it is. `convert`: what its groups say."""
+    if isinstance(module, ParallelLinear):
+        return
+    _check_parameters(name, module, convert is not False)
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm is not None or module.sparse):
+        what = "sparse gradients" if module.max_norm is None else "max_norm, which rewrites its weight in forward,"
+        raise ValueError(
+            f"{name}: an embedding with {what} cannot be a DTensor: make it one without before dlp.convert"
+        )
+    if convert is False:
+        return
+    if isinstance(module, nn.Linear):
+        _check_linear(name, module, convert)
+    elif not _has_forward(module):
+        raise ValueError(
+            f"{name}: a {_kind(module)} has no forward, so that {name.rpartition('.')[0] or 'the model itself'} reads its "
+            f"parameters, and would read DTensors: {LEAVE_OUT}, with the module that reads them"
+        )
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{name}: its forward was replaced on the instance; replace it after dlp.convert, or {LEAVE_OUT}"
+        )
+
+
+def check_readers(model: nn.Module, left: Mapping[str, Any]) -> None:
+    """ValueError for a module whose forward reads the parameters of modules in it, if it is not left out."""
+    for name, module in model.named_modules():
+        if isinstance(module, READ_OTHERS) and name not in left:
+            kind = _kind(module)
+            raise ValueError(
+                f"{name or 'the model'}: a {kind} reads the weights of its linears instead of calling them, and would read "
+                f"DTensors: {LEAVE_OUT}"
+            )
+
+
+def _check_linear(name: str, module: nn.Linear, convert: bool | None) -> None:
+    if parametrize.is_parametrized(module):
+        which = ", ".join(module.parametrizations)  # type: ignore[arg-type]
+        raise ValueError(
+            f"{name}: its {which} is parametrized, as by weight_norm; torch.nn.utils.parametrize.remove_parametrizations "
+            f"before dlp.convert makes it a parameter, or {LEAVE_OUT}"
+        )
+    if module._parameters.get("weight") is None:
+        raise ValueError(
+            f"{name}: its weight is no parameter but computed by a hook, as by torch.nn.utils.weight_norm; remove the hook "
+            f"before dlp.convert, or {LEAVE_OUT}"
+        )
+    if type(module) is not nn.Linear and not convert:
+        raise ValueError(
+            f"{name}: a {_kind(module)} is no plain nn.Linear, and converted it would lose its own forward: {LEAVE_OUT}, one "
+            f"with convert = true replaces it all the same"
+        )
+    more = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
+    if more:
+        raise ValueError(f"{name}: a {_kind(module)} has parameters beside weight and bias ({more[0]}); {LEAVE_OUT}")
+
+
+def _check_parameters(name: str, module: nn.Module, converted: bool) -> None:
+    """Nothing that a parameter carries may be lost when a DTensor takes its place. `converted`: not left out."""
+    for key, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        path = f"{name}.{key}".lstrip(".")
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"{path}: it has no shape yet: call the model once before dlp.convert")
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{path}: it is a DTensor already: dlp.convert comes before fully_shard and other parallelism"
+            )
+        if converted and type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"{path}: it is a {type(parameter).__name__}, of which conversion would make a plain parameter; "
+                f"{LEAVE_OUT}"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{path}: it has gradient hooks, which would be lost; register them after dlp.convert")
+        if parameter.grad is not None:
+            raise ValueError(
+                f"{path}: it has a gradient, which would be lost; optimizer.zero_grad() before dlp.convert"
+            )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def unreached(
+    groups: Sequence[LayerGroup],
+    resolved: Mapping[str, Resolved],
+    modules: Mapping[str, nn.Module],
+    linears: Collection[str],
+) -> tuple[str, ...]:
+    """Warnings of matrices that a group's recipe matches and does not reach. ValueError for a group that sets what is for
+    linears only and matches none. `linears`: the modules that are some."""
+    warnings = []
+    for group in groups:
+        sets = [key for key in OF_LINEARS if key in group.fields()]
+        matched = [name for name, chosen in resolved.items() if group.name in chosen.groups]
+        if sets and not set(matched).intersection(linears):
+            kinds = ", ".join(dict.fromkeys(_kind(modules[name]) for name in matched))
+            raise ValueError(
+                f"layer group {group.name!r}: {sets[0]} is for linears, and reaches none: what it matches, as "
+                f"{matched[0]}, is {kinds}; make these nn.Linears, or take {sets[0]} out of the group"
+            )
+        missed = [n for n in matched if n not in linears and group.recipe is not None and _multiplies(modules[n])]
+        for kind in dict.fromkeys(_kind(modules[name]) for name in missed):
+            names = [name for name in missed if _kind(modules[name]) == kind]
+            some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            warnings.append(f"the recipe of group {group.name!r} does not reach {some}: a {kind} is no nn.Linear")
+    return tuple(warnings)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """It has a matrix that is no table of embeddings."""
+    parameters = (parameter for parameter in module._parameters.values() if parameter is not None)
+    return not isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.dim() > 1 for p in parameters)
+
+
+def explain(names: Mapping[int, str]) -> Callable[..., None]:
+    """A forward hook of the model, called for errors too: which module has read a DTensor. `names`: by id of a module."""
+
+    def hook(model: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if output is None and isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error):
+            reader = next(_modules_of(error, names), None)
+            if reader is not None:
+                name = names[id(reader)] or "the model"
+                error.add_note(
+                    f"{name}: a {_kind(reader)} reads parameters of other modules, which are DTensors now: {LEAVE_OUT}"
+                )
+
+    return hook
+
+
+def _modules_of(error: BaseException, names: Mapping[int, str]) -> Iterator[nn.Module]:
+    """The model's modules whose methods an error has come through, the innermost first."""
+    traceback, found = error.__traceback__, []
+    while traceback is not None:
+        found.append(traceback.tb_frame.f_locals.get("self"))
+        traceback = traceback.tb_next
+    return (its for its in reversed(found) if isinstance(its, nn.Module) and id(its) in names)

@@ -1,0 +1,120 @@
+"""The ledger: a step's planned bytes beside those that were counted, and an error on every rank where they differ.
+
+    traffic.step_traffic(plan, load)    planned, from the plan           by group, layer, direction
+    wire.Observer                       counted, from what torch ran     by group, layer, direction
+
+    ledger = Ledger(mesh)
+    with ledger.step(planned):          forward, backward, optimizer step with its boundary
+        ...
+
+The check costs one small reduction, in which ranks learn whether any of them has a difference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.comm import wire
+from dlp.parallel.linear.modules import cores
+from dlp.parallel.model.plan import Plan
+from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.traffic.predict import step_traffic
+from dlp.parallel.traffic.workload import Traffic, Workload
+
+# FSDP's collectives say nothing of themselves
+FSDP = {
+    ("dp_shard", "all_gather"): "weights",
+    ("dp_shard", "reduce_scatter"): "grads",
+    ("dp_replicate", "all_reduce"): "grads",
+}
+FIELDS = ("group", "layer", "direction")
+
+Account = dict[tuple[str, str, str], int]
+
+
+class LedgerError(RuntimeError):
+    """Other bytes crossed the wire than were planned; the message, equal on all ranks, has both numbers."""
+
+
+class Ledger:
+    """Watches steps on a mesh of `build_mesh`. `last`: the observer of the last step watched."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._device = mesh.device_type
+        self._names = wire.group_names(mesh)
+        self.last: wire.Observer | None = None
+
+    @contextmanager
+    def step(self, planned: Traffic | None) -> Iterator[wire.Observer]:
+        """Count what is sent inside, and compare it with `planned` at the end; None: this rank has nothing to compare it
+        with. Raises LedgerError on all ranks alike."""
+        with wire.Observer(self._names, FSDP) as seen:
+            yield seen
+        self.last = seen
+        counted = _account(seen.sent)
+        self._compare(counted if planned is None else _account(planned), counted)
+
+    def _compare(self, planned: Account, counted: Account) -> None:
+        wrong = {key: (planned.get(key, 0), counted.get(key, 0)) for key in planned.keys() | counted.keys()}
+        wrong = {key: both for key, both in wrong.items() if both[0] != both[1]}
+        found = torch.tensor(len(wrong), device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if found.item():
+            by_rank: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(by_rank, wrong)
+            rank = next(rank for rank, its in enumerate(by_rank) if its)
+            raise LedgerError(
+                f"other bytes crossed the wire than planned: on rank {rank}, {_difference(by_rank[rank])}"
+            )
+
+
+def _account(counts: Mapping[Any, int]) -> Account:
+    """Bytes by group, layer and direction."""
+    return {key: nbytes for key, nbytes in wire.totals(counts, *FIELDS).items() if nbytes}
+
+
+def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
+    """Both numbers for each group and direction, and a layer where they differ."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    example: dict[tuple[str, str], str] = {}
+    for (group, layer, direction), (planned, counted) in sorted(wrong.items()):
+        line = sums.setdefault((group, direction), [0, 0])
+        line[0], line[1] = line[0] + planned, line[1] + counted
+        example.setdefault((group, direction), layer or "no single layer")
+    return "; ".join(
+        f"{group} {direction}: planned {planned:,} bytes, counted {counted:,} (first in {example[group, direction]})"
+        for (group, direction), (planned, counted) in sums.items()
+    )
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that `convert` made, with the recipes that its layers have by now. ValueError where it has not run."""
+    plan = runtime_of(model).plan
+    if plan is None:
+        raise ValueError("this model has no plan: its layers were made by hand, not by dlp.convert")
+    recipes = {name: core.spec.recipe for core in cores(model) for name in core.spec.members}
+    return replace(plan, layers=tuple(replace(row, recipe=recipes[row.name]) for row in plan.layers))
+
+
+def activation_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtype of the last x of each layer that has run."""
+    return {core.spec.members[0]: core.dtype for core in cores(model) if core.dtype is not None}
+
+
+def wire_report(model: nn.Module | Plan, load: Workload) -> dict[str, dict[str, int]]:
+    """Planned bytes that a rank sends in a step, by layer and pass: {"layers.0.mlp.up_proj": {"fprop": ..., ...}}. What
+    belongs to no single layer (weights, gradients, delayed scales) is under "". Of a plan, or of a converted model with
+    the recipes it has now."""
+    report: dict[str, Counter[str]] = {}
+    for sent, nbytes in step_traffic(model if isinstance(model, Plan) else plan_of(model), load).items():
+        report.setdefault(sent.layer, Counter())[sent.direction] += nbytes
+    return {layer: dict(passes) for layer, passes in report.items()}

@@ -1,0 +1,364 @@
+"""fully_shard: PyTorch's own, on the data-parallel axes of our mesh, with weights gathered quantized.
+
+FSDP2 asks the local tensor of a sharded parameter, by two methods, what it shall gather and what the gathered parameter
+is. Here these are attributes of a plain tensor, set by `dlp.attach`: state dicts, optimizers and checkpoints see plain
+DTensors whatever the recipe, at their own speed. (The usual way is a tensor subclass, which each of them must unwrap.)
+
+The gathered parameter that layers see is a placeholder: the shape, dtype and autograd identity of the weight, without
+memory, NaN wherever somebody reads it. Its layer reads codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and
+frees what is gathered, reduces gradients, prefetches and reshards as always.
+
+    attached    local tensor.fsdp_pre_all_gather  ─► casts of the shard ─► one all-gather a unit ─► fsdp_post_all_gather
+    unhooked    what FSDP does by itself: values, in `mp_policy.param_dtype`
+
+All that is private in FSDP2 is touched in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from dlp.parallel.linear.modules import LinearCore, cores
+from dlp.parallel.model.runtime import Runtime, in_backward
+from dlp.parallel.weight.batch import refresh
+from dlp.parallel.weight.local import CastWeights, placeholder, show
+from dlp.parallel.weight.sharded import Layout, ShardedWeight
+from dlp.parallel.weight.ways import Way, keeps_source
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes FSDP works on: (dp_replicate, dp_shard), or dp_shard alone when nothing is replicated."""
+    if mesh["dp_replicate"].size() > 1:
+        return mesh["dp_replicate", "dp_shard"]
+    return mesh["dp_shard"]
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What `fully_shard` was asked for. refused: why the weights of this unit cannot travel quantized. early: the hook of
+    forwards before `dlp.attach`."""
+
+    group: ProcessGroup
+    from_master: bool
+    refused: str | None
+    early: RemovableHandle
+
+
+def fully_shard(
+    module: nn.Module, *, mesh: DeviceMesh, quantized_gather: bool = True, quantize_from_master: bool = False,
+    **fsdp2_keywords: Any,
+) -> nn.Module:  # fmt: skip
+    """Shard the module's parameters over dp_shard and replicate them over dp_replicate, where that is more than 1.
+
+    mesh                  the mesh of `build_mesh`
+    quantized_gather      once `dlp.attach` has made a step boundary, weights travel as their recipe's codes and scales,
+                          cast shard by shard after each optimizer step. What is gathered equals the cast of the whole
+                          weight bit for bit, so that losses do not depend on this. Weights for which it would not,
+                          and all where this is False, travel in `mp_policy.param_dtype` and are cast where they are
+                          used; the plan is amended by why
+    quantize_from_master  casts read the parameters as they are stored, not rounded to `param_dtype` first; weights
+                          that are cast where they are used then travel as they are stored
+
+    The other keywords, and all the rest (gradients are averaged over data-parallel ranks), are those of
+    `torch.distributed.fsdp.fully_shard`. Call it after `convert`, for each block, then for the model.
+    """
+    axes = data_parallel_mesh(mesh)
+    _check_order(module)
+    fsdp2_keywords = _with_integer(module, mesh["dp_shard"].size(), quantize_from_master, fsdp2_keywords)
+    for core in cores(module):
+        if core.spec.delay_wgrad:
+            core.set_spec(replace(core.spec, delay_wgrad=False))
+            core.spec.runtime.note("wgrad does not wait under FSDP, which reduces gradients within backward")
+    sharded = fsdp.fully_shard(module, mesh=axes, **fsdp2_keywords)
+    refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
+    early = module.register_forward_pre_hook(_before_attach)
+    module.dlp_gathering = Gathering(mesh["dp_shard"].get_group(), quantize_from_master, refused, early)  # type: ignore[assignment]
+    for owner, name, record in managed(module):
+        sums: Any = getattr(owner, "tp_sums", None)
+        if sums is not None:
+            sums.fsdp[id(owner), name] = record
+    return cast(nn.Module, sharded)
+
+
+def _check_order(module: nn.Module) -> None:
+    """ValueError after `dlp.attach`, which made casts of weights that were whole."""
+    attached = next((core.spec.name for core in cores(module) if core.spec.runtime.attached), None)
+    if attached is not None:
+        raise ValueError(f"{attached}: dlp.fully_shard comes before dlp.attach, which has been called on this model")
+
+
+def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
+    """An integer `reshard_after_forward` of one rank, or of all, is False or True. ValueError for another that FSDP2 cannot
+    do: parameters that it keeps on a part of the ranks must be plain, and gathered by itself."""
+    reshard = keywords.get("reshard_after_forward")
+    if not _is_integer(reshard) or reshard in (1, ranks):
+        return keywords | ({"reshard_after_forward": reshard != 1} if _is_integer(reshard) else {})
+    placed = next(
+        (name for name, p in module.named_parameters() if isinstance(p, DTensor) and not _is_sharded(p)), None
+    )
+    if placed is not None or from_master:
+        why = "quantize_from_master gathers otherwise" if placed is None else f"{placed} is a DTensor on tp"
+        raise ValueError(
+            f"{type(module).__name__}: reshard_after_forward={reshard} keeps weights on {reshard} of {ranks} ranks, which "
+            f"FSDP2 does with plain parameters that it gathers itself, but {why}; set it to True or False"
+        )
+    return keywords
+
+
+def _is_sharded(parameter: DTensor) -> bool:
+    """Whether it belongs to another unit already."""
+    return "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _is_integer(reshard: Any) -> bool:
+    return isinstance(reshard, int) and not isinstance(reshard, bool)
+
+
+@torch.compiler.disable
+def _before_attach(module: nn.Module, args: Any) -> None:
+    """Until there is a step boundary nothing is kept between calls, so values travel."""
+    for core in cores(module):
+        if not keeps_source(core.spec.recipe.w):
+            core.spec.runtime.note("w is gathered in high precision: dlp.attach has not been called")
+
+
+def _refused(keywords: dict[str, Any]) -> str | None:
+    """Why FSDP2 cannot gather what a hook returns."""
+    reshard = keywords.get("reshard_after_forward")
+    if _is_integer(reshard):
+        return f"reshard_after_forward={reshard} keeps values"
+    return "shards are offloaded" if isinstance(keywords.get("offload_policy"), fsdp.CPUOffloadPolicy) else None
+
+
+def gather_quantized(model: nn.Module, runtime: Runtime) -> None:
+    """From now on the weights of this model's layers travel as `fully_shard` was asked to let them."""
+    members = {(id(m.module), m.weight): (core, i) for core in cores(model) for i, m in enumerate(core.members)}
+    gathers: dict[LinearCore, list[_Gather]] = {}
+    for module in model.modules():
+        asked: Gathering | None = getattr(module, "dlp_gathering", None)
+        if asked is not None:
+            asked.early.remove()
+        if asked is not None and asked.group.size() > 1:
+            for param in _fsdp_params(module):
+                for owner in _owners(param):
+                    if owner in members:
+                        core, index = members[owner]
+                        gathers.setdefault(core, []).append(_Gather(module, param, core, index, asked))
+    for core, its in gathers.items():
+        runtime.shards |= {gather.weight.name: gather.weight for gather in its}
+        core.cast_weights = ShardedCasts(its)
+    for gather in (gather for its in gathers.values() for gather in its):
+        gather.update()
+    _tell(runtime, [gather.weight for its in gathers.values() for gather in its])
+
+
+def _tell(runtime: Runtime, weights: Sequence[ShardedWeight]) -> None:
+    """Amend the plan by what travels otherwise than its recipe promises, once."""
+    reasons: dict[str, list[str]] = {}
+    for weight in weights:
+        if weight.why not in (None, weight.told):
+            reasons.setdefault(str(weight.why), []).append(weight.name)
+        weight.told = weight.why
+    for why, names in reasons.items():
+        some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        runtime.note(f"w is gathered in high precision: {why} [{some}]")
+
+
+class ShardedCasts(CastWeights):
+    """The weights of one layer, of which the step boundary casts rows; no operands are kept here."""
+
+    def __init__(self, gathers: Sequence[_Gather]) -> None:
+        super().__init__()
+        self._gathers = gathers
+
+    def stored(self) -> list[Tensor]:
+        return [gather.stored for gather in self._gathers]
+
+    def in_use(self) -> bool:
+        return all(gather.weight.fresh for gather in self._gathers)
+
+    def drop(self) -> None:
+        """The recipe or the weights changed: cast anew before they are next gathered."""
+        for gather in self._gathers:
+            gather.update()
+        _tell(self._gathers[0].weight.core.spec.runtime, [gather.weight for gather in self._gathers])
+
+
+class _Gather:
+    """The hooks of one parameter, and FSDP2's record of what it gathers for it."""
+
+    def __init__(self, module: nn.Module, param: Any, core: LinearCore, index: int, asked: Gathering) -> None:
+        self._module, self._param = module, param
+        self._outputs: dict[tuple[Way, ...], list[Tensor]] = {}
+        whole, dtype = param._orig_size, param.mp_policy.param_dtype or param.sharded_param.dtype
+        refused = asked.refused
+        if len(_owners(param)) > 1:
+            refused = "other modules share it"
+        elif param.fsdp_placement.dim:
+            refused = "dp_shard cuts its in_features"
+        layout = Layout((whole[0], whole[1]), asked.group, self._shard, dtype, asked.from_master, refused)
+        self.weight = ShardedWeight(core, index, layout)
+        self._hooked = False
+
+    @property
+    def stored(self) -> Tensor:
+        parameter: Tensor = self._param.sharded_param
+        return parameter
+
+    def _shard(self) -> Tensor:
+        padded: Tensor = self._param._sharded_param_data.view(self._param.padded_sharded_param_size)
+        return padded
+
+    def update(self) -> None:
+        """Hook the parameter, or release it, as its layer's recipe says now."""
+        changed, hook = self.weight.decide(), self.weight.travel is not None
+        if changed or hook != self._hooked:
+            self._module.reshard()  # type: ignore[operator]
+            self._outputs = {}
+            self._param.all_gather_outputs, self._param._unsharded_inner_tensors = [], []
+        local = self._param.sharded_param._local_tensor
+        for name, method in (("fsdp_pre_all_gather", self._pre), ("fsdp_post_all_gather", self._post)):
+            if hook:
+                setattr(local, name, method)
+            elif name in vars(local):
+                delattr(local, name)
+        self._param._init_extensions()
+        if hook != self._hooked and hasattr(self._param, "_unsharded_param"):
+            show(self._param._unsharded_param, self._placeholder() if hook else self._values())
+        self._hooked = hook
+
+    def _placeholder(self) -> Tensor:
+        return placeholder(self.weight.layout.shape, self.weight.layout.dtype, self._param.device)
+
+    def _values(self) -> Tensor:
+        """What FSDP2 makes of an unhooked parameter at its first gather: a view of memory that it then manages."""
+        size = self._param.padded_sharded_param_size.numel() * self.weight.layout.group.size()
+        out = torch.empty(size, dtype=self.weight.layout.dtype, device=self._param.device)
+        view = torch.as_strided(out, self._param._orig_size, self._param._contiguous_orig_stride, 0)
+        self._param.all_gather_outputs = [out]
+        out.untyped_storage().resize_(0)
+        return view
+
+    def _pre(
+        self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Way, ...]]:
+        """FSDP2's question what to gather; its records are one for each set of ways that travels together."""
+        core, runtime = self.weight.core, self.weight.core.spec.runtime
+        if not in_backward() and runtime.watch.moved(core):
+            self.weight.fresh = False
+        if not self.weight.fresh:
+            _cast_late(runtime)
+        parts, ways = self.weight.depart()
+        self._param.all_gather_outputs = self._outputs.get(ways, [])
+        return parts, ways
+
+    def _post(
+        self, outputs: tuple[Tensor, ...], ways: tuple[Way, ...], param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Any, tuple[Tensor, ...]] | None:
+        """FSDP2's question what was gathered: at first the parameter and the memory it shall manage beside its own."""
+        self._outputs[ways] = self._param.all_gather_outputs
+        self.weight.arrive(outputs, ways)
+        return None if out is not None else (_Strided(self._placeholder()), ())
+
+
+class _Strided:
+    """Stands for a tensor while FSDP2 takes `torch.as_strided` of it, which a placeholder without memory refuses."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        assert function is torch.as_strided and tuple(args[1]) == tuple(args[0].tensor.shape), function
+        tensor: Tensor = args[0].tensor
+        return tensor
+
+
+def _cast_late(runtime: Runtime) -> None:
+    """Weights are gathered before any step boundary has cast them, or after they were loaded: do it now, all of them.
+    Their delayed amaxes take the place of those that the last boundary staged."""
+    stale = [weight for weight in runtime.shards.values() if not weight.fresh]
+    if not runtime.has_slots():
+        refresh(runtime, [], stale)
+        return
+    staging = runtime.slots.table.staging
+    before = staging.clone()
+    staging.zero_()
+    refresh(runtime, [], stale)
+    staging.copy_(torch.where(staging > 0, staging, before))
+
+
+class Managed:
+    """What FSDP2 has of a parameter: the sharded one, that an optimizer holds, and the gathered one, that autograd sees."""
+
+    def __init__(self, param: Any, group: Any) -> None:
+        self._param, self._group = param, group
+
+    @property
+    def stored(self) -> nn.Parameter:
+        parameter: nn.Parameter = self._param.sharded_param
+        return parameter
+
+    @property
+    def gathered(self) -> nn.Parameter:
+        parameter: nn.Parameter = getattr(self._param, "_unsharded_param", self._param.sharded_param)
+        return parameter
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the gathered one is rounded to, where that is asked for."""
+        dtype: torch.dtype | None = self._param.mp_policy.param_dtype
+        return dtype
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have a shard."""
+        return int(self._param.mesh_info.shard_mesh_size)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward brings gradients to the sharded parameter, or keeps them with the gathered one."""
+        return bool(self._group.reduce_grads)
+
+
+def managed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Managed]]:
+    """The parameters that FSDP2 manages: each module that holds one, and its name there."""
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            for group in _groups(module):
+                for param in group.fsdp_params:
+                    for owner, name in _holders(param):
+                        yield owner, name, Managed(param, group)
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """FSDP2's own objects for the parameters of a unit that it reduces together."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _fsdp_params(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's own objects for the parameters of a unit."""
+    for group in _groups(module):
+        yield from group.fsdp_params
+
+
+def _holders(param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that hold a parameter, and its name in each."""
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def _owners(param: Any) -> list[tuple[int, str]]:
+    """The same, with modules by id."""
+    return [(id(module), name) for module, name in _holders(param)]

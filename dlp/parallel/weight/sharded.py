@@ -1,0 +1,210 @@
+"""Weights of which each data-parallel rank keeps some rows: cast shard by shard, gathered as codes and scales.
+
+    step boundary   every rank casts its rows [n, K]; amaxes that span rows are agreed over dp_shard, in one all-reduce
+    forward         the casts are gathered rowwise                                       ─► fprop
+    backward        they are gathered columnwise, or rowwise again and transposed here   ─► dgrad
+
+What is gathered equals the cast of the whole weight, bit for bit; a weight whose shards would not (see `ways.obstacle`)
+travels in high precision and is cast where it is used. Who moves the bytes is not known here: a transfer asks `depart`
+for what to send in the pass that runs now, and hands `arrive` what came.
+
+A pass may need more than its transfer brought: backward runs a forward again (activation checkpointing), or the weights
+stay gathered from one pass to the next. The missing orientation is then gathered when it is read, and from the next time
+on it travels with the other. A layer that runs under another recipe than its own (`dlp.autocast`, or a backward whose
+forward came before a swap) gathers the values and casts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm import wire
+from dlp.comm.collectives import all_gather
+from dlp.parallel.linear.operands import Pair, quantize
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.model.runtime import in_backward
+from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
+from dlp.quant.quantizer import Wanted
+from dlp.quant.tensor import SHARED, QuantizedTensor, Shape
+
+if TYPE_CHECKING:
+    from dlp.parallel.linear.modules import LinearCore
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a weight is. shape: [N, K] on this tp rank. shard: hands out the rows of this rank, with zero rows up to the
+    same number on all ranks. dtype: what shards are rounded to before their cast, and what they travel in otherwise.
+    from_master: the cast reads them unrounded. refused: why they must not travel quantized."""
+
+    shape: tuple[int, int]
+    group: ProcessGroup
+    shard: Callable[[], Tensor]
+    dtype: torch.dtype
+    from_master: bool = False
+    refused: str | None = None
+
+
+class ShardedWeight:
+    """One weight of a layer. `travel`: how its orientations travel, None: as FSDP would by itself. `fresh`: the casts
+    are those of the weight as it is."""
+
+    why: str | None
+    told: str | None
+
+    def __init__(self, core: LinearCore, index: int, layout: Layout) -> None:
+        self.core, self.index, self.layout = core, index, layout
+        self.travel: Ways | None = None
+        self.why = self.told = None  # why it is cast at use, and what the log has said of that
+        self.fresh = False
+        self.mine: dict[Way, QuantizedTensor] = {}
+        self._arrived: dict[Way, tuple[Tensor, ...]] = {}
+        self._more: dict[bool, list[Way]] = {False: [], True: []}
+        self._backward = False
+        self.decide()
+
+    @property
+    def name(self) -> str:
+        return self.core.spec.members[self.index]
+
+    def decide(self) -> bool:
+        """Read the layer's recipe, which is new or unchanged; whether the weight travels otherwise now. Casts are made
+        anew in any case."""
+        recipe, layout, before = self.core.spec.recipe, self.layout, self.travel
+        own_group = self.core.spec.amax_group is not None
+        ways, why = travel(recipe, layout.shape, layout.group.size(), refused=layout.refused, own_group=own_group)
+        self.fresh, self.mine, self.why = False, {}, why
+        self.travel = (VALUES, VALUES) if why is not None and layout.from_master else ways
+        if self.travel != before:
+            self._arrived, self._more = {}, {False: [], True: []}
+        return self.travel != before
+
+    @property
+    def reads(self) -> list[tuple[Way | None, Way | None]]:
+        """What the step boundary casts."""
+        return reads(self.travel or ())
+
+    def rows(self, as_stored: bool) -> Tensor:
+        """This rank's rows, as they are or rounded."""
+        values = self.layout.shard().detach()
+        return values if as_stored else values.to(self.layout.dtype)
+
+    def take(self, made: Sequence[Wanted]) -> None:
+        """What the casts of `reads` have made."""
+        for ways, operands in zip(self.reads, made, strict=True):
+            self.mine |= {w: q for w, q in zip(ways, operands, strict=True) if w is not None and q is not None}
+
+    def _cast(self, way: Way) -> QuantizedTensor:
+        if not way.format.keeps_source:
+            return self.mine[way]
+        return way.quantizer.cast(self.rows(self.layout.from_master and way is VALUES), None)
+
+    def depart(self) -> tuple[tuple[Tensor, ...], tuple[Way, ...]]:
+        """What this rank sends in the pass that runs now, and which ways that are."""
+        assert self.travel is not None
+        self._backward = in_backward()
+        ways = tuple(dict.fromkeys((self.travel[self._backward], *self._more[self._backward])))
+        return tuple(part for way in ways for part in self._moving(way)), ways
+
+    def _moving(self, way: Way) -> list[Tensor]:
+        """The parts of the shard that travel; FP8 as bytes, since gloo carries no such type."""
+        parts = zip(self._cast(way).parts, way.dims, strict=True)
+        return [_as_wire(part) for part, dim in parts if dim is not SHARED]
+
+    def arrive(self, received: Sequence[Tensor], ways: Sequence[Way]) -> None:
+        """What came of them: each moving part of all ranks along its first dimension. Valid until the next `depart`."""
+        rest = iter(received)
+        self._arrived = {way: tuple(next(rest) for dim in way.dims if dim is not SHARED) for way in ways}
+
+    def operands(
+        self, spec: LinearSpec, weight: Tensor, dtype: torch.dtype, *, row: bool, col: bool, record: bool
+    ) -> Pair:  # fmt: skip
+        """The operands of the whole weight. `weight` [N, K]: as FSDP left it, for one that travels by itself; `dtype`: of
+        the layer's activations. RuntimeError where FSDP has freed what came."""
+        if spec is not self.core.spec and (self.travel is not None or spec not in self.core.specs()):
+            spec.runtime.note(
+                f"layers that run under {spec.recipe}, not their own recipe, gather their weights once more"
+            )
+            return self._at_use(spec, self._fetch(VALUES).payload, dtype, row=row, col=col, record=record)
+        if self.travel is None:
+            self._check_there(weight)
+            return self._at_use(spec, weight, dtype, row=row, col=col, record=record)
+        if VALUES in self.travel and self.why is not None:
+            return self._at_use(spec, self._operand(VALUES).payload, dtype, row=row, col=col, record=record)
+        rowwise, columnwise = self.travel
+        made_row = self._operand(rowwise) if row or (col and rowwise == columnwise) else None
+        if not col or rowwise == columnwise:
+            return Pair(made_row and _kept_in(made_row, dtype), None)
+        made_col = self._operand(columnwise)
+        turned = made_col if columnwise.flipped else made_col.transpose()
+        return Pair(made_row and _kept_in(made_row, dtype), _kept_in(turned, dtype))
+
+    def _at_use(self, spec: LinearSpec, values: Tensor, dtype: torch.dtype, **options: Any) -> Pair:
+        """The whole weight, cast here."""
+        values = values if self.layout.from_master else values.to(dtype)
+        (pair,) = quantize(spec, "w", [values], members=[spec.members[self.index]], **options)
+        return Pair(*(q and _kept_in(q, dtype) for q in pair))
+
+    def _operand(self, way: Way) -> QuantizedTensor:
+        """What arrived, as one operand; gathered now where it did not travel."""
+        if way not in self._arrived:
+            self._more[self._backward].append(way)
+            return self._fetch(way)
+        for part in self._arrived[way]:
+            self._check_there(part)
+        received, world = iter(self._arrived[way]), self.layout.group.size()
+        mine = self._cast(way) if SHARED in way.dims else None
+        parts = [
+            mine.parts[i]
+            if dim is SHARED and mine
+            else _join(next(received), world, dim).view(part.dtype or self._dtype(way))
+            for i, (part, dim) in enumerate(zip(way.format.parts, way.dims, strict=True))
+        ]
+        return self._trim(way, parts)
+
+    def _check_there(self, gathered: Tensor) -> None:
+        """Kernels would read memory that is no more."""
+        if gathered.numel() and not gathered.untyped_storage().size():
+            raise RuntimeError(
+                f"{self.name}: FSDP has freed its gathered weight, which this pass reads; backward must begin at what the "
+                f"module returned that was given to fully_shard, or that must not reshard (reshard_after_forward=False)"
+            )
+
+    def _dtype(self, way: Way) -> torch.dtype:
+        return self.layout.shard().dtype if self.layout.from_master and way is VALUES else self.layout.dtype
+
+    def _fetch(self, way: Way) -> QuantizedTensor:
+        """Gather one orientation now."""
+        with wire.label(direction="weights", precision="" if way.format.keeps_source else way.format.name):
+            return self._trim(way, all_gather(self._cast(way).parts, way.dims, self.layout.group).wait())
+
+    def _trim(self, way: Way, parts: Sequence[Tensor]) -> QuantizedTensor:
+        """Without the zero rows behind the last shard."""
+        shapes = way.format.part_shapes(way.of(self.layout.shape))
+        return QuantizedTensor(
+            way.format, tuple(_first(part, shape) for part, shape in zip(parts, shapes, strict=True))
+        )
+
+
+def _kept_in(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """A high-precision operand in the dtype that GEMMs multiply."""
+    return QuantizedTensor(q.format, (q.payload.to(dtype),)) if q.format.keeps_source else q
+
+
+def _as_wire(part: Tensor) -> Tensor:
+    return part.contiguous().view(torch.uint8) if part.itemsize == 1 else part.contiguous()
+
+
+def _join(received: Tensor, world: int, dim: int | None) -> Tensor:
+    """[R*s0, ...] as it arrived -> the R pieces concatenated along `dim`."""
+    return torch.cat(received.unflatten(0, (world, -1)).unbind(0), dim) if dim else received
+
+
+def _first(part: Tensor, shape: Shape) -> Tensor:
+    return part if part.shape == shape else part[tuple(slice(size) for size in shape)]
