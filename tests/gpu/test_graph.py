@@ -1,32 +1,59 @@
-"""A run whose steps are a CUDA graph has the losses of one whose steps are not."""
+"""A run whose steps are a CUDA graph has the losses of one whose steps are not, and stops where such a run would."""
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.graph import WARM_UP
+from launch.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-STEPS = 8
+STEPS, BAD = 8, 5  # BAD: the step behind which a weight is not finite, when steps are replayed
+CULPRIT = "model.layers.2.mlp.down_proj"
+POISONED = f"""
+from launch import train
+from launch.trainer import Trainer
+
+class Poisoned(Trainer):
+    def train_step(self, step):
+        if step + 1 == {BAD}:  # AdamW's average, which the graph reads as it reads the learning rate
+            weight = self.built.model.get_parameter("{CULPRIT}.weight")
+            self.built.optimizer.state[weight]["exp_avg"][3, 5] = float("inf")
+        return super().train_step(step)
+
+train.Trainer = Poisoned
+train.main()
+"""
+
+
+def run(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "launch.train")) -> tuple[int, str]:
+    """A short run on one GPU: its exit code, and the end of what it said."""
+    command = [
+        sys.executable, *program, "tiny", "--mesh.tp", "1", "--train.steps", str(STEPS), "--run.dir", str(folder),
+        "--train.eval_every", "4", "--checkpoint.every", "100", "--train.deterministic", "true", *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if "loss" in record]
 
 
 def losses(folder: Path, *arguments: str, captured: bool = False) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step of a short run on one GPU, and the validation loss. `captured`: whether its steps
     are to be a graph, but for the first ones; that they were is told by what their time was spent on."""
-    command = [
-        sys.executable, "-m", "launch.train", "tiny", "--mesh.tp", "1", "--train.steps", str(STEPS), "--run.dir", str(folder),
-        "--train.eval_every", "4", "--checkpoint.every", "100", "--train.deterministic", "true",
-        "--train.cuda_graph", str(captured).lower(), *arguments,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "loss" in record]
+    code, said = run(folder, "--train.cuda_graph", str(captured).lower(), *arguments)
+    assert code == 0, said
+    records = read_metrics(folder / "metrics.jsonl")
+    steps = steps_of(records)
     assert ["graph" in step["split"] for step in steps] == [captured and i >= WARM_UP for i in range(STEPS)]
     assert ["forward" in step["split"] for step in steps] == [not captured or i < WARM_UP for i in range(STEPS)]
     validation = [record["validation_loss"] for record in records if "validation_loss" in record]
@@ -39,3 +66,15 @@ def test_a_captured_step_computes_what_a_step_does(device, recipe, tmp_path):
     eager = losses(tmp_path / "eager", "--recipe", recipe)
     graph = losses(tmp_path / "graph", "--recipe", recipe, captured=True)
     assert graph == eager
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+def test_an_inf_in_a_weight_stops_a_run(device, recipe, captured, tmp_path):
+    """Where scales make something finite of it: the flags of the layer's casts tell."""
+    graph = ("--train.cuda_graph", str(captured).lower(), "--train.eval_every", "100")
+    code, said = run(tmp_path / "run", "--recipe", recipe, *graph, program=("-c", POISONED))
+    found = f"\nstep {BAD + 1}: loss .*: w of {CULPRIT} held a NaN or Inf when it was cast on rank 0"
+    assert code == 1 and re.search(found, f"\n{said}"), said
+    steps = steps_of(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert len(steps) == BAD and ("graph" in steps[-1]["split"]) == captured

@@ -38,6 +38,16 @@ def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, cas
     check_used(twins.model, *DIRECTIONS)
 
 
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_no_tokens_are_no_trouble(device: str, recipe: str):
+    """An expert may be given none, in the midst of others that are given some."""
+    twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
+    for seed, tokens in enumerate((M, 0, 0, 0, M)):
+        twins.step(lambda model, seed, m=tokens: forward_backward(model, seed, (m,)), seed)
+    found = forward_backward(twins.model, 5, (0,))
+    assert not found["d0.weight"].any() and found["dx"].shape == (0, K) and found["y0"].shape == (0, N)
+
+
 def test_on_another_stream_and_in_a_graph(device: str):
     """A program has no stream of its own: recorded on one, it runs on another, and is captured."""
     twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"), device=device)
