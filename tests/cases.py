@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dlp.parallel.style import STYLES, ParallelStyle, style
 from dlp.quant import recipe as recipes
-from dlp.quant.quantizer import needs_origin
+from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import GEMMS, Recipe
 
 RECIPES = recipes.names()
@@ -98,7 +98,7 @@ def transforms(recipe: str) -> bool:
 def rounds_by_chance(recipe: str) -> bool:
     """Whether some operand is rounded stochastically: its codes depend on where a shard lies."""
     loaded = recipes.load(recipe)
-    return any(needs_origin(quantizer) for which in GEMMS for quantizer in loaded.operands(which))
+    return any(caps_of(quantizer).origin for which in GEMMS for quantizer in loaded.operands(which))
 
 
 def matrix(data: str, rows: int, columns: int, seed: int) -> Tensor:

@@ -15,7 +15,7 @@ from dlp.parallel.model import notes
 from dlp.parallel.style import STYLES
 from dlp.parallel.weight import casts as casts_together
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from dlp.quant.quantizer import KeepHighPrecision, cast_op, needs_origin, one_launch, one_read, slot_options
+from dlp.quant.quantizer import KeepHighPrecision, caps_of, one_read
 from dlp.quant.recipe import load
 from tests.gpu.batched import BATCHED, check_batch
 from tests.gpu.inputs import views
@@ -71,7 +71,7 @@ def test_both_are_two_casts(pair):
         one, other, recorded = ways(pair, x)
         assert_same(row, one)
         assert_same(col, other)
-        expected = ops.amax(x) if slot_options(pair[0]) is not None else torch.zeros(())
+        expected = ops.amax(x) if caps_of(pair[0]).slot is not None else torch.zeros(())
         for found in (staging, recorded):
             assert_bit_equal(found, expected, how)
 
@@ -175,8 +175,8 @@ def test_a_batch_makes_what_casts_make_alone(quantizer, played):
 
 
 def test_what_is_transformed_or_rounded_by_chance_has_no_batch():
-    offering = {quantizer for quantizer in QUANTIZERS if one_launch(quantizer) is not None}
-    without = {quantizer for quantizer in QUANTIZERS if getattr(quantizer, "rht", False) or needs_origin(quantizer)}
+    offering = {quantizer for quantizer in QUANTIZERS if caps_of(quantizer).one_launch}
+    without = {quantizer for quantizer in QUANTIZERS if getattr(quantizer, "rht", False) or caps_of(quantizer).origin}
     assert offering == set(QUANTIZERS) - without - {KeepHighPrecision()} and len(without) >= 3
 
 
@@ -231,8 +231,8 @@ def test_what_has_kernels_is_named(monkeypatch):
     assert {ops.quantizer_kernels(op, "cuda") for op in casts.WITH_KERNELS} == {"kernel"}
     assert ops.quantizer_kernels("cast_of_mine", "cuda") == ops.quantizer_kernels("amax", "cpu") == "reference"
     for quantizer in QUANTIZERS:
-        assert bool(cast_op(quantizer)) == (quantizer != KeepHighPrecision())
-        assert cast_op(quantizer) in ("", *casts.WITH_KERNELS)
+        assert bool(caps_of(quantizer).op) == (quantizer != KeepHighPrecision())
+        assert caps_of(quantizer).op in ("", *casts.WITH_KERNELS)
 
 
 @pytest.mark.parametrize("tile", [False, True])
@@ -241,7 +241,7 @@ def test_what_has_kernels_is_named(monkeypatch):
 def test_a_cast_of_nvfp4_is_named_where_its_kernel_takes_it(tile, rht, stochastic, played):
     quantizer = Nvfp4Scaling(tile, rht, stochastic)
     takes = casts_fp4._kernel_takes(torch.ones(16, 16), quantizer.format.block, rht, stochastic)
-    assert bool(cast_op(quantizer)) == takes
+    assert bool(caps_of(quantizer).op) == takes
 
 
 def test_a_build_that_fails_is_not_passed_over(monkeypatch):

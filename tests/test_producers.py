@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.kernels import ops, reference
-from dlp.quant.quantizer import slot_options
+from dlp.quant.quantizer import caps_of
 from tests.metrics import assert_bit_equal, assert_close
 from tests.quantizers import a_slot, assert_same, origin
 from tests.test_casts import OFFERING, one_read, played  # noqa: F401
@@ -113,7 +113,7 @@ def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  #
     assert_same(first[0][1], pairs[0][1])
     assert_same(first[1], pairs[1])
     assert_bit_equal(staging, slot.staging)
-    assert bool(staging) == (slot_options(pair[0]) is not None)
+    assert bool(staging) == (caps_of(pair[0]).slot is not None)
 
 
 @pytest.mark.parametrize("which", ["rms_norm", "swiglu"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.prologue import PROLOGUES
 from dlp.parallel.model.session import end_step
 from dlp.quant.fp8 import CurrentScaling
+from dlp.quant.quantizer import QuantizerCaps
 from dlp.quant.recipe import both, load
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
@@ -300,6 +301,19 @@ def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
     for seed in range(4):
         twins.step(forward_backward, seed)
     assert programs(twins.model) == {way: [] for way in DIRECTIONS}
+
+
+class _Pure(CurrentScaling):
+    """A user's, that says that it does no more."""
+
+    caps: ClassVar[QuantizerCaps] = CurrentScaling.caps
+
+
+def test_a_users_quantizer_that_declares_itself_pure_has_programs():
+    twins = Twins(lambda: dlp.Linear(K, N, recipe=replace(load("fp8_current"), name="own", x=both(_Pure()))))
+    for seed in range(4):
+        twins.step(forward_backward, seed)
+    check_used(twins.model, *DIRECTIONS)
 
 
 @pytest.mark.parametrize("cache", ["step", "forward"])

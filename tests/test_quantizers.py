@@ -15,7 +15,7 @@ from dlp.quant.fp8_codes import ELEMENTS
 from dlp.quant.fp8_rowwise import RowwiseScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from dlp.quant.quantizer import Quantizer, ScaleSlot, slot_options
+from dlp.quant.quantizer import Quantizer, ScaleSlot, caps_of
 from dlp.quant.recipe import load
 from tests.metrics import assert_bit_equal, relative_error
 from tests.quantizers import (
@@ -250,7 +250,7 @@ def test_power_of_two_scales_of_128_are_mx_scales_of_32():
 
 def test_a_delayed_cast_uses_the_slot_and_records_the_amax():
     quantizer = load("fp8_delayed").dy.rowwise
-    assert slot_options(quantizer) is not None and slot_options(CurrentScaling()) is None
+    assert caps_of(quantizer).slot is not None and caps_of(CurrentScaling()).slot is None
     slot = a_slot(4.0)
     slot.staging.fill_(0.5)
     x = torch.tensor([[1.0, -3.0, float("nan"), 0.1]])

@@ -22,7 +22,7 @@ from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import DEVICES, Gemm, GemmOptions, kernel_name, support
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, needs_origin, slot_options
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of
 from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe, both, load, made, names
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 from tests.command import command
@@ -89,11 +89,11 @@ def test_which_columnwise_operands_are_derived():
 
 
 def test_what_quantizers_say_they_need():
-    assert needs_origin(load("nvfp4").dy.rowwise) and not needs_origin(load("nvfp4").x.rowwise)
-    assert not needs_origin(load("nvfp4", disable_stochastic_rounding=True).dy.columnwise)
-    options = slot_options(load("fp8_delayed", margin=2, amax_history_len=4).dy.rowwise)
+    assert caps_of(load("nvfp4").dy.rowwise).origin and not caps_of(load("nvfp4").x.rowwise).origin
+    assert not caps_of(load("nvfp4", disable_stochastic_rounding=True).dy.columnwise).origin
+    options = caps_of(load("fp8_delayed", margin=2, amax_history_len=4).dy.rowwise).slot
     assert options is not None and (options.fp8_max, options.margin, options.amax_history_len) == (57344.0, 2, 4)
-    assert not any(slot_options(load(name).x.rowwise) for name in names() if name != "fp8_delayed")
+    assert not any(caps_of(load(name).x.rowwise).slot for name in names() if name != "fp8_delayed")
 
 
 def test_shared_options_apply_to_every_recipe():

@@ -9,8 +9,8 @@ from functools import cache
 from math import lcm
 
 from dlp.parallel.style import ParallelStyle
-from dlp.quant.quantizer import Quantizer, slot_options
-from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe, both
+from dlp.quant.quantizer import caps_of
+from dlp.quant.recipe import OPERANDS, Operand, Recipe, both
 from dlp.quant.tensor import UNSAID, Format
 
 DIMENSIONS = {"x": ("M", "K"), "w": ("N", "K"), "dy": ("M", "N")}
@@ -67,16 +67,9 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
 
 def check(layer: str, style: ParallelStyle, recipe: Recipe) -> None:
     """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales."""
-    delayed = any(slot_options(quantizer) is not None for quantizer in all_quantizers(recipe))
+    delayed = any(caps_of(quantizer).slot is not None for quantizer in recipe.quantizers())
     if style.gathers is not None and delayed and not recipe.reduce_amax:
         raise ValueError(
             f"{layer}: {recipe} has reduce_amax=False, so tp ranks would scale {style.gathers} differently and then "
             f"gather it; set reduce_amax=True, or sequence_parallel=False for this layer"
         )
-
-
-def all_quantizers(recipe: Recipe) -> list[Quantizer]:
-    """Of its operands, in both orientations, and of results."""
-    operands = [getattr(recipe, name) for name in OPERANDS]
-    results = [quantizer for name in RESULTS if (quantizer := getattr(recipe, name)) is not None]
-    return [quantizer for operand in operands for quantizer in (operand.rowwise, operand.columnwise)] + results

@@ -7,7 +7,8 @@ takes it from the amaxes of earlier steps and records this one in the cast's own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,6 +19,7 @@ from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
 from dlp.quant.quantizer import (
     Amaxes,
     Operands,
+    QuantizerCaps,
     ScaleSlot,
     SlotOptions,
     Wanted,
@@ -64,8 +66,9 @@ class CurrentScaling:
     power_of_two: bool = False
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
-    op: ClassVar[str] = "cast_fp8_tensor"
-    takes_flag: ClassVar[bool] = True
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(
+        one_read=True, one_launch=True, flag=True, op="cast_fp8_tensor", pure=True, lazy=True
+    )
 
     @property
     def format(self) -> Format:
@@ -79,6 +82,10 @@ class CurrentScaling:
     ) -> QuantizedTensor:  # fmt: skip
         made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], self._scale(amax), out=parts_of(out), flag=flag)
         return self.format.fill(out, *made)
+
+    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+        amax = ops.amax(x)
+        return amax, amax
 
     def both(
         self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any
@@ -111,21 +118,19 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
-    op: ClassVar[str] = "cast_fp8_tensor"
-    takes_flag: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _ = self.delayed  # refuses wrong options at construction
+        _ = self.caps  # refuses wrong options at construction
 
     @property
     def format(self) -> Format:
         return FORMATS[self.element]
 
-    @property
-    def delayed(self) -> SlotOptions:
-        """What the slot of this quantizer is updated by."""
+    @cached_property
+    def caps(self) -> QuantizerCaps:
         fp8_max = ops.FP8_MAX[ELEMENTS[self.element]]
-        return SlotOptions(fp8_max, self.margin, self.amax_history_len, self.amax_compute_algo)
+        slot = SlotOptions(fp8_max, self.margin, self.amax_history_len, self.amax_compute_algo)
+        return replace(CurrentScaling.caps, slot=slot)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return None
@@ -136,6 +141,9 @@ class DelayedScaling:
     ) -> QuantizedTensor:  # fmt: skip
         made = ops.cast_fp8_tensor(x, ELEMENTS[self.element], _slot_scale(slot), out=parts_of(out), flag=flag)
         return self.format.fill(out, *made)
+
+    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+        return None, None
 
     def both(
         self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
-from dlp.quant.quantizer import Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import Amaxes, Operands, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 
 
@@ -60,8 +60,9 @@ class BlockScaling:
     power_of_two: bool = True
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = ()
-    op: ClassVar[str] = "cast_fp8_block"
-    takes_flag: ClassVar[bool] = True
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(
+        one_read=True, one_launch=True, flag=True, op="cast_fp8_block", pure=True, lazy=True
+    )
 
     @property
     def format(self) -> Format:
@@ -74,6 +75,9 @@ class BlockScaling:
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, flag: Tensor | None = None, **_: Any
     ) -> QuantizedTensor:  # fmt: skip
         return self.format.fill(out, *self._made(ops.cast_fp8_block, x, out=parts_of(out), flag=flag))
+
+    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+        return None, None
 
     def both(
         self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any

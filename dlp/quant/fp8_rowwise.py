@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Codes, codes_and
-from dlp.quant.quantizer import Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import Amaxes, Operands, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 
@@ -44,8 +44,9 @@ class RowwiseScaling:
     power_of_two: bool = True
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = (1,)
-    op: ClassVar[str] = "cast_fp8_rowwise"
-    takes_flag: ClassVar[bool] = True
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(
+        one_read=True, one_launch=True, flag=True, op="cast_fp8_rowwise", pure=True, lazy=True
+    )
 
     @property
     def format(self) -> Format:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlp.kernels import ops
 from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
-from dlp.quant.quantizer import Amaxes, Operands, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import Amaxes, Operands, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 
 
@@ -60,8 +60,9 @@ class MxScaling:
     scale_rounding: str = "ceil"
     tile: bool = False
     reduces: ClassVar[tuple[int, ...]] = ()
-    op: ClassVar[str] = "cast_mxfp8"
-    takes_flag: ClassVar[bool] = True
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(
+        one_read=True, one_launch=True, flag=True, op="cast_mxfp8", pure=True, lazy=True
+    )
 
     @property
     def format(self) -> Format:
@@ -75,6 +76,9 @@ class MxScaling:
     ) -> QuantizedTensor:  # fmt: skip
         self.format.check((x.shape[0], x.shape[1]))
         return self.format.fill(out, *self._made(ops.cast_mxfp8, x, out=parts_of(out), flag=flag))
+
+    def observe_both(self, x: Tensor, columnwise: Any) -> Amaxes:
+        return None, None
 
     def both(
         self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, flag: Tensor | None = None, **_: Any

@@ -8,15 +8,16 @@ position in the unsharded matrix, not to the rank. (arXiv 2509.25149.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.quantizer import Amaxes, Operands, Origin, Wanted, parts_of, parts_of_both, wanted_parts
+from dlp.quant.quantizer import Amaxes, Operands, Origin, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 BLOCK = 16
@@ -90,12 +91,17 @@ class Nvfp4Scaling:
     rht: bool = False
     stochastic: bool = False
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
-    takes_flag: ClassVar[bool] = True
 
-    @property
-    def op(self) -> str:
-        """Kernels cast tiles as they are, to nearest: as weights are."""
-        return "" if self.tile and (self.rht or self.stochastic) else "cast_nvfp4"
+    @cached_property
+    def caps(self) -> QuantizerCaps:
+        """Kernels cast tiles as they are, to nearest: as weights are. What is transformed or rounded by chance is cast matrix
+        by matrix; both orientations come from one read where the columns are transformed, but not where the rows are."""
+        kernel, plain = not self.tile or not (self.rht or self.stochastic), not self.rht and not self.stochastic
+        turned = () if self.tile or self.rht else (replace(self, rht=True),)
+        return QuantizerCaps(
+            one_read=not self.rht, one_read_with=turned, one_launch=plain, origin=self.stochastic, flag=True, values=True,
+            op="cast_nvfp4" if kernel else "", pure=kernel, lazy=kernel,
+        )  # fmt: skip
 
     @property
     def format(self) -> Format:
@@ -121,11 +127,6 @@ class Nvfp4Scaling:
         )
         return self.format.fill(out, *made)
 
-    def pairs_with(self, columnwise: Any) -> bool:
-        """Whether both orientations can come from one read: the columns may be transformed, the rows may not."""
-        turned = not self.tile and columnwise == replace(self, rht=True)
-        return not self.rht and (columnwise == self or turned)
-
     def observe_both(self, x: Tensor, columnwise: Nvfp4Scaling) -> Amaxes:
         self._check_both(x, columnwise)
         if columnwise.rht:
@@ -147,12 +148,7 @@ class Nvfp4Scaling:
         )  # fmt: skip
         return self.format.wrap(row), columnwise.format.wrap(col)
 
-    @property
-    def batch(self) -> Callable[..., ops.Launches] | None:
-        """None: what is transformed or rounded by chance is cast matrix by matrix."""
-        return None if self.rht or self.stochastic else self._batch
-
-    def _batch(
+    def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
     ) -> ops.Launches:
         return ops.cast_nvfp4_batch(xs, wanted_parts(outs), flags, self.format.block)

@@ -8,9 +8,11 @@ agreed value, and the reduction happens between the two, elsewhere.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -89,15 +91,58 @@ class Origin:
         )
 
 
+@dataclass(frozen=True)
+class QuantizerCaps:
+    """What a quantizer offers or needs beside `observe` and `cast`. It declares that by a class attribute or a property
+    `caps`; one that declares nothing has none of it. `check_caps` refuses what is declared and not there.
+
+    one_read       methods `both` and `observe_both`: the operands of x and of x.t() from one read, see `OneRead`, for a
+                   columnwise quantizer that is equal to it
+    one_read_with  further columnwise quantizers that they take
+    one_launch     a method `batch(xs, outs, slots, flags)`: prepares `cast`, or `both`, of matrices that
+                   `ops.has_batches`, into operands that exist, (of x, of x.t()), None where one is not wanted
+    slot           its casts take `slot`: delayed scaling, by these options
+    origin         its casts take `at`: its rounding depends on where a shard lies
+    flag           its casts take `flag`, fp32 [], and turn it into NaN where a value of x is not finite
+    values         a method `values(x)`: what is quantized, where that is not x itself
+    op             the cast of `dlp.kernels.ops` that it runs, by name, for plans to say whether that has a kernel; else ""
+    pure           its methods only run ops of `dlp.kernels.ops` and depend on nothing but their arguments, so that their
+                   launches may be captured and launched again
+    lazy           they take an `ops.Produced` for x, a matrix that a cast makes on its way
+    """
+
+    one_read: bool = False
+    one_read_with: tuple[Quantizer, ...] = ()
+    one_launch: bool = False
+    slot: SlotOptions | None = None
+    origin: bool = False
+    flag: bool = False
+    values: bool = False
+    op: str = ""
+    pure: bool = False
+    lazy: bool = False
+
+    def of_casts(self) -> QuantizerCaps:
+        """What is left where something is done around each cast: what the casts take and are."""
+        return QuantizerCaps(slot=self.slot, origin=self.origin, flag=self.flag, values=self.values, op=self.op)
+
+
+METHODS = {
+    "one_read": ("both", "observe_both"),
+    "one_launch": ("batch",),
+    "values": ("values",),
+}  # by what declares them
+ARGUMENTS = {"slot": "slot", "origin": "at", "flag": "flag"}  # of casts, by what declares them
+_PLAIN = QuantizerCaps()
+
+
 @runtime_checkable
 class Quantizer(Protocol):
     """Makes QuantizedTensors of one format; a frozen dataclass, so equal settings compare equal.
 
     `reduces` holds the dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale
-    a row, (0, 1) for one scale a tensor. Ranks that cut such a dimension must agree.
-
-    Some attributes are there where they are needed, see `slot_options`, `needs_origin`, `flagged`, `one_read`, `one_launch`
-    and `cast_op`.
+    a row, (0, 1) for one scale a tensor. Ranks that cut such a dimension must agree. What else it can do it declares as
+    `caps`, see `QuantizerCaps`.
     """
 
     @property
@@ -133,23 +178,58 @@ def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
     return [(parts_of(row), parts_of(col)) for row, col in outs]
 
 
-def slot_options(quantizer: Quantizer) -> SlotOptions | None:
-    """What a quantizer with an attribute `delayed` keeps between steps: it casts with a `slot` of these options."""
-    return getattr(quantizer, "delayed", None)
+def caps_of(quantizer: Quantizer) -> QuantizerCaps:
+    """What a quantizer declares. A class inherits what its casts take; the rest speaks of the methods of the class that
+    declares it, and not of one that may do more."""
+    if "caps" in type(quantizer).__dict__:
+        caps: QuantizerCaps = quantizer.caps  # type: ignore[attr-defined]
+        return caps
+    declared = getattr(quantizer, "caps", None)
+    return _PLAIN if declared is None else _inherited(declared)
 
 
-def needs_origin(quantizer: Quantizer) -> bool:
-    """Whether a quantizer says, by an attribute `stochastic`, that its rounding depends on where a shard lies."""
-    return getattr(quantizer, "stochastic", False)
+@cache
+def _inherited(caps: QuantizerCaps) -> QuantizerCaps:
+    return caps.of_casts()
+
+
+def check_caps(quantizer: Quantizer) -> None:
+    """ValueError, naming the quantizer and the member, where it declares something that it lacks."""
+    declared = getattr(quantizer, "caps", _PLAIN)
+    if not isinstance(declared, QuantizerCaps):
+        raise ValueError(f"{quantizer}: its caps must be a QuantizerCaps(...); got {declared!r}")
+    caps = caps_of(quantizer)
+    for member, methods in METHODS.items():
+        for method in methods if getattr(caps, member) else ():
+            if not callable(getattr(quantizer, method, None)):
+                raise ValueError(
+                    f"{quantizer} declares {member} and has no method {method}: add it, or do not declare it"
+                )
+    casts = ("cast", "both") if caps.one_read else ("cast",)
+    for member, argument in ARGUMENTS.items():
+        for method in casts if getattr(caps, member) else ():
+            if not _takes(getattr(quantizer, method), argument):
+                raise ValueError(
+                    f"{quantizer} declares {member} and its {method} takes no argument {argument}: add it, or do not declare it"
+                )
+    if caps.one_read_with and not caps.one_read:
+        raise ValueError(f"{quantizer} declares one_read_with and not one_read: declare both, or neither")
+    if caps.op and not hasattr(ops, caps.op):
+        raise ValueError(f"{quantizer} declares op {caps.op!r}, which dlp.kernels.ops lacks: name one that it has")
+
+
+def _takes(function: Callable[..., Any], argument: str) -> bool:
+    """By its name, or as one of any."""
+    parameters = inspect.signature(function).parameters
+    return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def flagged(quantizer: Quantizer, x: Any, flag: Tensor | None) -> dict[str, Any]:
-    """What a cast of x is called with so that `flag`, fp32 [], becomes NaN if a value of x is not finite: the flag, for a
-    quantizer that says by an attribute `takes_flag` that its casts take one. For another x is looked at here, unless it is
-    kept as it is, which hands Inf and NaN on."""
+    """What a cast of x is called with so that `flag`, fp32 [], becomes NaN if a value of x is not finite: the flag, where
+    the quantizer's casts take one. For another x is looked at here, unless it is kept as it is, which hands Inf and NaN on."""
     if flag is None or quantizer.format.keeps_source:
         return {}
-    if getattr(quantizer, "takes_flag", False):
+    if caps_of(quantizer).flag:
         return {"flag": flag}
     ops.watched(ops.stored(x), flag)
     return {}
@@ -171,19 +251,17 @@ class Wrapped:
         return self.inner.reduces
 
     @property
-    def delayed(self) -> Any:
-        return slot_options(self.inner)
-
-    @property
-    def stochastic(self) -> bool:
-        return needs_origin(self.inner)
-
-    @property
-    def takes_flag(self) -> bool:
-        return getattr(self.inner, "takes_flag", False)
+    def caps(self) -> QuantizerCaps:
+        return _inherited(caps_of(self.inner))
 
     def observe(self, x: Tensor) -> Tensor | None:
         return self.inner.observe(x)
+
+    def values(self, x: Tensor) -> Tensor:
+        """What is quantized."""
+        inner: Any = self.inner
+        made: Tensor = inner.values(x) if caps_of(inner).values else x
+        return made
 
 
 @dataclass(frozen=True)
@@ -193,47 +271,25 @@ class OneRead:
     rowwise: Any
     columnwise: Quantizer
 
-    def observe(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def observe(self, x: Tensor) -> Amaxes:
         """What ranks must agree on for each of the two; one tensor where one value serves both."""
-        if hasattr(self.rowwise, "observe_both"):
-            row, col = self.rowwise.observe_both(x, self.columnwise)
-            return row, col
-        amax = self.rowwise.observe(x)
-        return amax, amax
+        row, col = self.rowwise.observe_both(x, self.columnwise)
+        return row, col
 
     def cast(
-        self, x: Tensor, amaxes: tuple[Tensor | None, Tensor | None], *,
-        outs: tuple[QuantizedTensor, QuantizedTensor] | None = None, slot: ScaleSlot | None = None,
+        self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None,
         at: tuple[Origin, Origin] | None = None, **flag: Any,
-    ) -> tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
+    ) -> Operands:  # fmt: skip
         """x and the agreed amaxes -> both operands, into `outs` when given. `at`: of x, of x.t(). `flag`: see `flagged`."""
         row, col = self.rowwise.both(x, amaxes, columnwise=self.columnwise, outs=outs, slot=slot, at=at, **flag)
         return row, col
 
 
 def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
-    """How both orientations come from one read, where the rowwise quantizer offers that by a method `both`: with an equal
-    one, or with one that its `pairs_with` accepts. What it observes for the two, if that is not one value, its
-    `observe_both` says."""
-    pairs = getattr(rowwise, "pairs_with", rowwise.__eq__)
-    return OneRead(rowwise, columnwise) if hasattr(rowwise, "both") and pairs(columnwise) is True else None
-
-
-def one_launch(quantizer: Quantizer) -> Callable[..., ops.Launches] | None:
-    """The attribute `batch(xs, outs, slots, flags)` of a quantizer that has it, for matrices that `ops.has_batches`: prepares
-    `cast` or `both` of all of them, into operands that exist, (of x, of x.t()), None where one is not wanted."""
-    return getattr(quantizer, "batch", None)
-
-
-def cast_op(quantizer: Quantizer) -> str:
-    """The attribute `op`: the cast of `dlp.kernels.ops` that a quantizer runs, where that may have a kernel; else ''."""
-    return getattr(quantizer, "op", "")
-
-
-def runs_op(quantizer: Quantizer) -> bool:
-    """Whether a quantizer only observes and casts by ops of `dlp.kernels.ops`: one of this package with a `cast_op`. What
-    wraps one, or a user's, may do anything."""
-    return type(quantizer).__module__.startswith("dlp.quant.") and cast_op(quantizer) != ""
+    """How both orientations come from one read, where the rowwise quantizer offers that for this columnwise one."""
+    caps = caps_of(rowwise)
+    offered = caps.one_read and (columnwise == rowwise or columnwise in caps.one_read_with)
+    return OneRead(rowwise, columnwise) if offered else None
 
 
 @dataclass(frozen=True)
@@ -242,6 +298,7 @@ class KeepHighPrecision:
 
     format: Format = HighPrecision()
     reduces: tuple[int, ...] = ()
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(pure=True)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return None

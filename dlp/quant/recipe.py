@@ -29,7 +29,7 @@ import torch
 from dlp.quant import recipes
 from dlp.quant.gemm import GemmOptions, check_pair
 from dlp.quant.options import check_option, freeze
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, check_caps
 
 OPERANDS = ("x", "w", "dy")
 RESULTS = ("y", "dx")
@@ -68,7 +68,7 @@ class Recipe:
     gather_dy    "quantized", or "high_precision": where dy is gathered, it travels once as it is and is then quantized
     y, dx        quantizers whose rounding is applied to the results of fprop and dgrad; None: no rounding
     options      what was asked for by name, for printing
-    Raises ValueError, naming the GEMM, where two operands must not meet in it.
+    Raises ValueError, naming the GEMM, where two operands must not meet in it, and where a quantizer lacks what it declares.
     """
 
     name: str
@@ -89,11 +89,19 @@ class Recipe:
         for which in GEMMS:
             a, b = self.operands(which)
             check_pair(which, a.format, b.format)
+        for quantizer in self.quantizers():
+            check_caps(quantizer)
 
     def operands(self, which: str) -> tuple[Quantizer, Quantizer]:
         """The quantizers of A and B of one of GEMMS."""
         a, a_orientation, b, b_orientation = GEMM_OPERANDS[which]
         return getattr(getattr(self, a), a_orientation), getattr(getattr(self, b), b_orientation)
+
+    def quantizers(self) -> list[Quantizer]:
+        """Those of x, w and dy, rowwise and columnwise, and those of results."""
+        operands = (getattr(self, name) for name in OPERANDS)
+        results = [quantizer for name in RESULTS if (quantizer := getattr(self, name)) is not None]
+        return [quantizer for operand in operands for quantizer in (operand.rowwise, operand.columnwise)] + results
 
     def for_layer(self, layer: str) -> Recipe:
         """The recipe of one layer, by its name: itself (a `CustomRecipe` may answer differently for each)."""

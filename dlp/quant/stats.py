@@ -14,7 +14,7 @@ read off two codes of a format, its `landmarks`; a format without them lacks the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,8 +82,7 @@ class Measured(Wrapped):
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
         made = self.inner.cast(x, amax, **more)
-        values: Callable[[Tensor], Tensor] = getattr(self.inner, "values", lambda x: x)
-        self.table.record(self.name, values(x), made)
+        self.table.record(self.name, self.values(x), made)
         return made
 
 
@@ -109,11 +108,12 @@ def measured(recipe: Recipe, layer: str, table: StatsTable) -> Recipe:
 def plain(recipe: Recipe) -> Recipe:
     """The inverse of `measured`."""
 
-    def unwrap(operand: Operand) -> Operand:
-        rowwise, columnwise = operand.rowwise, operand.columnwise
-        return Operand(getattr(rowwise, "inner", rowwise), getattr(columnwise, "inner", columnwise))
+    def unwrap(quantizer: Quantizer) -> Quantizer:
+        return quantizer.inner if isinstance(quantizer, Measured) else quantizer
 
-    return replace(recipe, x=unwrap(recipe.x), w=unwrap(recipe.w), dy=unwrap(recipe.dy))
+    operands = (getattr(recipe, name) for name in OPERANDS)
+    x, w, dy = (Operand(unwrap(operand.rowwise), unwrap(operand.columnwise)) for operand in operands)
+    return replace(recipe, x=x, w=w, dy=dy)
 
 
 def summary(sums: Tensor, maxima: Tensor) -> dict[str, float | None]:

@@ -12,7 +12,7 @@ from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.fp8_rowwise import RowwiseScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from dlp.quant.quantizer import ScaleSlot, one_launch, one_read
+from dlp.quant.quantizer import ScaleSlot, one_read
 from tests.gpu.inputs import values
 from tests.metrics import assert_bit_equal
 
@@ -49,7 +49,7 @@ def check_batch(quantizer: Any, dtype: torch.dtype, device: str) -> None:
         _cast(quantizer, torch.zeros_like(x), asked, 1.0, slot(device)) for x, asked in zip(xs, WANTED, strict=True)
     ]
     slots = [slot(device) for _ in xs]
-    launches = one_launch(quantizer)(xs, outs, slots, [None] * len(xs))
+    launches = quantizer.batch(xs, outs, slots, [None] * len(xs))
     for raised in (1.0, 1.5):
         for launch in launches.observe:
             launch()

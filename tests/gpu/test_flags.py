@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.kernels import ops
-from dlp.quant.quantizer import flagged, one_launch, one_read
+from dlp.quant.quantizer import flagged, one_read
 from dlp.quant.recipe import load
 from tests.gpu.batched import BATCHED, SIZES
 from tests.gpu.inputs import values, views
@@ -54,7 +54,7 @@ def test_each_matrix_of_a_batch_has_its_own(device, quantizer: Any, dtype: torch
     assert both is not None
     outs: Any = [both.cast(x, both.observe(x), slot=slot(device)) for x in xs]
     flags = torch.zeros(len(xs), device=device)
-    launches = one_launch(quantizer)(xs, outs, [slot(device) for _ in xs], flags.unbind())  # type: ignore[misc]
+    launches = quantizer.batch(xs, outs, [slot(device) for _ in xs], flags.unbind())  # type: ignore[misc]
     for bad in (None, 1, 2, 0):
         flags.zero_()
         if bad is not None:

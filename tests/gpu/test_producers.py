@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.kernels import cuda_producers, ops, reference
-from dlp.quant.quantizer import one_read, slot_options
+from dlp.quant.quantizer import caps_of, one_read
 from tests.gpu.inputs import DATA, DTYPES, SHAPES, STRIDES, place, values
 from tests.gpu.test_quantizers import PAIRS, at, slot
 from tests.metrics import assert_bit_equal, assert_close
@@ -140,7 +140,7 @@ def test_a_fused_cast_is_that_of_the_stored_matrix(device, poisoned, pair, data,
     def run(matrix, outs=None):
         state = slot(device)
         made = both.cast(matrix, both.observe(matrix), slot=state, at=at(matrix, device), outs=outs)
-        return [*made[0].parts, *made[1].parts, *([state.staging] if slot_options(pair[0]) else [])], made
+        return [*made[0].parts, *made[1].parts, *([state.staging] if caps_of(pair[0]).slot else [])], made
 
     for number, shape in enumerate(shapes_of(pair)):
         matrix = produced(which, shape, data, (STRIDES[number % 3], STRIDES[number % 2]), device)

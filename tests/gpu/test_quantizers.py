@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import loader, ops
-from dlp.quant.quantizer import Origin, ScaleSlot, cast_op, one_read
+from dlp.quant.quantizer import Origin, ScaleSlot, caps_of, one_read
 from dlp.quant.recipe import load
 from dlp.quant.tensor import QuantizedTensor
 from tests.gpu.batched import BATCHED, check_batch
@@ -55,7 +55,7 @@ def test_there_are_kernels(device):
 @pytest.mark.parametrize("data", ["gauss", "specials"])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_a_cast_on_the_gpu_is_the_one_on_the_cpu(device, pair, dtype, data):
-    assert all(cast_op(quantizer) for quantizer in pair), "quantizers of this list have kernels"
+    assert all(caps_of(quantizer).op for quantizer in pair), "quantizers of this list have kernels"
     block = max(max(quantizer.format.multiple) for quantizer in pair) > 1
     matrix = values(data, *((192, 288) if block else (200, 300)), dtype)
     theirs, (rowwise, columnwise), both = views(matrix.to(device)), pair, one_read(*pair)

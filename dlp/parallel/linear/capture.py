@@ -20,11 +20,10 @@ from torch import Tensor
 
 from dlp.kernels import gemms, program
 from dlp.kernels.program import ALIGNMENT, NotPlain, Program
-from dlp.parallel import fit
 from dlp.parallel.linear.core import run_backward, run_forward
 from dlp.parallel.linear.spec import LinearSpec, remembered
 from dlp.quant.gemm import own_gemm
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, runs_op
+from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import GEMMS
 
 DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
@@ -102,19 +101,16 @@ class Programs:
 
 @remembered
 def _programmable(spec: LinearSpec, direction: str) -> bool:
-    """Nothing is communicated in this direction, nothing waits, and quantizers and GEMMs are those of this package."""
+    """Nothing is communicated in this direction, nothing waits, quantizers are pure and GEMMs those of this package."""
     style, recipe = spec.style, spec.recipe
     steps = (style.fprop,) if direction == FORWARD else (style.dgrad, style.wgrad)
     alone = spec.tp == 1 or (recipe.amax_scope == "table" and not any(step.gather or step.reduce for step in steps))
     agreed = spec.amax_group is not None and spec.amax_group.size() > 1
     formats = [[quantizer.format for quantizer in recipe.operands(which)] for which in GEMMS]
-    known = all(map(_is_known, fit.all_quantizers(recipe))) and not any(own_gemm(*pair) for pair in formats)
+    known = all(caps_of(quantizer).pure for quantizer in recipe.quantizers()) and not any(
+        own_gemm(*pair) for pair in formats
+    )
     return alone and not agreed and known and not spec.delay_wgrad
-
-
-def _is_known(quantizer: Quantizer) -> bool:
-    """It is pure, and casts by a kernel or not at all."""
-    return type(quantizer) is KeepHighPrecision or runs_op(quantizer)
 
 
 def multiplies_tf32(x: Tensor) -> bool:

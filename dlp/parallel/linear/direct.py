@@ -14,13 +14,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dlp.kernels import gemms
-from dlp.parallel import fit
 from dlp.parallel.linear.capture import LIMIT, Key, Programs, lies, like, multiplies_tf32
 from dlp.parallel.linear.core import gathered_parts, to_save, waits
 from dlp.parallel.linear.inputs import ACTIVATIONS, check_features, no_autocast
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.weight.local import Sides, check_whole, held, num_axes
-from dlp.quant.quantizer import runs_op
+from dlp.quant.quantizer import caps_of
 
 X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
 
@@ -81,7 +80,11 @@ def _check(spec: LinearSpec, given: Sequence[Any]) -> None:
     elsewhere = [other.device for other in given if other is not None and other.device != x.device]
     if elsewhere:
         raise ValueError(f"{spec.name}: x lies on {x.device} and its parameters on {elsewhere[0]}: move one of them")
-    if gemms.available(x) and x.dtype == torch.float16 and any(map(runs_op, fit.all_quantizers(spec.recipe))):
+    if (
+        gemms.available(x)
+        and x.dtype == torch.float16
+        and any(caps_of(quantizer).op for quantizer in spec.recipe.quantizers())
+    ):
         spec.runtime.note("casts of fp16 run the plain-torch reference: kernels read bf16 and fp32")
 
 

@@ -22,7 +22,7 @@ from dlp.parallel import fit
 from dlp.parallel.linear.spec import LinearSpec, remembered
 from dlp.parallel.style import ParallelStyle
 from dlp.parallel.weight.casts import NOBODY, Cast
-from dlp.quant.quantizer import OneRead, Origin, Quantizer, flagged, needs_origin, one_read, runs_op, slot_options
+from dlp.quant.quantizer import OneRead, Origin, Quantizer, caps_of, flagged, one_read
 from dlp.quant.recipe import OPERANDS, Operand, Recipe
 from dlp.quant.tensor import QuantizedTensor
 
@@ -123,8 +123,8 @@ def _way(spec: LinearSpec, tensor: str, row: bool, col: bool, whole: bool, lines
     need_row, need_col, together = casts(spec.recipe, tensor, lines, row, col)
     ways = quantizers.rowwise, quantizers.columnwise
     agree = must_agree(spec, tensor, ways[0], False, whole), must_agree(spec, tensor, ways[1], True, whole)
-    slot = slot_options(ways[0]) is not None, slot_options(ways[1]) is not None
-    origin = needs_origin(ways[0]), needs_origin(ways[1])
+    caps = caps_of(ways[0]), caps_of(ways[1])
+    slot, origin = (caps[0].slot is not None, caps[1].slot is not None), (caps[0].origin, caps[1].origin)
     asks = any((*agree, *slot, *origin))
     return _Way(
         quantizers, together, need_row, need_col, _units(spec.recipe, tensor), _tokens_unit(spec.recipe, tensor), agree,
@@ -197,7 +197,7 @@ def makes(recipe: Recipe, tensor: str, rows: int, row: bool, col: bool) -> bool:
     quantizers = fit.quantizers(recipe, tensor)
     assert quantizers is not None
     _, need_col, _ = casts(recipe, tensor, rows, row, col)
-    return not need_col and runs_op(quantizers.rowwise) and runs_op(quantizers.columnwise)
+    return not need_col and caps_of(quantizers.rowwise).lazy and caps_of(quantizers.columnwise).lazy
 
 
 def observed_by_casts(

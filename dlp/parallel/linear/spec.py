@@ -28,7 +28,7 @@ from dlp.parallel.model.runtime import Runtime, cannot_pickle
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.style import ParallelStyle
 from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
-from dlp.quant.quantizer import SlotOptions, needs_origin, slot_options
+from dlp.quant.quantizer import SlotOptions, caps_of
 from dlp.quant.recipe import OPERANDS, RESULTS, Operand, Recipe
 from dlp.quant.stats import plain
 from dlp.quant.tensor import Format
@@ -188,7 +188,7 @@ class LinearSpec:
     @cached_property
     def draws(self) -> bool:
         """Whether a cast of this layer rounds by chance."""
-        return any(map(needs_origin, fit.all_quantizers(self.recipe)))
+        return any(caps_of(quantizer).origin for quantizer in self.recipe.quantizers())
 
     def kept_memory(self) -> list[Tensor]:
         """What kernels of this layer read and write that is no operand; it stays where it is while `calls` do."""
@@ -231,7 +231,7 @@ def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[s
         quantizers = fit.quantizers(recipe, tensor)
         ways = [] if quantizers is None else [(False, quantizers.rowwise), (True, quantizers.columnwise)]
         for columnwise, quantizer in ways:
-            options = slot_options(quantizer)
+            options = caps_of(quantizer).slot
             if options is not None:
                 names = [_slot_name(recipe, tensor, member, columnwise) for member in owners(members, tensor)]
                 found |= {name: (tensor, options) for name in names}

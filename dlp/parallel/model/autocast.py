@@ -29,7 +29,7 @@ from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model import recompute
 from dlp.parallel.model.runtime import ForwardScales, Runtime, in_backward
 from dlp.quant import recipe as recipes
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, SlotOptions, slot_options
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.stats import plain
 from dlp.quant.tensor import QuantizedTensor
@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 class Calibrate(KeepHighPrecision):
     """Leaves the values as they are and records their amax for the scale that this slot will have."""
 
-    delayed: SlotOptions | None = None
+    slot: SlotOptions | None = None
+
+    @property
+    def caps(self) -> QuantizerCaps:  # type: ignore[override]
+        return QuantizerCaps(slot=self.slot)
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
@@ -57,8 +61,8 @@ def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
     """The recipe's layers in high precision; calibrating: amaxes are still recorded where it scales by them."""
 
     def keep(quantizer: Quantizer) -> Quantizer:
-        options = slot_options(quantizer) if calibrating else None
-        return KeepHighPrecision() if options is None else Calibrate(delayed=options)
+        options = caps_of(quantizer).slot if calibrating else None
+        return KeepHighPrecision() if options is None else Calibrate(slot=options)
 
     operands = (getattr(recipe, name) for name in recipes.OPERANDS)
     x, w, dy = (Operand(keep(operand.rowwise), keep(operand.columnwise)) for operand in operands)

@@ -20,7 +20,7 @@ from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.style import ParallelStyle
 from dlp.parallel.transfer import transfer_plan
 from dlp.quant.gemm import support
-from dlp.quant.quantizer import cast_op
+from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
 
 WAYS = ("rowwise", "columnwise")
@@ -121,7 +121,7 @@ def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -
     if prologue is None:
         return ()
     x = recipe.x
-    by_kernel = all(quantizer_kernels(cast_op(way), device_type) == "kernel" for way in (x.rowwise, x.columnwise))
+    by_kernel = all(quantizer_kernels(caps_of(way).op, device_type) == "kernel" for way in (x.rowwise, x.columnwise))
     one_cast = makes(recipe, "x", fit.units(recipe)[0], True, True)
     along = all(
         way.format.block[0] <= 1 and way.format.parts[0].dtype in ACTIVATION_CODES for way in (x.rowwise, x.columnwise)
@@ -135,7 +135,7 @@ def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:
     by_operand: dict[str, str] = {}
     for name in OPERANDS:
         operand: Operand = getattr(recipe, name)
-        ops = [cast_op(q) for q in (operand.rowwise, operand.columnwise) if not q.format.keeps_source]
+        ops = [caps_of(q).op for q in (operand.rowwise, operand.columnwise) if not q.format.keeps_source]
         found = dict.fromkeys(quantizer_kernels(op, device_type) for op in ops)
         by_operand |= {name: " and ".join(found)} if found else {}
     same = len(set(by_operand.values())) == 1 and len(by_operand) == len(OPERANDS)

@@ -25,7 +25,7 @@ from dlp.parallel.traffic.workload import Sent, Workload, foretelling, moved, no
 from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
 from dlp.parallel.wires import WIRES
-from dlp.quant.quantizer import slot_options
+from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
 
 
@@ -107,7 +107,7 @@ def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:
     wider say, and over dp_shard of delayed amaxes that no wider group agrees on."""
     shards, wider, staged = 0, 0, 0
     for (style, recipe, ways, shape), count in Counter(_reads(plan, load)).items():
-        delayed = [slot_options(way.quantizer) is not None for way in ways if way is not None]
+        delayed = [caps_of(way.quantizer).slot is not None for way in ways if way is not None]
         covered = recipe.reduce_amax and load.amax_group in (None, "world", "dp_shard")
         staged += count * (delayed[0] and not covered)
         shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both ways

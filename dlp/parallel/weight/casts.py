@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.amax import agree
 from dlp.kernels import ops
-from dlp.quant.quantizer import Amaxes, OneRead, Origin, Quantizer, ScaleSlot, Wanted, flagged, one_launch, one_read
+from dlp.quant.quantizer import Amaxes, OneRead, Origin, Quantizer, ScaleSlot, Wanted, caps_of, flagged, one_read
 
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]  # that agree, the second on what the first has agreed on
 NOBODY: Groups = (None, None)
@@ -72,7 +72,7 @@ class Cast(NamedTuple):
         """The quantizer whose batch this cast can be part of; None: it is made by itself."""
         wanted = [(q, into) for q, into in zip((self.row, self.col), self.into, strict=True) if q is not None]
         quantizer = wanted[0][0]
-        if self.at or one_launch(quantizer) is None or any(q != quantizer or into is None for q, into in wanted):
+        if self.at or not caps_of(quantizer).one_launch or any(q != quantizer or into is None for q, into in wanted):
             return None
         return quantizer if ops.has_batches(self.matrix) else None
 
@@ -130,8 +130,7 @@ def _by_quantizer(casts: Sequence[Cast]) -> _Batched:
 def _prepared(batched: _Batched) -> list[ops.Launches]:
     made = []
     for (quantizer, _), members in batched.items():
-        prepare = one_launch(quantizer)
-        assert prepare is not None
+        prepare = quantizer.batch  # type: ignore[attr-defined]
         casts = [cast for _, cast in members]
         made.append(
             prepare(

@@ -27,7 +27,7 @@ from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.local import CastWeights, placeholder, show
 from dlp.parallel.weight.values import Values
 from dlp.quant import recipe as recipes
-from dlp.quant.quantizer import slot_options
+from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class QuantizedOnly(CastWeights):
             raise ValueError(
                 f"{name}: quantized_model_init quantizes values, and the meta device has none; name a device"
             )
-        if any(slot_options(quantizer) for quantizer in (self.recipe.w.rowwise, self.recipe.w.columnwise)):
+        if any(caps_of(quantizer).slot for quantizer in (self.recipe.w.rowwise, self.recipe.w.columnwise)):
             raise ValueError(
                 f"{name}: {self.recipe} scales weights by their history, of which a held weight has none; choose a recipe "
                 f"with current or block scales"

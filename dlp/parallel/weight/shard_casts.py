@@ -21,7 +21,7 @@ from dlp.parallel.weight.casts import NOBODY, Cast, Groups
 from dlp.parallel.weight.sharded import ShardedWeight
 from dlp.parallel.weight.values import Values
 from dlp.parallel.weight.ways import Way
-from dlp.quant.quantizer import ScaleSlot, slot_options
+from dlp.quant.quantizer import ScaleSlot, caps_of
 
 
 def casts_of(weight: ShardedWeight, values: Values) -> list[Cast]:
@@ -52,7 +52,7 @@ def _groups(weight: ShardedWeight, way: Way | None) -> Groups:
 
 def _slot(weight: ShardedWeight, way: Way | None) -> ScaleSlot | None:
     """The delayed scale of a way that has one."""
-    if way is None or slot_options(way.quantizer) is None:
+    if way is None or caps_of(way.quantizer).slot is None:
         return None
     spec = weight.core.spec
     return spec.runtime.slot(spec, "w", weight.name, way.columnwise, True)

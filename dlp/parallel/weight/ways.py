@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dlp.parallel import fit
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, needs_origin, one_read
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of, one_read
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import SHARED, UNSAID, Format
 
@@ -80,7 +80,7 @@ def obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_group: bool
         fmt = way.format
         if UNSAID in way.dims:
             return f"the parts of {fmt.name} do not say how they concatenate"
-        if needs_origin(way.quantizer):
+        if caps_of(way.quantizer).origin:
             return f"{fmt.name} is rounded stochastically"
         if own_group and way.quantizer.reduces and not way.spans_rows:
             return f"its amax group would mix the scales of different rows of {fmt.name}"
