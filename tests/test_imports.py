@@ -1,9 +1,13 @@
-"""The arrows between the packages, read from the source: who may import whom, and that choices are loaded by name.
+"""The arrows between the packages, read from the source: who may import whom, that choices are loaded by name, and that
+the files of dlp stand in floors.
 
-     bench ──► launch ──► dlp.parallel ──► dlp.quant, dlp.comm ──► dlp.kernels
+     bench ──► launch ──► dlp.ops ──► dlp.parallel ──► dlp.quant, dlp.comm ──► dlp.kernels
 
 Quant and comm never import each other, kernels import nothing of dlp, and only `load` reaches a recipe or an overlap
-strategy. Imports inside functions and under TYPE_CHECKING count too, and so does `import_module` of a literal name.
+strategy. No file imports one that imports it, over however many files. Imports inside functions and under TYPE_CHECKING
+count too, and so does `import_module` of a literal name.
+
+    python -m tests.test_imports      prints the circles, the longest chain of imports and the number of files as they are
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
@@ -25,12 +30,24 @@ MAY_IMPORT = {
     "dlp.quant": {"dlp.kernels"},
     "dlp.comm": {"dlp.kernels"},
     "dlp.parallel": {"dlp.quant", "dlp.comm", "dlp.kernels"},
-    "dlp": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},  # dlp/__init__.py, the table of contents
-    "launch": {"dlp", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
-    "bench": {"launch", "dlp", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "dlp.ops": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "dlp": {
+        "dlp.ops",
+        "dlp.parallel",
+        "dlp.quant",
+        "dlp.comm",
+        "dlp.kernels",
+    },  # dlp/__init__.py, the table of contents
+    "launch": {"dlp", "dlp.ops", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "bench": {"launch", "dlp", "dlp.ops", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
 }
 PROGRAMS = ("launch", "bench")
 LOADED_BY_NAME = ("dlp.quant.recipes", "dlp.parallel.overlap")  # folders with one file per choice
+
+# What still is to fall: to 32 files, of which none imports one that imports it.
+FILES, IN_CIRCLES = 64, 31
+
+Graph = Mapping[str, set[str]]  # module -> the modules that it imports
 
 
 def package_of(module: str) -> str | None:
@@ -100,6 +117,77 @@ def test_every_package_has_a_place_in_the_picture():
     assert packages <= MAY_IMPORT.keys(), f"say in MAY_IMPORT what {sorted(packages - MAY_IMPORT.keys())} may import"
 
 
+def has_code(source: str) -> bool:
+    """Whether a file is more than a docstring."""
+    return any(
+        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in ast.parse(source).body
+    )
+
+
+def graph(under: str) -> dict[str, set[str]]:
+    """The modules with code in `under`, and what each imports of them."""
+    found = {
+        module: (file.read_text(), package)
+        for file, module, package in sources()
+        if f"{module}.".startswith(f"{under}.") and has_code(file.read_text())
+    }
+    edges: dict[str, set[str]] = {}
+    for module, (source, package) in found.items():
+        targets = [target for _, target in imports(source, package)]
+        named = {
+            target if target in found else target.rpartition(".")[0] for target in targets
+        }  # a module, or what is in one
+        edges[module] = (named & found.keys()) - {module}
+    return edges
+
+
+def circles(edges: Graph) -> list[set[str]]:
+    """The sets of modules of which each reaches each other one, the largest first."""
+    reach = {module: reached(edges, module) for module in edges}
+    sets = {frozenset(other for other in reach[module] if module in reach[other]) for module in edges}
+    return sorted((set(each) for each in sets if each), key=len, reverse=True)
+
+
+def reached(edges: Graph, module: str) -> set[str]:
+    """What a module imports, over however many others."""
+    found: set[str] = set()
+    todo = [module]
+    while todo:
+        new = edges[todo.pop()] - found
+        found |= new
+        todo += new
+    return found
+
+
+def longest_chain(edges: Graph) -> list[str]:
+    """Modules of which each imports the next, as many as there are. CycleError where there are circles."""
+    chains: dict[str, list[str]] = {}
+    for module in TopologicalSorter(edges).static_order():
+        chains[module] = [module, *max((chains[target] for target in edges[module]), key=len, default=[])]
+    return max(chains.values(), key=len)
+
+
+def test_no_file_imports_one_that_imports_it():
+    found = circles(graph("dlp"))
+    assert sum(map(len, found)) <= IN_CIRCLES, "\n".join(", ".join(sorted(circle)) for circle in found)
+
+
+def test_dlp_parallel_is_a_house_of_few_floors():
+    edges = graph("dlp.parallel")
+    assert len(edges) <= FILES, f"{len(edges)} files with code in dlp/parallel"
+    if not IN_CIRCLES:
+        chain = longest_chain(edges)
+        assert len(chain) <= 10, " -> ".join(chain)
+
+
+def test_a_circle_and_a_chain_are_found():
+    edges = {"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}
+    assert circles(edges) == [{"b", "c"}]
+    with pytest.raises(CycleError):
+        longest_chain(edges)
+    assert longest_chain(edges | {"c": {"d"}}) == ["a", "b", "c", "d"]
+
+
 def forget_programs() -> dict[str, ModuleType]:
     """As if nothing of launch and bench had been imported; what was."""
     ours = [name for name in sys.modules if name.partition(".")[0] in PROGRAMS]
@@ -155,3 +243,13 @@ def test_a_forbidden_import_is_found(module, source, message):
 )
 def test_an_allowed_import_is_not(module, source):
     assert violations(source, module, module.rpartition(".")[0], {"dlp.quant.recipes.mine"}) == []
+
+
+if __name__ == "__main__":
+    parallel, found = graph("dlp.parallel"), circles(graph("dlp"))
+    print(f"{len(parallel)} files with code in dlp/parallel (at most 32)")
+    for circle in found:
+        print(f"circle of {len(circle)}:", *sorted(circle), sep="\n  ")
+    if not circles(parallel):
+        steps = longest_chain(parallel)
+        print(f"longest chain of {len(steps)} (at most 10):", *steps, sep="\n  ")
