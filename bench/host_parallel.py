@@ -1,0 +1,257 @@
+"""What the host does for a column- and a row-parallel linear, forward and backward, beside the same pair in plain torch.
+
+    python -m bench.host_parallel [--recipes bf16 fp8_current] [--quick] [--json FILE]     two CPU ranks over gloo
+    torchrun --nproc-per-node 2 -m bench.host_parallel                                     a rank for each GPU, or CPU ranks
+
+    x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
+
+The plain pair is `all_gather`, `F.linear`, `F.linear`, `reduce_scatter`, and in backward what is symmetric to it. Subjects take
+turns, many short ones, and are compared with the plain pair's turn of the same round. By subject:
+
+    all       microseconds of a pass, collectives and all
+    host      the same over a group whose collectives move nothing and return at once: what the host does outside of them
+    calls     Python functions entered in one such pass, by cProfile; the backward runs on the thread that is watched
+
+`host` and `calls` need no second rank, and do not depend on how busy the machine is that the ranks share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import dlp
+from bench.files import add_files, write_files
+from dlp.comm.mesh import init_process_group, shutdown
+from dlp.parallel.model.session import end_step
+from dlp.quant.recipe import names
+
+# renamed in torch 2.13; the old names warn there and the new ones do not exist before
+plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+PLAIN = "plain torch"
+RANKS, WARM, COUNT, ROUNDS = 2, 5, 10, 41
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One subject. all, host: microseconds of a pass, and their ratios to the plain pair's; calls: of Python functions."""
+
+    subject: str
+    all: float
+    all_ratio: float
+    host: float
+    host_ratio: float
+    calls: int
+    calls_ratio: float
+
+
+class _Gather(torch.autograd.Function):
+    """Token shards [M/R, K] -> [M, K]; the gradient is scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grads[0], ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Contributions [M, K] -> the sum of this rank's tokens [M/R, K]; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(y, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grads[0], ctx.group), None
+
+
+def _gathered(shard: Tensor, group: ProcessGroup) -> Tensor:
+    whole = shard.new_empty((group.size() * len(shard), *shard.shape[1:]))
+    plain_gather(whole, shard, group=group)
+    return whole
+
+
+def _scattered(whole: Tensor, group: ProcessGroup) -> Tensor:
+    shard = whole.new_empty((len(whole) // group.size(), *whole.shape[1:]))
+    plain_reduce(shard, whole, group=group)
+    return shard
+
+
+class PlainPair(nn.Module):
+    """What a user writes without dlp."""
+
+    def __init__(self, features: int, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self.group = group
+        columns = features // group.size()
+        self.column = nn.Parameter(torch.randn(columns, features, device=device).bfloat16())
+        self.row = nn.Parameter(torch.randn(features, columns, device=device).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(F.linear(_Gather.apply(x, self.group), self.column), self.row)
+        scattered: Tensor = _Scatter.apply(y, self.group)
+        return scattered
+
+
+def pair(subject: str, features: int, group: ProcessGroup, device: torch.device) -> nn.Module:
+    """A column and a row linear of a recipe, attached, so that weights are cast at the step boundary; or the plain pair."""
+    if subject == PLAIN:
+        return PlainPair(features, group, device)
+    made = [
+        layer(features, features, tp=group, sequence_parallel=True, recipe=subject, device=device, dtype=torch.bfloat16)
+        for layer in (dlp.ColumnParallelLinear, dlp.RowParallelLinear)
+    ]
+    model = nn.Sequential(*made)
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
+    return model
+
+
+def passes(subject: str, tokens: int, features: int, group: ProcessGroup, device: torch.device) -> Run:
+    """Forward and backward of a pair, which has run and is warm."""
+    model = pair(subject, features, group, device)
+    x, dy = (torch.randn(tokens // group.size(), features, device=device).bfloat16() for _ in range(2))
+    x.requires_grad_()
+    learns = [x, *model.parameters()]
+
+    def run() -> None:
+        model(x).backward(dy)
+        for tensor in learns:
+            tensor.grad = None
+
+    for _ in range(WARM):
+        run()
+        if subject != PLAIN:
+            end_step(model)
+    return run
+
+
+def in_turns(runs: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a pass, by round. On a GPU those that the host needs to queue it."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(1 + rounds):  # a round to get warm
+            for name, run in runs.items():
+                found[name].append(_microseconds(run))
+    finally:
+        gc.enable()
+    return {name: times[1:] for name, times in found.items()}
+
+
+def _microseconds(run: Run) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    run()
+    start = time.perf_counter()
+    for _ in range(COUNT):
+        run()
+    return (time.perf_counter() - start) * 1e6 / COUNT
+
+
+def profiled(run: Run) -> pstats.Stats:
+    """The Python functions of COUNT passes, those of their backwards too."""
+    watch = cProfile.Profile(builtins=False)
+    with torch.autograd.set_multithreading_enabled(False):
+        run()
+        watch.enable()
+        for _ in range(COUNT):
+            run()
+        watch.disable()
+    return pstats.Stats(watch)
+
+
+def calls_of(run: Run) -> int:
+    """How many Python functions one pass enters."""
+    return round(profiled(run).total_calls / COUNT)  # type: ignore[attr-defined]
+
+
+def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    """Medians over rounds: microseconds, and the ratio to the plain pair's turn of the same round."""
+    return {
+        name: (statistics.median(mine), statistics.median(m / p for m, p in zip(mine, times[PLAIN], strict=True)))
+        for name, mine in times.items()
+    }
+
+
+def measure(recipes: Sequence[str], tokens: int, features: int, rounds: int, device: torch.device) -> list[Line]:
+    """A line for the plain pair and for each recipe."""
+    subjects, ranks = (PLAIN, *recipes), list(range(dist.get_world_size()))
+    real, alone = dist.group.WORLD, dist.new_group(ranks, backend="fake")
+    assert real is not None
+    moving = {name: passes(name, tokens, features, real, device) for name in subjects}
+    whole = ratios(in_turns(moving, rounds))
+    still = {name: passes(name, tokens, features, alone, device) for name in subjects}
+    host = ratios(in_turns(still, rounds))
+    calls = {name: calls_of(run) for name, run in still.items()}
+    return [Line(name, *whole[name], *host[name], calls[name], calls[name] / calls[PLAIN]) for name in subjects]
+
+
+def show(lines: Sequence[Line], tokens: int, features: int) -> None:
+    print(f"\n{tokens} tokens, {features} -> {features} -> {features}: a pass, and its ratio to {PLAIN}")
+    print(f"{'subject':15} {'all us':>9} {'ratio':>6} {'host us':>9} {'ratio':>6} {'calls':>6} {'ratio':>6}")
+    for line in lines:
+        print(
+            f"{line.subject:15} {line.all:9.1f} {line.all_ratio:6.2f} {line.host:9.1f} {line.host_ratio:6.2f} "
+            f"{line.calls:6} {line.calls_ratio:6.2f}",
+            flush=True,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.host_parallel", description=__doc__.split("\n")[0])
+    parser.add_argument("--recipes", nargs="+", default=names(), choices=names(), metavar="RECIPE")
+    parser.add_argument("--tokens", type=int, default=64, help="of all ranks (64)")
+    parser.add_argument("--features", type=int, default=128, help="of both linears (128)")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--profile", metavar="RECIPE", help="list the functions of its passes, too")
+    add_files(parser, draws=False)
+    options = parser.parse_args(arguments)
+    if "RANK" not in os.environ:  # the ranks, by torchrun
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        return subprocess.call([sys.executable, *launcher, "-m", "bench.host_parallel", *given])
+    on_gpu = torch.cuda.is_available()
+    init_process_group("cuda" if on_gpu else "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    torch.manual_seed(0)
+    lines = measure(options.recipes, options.tokens, options.features, 3 if options.quick else ROUNDS, device)
+    if dist.get_rank() == 0:
+        show(lines, options.tokens, options.features)
+        write_files(options, [asdict(line) for line in lines])
+    if options.profile:
+        alone = dist.new_group(list(range(dist.get_world_size())), backend="fake")
+        stats = profiled(passes(options.profile, options.tokens, options.features, alone, device))
+        if dist.get_rank() == 0:
+            stats.sort_stats("tottime").print_stats(40)
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
