@@ -36,7 +36,7 @@ from bench.files import add_files, write_files
 from dlp.comm import collectives
 from dlp.comm.mesh import init_process_group, shutdown, world_size
 from dlp.parallel.linear.operands import quantize
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.linear.travel import x_of_forward
 from dlp.parallel.overlap import names as strategies
 from dlp.parallel.traffic.workload import moved
@@ -117,22 +117,22 @@ class Bench:
         return lambda: next(turn)
 
 
-def column(bench: Bench, recipe: str, features: int) -> LinearSpec:
+def column(bench: Bench, recipe: str, features: int) -> BoundSpec:
     """The spec of a sequence-parallel column with that recipe."""
     options: dict[str, Any] = {"tp": bench.mesh, "sequence_parallel": True, "device": bench.device}
-    return dlp.ColumnParallelLinear(features, 16 * bench.world, recipe=recipe, **options).core.spec
+    return dlp.ColumnParallelLinear(features, 16 * bench.world, recipe=recipe, **options).core.bound
 
 
-def gathered(spec: LinearSpec, x: Tensor) -> QuantizedTensor:
+def gathered(bound: BoundSpec, x: Tensor) -> QuantizedTensor:
     """What a linear does with x before its fprop."""
-    operand, _ = x_of_forward(spec, x, keep=False, record=True)
+    operand, _ = x_of_forward(bound, x, keep=False, record=True)
     assert not isinstance(operand, QuantizedTensor)
     return operand.whole()
 
 
-def received(bench: Bench, spec: LinearSpec, shape: tuple[int, int]) -> float:
+def received(bench: Bench, bound: BoundSpec, shape: tuple[int, int]) -> float:
     """Bytes that a rank receives for x of `shape` from each rank."""
-    return moved(spec.recipe.x.rowwise.format, shape, 0, torch.bfloat16) * (bench.world - 1)
+    return moved(bound.spec.recipe.x.rowwise.format, shape, 0, torch.bfloat16) * (bench.world - 1)
 
 
 def bench_gathers(bench: Bench, tokens: int, features: int) -> list[Line]:
@@ -141,7 +141,7 @@ def bench_gathers(bench: Bench, tokens: int, features: int) -> list[Line]:
     whole = torch.empty(tokens, features, dtype=torch.bfloat16, device=bench.device)
     specs = {recipe: column(bench, recipe, features) for recipe in recipe_names()}
     for spec in specs.values():
-        spec.runtime.begin_forward(spec, True)
+        spec.session.begin_forward(spec, True)
     full: list[Run] = [lambda spec=spec: gathered(spec, x()) for spec in specs.values()]  # type: ignore[misc]
     casts: list[Run] = [
         lambda spec=spec: quantize(spec, "x", [x()], row=True, col=False)  # type: ignore[misc]

@@ -104,7 +104,7 @@ class Trainer:
 
     def place(self) -> str:
         """Where this rank is, for whoever watches it from another thread."""
-        layer = "none yet" if self.recipes.last is None else ", ".join(self.recipes.last.members)
+        layer = "none yet" if self.recipes.last is None else ", ".join(self.recipes.last.spec.members)
         return f"step {self.recipes.steps + 1}, last layer {layer}"
 
     def replace_later(self, done: int) -> None:

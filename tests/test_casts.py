@@ -23,7 +23,7 @@ from tests.gpu.trained import trained
 from tests.metrics import assert_bit_equal
 from tests.played import playing
 from tests.quantizers import QUANTIZERS, RECIPES, a_slot, assert_same, matrix, origin
-from tests.test_operands import make_spec
+from tests.test_operands import make_bound
 
 PAIRS = list({(q.rowwise, q.columnwise): None for recipe in RECIPES for q in (recipe.x, recipe.w, recipe.dy)})
 OFFERING = [pair for pair in PAIRS if one_read(*pair) is not None]
@@ -143,11 +143,11 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
     for tensor in ("x", "w", "dy"):
         made = {}
         for row, col in ((True, False), (False, True), (True, True)):
-            spec = make_spec(STYLES["local", False], load(recipe))
-            spec.runtime.cores[0] = SimpleNamespace(
-                device=torch.device("cpu"), members=[None], specs=lambda spec=spec: [spec]
+            bound = make_bound(STYLES["local", False], load(recipe))
+            bound.session.cores[0] = SimpleNamespace(
+                device=torch.device("cpu"), members=[None], specs=lambda bound=bound: [bound.spec]
             )
-            (made[row, col],) = operands.quantize(spec, tensor, [matrix(7, 96, 160)], row=row, col=col)
+            (made[row, col],) = operands.quantize(bound, tensor, [matrix(7, 96, 160)], row=row, col=col)
         assert_same(made[True, True].rowwise(), made[True, False].rowwise())
         assert_same(made[True, True].columnwise(), made[False, True].columnwise())
 
@@ -159,12 +159,12 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
 def test_one_read_makes_both_operands(played, recipe, reads):
     """And one what is observed before, where something is."""
     for tensor in ("x", "w", "dy"):
-        spec = make_spec(STYLES["local", False], load(recipe))
-        spec.runtime.cores[0] = SimpleNamespace(
-            device=torch.device("cpu"), members=[None], specs=lambda spec=spec: [spec]
+        bound = make_bound(STYLES["local", False], load(recipe))
+        bound.session.cores[0] = SimpleNamespace(
+            device=torch.device("cpu"), members=[None], specs=lambda bound=bound: [bound.spec]
         )
         played.clear()
-        operands.quantize(spec, tensor, [matrix(8, 128, 128)], row=True, col=True)
+        operands.quantize(bound, tensor, [matrix(8, 128, 128)], row=True, col=True)
         assert len(played) == reads
         assert played[-1].codes is not None and played[-1].codes_t is not None
 
@@ -202,9 +202,9 @@ def test_a_step_in_between_only_launches(played, monkeypatch):
 
 
 def test_agreed_weights_are_cast_by_their_layer(played):
-    spec = make_spec(STYLES["column", False], load("fp8_current", amax_scope="all"))
+    spec = make_bound(STYLES["column", False], load("fp8_current", amax_scope="all")).spec
     assert operands.weights_agree(spec)
-    assert not operands.weights_agree(make_spec(STYLES["column", False], load("fp8_current")))
+    assert not operands.weights_agree(make_bound(STYLES["column", False], load("fp8_current")).spec)
 
 
 def test_what_is_missing_is_said_once_and_in_the_plan(monkeypatch, caplog):

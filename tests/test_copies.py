@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.linear.spec import spec_of
+from dlp.parallel.linear.state import bound_of
 from tests.metrics import assert_bit_equal
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda made: pickle.loads(pickle.dumps(made))}
@@ -45,8 +45,8 @@ def test_a_copy_goes_on_as_its_original(again: Callable[[nn.Module], nn.Module],
     optimizer = attached(model)
     trained(model, optimizer, range(3))
     other = again(model)
-    spec = other[0].core.spec
-    assert spec is not model[0].core.spec and spec_of(spec.ticket) is spec  # as compiled code finds it
+    bound = other[0].core.bound
+    assert bound is not model[0].core.bound and bound_of(bound.spec_id) is bound  # as compiled code finds it
     with torch.no_grad():
         assert_bit_equal(other(values(9)), model(values(9)))
     pairs = zip(trained(other, attached(other), range(3, 6)), trained(model, optimizer, range(3, 6)), strict=True)

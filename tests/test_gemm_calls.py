@@ -145,9 +145,7 @@ def test_casts_of_fp16_are_in_the_plan_of_a_gpu():
     for recipe, notes in (("bf16", 0), ("fp8_current", 1)):
         linear = dlp.Linear(64, 64, recipe=recipe, dtype=torch.float16)
         linear(torch.ones(32, 64, dtype=torch.float16))
-        found = [
-            note for note in linear.core.spec.runtime.noted if "casts of fp16 run the plain-torch reference" in note
-        ]
+        found = [note for note in linear.core.session.noted if "casts of fp16 run the plain-torch reference" in note]
         assert len(found) == notes
 
 

@@ -6,7 +6,6 @@ by tp in an operand that is gathered; with `amax_scope="all"`, iff it is cut; wi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +18,8 @@ from dlp.parallel import overlap
 from dlp.parallel.linear import operands
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.linear.spec import LinearSpec, Overlaps
+from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.model.runtime import Runtime
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
@@ -56,19 +57,20 @@ class Agreements(list[tuple[str, int]]):
         return observed
 
 
-def make_spec(row: Any, recipe: Recipe, amax_group: Any = None) -> LinearSpec:
+def make_bound(row: Any, recipe: Recipe, amax_group: Any = None, **options: Any) -> BoundSpec:
     serial = Overlaps(*[overlap.load("serial")] * 3)
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(range(group.size()))):
-        spec = LinearSpec("layer", row, recipe, serial, FakeGroup("tp"), amax_group)  # type: ignore[arg-type]
-    spec.runtime.cores = [SimpleNamespace(device=torch.device("cpu"), members=[None], specs=lambda: [spec])]  # type: ignore[list-item]
-    return spec
+        spec = LinearSpec("layer", row, recipe, serial, FakeGroup("tp"), amax_group, **options)  # type: ignore[arg-type]
+    bound = BoundSpec(spec, Runtime())
+    bound.session.cores = [SimpleNamespace(device=torch.device("cpu"), members=[None], specs=lambda: [spec])]  # type: ignore[list-item]
+    return bound
 
 
-def agreements(spec: LinearSpec, operand: str) -> Agreements:
+def agreements(bound: BoundSpec, operand: str) -> Agreements:
     """What quantizing one operand, in both orientations, asks the ranks to agree on."""
     agreed = Agreements()
     with patch.object(operands, "agree", agreed):
-        operands.quantize(spec, operand, [torch.randn(SIZE, SIZE)], row=True, col=True)
+        operands.quantize(bound, operand, [torch.randn(SIZE, SIZE)], row=True, col=True)
     return agreed
 
 
@@ -85,7 +87,7 @@ def spanned(recipe: Recipe, operand: str) -> list[tuple[int, ...]]:
 def test_fp8_current_agrees_exactly_where_formats_says(row, operand):
     """The table of FORMATS section 4 for a scale of the whole tensor: x of COLUMN_SP, dy of ROW_SP, nothing else."""
     expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
-    assert agreements(make_spec(row, recipes.load("fp8_current")), operand) == expected
+    assert agreements(make_bound(row, recipes.load("fp8_current")), operand) == expected
 
 
 @pytest.mark.parametrize("operand", ["x", "w", "dy"])
@@ -93,7 +95,7 @@ def test_fp8_current_agrees_exactly_where_formats_says(row, operand):
 def test_fp8_rowwise_agrees_on_the_scales_that_span_the_tokens(row, operand):
     """The scales of a columnwise operand span the tokens; those of a rowwise one belong to a token each."""
     expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
-    assert agreements(make_spec(row, recipes.load("fp8_rowwise")), operand) == expected
+    assert agreements(make_bound(row, recipes.load("fp8_rowwise")), operand) == expected
 
 
 @pytest.mark.parametrize("scope", ["table", "all"])
@@ -105,23 +107,23 @@ def test_every_recipe_agrees_by_the_rule(row, recipe, scope):
         cut = CUT[row.name].get(operand)
         wanted = GATHERED.get(row.name) == operand or scope == "all"
         count = sum(cut in dims for dims in spanned(loaded, operand)) if wanted else 0
-        assert agreements(make_spec(row, loaded), operand) == [("tp", count)] * (count > 0), operand
+        assert agreements(make_bound(row, loaded), operand) == [("tp", count)] * (count > 0), operand
 
 
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
 def test_a_group_of_the_users_agrees_on_everything(row):
     for operand in ("x", "w", "dy"):
-        spec = make_spec(row, recipes.load("fp8_current"), FakeGroup("mine", 8))
-        assert agreements(spec, operand) == [("mine", 1)]
+        bound = make_bound(row, recipes.load("fp8_current"), FakeGroup("mine", 8))
+        assert agreements(bound, operand) == [("mine", 1)]
 
 
 def test_one_agreement_serves_all_siblings():
     agreed = Agreements()
-    spec = make_spec(STYLES["column", False], recipes.load("fp8_current"), FakeGroup("mine", 8))
-    spec = replace(spec, members=("q", "k", "v"))
+    members = ("q", "k", "v")
+    bound = make_bound(STYLES["column", False], recipes.load("fp8_current"), FakeGroup("mine", 8), members=members)
     values = [torch.randn(SIZE, SIZE) for _ in range(3)]
     with patch.object(operands, "agree", agreed):
-        operands.quantize(spec, "dy", values, row=True, col=True)
+        operands.quantize(bound, "dy", values, row=True, col=True)
     assert agreed == [("mine", 3)]
 
 
@@ -129,7 +131,7 @@ def test_operands_flatten_and_come_back():
     for name in ("bf16", "fp8_current", "fp8_block"):
         recipe = recipes.load(name)
         pairs = operands.quantize(
-            make_spec(STYLES["local", False], recipe), "w", [torch.randn(SIZE, 128)], row=True, col=True
+            make_bound(STYLES["local", False], recipe), "w", [torch.randn(SIZE, 128)], row=True, col=True
         )
         back = operands.unflatten(recipe.w, operands.flatten(pairs * 2), 2)
         for pair in back:

@@ -266,7 +266,7 @@ def test_a_swap_a_load_and_new_operands(compiled: bool):
             for model in (twins.model, twins.other):
                 core: LinearCore = model[0].core
                 core.set_spec(replace(core.spec, recipe=load("fp8_delayed", margin=1)))
-                core.spec.runtime.rebuild()
+                core.session.rebuild()
                 end_step(model)
         twins.step(forward_backward, seed)
     check_used(twins.model, *DIRECTIONS)

@@ -28,7 +28,7 @@ class Three(nn.Module):
         members = [Member(getattr(self, name), "weight", "bias") for name in NAMES]
         self.runs = 0
         self.core = Counted(
-            make_spec("q and siblings", "local", False, recipe, "serial", None, Runtime(lone=True), NAMES), members
+            make_spec("q and siblings", "local", False, recipe, "serial", None, NAMES), Runtime(lone=True), members
         )
         for name in NAMES:
             getattr(self, name).core = self.core

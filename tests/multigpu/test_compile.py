@@ -170,17 +170,17 @@ def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, feature
         HIDDEN, features, True, tp=tp, sequence_parallel=sequence_parallel, recipe=recipe, device=worker.device(),
         dtype=torch.bfloat16, prologue=prologue,
     )  # fmt: skip
-    spec = layer.core.spec
+    bound = layer.core.bound
     weights = [w.detach() for w in layer.core.weights()]
     biases = [b.detach() for b in layer.core.biases() if b is not None]
     x = torch.randn(24, weights[0].shape[1], device=worker.device(), dtype=torch.bfloat16)
     beside = {None: [], "rms_norm": [torch.ones_like(x[0])], "swiglu": [torch.randn_like(x)]}
     inputs = [x, *beside[prologue]]
-    forward = (inputs, weights, biases, [], spec.ticket, spec.kind, True, True)
+    forward = (inputs, weights, biases, [], bound.spec_id, bound.trace_id, True, True)
     (y,), kept = torch.ops.dlp.linear_fwd(*forward)
     backward = (
-        [torch.randn_like(y)], to_save(inputs, kept, True), weights, [], spec.ticket, spec.kind, x.dtype, [0], True, [True],
-        [True],
+        [torch.randn_like(y)], to_save(inputs, kept, True), weights, [], bound.spec_id, bound.trace_id, x.dtype, [0],
+        True, [True], [True],
     )  # fmt: skip
     torch.library.opcheck(torch.ops.dlp.linear_fwd.default, forward)
     readable = all(part.itemsize > 1 for part in backward[1])  # the check of aliases cannot compare fp8 inputs

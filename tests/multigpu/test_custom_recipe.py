@@ -110,7 +110,7 @@ def travelling(recipe: Any, tokens: int) -> tuple[dict[str, Tensor], list[str], 
         cuts = {"y": cut_dy, "dx": cut_x, "dw": cut_w}
         expected = {name: t.chunk(2, cuts[name])[tp.get_local_rank()] for name, t in whole.items()}
         errors |= {f"{cls.__name__} {name}": torch.tensor(relative_error(part[name], expected[name])) for name in part}
-        said += sorted(layer.core.spec.runtime.noted)
+        said += sorted(layer.core.session.noted)
     return errors, said, launched
 
 

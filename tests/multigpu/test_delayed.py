@@ -35,7 +35,7 @@ def scales(module: nn.Module) -> dict[str, float]:
     """The scale of each slot of a module's layers."""
     found = {}
     for core in (each.core for each in module.modules() if isinstance(each, Linear)):
-        table = core.spec.runtime.slots.table
+        table = core.session.slots.table
         found |= dict(zip(table.names, table.scale.tolist(), strict=True))
     return found
 

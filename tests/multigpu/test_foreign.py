@@ -234,7 +234,7 @@ def adopted() -> dict[str, Any]:
         "recipes": {row.name: (row.recipe.name, row.row.name) for row in plan.layers},
         "slots": {key.removeprefix("slots.").removesuffix(".scale") for key in state if key.endswith(".scale")},
         "moved": [key for key, value in state.items() if key.endswith(".w.scale") and value != 1],
-        "runtimes": len({id(module.core.spec.runtime) for module in model.modules() if hasattr(module, "core")}),
+        "runtimes": len({id(module.core.session) for module in model.modules() if hasattr(module, "core")}),
         "swapped": dlp.set_recipe(model, "both", "bf16").layers,
         "dtensors": all(isinstance(p, DTensor) for p in model.parameters()),
         "wires": dlp.make_plan(ByHand(), [{**DELAYED, "match": ["both"], "overlap": "chunked"}, ROW], 2)

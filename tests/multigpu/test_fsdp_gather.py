@@ -105,9 +105,9 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
             assert len(shard.layout.shard()) * 2 == shard.layout.shape[0]
             (values,) = all_gather((shard.layout.shard(),), (0,), shard.layout.group).wait()
             ways = {"row": not backwards, "col": backwards, "record": False}
-            spec, weight = shard.core.spec, values.bfloat16()
-            (expected,) = quantize(spec, "w", [weight], members=[shard.name], **ways)
-            found = shard.operands(spec, values.new_zeros(()), torch.bfloat16, **ways)
+            bound, weight = shard.core.bound, values.bfloat16()
+            (expected,) = quantize(bound, "w", [weight], members=[shard.name], **ways)
+            found = shard.operands(bound, values.new_zeros(()), torch.bfloat16, **ways)
             assert shard._more == {False: [], True: []}, "it was there"
             pairs = (found.columnwise(), expected.columnwise()) if backwards else (found.rowwise(), expected.rowwise())
             for part, a, b in zip(pairs[0].format.parts, pairs[0].parts, pairs[1].parts, strict=True):

@@ -217,9 +217,9 @@ def gathered_operands(recipe: str, tokens: int) -> list[tuple[bool, list[str | N
     full[: tokens // world] = 0
     found = []
     for layer, operand in ((ColumnParallelLinear, "x"), (RowParallelLinear, "dy")):
-        spec = layer(64, 64, tp=mesh, sequence_parallel=True, recipe=recipe, device=worker.device()).core.spec
-        (mine,) = operands.quantize(spec, operand, [cut(full, 0, world)], row=True, col=True)
-        alone = Linear(64, 64, recipe=recipe, device=worker.device()).core.spec
+        bound = layer(64, 64, tp=mesh, sequence_parallel=True, recipe=recipe, device=worker.device()).core.bound
+        (mine,) = operands.quantize(bound, operand, [cut(full, 0, world)], row=True, col=True)
+        alone, spec = Linear(64, 64, recipe=recipe, device=worker.device()).core.bound, bound.spec
         (whole,) = operands.quantize(alone, operand, [full], row=True, col=True)
         pairs = [(mine.rowwise(), whole.rowwise(), 0), (mine.columnwise(), whole.columnwise(), 1)]
         for columnwise, (part, expected, dim) in enumerate(pairs):

@@ -137,12 +137,12 @@ def gathered_error(strategy_name: str, axis: str) -> float:
     """Of x gathered over tp with amaxes agreed over `axis`; the other ranks of dp_shard have the same shard."""
     mesh = worker.mesh(dp_shard=2, tp=2)
     options: dict[str, Any] = {"tp": mesh["tp"], "sequence_parallel": True, "device": worker.device()}
-    spec = ColumnParallelLinear(64, 64, recipe="fp8_current", **options).core.spec
+    bound = ColumnParallelLinear(64, 64, recipe="fp8_current", **options).core.bound
     full = matrix("gauss", 128, 64, 3).to(worker.device())
     mine = full.chunk(2)[mesh["tp"].get_local_rank()]
     with patch.object(operands, "agree", lambda observed, group: agree(observed, mesh[axis].get_group())):
-        (pair,) = operands.quantize(spec, "x", [mine], row=True, col=False)
-    whole = strategy(strategy_name).gather(pair.rowwise(), 0, spec.tp_group).whole()
+        (pair,) = operands.quantize(bound, "x", [mine], row=True, col=False)
+    whole = strategy(strategy_name).gather(pair.rowwise(), 0, bound.spec.tp_group).whole()
     return relative_error(whole.dequantize(), full)
 
 

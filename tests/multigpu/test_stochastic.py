@@ -87,8 +87,8 @@ def test_data_parallel_ranks_draw_the_bits_of_their_own_tokens(way):
     linear = layer(disable_rht=True)
 
     def codes(values: Tensor, dp: tuple[int, int]) -> Tensor:
-        linear.core.spec.runtime.dp = dp
-        (pair,) = quantize(linear.core.spec, "dy", [values], row=way == "row", col=way == "col")
+        linear.core.session.dp = dp
+        (pair,) = quantize(linear.core.bound, "dy", [values], row=way == "row", col=way == "col")
         return (pair.row or pair.columnwise()).payload
 
     whole = codes(dy, (0, 1))

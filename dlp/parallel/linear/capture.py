@@ -21,7 +21,7 @@ from torch import Tensor
 from dlp.kernels import gemms, program
 from dlp.kernels.program import ALIGNMENT, NotPlain, Program
 from dlp.parallel.linear.core import run_backward, run_forward
-from dlp.parallel.linear.spec import LinearSpec, remembered
+from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.quant.gemm import own_gemm
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import GEMMS
@@ -41,10 +41,10 @@ class Programs:
             the reason that it says
     """
 
-    def __init__(self, spec: LinearSpec, x: Tensor) -> None:
+    def __init__(self, bound: BoundSpec, x: Tensor) -> None:
         possible = program.possible(x)
-        self.spec = spec
-        self.plain = {way: possible and _programmable(spec, way) for way in DIRECTIONS}
+        self.bound = bound
+        self.plain = {way: possible and _programmable(bound, way) for way in DIRECTIONS}
         self.made: dict[Key, Program | str] = {}
 
     def forward(
@@ -54,7 +54,7 @@ class Programs:
         """`run_forward`. `key`: what it depends on beside addresses, as far as that is not the same for all calls of these."""
 
         def run() -> list[Tensor]:
-            ys, kept = run_forward(self.spec, inputs, weights, biases, parts, save, record)
+            ys, kept = run_forward(self.bound, inputs, weights, biases, parts, save, record)
             return [*ys, *kept]
 
         reads = [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]]
@@ -69,7 +69,7 @@ class Programs:
         """`run_backward`, dx in this shape if one is given."""
 
         def run() -> list[Tensor]:
-            made = run_backward(self.spec, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
+            made = run_backward(self.bound, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
             if needs_dx and x_shape is not None and len(x_shape) != 2:
                 made[0] = made[0].view(x_shape)
             return made
@@ -78,7 +78,7 @@ class Programs:
 
     def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
         """What `run` returns, which reads the tensors given."""
-        scales = self.spec.runtime.scales
+        scales = self.bound.session.scales
         if scales is not None and scales.values is not None:  # a program reads those in the table
             return run()
         found = self.made.get(key)
@@ -91,7 +91,7 @@ class Programs:
         if found is not SEEN or not program.apart(given):
             return run()
         try:
-            made = program.record(run, given, self.spec.kept_memory())
+            made = program.record(run, given, self.bound.kept_memory())
         except NotPlain as why:
             self.made[key] = str(why)
             return run()
@@ -100,8 +100,9 @@ class Programs:
 
 
 @remembered
-def _programmable(spec: LinearSpec, direction: str) -> bool:
+def _programmable(bound: BoundSpec, direction: str) -> bool:
     """Nothing is communicated in this direction, nothing waits, quantizers are pure and GEMMs those of this package."""
+    spec = bound.spec
     style, recipe = spec.style, spec.recipe
     steps = (style.fprop,) if direction == FORWARD else (style.dgrad, style.wgrad)
     alone = spec.tp == 1 or (recipe.amax_scope == "table" and not any(step.gather or step.reduce for step in steps))

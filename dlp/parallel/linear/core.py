@@ -33,6 +33,7 @@ from dlp.comm.collectives import Pending, done
 from dlp.kernels.ops import Summed, rounded
 from dlp.parallel.linear.operands import Values, quantize
 from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.linear.travel import Columnwise, dy_of_backward, x_of_backward, x_of_forward
 from dlp.parallel.overlap import Gather, Overlap
 from dlp.parallel.transfer import Reduction
@@ -65,9 +66,9 @@ def _run(a: QuantizedTensor | Gather, gemm: Gemm) -> Tensor:
     return gemm(a) if isinstance(a, QuantizedTensor) else a.gemm(gemm)
 
 
-def contract_gemm(spec: LinearSpec, dy: QuantizedTensor, x: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
+def contract_gemm(bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
     """wgrad, where tokens are contracted: dy columnwise [N, M], x columnwise [K, M] -> [N, K], one GEMM over all tokens."""
-    options = spec.recipe.wgrad
+    options = bound.spec.recipe.wgrad
     return Gemm("wgrad", x, options.out_dtype or out_dtype, options=options)(dy)
 
 
@@ -124,54 +125,55 @@ def _tokens_as_rows(spec: LinearSpec, x: Tensor) -> Tensor:
 
 def y_shape(spec: LinearSpec, x: Tensor, out_features: int) -> tuple[int, ...]:
     """y of x [..., K]: token shards [M, N] where sequence parallelism gathers x or scatters y; else x's own shape."""
-    plan = spec.transfers(x.numel() // x.shape[-1])
-    return (*x.shape[:-1], out_features) if spec.style.gathers is None else (plan.y_tokens, out_features)
+    if spec.style.gathers is None:
+        return *x.shape[:-1], out_features
+    return spec.transfers(x.numel() // x.shape[-1]).y_tokens, out_features
 
 
 def gathered_parts(
-    spec: LinearSpec, members: Sequence[str], weights: Sequence[Tensor], dtype: torch.dtype, *, row: bool, record: bool
+    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], dtype: torch.dtype, *, row: bool, record: bool
 ) -> Sequence[Tensor]:  # fmt: skip
     """The flat parts of one orientation of weights that FSDP gathered; none where it shards none of them."""
-    shards = [spec.runtime.shards.get(member) for member in members] if spec.runtime.shards else []
+    shards = [bound.session.shards.get(member) for member in members] if bound.session.shards else []
     if not any(shards):
         return ()
     ways: dict[str, Any] = {"row": row, "col": not row, "record": record}
     pairs = [
-        shard.operands(spec, w, dtype, **ways)
+        shard.operands(bound, w, dtype, **ways)
         if shard
-        else quantize(spec, "w", [w.to(dtype)], members=[name], **ways)[0]
+        else quantize(bound, "w", [w.to(dtype)], members=[name], **ways)[0]
         for name, shard, w in zip(members, shards, weights, strict=True)
     ]
     return [part for pair in pairs for part in (pair.rowwise() if row else pair.columnwise()).parts]
 
 
 def _weight_operands(
-    spec: LinearSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
+    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
     *, row: bool, record: bool,
 ) -> list[QuantizedTensor]:  # fmt: skip
     """One orientation of the weights: of flat parts that exist, or cast here."""
     if not parts:
         pairs = quantize(
-            spec, "w", [w.to(dtype) for w in weights], members=members, row=row, col=not row, record=record
+            bound, "w", [w.to(dtype) for w in weights], members=members, row=row, col=not row, record=record
         )
         return [pair.rowwise() if row else pair.columnwise() for pair in pairs]
-    formats, sizes = spec.weight_formats
+    formats, sizes = bound.spec.weight_formats
     fmt, size = formats[not row], sizes[not row]
     return [fmt.wrap(parts[i * size :]) for i in range(len(weights))]
 
 
-def _rounded(spec: LinearSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
+def _rounded(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
     """The result y or dx, rounded by its quantizer where the recipe has one."""
-    quantizers = spec.quantizers(tensor)
+    quantizers = bound.quantizers(tensor)
     if quantizers is None:
         return values
     padded = quantizers.rowwise.format.padded(values)
-    (pair,) = quantize(spec, tensor, [padded], row=True, col=False, members=[member], record=record)
+    (pair,) = quantize(bound, tensor, [padded], row=True, col=False, members=[member], record=record)
     return _part(pair.rowwise().dequantize(values.dtype), *values.shape)
 
 
 def run_forward(
-    spec: LinearSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    bound: BoundSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
     parts: Sequence[Tensor], save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """`inputs`: x [..., K], or what the prologue reads; weights [N_i, K] -> (y_i, what is kept for backward: the parts of
@@ -180,12 +182,13 @@ def run_forward(
     `parts`: of the rowwise weights; none: they are cast here. `save`: there will be a wgrad. `record`: gradients are
     enabled, so amaxes count for delayed scales.
     """
-    options, x, made = spec.recipe.fprop, inputs[0], _made(spec, inputs)
-    reduce = spec.transfers(len(made)).fprop
-    operand, kept = x_of_forward(spec, made, save, record)
+    spec, x = bound.spec, inputs[0]
+    options, made = spec.recipe.fprop, _made(spec, inputs)
+    reduce = bound.transfers(len(made)).fprop
+    operand, kept = x_of_forward(bound, made, save, record)
     if spec.prologue is not None and record:
         kept += spec.prologue.kept(made)
-    ws = _weight_operands(spec, spec.members, weights, parts, x.dtype, row=True, record=record)
+    ws = _weight_operands(bound, spec.members, weights, parts, x.dtype, row=True, record=record)
     dtype = options.out_dtype or x.dtype
     ys = []
     for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
@@ -195,40 +198,41 @@ def run_forward(
         y = token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype).wait()
         y = _part(y, y.shape[0], features)
         y = y + bias.to(y.dtype) if bias is not None and reduce else y
-        y = _rounded(spec, "y", member, y, record)
+        y = _rounded(bound, "y", member, y, record)
         ys.append(y if x.dim() == 2 else y.view(y_shape(spec, x, features)))
     return ys, kept
 
 
 def run_backward(
-    spec: LinearSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor],
+    bound: BoundSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor],
     parts: Sequence[Tensor], dtype: torch.dtype, used: Sequence[int], needs_dx: bool, needs_dw: Sequence[bool],
     needs_db: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """dy_i [..., N_i] of the `used` members and what forward saved (`to_save`) -> those gradients that are needed, in the
     order dx [M, K] in `dtype`, that of x (with a prologue: of what that read), dw_i, db_i. Without dw_i where they wait
     (`delay_wgrad`). `parts`: of the columnwise weights of these members."""
+    spec = bound.spec
     members = [spec.members[i] for i in used]
     saved, beside = _beside(spec, saved)
     rows = [Summed(_matrix(dy)) if need else _matrix(dy) for dy, need in zip(dys, needs_db, strict=True)]
-    dy_rows, dy_cols = _start_dy(spec, members, rows, needs_dx, any(needs_dw))
-    x_col = x_of_backward(spec, saved, len(rows[0])) if any(needs_dw) else None
+    dy_rows, dy_cols = _start_dy(bound, members, rows, needs_dx, any(needs_dw))
+    x_col = x_of_backward(bound, saved, len(rows[0])) if any(needs_dw) else None
     grads, dx = [], None
     if needs_dx:
         options = spec.recipe.dgrad
         out = options.out_dtype or dtype
-        ws = _weight_operands(spec, members, weights, parts, dtype, row=False, record=True)
+        ws = _weight_operands(bound, members, weights, parts, dtype, row=False, record=True)
         gemms = [Gemm("dgrad", w, out if len(rows) == 1 else torch.float32, options=options) for w in ws]
-        reduce = spec.transfers_back(len(rows[0])).dgrad
+        reduce = bound.transfers_back(len(rows[0])).dgrad
         dx = token_gemm(spec, reduce, spec.overlap.dgrad, dy_rows, gemms, out)
     if x_col is not None:
         x_whole = x_col()
         wgrads = (
-            (member, partial(_wgrad, spec, dy_col(), x_whole, w.shape, w.dtype))
+            (member, partial(_wgrad, bound, dy_col(), x_whole, w.shape, w.dtype))
             for member, dy_col, w, needed in zip(members, dy_cols, weights, needs_dw, strict=True) if needed
         )  # fmt: skip
         if waits(spec.delay_wgrad, needs_dx):
-            spec.runtime.waiting.extend(wgrads)
+            bound.session.waiting.extend(wgrads)
         else:
             grads += [wgrad() for _, wgrad in wgrads]
     grads += [rounded(dy.sums(), w.dtype) for dy, w in zip(rows, weights, strict=True) if isinstance(dy, Summed)]
@@ -236,8 +240,8 @@ def run_backward(
         return grads
     whole = dx.wait()
     whole = _part(whole, whole.shape[0], weights[0].shape[1])
-    whole = _rounded(spec, "dx", spec.members[0], whole).to(dtype)
-    return [*(_of_inputs(spec, whole, beside) if beside else [whole]), *grads]
+    whole = _rounded(bound, "dx", spec.members[0], whole).to(dtype)
+    return [*(_of_inputs(bound.spec, whole, beside) if beside else [whole]), *grads]
 
 
 def _of_inputs(spec: LinearSpec, dx: Tensor, beside: Sequence[Tensor]) -> list[Tensor]:
@@ -247,10 +251,10 @@ def _of_inputs(spec: LinearSpec, dx: Tensor, beside: Sequence[Tensor]) -> list[T
 
 
 def _wgrad(
-    spec: LinearSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
+    bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """The gradient of a weight of this shape [N, K] and dtype, from operands that may be padded."""
-    return _part(contract_gemm(spec, dy, x, dtype), shape[0], shape[1]).to(dtype)
+    return _part(contract_gemm(bound, dy, x, dtype), shape[0], shape[1]).to(dtype)
 
 
 def waits(delay: bool, needs_dx: bool) -> bool:
@@ -260,12 +264,12 @@ def waits(delay: bool, needs_dx: bool) -> bool:
 
 
 def _start_dy(
-    spec: LinearSpec, members: Sequence[str], rows: Sequence[Values], row: bool, col: bool
+    bound: BoundSpec, members: Sequence[str], rows: Sequence[Values], row: bool, col: bool
 ) -> tuple[list[Any], list[Columnwise]]:
     """dgrad's operands, and wgrad's when they are asked for; a travelling dy starts here."""
-    if spec.style.gathers == "dy":
+    if bound.spec.style.gathers == "dy":
         (dy,) = rows
-        rowwise, columnwise = dy_of_backward(spec, dy, row, col)
+        rowwise, columnwise = dy_of_backward(bound, dy, row, col)
         return [rowwise], [columnwise]
-    pairs = quantize(spec, "dy", rows, row=row, col=col, members=members)
+    pairs = quantize(bound, "dy", rows, row=row, col=col, members=members)
     return [pair.row for pair in pairs], [pair.columnwise for pair in pairs]

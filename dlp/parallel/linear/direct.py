@@ -17,7 +17,7 @@ from dlp.kernels import gemms
 from dlp.parallel.linear.capture import LIMIT, Key, Programs, lies, like, multiplies_tf32
 from dlp.parallel.linear.core import gathered_parts, to_save, waits
 from dlp.parallel.linear.inputs import ACTIVATIONS, check_features, no_autocast
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.weight.local import Sides, check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
 
@@ -45,16 +45,16 @@ class Call:
     programs         of its directions
     """
 
-    def __init__(self, spec: LinearSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any]) -> None:
+    def __init__(self, bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any]) -> None:
         x, self.first = inputs[0], X + len(inputs)
-        self.spec, self.record, self.count = spec, record, len(spec.members)
+        self.bound, self.spec, self.record, self.count = bound, bound.spec, record, len(bound.spec.members)
         self.x_shape, self.x_dtype = x.shape, x.dtype
         learns = [p is not None and p.requires_grad for p in parameters]
         self.differentiable = record and (any(given.requires_grad for given in inputs) or any(learns))
         self.save = self.differentiable and any(learns[: self.count])
         self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
         self.distributed = any(layout is not None for layout in self.layouts)
-        self.programs = Programs(spec, x)
+        self.programs = Programs(bound, x)
         self.wanted: dict[Key, Wanted] = {}
 
     def wants(self, needs: tuple[bool, ...], there: tuple[bool, ...]) -> Wanted:
@@ -72,9 +72,9 @@ class Call:
         return found
 
 
-def _check(spec: LinearSpec, given: Sequence[Any]) -> None:
+def _check(bound: BoundSpec, given: Sequence[Any]) -> None:
     """ValueError for x in a dtype that nothing computes in, and for tensors that do not lie where x does."""
-    x = given[0]
+    spec, x = bound.spec, given[0]
     if x.dtype not in ACTIVATIONS:
         raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
     elsewhere = [other.device for other in given if other is not None and other.device != x.device]
@@ -85,29 +85,30 @@ def _check(spec: LinearSpec, given: Sequence[Any]) -> None:
         and x.dtype == torch.float16
         and any(caps_of(quantizer).op for quantizer in spec.recipe.quantizers())
     ):
-        spec.runtime.note("casts of fp16 run the plain-torch reference: kernels read bf16 and fp32")
+        bound.session.note("casts of fp16 run the plain-torch reference: kernels read bf16 and fp32")
 
 
 def call_of(
-    spec: LinearSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any], sides: Sides | None
+    bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any], sides: Sides | None
 ) -> Call:
     """The call that this one is like. It is kept with the operands that it reads, and goes with them, or with the spec."""
     if sides is None:
-        calls, alike = spec.calls, [None if p is None else _like_parameter(p) for p in parameters]
+        calls, alike = bound.calls, [None if p is None else _like_parameter(p) for p in parameters]
     else:
         calls, alike = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
     x = inputs[0]
-    key = (spec, record, x.requires_grad, *like(x), *alike, multiplies_tf32(x))
+    key = (bound, record, x.requires_grad, *like(x), *alike, multiplies_tf32(x))
     if len(inputs) > 1:
         key += (inputs[1].requires_grad, *like(inputs[1]))
     found: Call | None = calls.get(key)
     if found is None:
-        _check(spec, (*inputs, *(parameters if sides is None else ())))
+        spec = bound.spec
+        _check(bound, (*inputs, *(parameters if sides is None else ())))
         for parameter in parameters:
             if parameter is not None:
                 check_whole(parameter, spec.num_axes, spec.name)
         check_features(spec, x, held(parameters[0]))
-        found = Call(spec, record, inputs, parameters)
+        found = Call(bound, record, inputs, parameters)
         if len(calls) < LIMIT:
             calls[key] = found
     return found
@@ -118,15 +119,15 @@ def forward(
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:  # fmt: skip
     """x [..., K], or what the prologue reads -> y_i [..., N_i], what is kept for backward (see `run_forward`), and this
     rank's weights."""
-    spec, count, record = call.spec, call.count, call.record
-    spec.runtime.begin_forward(spec, record)
+    bound, count, record = call.bound, call.count, call.record
+    bound.session.begin_forward(bound, record)
     tensors = [held(p) for p in parameters] if call.distributed else parameters
     weights, biases = tensors[:count], tensors[count:]
     key: Key = ()
     if sides is not None:
         parts: Sequence[Tensor] = sides.row
     else:
-        parts = gathered_parts(spec, spec.members, weights, call.x_dtype, row=True, record=record)
+        parts = gathered_parts(bound, bound.spec.members, weights, call.x_dtype, row=True, record=record)
         key = tuple(map(like, parts))
     ys, kept = call.programs.forward(key, inputs, weights, biases, parts, call.save, record)
     return ys, kept, weights
@@ -141,7 +142,7 @@ class DirectLinearFn(torch.autograd.Function):
     def forward(ctx: Any, call: Call, sides: Sides | None, *tensors: Any) -> tuple[Tensor, ...]:
         inputs, parameters = tensors[: call.first - X], tensors[call.first - X :]
         ys, kept, weights = forward(call, sides, inputs, parameters)
-        ctx.call, ctx.sides, ctx.scales = call, sides, call.spec.runtime.scales
+        ctx.call, ctx.sides, ctx.scales = call, sides, call.bound.session.scales
         ctx.save_for_backward(*weights, *to_save(inputs, kept, call.save))
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -173,25 +174,25 @@ def _gradients(
     ctx: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Those that are wanted, in the order dx, dw_i, db_i."""
-    spec, used, sides = call.spec, wanted.used, ctx.sides
-    spec.runtime.scales = ctx.scales
+    bound, used, sides = call.bound, wanted.used, ctx.sides
+    bound.session.scales = ctx.scales
     weights = weights if len(used) == call.count else [weights[i] for i in used]
     if torch._C._len_torch_dispatch_stack() > 0:  # something watches that did not watch the forward
         grads = _watched(call, wanted, dys, weights, saved, sides)
         return [grads[0].view(call.x_shape), *grads[1:]] if wanted.dx else grads
-    spec.runtime.in_layer_backward(spec)
+    bound.session.in_layer_backward(bound)
     key: Key = (wanted.dx, *used, *wanted.dw, *wanted.db, *[lies(tensor) for tensor in (*dys, *saved)])
     parts: Sequence[Tensor] = ()
     if wanted.dx and sides is not None:
         parts = sides.col_of(used)
     elif wanted.dx:
-        members = [spec.members[i] for i in used]
-        parts = gathered_parts(spec, members, weights, call.x_dtype, row=False, record=True)
+        members = [bound.spec.members[i] for i in used]
+        parts = gathered_parts(bound, members, weights, call.x_dtype, row=False, record=True)
         key += tuple(map(like, parts))
     grads = call.programs.backward(
         key, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, wanted.db, call.x_shape
     )
-    spec.runtime.scales = None
+    bound.session.scales = None
     return grads
 
 
@@ -200,9 +201,19 @@ def _watched(
     sides: Sides | None,
 ) -> list[Tensor]:  # fmt: skip
     """The same as an op."""
-    spec, cached = call.spec, [] if sides is None else sides.both_of(wanted.used)
+    bound, cached = call.bound, [] if sides is None else sides.both_of(wanted.used)
     grads: list[Tensor] = torch.ops.dlp.linear_bwd(
-        dys, saved, weights, cached, spec.ticket, spec.kind, call.x_dtype, wanted.used, wanted.dx, wanted.dw, wanted.db
+        dys,
+        saved,
+        weights,
+        cached,
+        bound.spec_id,
+        bound.trace_id,
+        call.x_dtype,
+        wanted.used,
+        wanted.dx,
+        wanted.dw,
+        wanted.db,
     )
     return grads
 

@@ -23,6 +23,7 @@ from dlp.parallel.linear.opaque import OpaqueLinearFn, opaque
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.siblings import SharedCall, moment
 from dlp.parallel.linear.spec import LinearSpec, Overlaps, num_inputs
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.autocast import active_spec
 from dlp.parallel.model.runtime import Runtime
 from dlp.parallel.model.wrappers import parameter_is_gone
@@ -47,9 +48,9 @@ class Member(NamedTuple):
 class LinearCore:
     """Computes y_i = x @ w_i.T + b_i for its members. `caches`: weights are cast at the step boundary, not at use."""
 
-    def __init__(self, spec: LinearSpec, members: Sequence[Member]) -> None:
-        self.spec = spec
-        self.variants: dict[Any, LinearSpec] = {}  # by what an autocast region asks for
+    def __init__(self, spec: LinearSpec, session: Runtime, members: Sequence[Member]) -> None:
+        self.bound = BoundSpec(spec, session)
+        self.variants: dict[Any, BoundSpec] = {}  # by what an autocast region asks for
         self.ran_in_region = False
         self.stats: StatsTable | None = None
         self.members = list(members)
@@ -64,6 +65,15 @@ class LinearCore:
         """A copy casts its weights at use, until it is attached to an optimizer of its own."""
         anew = {"variants": {}, "ran_in_region": False, "stats": None, "caches": False, "dtype": None, "sides": None}
         return vars(self) | anew | {"shared": SharedCall()}
+
+    @property
+    def spec(self) -> LinearSpec:
+        """The layer's own."""
+        return self.bound.spec
+
+    @property
+    def session(self) -> Runtime:
+        return self.bound.session
 
     def parameters(self) -> list[Any]:
         """The weights, then the biases, as modules hold them."""
@@ -98,11 +108,14 @@ class LinearCore:
         if not self.caches or self.dtype is None:
             return []
         weights = [local_values(p) for p in self.cast_weights.stored()] or self.weights()
-        return self.cast_weights.casts(self.spec, weights, self.dtype, values)
+        return self.cast_weights.casts(self.bound, weights, self.dtype, values)
+
+    def bounds(self) -> list[BoundSpec]:
+        """The layer's own, and those it has run under in autocast regions."""
+        return [self.bound, *self.variants.values()]
 
     def specs(self) -> list[LinearSpec]:
-        """The layer's own, and those it has run under in autocast regions."""
-        return [self.spec, *self.variants.values()]
+        return [bound.spec for bound in self.bounds()]
 
     def with_recipe(self, recipe: Recipe) -> LinearSpec:
         """The spec that this layer has under another recipe."""
@@ -111,16 +124,16 @@ class LinearCore:
         chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
         return replace(self.spec, recipe=chosen)
 
-    def set_spec(self, spec: LinearSpec) -> None:
-        """Change the layer's own spec, at a step boundary."""
-        self.spec = spec
+    def set_spec(self, spec: LinearSpec, session: Runtime | None = None) -> None:
+        """Change the layer's own spec, at a step boundary. `session`: another than it has been in."""
+        self.bound = BoundSpec(spec, session or self.session)
         self.variants.clear()
         self.cast_weights.drop()
 
-    def _cached(self, spec: LinearSpec, dtype: torch.dtype) -> list[Tensor]:
+    def _cached(self, bound: BoundSpec, dtype: torch.dtype) -> list[Tensor]:
         """The operands that the last step boundary made for activations of `dtype`; none: cast at use."""
-        if spec is not self.spec:
-            return self.cast_weights.read(spec) or []
+        if bound is not self.bound:
+            return self.cast_weights.read(bound.spec) or []
         if self.dtype != dtype:  # the next step boundary casts for it
             self.dtype = dtype
             self.cast_weights.retype()
@@ -137,38 +150,40 @@ class LinearCore:
                 return self(*in_autocast_dtype(inputs))
         if opaque():
             return self._by_ops(inputs)
-        spec, record = active_spec(self), torch.is_grad_enabled()
-        sides = self._sides(spec, inputs[0].dtype)
+        bound, record = active_spec(self), torch.is_grad_enabled()
+        sides = self._sides(bound, inputs[0].dtype)
         parameters = self.parameters()
-        call = call_of(spec, record, inputs, parameters, sides)
+        call = call_of(bound, record, inputs, parameters, sides)
         if call.differentiable:
             results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, *inputs, *parameters)
             return results
         return tuple(forward(call, sides, inputs, parameters)[0])
 
-    def _sides(self, spec: LinearSpec, dtype: torch.dtype) -> Sides | None:
+    def _sides(self, bound: BoundSpec, dtype: torch.dtype) -> Sides | None:
         """`_cached` by orientation."""
-        cached = self._cached(spec, dtype)
+        cached = self._cached(bound, dtype)
         if not cached:
             return None
         if self.sides is None or self.sides.parts is not cached:
-            self.sides = Sides(cached, spec.weight_formats[1])
+            self.sides = Sides(cached, bound.spec.weight_formats[1])
         return self.sides
 
     def _by_ops(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The same, for what traces or watches."""
-        spec = self.spec if torch.compiler.is_dynamo_compiling() else active_spec(self)
-        weights, biases, cached = self.weights(), self.biases(), self._cached(spec, inputs[0].dtype)
+        bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
+        weights, biases, cached = self.weights(), self.biases(), self._cached(bound, inputs[0].dtype)
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):
             # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
             given = list(inputs)
-            ys, _ = torch.ops.dlp.linear_fwd(given, weights, biases, cached, spec.ticket, spec.kind, False, record)
+            ys, _ = torch.ops.dlp.linear_fwd(
+                given, weights, biases, cached, bound.spec_id, bound.trace_id, False, record
+            )
             return tuple(ys)
         save = any(w.requires_grad for w in weights)
         results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
-            spec.ticket, spec.kind, len(inputs), len(weights), save, record, spec.delay_wgrad, *inputs, *weights, *biases,
-            *cached,
+            bound.spec_id, bound.trace_id, len(inputs), len(weights), save, record, bound.spec.delay_wgrad, *inputs, *weights,
+            *biases, *cached,
         )  # fmt: skip
         return results
 
@@ -259,7 +274,7 @@ class Linear(ParallelLinear):
             ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
         )
         name, ways = type(self).__name__, (self._style, sequence_parallel, recipe, overlap)
-        spec = make_spec(name, *ways, mesh, runtime, members, prologue=prologue)
+        spec = make_spec(name, *ways, mesh, members, prologue=prologue)
         self.in_features, self.out_features = in_features, out_features
         sizes = (out_features,) if isinstance(out_features, int) else out_features
         suffixes = [""] if isinstance(out_features, int) else [f"_{i}" for i in range(len(sizes))]
@@ -270,7 +285,7 @@ class Linear(ParallelLinear):
             bias_dim = 0 if spec.style.shard_dim == 0 else None
             self.register_parameter(member.weight, place(full.weight, mesh, spec.style.shard_dim))
             self.register_parameter(member.bias, place(full.bias, mesh, bias_dim) if bias else None)
-        self.core = LinearCore(spec, owners)
+        self.core = LinearCore(spec, runtime, owners)
         runtime.cores.append(self.core)
         self.tp_partial = partial_names(spec, owners)
 
@@ -315,7 +330,7 @@ def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | 
 
 def make_spec(
     name: str, style_name: str, sequence_parallel: bool, recipe: Any, overlap: str | dict[str, str],
-    tp: DeviceMesh | None, runtime: Runtime, members: tuple[str, ...], *, amax_group: ProcessGroup | None = None,
+    tp: DeviceMesh | None, members: tuple[str, ...], *, amax_group: ProcessGroup | None = None,
     tokens: int | None = None, delay_wgrad: bool = False, prologue: str | Mapping[str, Any] | Prologue | None = None,
 ) -> LinearSpec:  # fmt: skip
     """A spec from the words users write. `recipe`: a name, a Recipe or a CustomRecipe. `overlap`: one strategy's name,
@@ -325,7 +340,7 @@ def make_spec(
     group = None if tp is None else tp.get_group()
     resolved = recipes.made(recipe).for_layer(members[0])
     return LinearSpec(
-        name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, runtime, members,
+        name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, members,
         delay_wgrad=delay_wgrad, prologue=prologues.load(prologue),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The linear as two opaque ops, `dlp::linear_fwd` and `dlp::linear_bwd`: what torch.compile, a dispatch mode or fake tensors
 see of it.
 
-They take tensors, and the name of a frozen `LinearSpec`. Streams, groups, collectives and programs
+They take tensors, and two names (`dlp.parallel.linear.state`). Streams, groups, collectives and programs
 (`dlp.parallel.linear.capture`) stay inside.
 """
 
@@ -22,72 +22,73 @@ from dlp.parallel.linear.capture import Programs, like, multiplies_tf32
 from dlp.parallel.linear.core import gathered_parts, to_save, waits, y_shape
 from dlp.parallel.linear.inputs import check_features, no_autocast
 from dlp.parallel.linear.operands import operand_shape
-from dlp.parallel.linear.spec import LinearSpec, num_inputs, spec_of
+from dlp.parallel.linear.spec import LinearSpec, num_inputs
+from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of
 from dlp.parallel.model.autocast import check_compiled
 from dlp.parallel.weight.local import Sides
 
 
 def _parts(
-    spec: LinearSpec, members: Sequence[str], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
+    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
     *, row: bool, record: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
     """One orientation of the weights, as the last step boundary left them or as FSDP gathered them."""
     if not cached:
-        return gathered_parts(spec, members, weights, dtype, row=row, record=record)
-    sides = Sides(cached, spec.weight_formats[1])
+        return gathered_parts(bound, members, weights, dtype, row=row, record=record)
+    sides = Sides(cached, bound.spec.weight_formats[1])
     return sides.row if row else sides.col
 
 
 def linear_fwd(
-    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], ticket: Tensor, kind: int,
-    save: bool, record: bool,
+    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
+    trace_id: int, save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """`run_forward` as an op."""
-    spec = spec_of(ticket)
-    check_compiled(spec)
-    check_features(spec, inputs[0], weights[0])
-    spec.runtime.begin_forward(spec, record)
-    parts = _parts(spec, spec.members, weights, cached, inputs[0].dtype, row=True, record=record)
+    bound = bound_of(spec_id)
+    check_compiled(bound)
+    check_features(bound.spec, inputs[0], weights[0])
+    bound.session.begin_forward(bound, record)
+    parts = _parts(bound, bound.spec.members, weights, cached, inputs[0].dtype, row=True, record=record)
     key = (
         save,
         record,
         *[None if bias is None else like(bias) for bias in biases],
         *map(like, (*inputs, *weights, *parts)),
     )
-    return _programs_of(spec, inputs[0]).forward(key, inputs, weights, biases, parts, save, record)
+    return _programs_of(bound, inputs[0]).forward(key, inputs, weights, biases, parts, save, record)
 
 
 def linear_bwd(
-    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], ticket: Tensor, kind: int,
+    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, used: list[int], needs_dx: bool, needs_dw: list[bool], needs_db: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """`run_backward` as an op."""
-    spec = spec_of(ticket)
-    spec.runtime.in_layer_backward(spec)
-    members = [spec.members[i] for i in used]
-    parts = _parts(spec, members, weights, cached, dtype, row=False, record=True) if needs_dx else ()
+    bound = bound_of(spec_id)
+    bound.session.in_layer_backward(bound)
+    members = [bound.spec.members[i] for i in used]
+    parts = _parts(bound, members, weights, cached, dtype, row=False, record=True) if needs_dx else ()
     key = dtype, *used, needs_dx, *needs_dw, *needs_db, *map(like, (*dys, *saved, *weights, *parts))
-    programs = _programs_of(spec, dys[0])
+    programs = _programs_of(bound, dys[0])
     grads = programs.backward(key, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
-    spec.runtime.scales = None
+    bound.session.scales = None
     return grads
 
 
-def _programs_of(spec: LinearSpec, x: Tensor) -> Programs:
+def _programs_of(bound: BoundSpec, x: Tensor) -> Programs:
     """Those of a layer that is called as ops, for x or dy in this dtype."""
     key = Programs, x.get_device(), multiplies_tf32(x)
-    found: Programs | None = spec.calls.get(key)
+    found: Programs | None = bound.calls.get(key)
     if found is None:
-        found = spec.calls[key] = Programs(spec, x)
+        found = bound.calls[key] = Programs(bound, x)
     return found
 
 
 def _linear_fwd_fake(
-    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], ticket: Tensor, kind: int,
-    save: bool, record: bool,
+    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
+    trace_id: int, save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Shapes only, for torch.compile."""
-    spec, x = spec_of(kind), inputs[0]
+    spec, x = spec_of(trace_id), inputs[0]
     dtype = spec.recipe.fprop.out_dtype or x.dtype
     ys = [x.new_empty(y_shape(spec, x, w.shape[0]), dtype=dtype) for w in weights]
     kept = _kept_fake(spec, x) if save else []
@@ -107,11 +108,11 @@ def _kept_fake(spec: LinearSpec, x: Tensor) -> list[Tensor]:
 
 
 def _linear_bwd_fake(
-    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], ticket: Tensor, kind: int,
+    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, used: list[int], needs_dx: bool, needs_dw: list[bool], needs_db: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Shapes only, for torch.compile."""
-    spec, dy = spec_of(kind), dys[0]
+    spec, dy = spec_of(trace_id), dys[0]
     plan, features = spec.transfers_back(dy.numel() // dy.shape[-1]), weights[0].shape[1]
     grads = [dy.new_empty((plan.tokens, features), dtype=dtype)] if needs_dx else []
     if needs_dx and spec.prologue is not None:
@@ -122,22 +123,22 @@ def _linear_bwd_fake(
 
 
 def _forward_flops(
-    inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]], biases: Any, cached: Any, ticket: Any, kind: int,
+    inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]], biases: Any, cached: Any, spec_id: Any, trace_id: int,
     *args: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     """Of fprop, for torch's FlopCounterMode: 2 M K N for all tokens that are multiplied on this rank. Of tensors it is given
     shapes."""
-    spec = spec_of(kind)
+    spec = spec_of(trace_id)
     tokens = prod(inputs[0][:-1]) * (spec.tp if spec.style.gathers == "x" else 1)
     return sum(2 * tokens * prod(weight) for weight in weights)
 
 
 def _backward_flops(
-    dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], cached: Any, ticket: Any, kind: int,
+    dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], cached: Any, spec_id: Any, trace_id: int,
     dtype: Any, used: Any, needs_dx: bool, needs_dw: Sequence[bool], needs_db: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     """Of dgrad and wgrad, now or in `backward_dw`."""
-    spec = spec_of(kind)
+    spec = spec_of(trace_id)
     tokens = prod(dys[0][:-1]) * (spec.tp if spec.style.gathers == "dy" else 1)
     return sum(2 * tokens * prod(weight) * (needs_dx + dw) for weight, dw in zip(weights, needs_dw, strict=True))
 
@@ -147,7 +148,7 @@ def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
 
     @wraps(op)
     def labelled(*args: Any) -> Any:
-        with ledger.label(layer=spec_of(args[4]).members[0], direction=gemm):
+        with ledger.label(layer=bound_of(args[4]).spec.members[0], direction=gemm):
             return op(*args)
 
     return labelled
@@ -155,11 +156,11 @@ def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
 
 _LIBRARY = torch.library.Library("dlp", "DEF")
 _LIBRARY.define(
-    "linear_fwd(Tensor[] inputs, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor ticket, int kind, bool save,"
+    "linear_fwd(Tensor[] inputs, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor spec_id, int trace_id, bool save,"
     " bool record) -> (Tensor[], Tensor[])"
 )
 _LIBRARY.define(
-    "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor ticket, int kind,"
+    "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor spec_id, int trace_id,"
     " ScalarType dtype, int[] used, bool needs_dx, bool[] needs_dw, bool[] needs_db) -> Tensor[]"
 )
 for _name, _real, _fake, _flops, _gemm in (
@@ -178,22 +179,22 @@ def opaque() -> bool:
 
 
 class OpaqueLinearFn(torch.autograd.Function):
-    """`apply(ticket, kind, reads, count, save, record, delay, *inputs, *weights, *biases, *cached)` -> a tuple of y_i;
+    """`apply(spec_id, trace_id, reads, count, save, record, delay, *inputs, *weights, *biases, *cached)` -> a tuple of y_i;
     `reads` inputs, `count` weights and biases; `delay`: the spec's `delay_wgrad`."""
 
     @staticmethod
     def forward(
-        ctx: Any, ticket: Tensor, kind: int, reads: int, count: int, save: bool, record: bool, delay: bool, *tensors: Any
+        ctx: Any, spec_id: Tensor, trace_id: int, reads: int, count: int, save: bool, record: bool, delay: bool, *tensors: Any
     ) -> tuple[Tensor, ...]:  # fmt: skip
         inputs, tensors = list(tensors[:reads]), tensors[reads:]
         weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
-        ys, kept = torch.ops.dlp.linear_fwd(inputs, weights, biases, cached, ticket, kind, save, record)
+        ys, kept = torch.ops.dlp.linear_fwd(inputs, weights, biases, cached, spec_id, trace_id, save, record)
         saved = to_save(inputs, kept, save)
-        ctx.kind, ctx.reads, ctx.count, ctx.delay, ctx.num_saved = kind, reads, count, delay, len(saved)
+        ctx.trace_id, ctx.reads, ctx.count, ctx.delay, ctx.num_saved = trace_id, reads, count, delay, len(saved)
         ctx.x_shape, ctx.x_dtype = inputs[0].shape, inputs[0].dtype
         traced = torch.compiler.is_dynamo_compiling()  # no region reaches into that
-        ctx.scales = None if traced else spec_of(ticket).runtime.scales
-        ctx.save_for_backward(ticket, *saved, *weights, *cached)
+        ctx.scales = None if traced else bound_of(spec_id).session.scales
+        ctx.save_for_backward(spec_id, *saved, *weights, *cached)
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
@@ -205,7 +206,7 @@ class OpaqueLinearFn(torch.autograd.Function):
 
 
 def _backward(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    reads, count, (ticket, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
+    reads, count, (spec_id, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
     saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
     cached = list(tensors[ctx.num_saved + count :])
     used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
@@ -213,10 +214,10 @@ def _backward(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
     needs_dw, needs_db = [needs[i] for i in used], [needs[count + i] for i in used]
     size = len(cached) // count
     if ctx.scales is not None:
-        spec_of(ticket).runtime.scales = ctx.scales
+        bound_of(spec_id).session.scales = ctx.scales
     grads = iter(torch.ops.dlp.linear_bwd(
         [dys[i] for i in used], saved, [weights[i] for i in used],
-        [part for i in used for part in cached[i * size : (i + 1) * size]], ticket, ctx.kind, ctx.x_dtype, used,
+        [part for i in used for part in cached[i * size : (i + 1) * size]], spec_id, ctx.trace_id, ctx.x_dtype, used,
         needs_dx, needs_dw, needs_db,
     ))  # fmt: skip
     dx = next(grads).view(ctx.x_shape) if needs_dx else None

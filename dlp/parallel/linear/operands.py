@@ -19,7 +19,8 @@ from torch import Tensor
 from dlp.comm.amax import agree
 from dlp.kernels.ops import Produced, stored
 from dlp.parallel import fit
-from dlp.parallel.linear.spec import LinearSpec, remembered
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.parallel.style import ParallelStyle
 from dlp.parallel.weight.casts import NOBODY, Cast
 from dlp.quant.quantizer import OneRead, Origin, Quantizer, caps_of, flagged, one_read
@@ -58,7 +59,7 @@ class _Job(NamedTuple):
 
 
 def quantize(
-    spec: LinearSpec, tensor: str, values: Sequence[Values], *, row: bool, col: bool,
+    bound: BoundSpec, tensor: str, values: Sequence[Values], *, row: bool, col: bool,
     members: Sequence[str] | None = None, record: bool = True, whole: bool = False, into: Pair | None = None,
 ) -> list[Pair]:  # fmt: skip
     """Values [rows, cols] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
@@ -70,13 +71,13 @@ def quantize(
     whole      x or dy has been gathered: no rank has a part of it
     into       storage of `operand_shape` for the one operand there is, in the orientations that have some
     """
-    way = _way(spec, tensor, row, col, whole, values[0].shape[0])
-    owners = members or spec.owners(tensor)
+    way = _way(bound, tensor, row, col, whole, values[0].shape[0])
+    owners = members or bound.spec.owners(tensor)
     if not way.makes:
         values = [stored(value) for value in values]
     if way.plain and way.both is not None and into is None:
         matrices = [_pad(value, way.units[0], way.units[1]) for value in values]
-        flags = [_flag(spec, way, tensor, member, matrix) for matrix, member in zip(matrices, owners, strict=True)]
+        flags = [_flag(bound, way, tensor, member, matrix) for matrix, member in zip(matrices, owners, strict=True)]
         return [
             Pair(*way.both.cast(x, way.both.observe(x), **flagged(way.quantizers.rowwise, x, flag)))
             for x, flag in zip(matrices, flags, strict=True)
@@ -86,8 +87,8 @@ def quantize(
         for value, member in zip(values, owners, strict=True)
         for job in _jobs(way, value, member, into or Pair(None, None))
     ]
-    amaxes = _agreed(spec, way, jobs)
-    made = [_cast(spec, tensor, way, job, amax, record, whole) for job, amax in zip(jobs, amaxes, strict=True)]
+    amaxes = _agreed(bound, way, jobs)
+    made = [_cast(bound, tensor, way, job, amax, record, whole) for job, amax in zip(jobs, amaxes, strict=True)]
     if way.together:
         return [Pair(*both) for both in made]
     found = iter(made)
@@ -116,9 +117,9 @@ class _Way(NamedTuple):
 
 
 @remembered
-def _way(spec: LinearSpec, tensor: str, row: bool, col: bool, whole: bool, lines: int) -> _Way:
+def _way(bound: BoundSpec, tensor: str, row: bool, col: bool, whole: bool, lines: int) -> _Way:
     """`lines`: the rows of the matrices, of which there are as many as tokens in x and dy."""
-    quantizers = spec.quantizers(tensor)
+    spec, quantizers = bound.spec, bound.quantizers(tensor)
     assert quantizers is not None, f"{spec.name} has no quantizer for {tensor}"
     need_row, need_col, together = casts(spec.recipe, tensor, lines, row, col)
     ways = quantizers.rowwise, quantizers.columnwise
@@ -145,29 +146,29 @@ def _jobs(way: _Way, value: Values, member: str, into: Pair) -> Iterator[_Job]:
 
 
 def weight_casts(
-    spec: LinearSpec, weights: Sequence[Tensor], values: Sequence[Tensor], into: Sequence[Pair | None]
+    bound: BoundSpec, weights: Sequence[Tensor], values: Sequence[Tensor], into: Sequence[Pair | None]
 ) -> list[Cast]:
-    """What `quantize(spec, "w", weights, row=True, col=True)` casts and agrees on, to be done together with the casts of
+    """What `quantize(bound, "w", weights, row=True, col=True)` casts and agrees on, to be done together with the casts of
     other layers. `values`: the weights, padded to their `operand_shape`; `into`: the operands of those that have some."""
-    way = _way(spec, "w", True, True, False, values[0].shape[0])
+    way = _way(bound, "w", True, True, False, values[0].shape[0])
     reads = [(True, True)] if way.together else [(True, False)] * way.row + [(False, True)] * way.col
     return [
-        _weight_cast(spec, way, wanted, _Job(way.quantizers.rowwise, value, False, weight.shape, member, ()), pair)
-        for weight, value, member, pair in zip(weights, values, spec.members, into, strict=True)
+        _weight_cast(bound, way, wanted, _Job(way.quantizers.rowwise, value, False, weight.shape, member, ()), pair)
+        for weight, value, member, pair in zip(weights, values, bound.spec.members, into, strict=True)
         for wanted in reads
     ]
 
 
-def _weight_cast(spec: LinearSpec, way: _Way, wanted: tuple[bool, bool], job: _Job, into: Pair | None) -> Cast:
+def _weight_cast(bound: BoundSpec, way: _Way, wanted: tuple[bool, bool], job: _Job, into: Pair | None) -> Cast:
     """One read of a weight, for its rowwise and its columnwise operand as far as they are `wanted`."""
     first, quantizers = not wanted[0], (way.quantizers.rowwise, way.quantizers.columnwise)
     row, col = (quantizer if asked else None for quantizer, asked in zip(quantizers, wanted, strict=True))
-    shared = (None, spec.amax_group or spec.group)
+    shared = (None, bound.spec.amax_group or bound.spec.group)
     groups = [shared if asked and agreed else NOBODY for asked, agreed in zip(wanted, way.agree, strict=True)]
-    slot = spec.runtime.slot(spec, "w", job.member, first, True) if way.slot[first] else None
+    slot = bound.session.slot(bound, "w", job.member, first, True) if way.slot[first] else None
     flips = [flipped for flipped in (False, True) if wanted[flipped]] if way.origin[first] else []
-    origins = tuple(_origin(spec, "w", job, flipped, False) for flipped in flips)
-    flag = _flag(spec, way, "w", job.member, job.matrix)
+    origins = tuple(_origin(bound, "w", job, flipped, False) for flipped in flips)
+    flag = _flag(bound, way, "w", job.member, job.matrix)
     kept = [
         q if asked and q and not q.format.keeps_source else None for asked, q in zip(wanted, into or NONE, strict=True)
     ]
@@ -241,14 +242,14 @@ def _pad(matrix: Values, rows: int, columns: int) -> Any:
 
 
 def _cast(
-    spec: LinearSpec, tensor: str, way: _Way, job: _Job, amaxes: Amaxes, record: bool, whole: bool
+    bound: BoundSpec, tensor: str, way: _Way, job: _Job, amaxes: Amaxes, record: bool, whole: bool
 ) -> tuple[QuantizedTensor, ...]:  # fmt: skip
     """One cast, with what its quantizer asks for beside an amax -> the operand of its matrix, or of both ways."""
-    more: dict[str, Any] = flagged(job.quantizer, job.matrix, _flag(spec, way, tensor, job.member, job.matrix))
+    more: dict[str, Any] = flagged(job.quantizer, job.matrix, _flag(bound, way, tensor, job.member, job.matrix))
     if way.slot[job.flipped]:
-        more["slot"] = spec.runtime.slot(spec, tensor, job.member, job.flipped, record)
+        more["slot"] = bound.session.slot(bound, tensor, job.member, job.flipped, record)
     if way.origin[job.flipped]:
-        origins = tuple(_origin(spec, tensor, job, flipped, whole) for flipped in _ways(way, job))
+        origins = tuple(_origin(bound, tensor, job, flipped, whole) for flipped in _ways(way, job))
         more["at"] = origins if way.both else origins[0]
     given = all(out is not None for out in job.into)
     if way.both:
@@ -260,11 +261,11 @@ def _cast(
     return tuple(_placed(operand, out) for operand, out in zip(made, job.into, strict=True))
 
 
-def _flag(spec: LinearSpec, way: _Way, tensor: str, member: str, matrix: Values) -> Tensor | None:
+def _flag(bound: BoundSpec, way: _Way, tensor: str, member: str, matrix: Values) -> Tensor | None:
     """Where a cast tells that a value was not finite; None where nothing is cast."""
     if not way.casts:
         return None
-    return spec.runtime.flag(spec, tensor, member, matrix.device)
+    return bound.session.flag(bound, tensor, member, matrix.device)
 
 
 def _ways(way: _Way, job: _Job) -> tuple[bool, ...]:
@@ -283,10 +284,11 @@ def _tensor_id(name: str) -> int:
     return int.from_bytes(sha256(name.encode()).digest()[:4], "little")
 
 
-def _origin(spec: LinearSpec, tensor: str, job: _Job, flipped: bool, whole: bool) -> Origin:
+def _origin(bound: BoundSpec, tensor: str, job: _Job, flipped: bool, whole: bool) -> Origin:
     """Where this rank's matrix lies in the unsharded one, over tp and, along the tokens, over data-parallel ranks;
     `flipped`: its transpose in the transposed one."""
-    runtime, cut = spec.runtime, None if whole else spec.style.cut(tensor)
+    spec, runtime = bound.spec, bound.session
+    cut = None if whole else spec.style.cut(tensor)
 
     def span(dim: int, size: int) -> tuple[int, int]:
         index, count = (spec.tp_group.rank(), spec.tp) if cut == dim and spec.tp > 1 else (0, 1)
@@ -305,7 +307,7 @@ def _observe(way: _Way, job: _Job) -> Amaxes:
     return way.both.observe(job.matrix) if way.both else (job.quantizer.observe(job.matrix),)
 
 
-def _agreed(spec: LinearSpec, way: _Way, jobs: Sequence[_Job]) -> list[Amaxes]:
+def _agreed(bound: BoundSpec, way: _Way, jobs: Sequence[_Job]) -> list[Amaxes]:
     """What each job observed; where the style asks for it, the maximum over the group."""
     observed = [_observe(way, job) for job in jobs]
     if not any(way.agree):
@@ -318,7 +320,7 @@ def _agreed(spec: LinearSpec, way: _Way, jobs: Sequence[_Job]) -> list[Amaxes]:
     }
     if not shared:
         return observed
-    agreed = dict(zip(shared, agree(list(shared.values()), spec.amax_group or spec.tp_group), strict=True))
+    agreed = dict(zip(shared, agree(list(shared.values()), bound.spec.amax_group or bound.spec.tp_group), strict=True))
     return [tuple(agreed.get(id(amax), amax) for amax in amaxes) for amaxes in observed]
 
 

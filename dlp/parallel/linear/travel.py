@@ -18,7 +18,7 @@ from dlp.comm import wire
 from dlp.kernels.ops import Produced, stored
 from dlp.parallel import fit
 from dlp.parallel.linear.operands import Pair, Values, operand_shape, quantize
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.scales import check_gathered
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import Gathered, Route
@@ -28,11 +28,11 @@ Rowwise = QuantizedTensor | Gather
 Columnwise = Callable[[], QuantizedTensor]
 
 
-def x_of_forward(spec: LinearSpec, x: Values, keep: bool, record: bool) -> tuple[Rowwise, list[Tensor]]:
+def x_of_forward(bound: BoundSpec, x: Values, keep: bool, record: bool) -> tuple[Rowwise, list[Tensor]]:
     """x [M, K] of this rank -> fprop's operand, and the parts of x kept for wgrad: none where it reads x itself, and
     nobody has to keep that."""
-    plan = spec.transfers(len(x))
-    rowwise, _, mine = _send(spec, plan.x[keep], x, record)
+    plan = bound.transfers(len(x))
+    rowwise, _, mine = _send(bound, plan.x[keep], x, record)
     assert rowwise is not None
     if not keep:
         return rowwise, []
@@ -41,45 +41,45 @@ def x_of_forward(spec: LinearSpec, x: Values, keep: bool, record: bool) -> tuple
     return rowwise, list((mine.rowwise() if plan.kept == "rowwise" else mine.columnwise()).parts)
 
 
-def x_of_backward(spec: LinearSpec, saved: Sequence[Tensor], dy_tokens: int) -> Columnwise:
+def x_of_backward(bound: BoundSpec, saved: Sequence[Tensor], dy_tokens: int) -> Columnwise:
     """wgrad's operand of x from what forward kept: parts, or x itself [..., K]. `dy_tokens`: rows of dy on this rank."""
-    plan = spec.transfers_back(dy_tokens)
+    plan = bound.transfers_back(dy_tokens)
     route = plan.x_again
     if plan.kept == "values":
-        return _send(spec, route, saved[0].reshape(-1, saved[0].shape[-1]))[1]
-    kept = spec.recipe.x.columnwise.format.wrap(saved)
+        return _send(bound, route, saved[0].reshape(-1, saved[0].shape[-1]))[1]
+    kept = bound.spec.recipe.x.columnwise.format.wrap(saved)
     if not route.gathers:
         return lambda: kept
-    return _columnwise(route.gathers[0], _start(spec, route.gathers[0], kept, None))
+    return _columnwise(route.gathers[0], _start(bound, route.gathers[0], kept, None))
 
 
-def dy_of_backward(spec: LinearSpec, dy: Values, row: bool, col: bool) -> tuple[Rowwise | None, Columnwise]:
+def dy_of_backward(bound: BoundSpec, dy: Values, row: bool, col: bool) -> tuple[Rowwise | None, Columnwise]:
     """This rank's tokens of dy [M/R, N] -> dgrad's and wgrad's operands, as far as they are asked for."""
-    plan = spec.transfers_back(len(dy))
-    rowwise, columnwise, _ = _send(spec, plan.dy(row, col), dy)
+    plan = bound.transfers_back(len(dy))
+    rowwise, columnwise, _ = _send(bound, plan.dy(row, col), dy)
     return rowwise, columnwise
 
 
 def _send(
-    spec: LinearSpec, route: Route, values: Values, record: bool = True
+    bound: BoundSpec, route: Route, values: Values, record: bool = True
 ) -> tuple[Rowwise | None, Columnwise, Pair]:  # fmt: skip
     """Cast what the route casts of this rank's tokens, and start its transfers -> the rowwise operand, the columnwise one,
     as far as they are asked for, and this rank's own."""
-    leases = {each.columnwise: _lease(spec, route.tensor, values, each) for each in route.gathers if each.leased}
+    leases = {each.columnwise: _lease(bound, route.tensor, values, each) for each in route.gathers if each.leased}
     mine = Pair(None, None)
     if any(route.here):
         row, col = route.here
-        (mine,) = quantize(spec, route.tensor, [values], row=row, col=col, record=record, into=_room(leases))
+        (mine,) = quantize(bound, route.tensor, [values], row=row, col=col, record=record, into=_room(leases))
     rowwise: Rowwise | None = mine.row if route.here[0] else None
     columnwise: Columnwise = mine.columnwise
     for each in route.gathers:
         if each.columnwise is None:
-            arrived = _on_arrival(spec, route, each, stored(values), record)
+            arrived = _on_arrival(bound, route, each, stored(values), record)
             rowwise = arrived().rowwise() if route.there[0] else rowwise
             columnwise = partial(_columnwise_of, arrived) if route.there[1] else columnwise
             continue
         operand = mine.columnwise() if each.columnwise else mine.rowwise()
-        gather = _start(spec, each, operand, leases.get(each.columnwise))
+        gather = _start(bound, each, operand, leases.get(each.columnwise))
         rowwise = rowwise if each.columnwise else gather
         columnwise = _columnwise(each, gather)
     return rowwise, columnwise, mine
@@ -94,22 +94,22 @@ def _columnwise(gathered: Gathered, gather: Gather) -> Columnwise:
     return gather.whole if gathered.columnwise else lambda: gather.whole().transpose()
 
 
-def _overlap(spec: LinearSpec, which: str) -> Overlap:
+def _overlap(bound: BoundSpec, which: str) -> Overlap:
     """The strategy of GEMM `which`."""
-    overlap: Overlap = getattr(spec.overlap, which)
+    overlap: Overlap = getattr(bound.spec.overlap, which)
     return overlap
 
 
-def _lease(spec: LinearSpec, tensor: str, values: Values, gathered: Gathered) -> Lease | None:
+def _lease(bound: BoundSpec, tensor: str, values: Values, gathered: Gathered) -> Lease | None:
     """Room for what is gathered of the operand of values [M/R, features]; None for values that travel themselves."""
-    quantizers, columnwise = spec.quantizers(tensor), bool(gathered.columnwise)
+    quantizers, columnwise = bound.quantizers(tensor), bool(gathered.columnwise)
     assert quantizers is not None
     fmt = (quantizers.columnwise if columnwise else quantizers.rowwise).format
     if fmt.keeps_source:
         return None
-    shape = operand_shape(spec.recipe, tensor, values.shape, columnwise)
-    overlap = _overlap(spec, gathered.gemm)
-    return overlap.lease(fmt, shape, gathered.dim, spec.tp_group, dtype=values.dtype, device=values.device)
+    shape = operand_shape(bound.spec.recipe, tensor, values.shape, columnwise)
+    overlap = _overlap(bound, gathered.gemm)
+    return overlap.lease(fmt, shape, gathered.dim, bound.spec.tp_group, dtype=values.dtype, device=values.device)
 
 
 def _room(leases: Mapping[bool | None, Lease | None]) -> Pair:
@@ -118,28 +118,32 @@ def _room(leases: Mapping[bool | None, Lease | None]) -> Pair:
     return Pair(None if row is None else row.mine, None if col is None else col.mine)
 
 
-def _start(spec: LinearSpec, gathered: Gathered, mine: QuantizedTensor, lease: Lease | None) -> Gather:
+def _start(bound: BoundSpec, gathered: Gathered, mine: QuantizedTensor, lease: Lease | None) -> Gather:
     """Start gathering an operand: where it has been leased, or from where it is."""
-    if spec.runtime.watches_scales:
-        check_gathered(spec, gathered.gemm, mine, gathered.dim)
+    if bound.session.watches_scales:
+        check_gathered(bound.spec, gathered.gemm, mine, gathered.dim)
     with wire.label(direction=gathered.gemm, precision="" if mine.format.keeps_source else mine.format.name):
-        return lease.gather() if lease else _overlap(spec, gathered.gemm).gather(mine, gathered.dim, spec.tp_group)
+        return (
+            lease.gather() if lease else _overlap(bound, gathered.gemm).gather(mine, gathered.dim, bound.spec.tp_group)
+        )
 
 
 def _on_arrival(
-    spec: LinearSpec, route: Route, gathered: Gathered, values: Tensor, record: bool
+    bound: BoundSpec, route: Route, gathered: Gathered, values: Tensor, record: bool
 ) -> Callable[[], Pair]:  # fmt: skip
     """Start gathering values [M/R, features]; they are quantized when they are first asked for."""
     for orientation, why in zip(("rowwise", "columnwise"), route.why, strict=True):
         if why not in (None, fit.ASKED):
-            spec.runtime.note(f"{route.tensor} {orientation} ({spec.recipe.name}) travels in high precision: {why}")
-    gather = _start(spec, gathered, QuantizedTensor(HighPrecision(), (values,)), None)
+            bound.session.note(
+                f"{route.tensor} {orientation} ({bound.spec.recipe.name}) travels in high precision: {why}"
+            )
+    gather = _start(bound, gathered, QuantizedTensor(HighPrecision(), (values,)), None)
     row, col = route.there
 
     @cache
     def arrived() -> Pair:
         whole = gather.whole().payload
-        (pair,) = quantize(spec, route.tensor, [whole], row=row, col=col, record=record, whole=True)
+        (pair,) = quantize(bound, route.tensor, [whole], row=row, col=col, record=record, whole=True)
         return pair
 
     return arrived

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model import recompute
 from dlp.parallel.model.runtime import ForwardScales, Runtime, in_backward
 from dlp.quant import recipe as recipes
@@ -80,22 +81,22 @@ class Region:
     group: ProcessGroup | None
     learns: bool
     touched: dict[Runtime, None] = field(default_factory=dict)
-    resolved: set[LinearSpec] = field(default_factory=set)
+    resolved: set[BoundSpec] = field(default_factory=set)
 
-    def spec_for(self, core: LinearCore) -> LinearSpec:
+    def spec_for(self, core: LinearCore) -> BoundSpec:
         """The layer's own spec, or the variant of it that this region asks for."""
-        runtime = core.spec.runtime
+        runtime = core.session
         runtime.regions = True
         core.ran_in_region |= self.learns
         self.touched[runtime] = None
         key = (self.enabled, self.recipe, self.calibrating, self.group)
         if key not in core.variants and key != (True, None, self.calibrating, None):
             for each in runtime.cores:  # of all layers, so that ranks that run other layers have the same slots
-                each.variants[key] = self._variant(each)
+                each.variants[key] = BoundSpec(self._variant(each), runtime)
             runtime.rebuild()
-        spec = core.variants.get(key, core.spec)
-        self.resolved.add(spec)
-        return spec
+        bound = core.variants.get(key, core.bound)
+        self.resolved.add(bound)
+        return bound
 
     def _variant(self, core: LinearCore) -> LinearSpec:
         own, its = core.spec, plain(core.spec.recipe)
@@ -117,33 +118,33 @@ def active_region() -> Region | None:
 class Ran(NamedTuple):
     """What a forward of a layer ran under."""
 
-    spec: LinearSpec
+    bound: BoundSpec
     scales: ForwardScales | None
 
 
-def active_spec(core: LinearCore) -> LinearSpec:
+def active_spec(core: LinearCore) -> BoundSpec:
     """The spec that a forward of this layer runs under, here and now; the runtime has its scales."""
-    region, own, runtime = _REGION.get(), core.spec, core.spec.runtime
-    if region is None and not runtime.regions and (runtime.attached or not own.slots):
+    region, own, runtime = _REGION.get(), core.bound, core.session
+    if region is None and not runtime.regions and (runtime.attached or not own.spec.slots):
         return own  # no forward can have run under anything else
     checkpoints = recompute.running()
     ran = _again(core, checkpoints) if in_backward() else _first(core, region)
     runtime.recomputations.keep(core, ran, checkpoints)
     runtime.scales = ran.scales
-    return ran.spec
+    return ran.bound
 
 
 def _first(core: LinearCore, region: Region | None) -> Ran:
     """What a forward that no backward asks for runs under."""
-    spec, runtime = core.spec if region is None else region.spec_for(core), core.spec.runtime
-    if runtime.attached or not spec.slots:
-        return Ran(spec, None)
-    return Ran(spec, runtime.slots.hold(region is not None, None if region is None else region.group))
+    bound, runtime = core.bound if region is None else region.spec_for(core), core.session
+    if runtime.attached or not bound.spec.slots:
+        return Ran(bound, None)
+    return Ran(bound, runtime.slots.hold(region is not None, None if region is None else region.group))
 
 
 def _again(core: LinearCore, checkpoints: list[recompute.Checkpoint]) -> Ran:
     """What the forward ran under that is run again now."""
-    ran: Ran | None = core.spec.runtime.recomputations.next(core, checkpoints)
+    ran: Ran | None = core.session.recomputations.next(core, checkpoints)
     if ran is not None:
         return ran
     if core.ran_in_region and not any(each.again for each in checkpoints):
@@ -154,12 +155,12 @@ def _again(core: LinearCore, checkpoints: list[recompute.Checkpoint]) -> Ran:
     return _first(core, None)
 
 
-def check_compiled(spec: LinearSpec) -> None:
+def check_compiled(bound: BoundSpec) -> None:
     """ValueError where a region is active that compiled code could not look up."""
     region = _REGION.get()
-    if region is not None and spec not in region.resolved and not in_backward():
+    if region is not None and bound not in region.resolved and not in_backward():
         raise ValueError(
-            f"{spec.name}: dlp.autocast does not reach into torch.compile: set this layer's recipe by its layer group or "
+            f"{bound.spec.name}: dlp.autocast does not reach into torch.compile: set this layer's recipe by its layer group or "
             f"by dlp.set_recipe, or do not compile it"
         )
 

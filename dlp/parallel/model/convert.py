@@ -142,7 +142,7 @@ def _make_spec(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
         name = first.module
         module.core.cast_weights.check(first.recipe)
     return make_spec(
-        name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp, target.runtime,
+        name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp,
         tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens, delay_wgrad=first.delay_wgrad,
         prologue=first.prologue,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan
         module.__class__ = ConvertedLinear
         vars(module).update(name=row.name, index=index)
     members = [Member(module, "weight", "bias") for module in modules]
-    core = LinearCore(spec, members)
+    core = LinearCore(spec, target.runtime, members)
     target.runtime.cores.append(core)
     for module in modules:
         vars(module).update(core=core, tp_partial=partial_names(spec, members[:1]))
@@ -168,7 +168,7 @@ def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan
 
 def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
     """A layer made by hand takes part in the model's step boundary; without a mesh so far, its parameters become DTensors."""
-    module.core.set_spec(spec)
+    module.core.set_spec(spec, target.runtime)
     target.runtime.cores.append(module.core)
     for key in module._parameters:
         target.move(module, key, None)

@@ -42,6 +42,7 @@ from dlp.quant.stats import StatsTable
 if TYPE_CHECKING:
     from dlp.parallel.linear.modules import LinearCore
     from dlp.parallel.linear.spec import LinearSpec
+    from dlp.parallel.linear.state import BoundSpec
     from dlp.parallel.model.grads import PartialGradients
     from dlp.parallel.model.plan import Plan
     from dlp.parallel.model.replicas import Replicas
@@ -130,10 +131,10 @@ class Runtime:
         self.scales: ForwardScales | None = None
         self.recomputations: Recomputations[Any] = Recomputations()
         self.cores: list[LinearCore] = []
-        self.made: list[LinearSpec] = []  # all specs that refer to it
+        self.made: list[BoundSpec] = []  # all that refer to it
         self.shards: dict[str, ShardedWeight] = {}  # by member: the weights that FSDP gathers, once attached
         self.steps = 0
-        self.last: LinearSpec | None = None  # the layer that ran last
+        self.last: BoundSpec | None = None  # the layer that ran last
         self.swaps: list[Swap] = []
         self.scheduled: list[tuple[Swap, Any]] = []  # swaps to come, with their recipes
         self.noted: set[str] = set()
@@ -164,7 +165,7 @@ class Runtime:
         """ValueError, where a model is pickled, for one that is spread over ranks."""
         if self.amax_group is not None:
             cannot_pickle(self.cores[0].spec.name)
-        made = [core.spec for core in self.cores]
+        made = [core.bound for core in self.cores]
         return self._taken() | {"seed": self.seed, "dp": self.dp, "lone": self.lone, "made": made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,11 +189,11 @@ class Runtime:
         if not in_backward():
             self.counter.add_(1)
 
-    def begin_forward(self, spec: LinearSpec, record: bool) -> None:
+    def begin_forward(self, bound: BoundSpec, record: bool) -> None:
         """A layer runs; `record`: with gradients."""
-        self.last = spec
+        self.last = bound
         if record:
-            self.ran.add(spec.members)
+            self.ran.add(bound.spec.members)
             if self.lone and self.draws:
                 self.advance()
 
@@ -234,14 +235,14 @@ class Runtime:
         old.part()
         new.table.adopt(old.table)
         self._slots = new
-        for spec in self.made:  # whose programs read the old one
-            spec.calls.clear()
+        for bound in self.made:  # whose programs read the old one
+            bound.calls.clear()
         for core in self.cores:
             core.sides = None
 
-    def slot(self, spec: LinearSpec, tensor: str, member: str, columnwise: bool, record: bool) -> ScaleSlot:
+    def slot(self, bound: BoundSpec, tensor: str, member: str, columnwise: bool, record: bool) -> ScaleSlot:
         """What a cast of one tensor reads and writes. `record`: its amax counts."""
-        name, slots = spec.slot_name(tensor, member, columnwise), self.slots
+        name, slots = bound.slot_name(tensor, member, columnwise), self.slots
         own = None if self.attached else self.scales
         if own is not None and own.values is not None and tensor in FORWARD:
             return own.slot(name)
@@ -250,11 +251,11 @@ class Runtime:
             slot = slots.views[name] = slots.table.slot(name)
         return slot if record else ScaleSlot(slot.scale, torch.zeros_like(slot.staging))
 
-    def flag(self, spec: LinearSpec, tensor: str, member: str, device: torch.device) -> Tensor:
+    def flag(self, bound: BoundSpec, tensor: str, member: str, device: torch.device) -> Tensor:
         """What a cast of one tensor tells in whether it was finite."""
         flag = self.flags.views.get((member, tensor, device))
         if flag is None:
-            self.flags.reserve(spec.members, device, sum(len(core.members) for core in self.cores))
+            self.flags.reserve(bound.spec.members, device, sum(len(core.members) for core in self.cores))
             flag = self.flags.views[member, tensor, device]
         return flag
 
@@ -327,11 +328,11 @@ class Runtime:
         if not self.attached and self.has_slots():
             self.update(True, group)
 
-    def in_layer_backward(self, spec: LinearSpec) -> None:
+    def in_layer_backward(self, bound: BoundSpec) -> None:
         """A layer differentiates a forward that ran with `scales`. If that was in a region, the end of the backward that is
         running now updates what it staged; every layer asks for it, it is done once. RuntimeError where partial gradients
         would not be summed."""
-        self.last = spec
+        self.last = bound
         if self.sums is not None:
             self.sums.check_announced()
         scales = self.scales

@@ -43,7 +43,7 @@ def end_step(model: nn.Module) -> None:
     layers = list(cores(model))
     for core in layers:
         core.shared.forget()
-    runtimes = list(dict.fromkeys(core.spec.runtime for core in layers))
+    runtimes = list(dict.fromkeys(core.session for core in layers))
     for runtime in runtimes:
         runtime.end_step()
         make_due_swaps(model, runtime)
@@ -52,8 +52,8 @@ def end_step(model: nn.Module) -> None:
 
 def _cast_weights(model: nn.Module) -> None:
     layers = list(cores(model))
-    for runtime in dict.fromkeys(core.spec.runtime for core in layers):
-        own = [core for core in layers if core.spec.runtime is runtime]
+    for runtime in dict.fromkeys(core.session for core in layers):
+        own = [core for core in layers if core.session is runtime]
         refresh(runtime, own, list(runtime.shards.values()))
 
 
@@ -133,7 +133,7 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
     inside = set(cores(root or model))
     for core, records in _records(model).items():
         name = core.spec.members[0]
-        if root is None and not core.spec.runtime.lone:
+        if root is None and not core.session.lone:
             raise ValueError(
                 f"dlp.attach: {name} is a layer of a larger model that was converted or attached: attach that one"
             )
@@ -158,7 +158,7 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runti
         if isinstance(module, ParallelLinear) and module.core not in runtime.cores:
             core, weights = module.core, [member.weight for member in module.core.members]
             members = (name,) if len(weights) == 1 else tuple(f"{name}.{weight}" for weight in weights)
-            core.set_spec(replace(core.spec, name=name or core.spec.name, runtime=runtime, members=members))
+            core.set_spec(replace(core.spec, name=name or core.spec.name, members=members), runtime)
             runtime.cores.append(core)
     give_runtime(model, runtime)
     guard(model, runtime)

@@ -106,7 +106,7 @@ def repeat(model: nn.Module, runtime: Runtime, swaps: Sequence[Swap]) -> list[st
 
 
 def _runtime(model: nn.Module, layers: Sequence[str]) -> Runtime:
-    return layer_modules(model)[layers[0]].core.spec.runtime
+    return layer_modules(model)[layers[0]].core.session
 
 
 def _new_specs(model: nn.Module, layers: Sequence[str], made: Any) -> list[tuple[LinearCore, LinearSpec]]:

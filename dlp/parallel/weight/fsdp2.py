@@ -77,7 +77,7 @@ def fully_shard(
     for core in cores(module):
         if core.spec.delay_wgrad:
             core.set_spec(replace(core.spec, delay_wgrad=False))
-            core.spec.runtime.note("wgrad does not wait under FSDP, which reduces gradients within backward")
+            core.session.note("wgrad does not wait under FSDP, which reduces gradients within backward")
     sharded = fsdp.fully_shard(module, mesh=axes, **fsdp2_keywords)
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     early = module.register_forward_pre_hook(_before_attach)
@@ -91,7 +91,7 @@ def fully_shard(
 
 def _check_order(module: nn.Module) -> None:
     """ValueError after `dlp.attach`, which made casts of weights that were whole."""
-    attached = next((core.spec.name for core in cores(module) if core.spec.runtime.attached), None)
+    attached = next((core.spec.name for core in cores(module) if core.session.attached), None)
     if attached is not None:
         raise ValueError(f"{attached}: dlp.fully_shard comes before dlp.attach, which has been called on this model")
 
@@ -128,7 +128,7 @@ def _before_attach(module: nn.Module, args: Any) -> None:
     """Until there is a step boundary nothing is kept between calls, so values travel."""
     for core in cores(module):
         if not keeps_source(core.spec.recipe.w):
-            core.spec.runtime.note("w is gathered in high precision: dlp.attach has not been called")
+            core.session.note("w is gathered in high precision: dlp.attach has not been called")
 
 
 def _refused(keywords: dict[str, Any]) -> str | None:
@@ -190,7 +190,7 @@ class ShardedCasts(CastWeights):
         """The recipe or the weights changed: cast anew before they are next gathered."""
         for gather in self._gathers:
             gather.update()
-        _tell(self._gathers[0].weight.core.spec.runtime, [gather.weight for gather in self._gathers])
+        _tell(self._gathers[0].weight.core.session, [gather.weight for gather in self._gathers])
 
 
 class _Gather:
@@ -252,7 +252,7 @@ class _Gather:
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Way, ...]]:
         """FSDP2's question what to gather; its records are one for each set of ways that travels together."""
-        core, runtime = self.weight.core, self.weight.core.spec.runtime
+        core, runtime = self.weight.core, self.weight.core.session
         if not in_backward() and runtime.watch.moved(core):
             self.weight.fresh = False
         if not self.weight.fresh:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.parallel.linear.operands import quantize, unflatten
 from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.local import CastWeights, placeholder, show
 from dlp.parallel.weight.values import Values
@@ -143,7 +144,7 @@ class QuantizedOnly(CastWeights):
     def drop(self) -> None:
         """They stay."""
 
-    def casts(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
+    def casts(self, bound: BoundSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
         """None: what there is to cast is not here; `write` is called with it."""
         return []
 
@@ -152,7 +153,7 @@ class QuantizedOnly(CastWeights):
         """Quantize this rank's values [N, K] of all members, rounded to the dtype of the parameters, in place."""
         self.initial = None
         rounded = [v.detach().to(p.dtype) for v, p in zip(values, self.parameters, strict=True)]
-        self.keep(quantize(self.core.spec, "w", rounded, row=True, col=True))
+        self.keep(quantize(self.core.bound, "w", rounded, row=True, col=True))
 
     def decoded(self) -> list[Tensor]:
         """The values [N, K] that the codes stand for, in the dtype of the parameters."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from dlp.parallel.linear.operands import Pair, flatten, operand_shape, unflatten, weight_casts
 from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.values import Values
 from dlp.quant.quantizer import Wanted
@@ -186,15 +187,15 @@ class CastWeights:
         """Forget the operands: the recipe or the weights changed other than by a step."""
         self.parts = []
 
-    def casts(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
+    def casts(self, bound: BoundSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
         """Those of the weights, rounded to `dtype` first, in both orientations, into the operands there are."""
-        recipe, plain = spec.recipe, [weight.detach() for weight in weights]
+        spec, plain = bound.spec, [weight.detach() for weight in weights]
         read = [
-            values.of(member, weight, dtype, operand_shape(recipe, "w", weight.shape, False))
+            values.of(member, weight, dtype, operand_shape(spec.recipe, "w", weight.shape, False))
             for member, weight in zip(spec.members, plain, strict=True)
         ]
-        into = unflatten(recipe.w, self.parts, len(plain)) if self.parts else [None] * len(plain)
-        return weight_casts(spec, plain, read, into)
+        into = unflatten(spec.recipe.w, self.parts, len(plain)) if self.parts else [None] * len(plain)
+        return weight_casts(bound, plain, read, into)
 
     def take(self, made: Sequence[Wanted], count: int) -> None:
         """What those casts of `count` weights have made: one a weight that makes both orientations, or one for each."""

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from dlp.comm import wire
 from dlp.comm.collectives import all_gather
 from dlp.parallel.linear.operands import Pair, quantize
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.runtime import in_backward
 from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
 from dlp.quant.quantizer import Wanted
@@ -123,20 +123,20 @@ class ShardedWeight:
         self._arrived = {way: tuple(next(rest) for dim in way.dims if dim is not SHARED) for way in ways}
 
     def operands(
-        self, spec: LinearSpec, weight: Tensor, dtype: torch.dtype, *, row: bool, col: bool, record: bool
+        self, bound: BoundSpec, weight: Tensor, dtype: torch.dtype, *, row: bool, col: bool, record: bool
     ) -> Pair:  # fmt: skip
         """The operands of the whole weight. `weight` [N, K]: as FSDP left it, for one that travels by itself; `dtype`: of
         the layer's activations. RuntimeError where FSDP has freed what came."""
-        if spec is not self.core.spec and (self.travel is not None or spec not in self.core.specs()):
-            spec.runtime.note(
-                f"layers that run under {spec.recipe}, not their own recipe, gather their weights once more"
+        if bound is not self.core.bound and (self.travel is not None or bound not in self.core.bounds()):
+            bound.session.note(
+                f"layers that run under {bound.spec.recipe}, not their own recipe, gather their weights once more"
             )
-            return self._at_use(spec, self._fetch(VALUES).payload, dtype, row=row, col=col, record=record)
+            return self._at_use(bound, self._fetch(VALUES).payload, dtype, row=row, col=col, record=record)
         if self.travel is None:
             self._check_there(weight)
-            return self._at_use(spec, weight, dtype, row=row, col=col, record=record)
+            return self._at_use(bound, weight, dtype, row=row, col=col, record=record)
         if VALUES in self.travel and self.why is not None:
-            return self._at_use(spec, self._operand(VALUES).payload, dtype, row=row, col=col, record=record)
+            return self._at_use(bound, self._operand(VALUES).payload, dtype, row=row, col=col, record=record)
         rowwise, columnwise = self.travel
         made_row = self._operand(rowwise) if row or (col and rowwise == columnwise) else None
         if not col or rowwise == columnwise:
@@ -145,10 +145,10 @@ class ShardedWeight:
         turned = made_col if columnwise.flipped else made_col.transpose()
         return Pair(made_row and _kept_in(made_row, dtype), _kept_in(turned, dtype))
 
-    def _at_use(self, spec: LinearSpec, values: Tensor, dtype: torch.dtype, **options: Any) -> Pair:
+    def _at_use(self, bound: BoundSpec, values: Tensor, dtype: torch.dtype, **options: Any) -> Pair:
         """The whole weight, cast here."""
         values = values if self.layout.from_master else values.to(dtype)
-        (pair,) = quantize(spec, "w", [values], members=[spec.members[self.index]], **options)
+        (pair,) = quantize(bound, "w", [values], members=[bound.spec.members[self.index]], **options)
         return Pair(*(q and _kept_in(q, dtype) for q in pair))
 
     def _operand(self, way: Way) -> QuantizedTensor:

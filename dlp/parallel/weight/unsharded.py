@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.fsdp2 import Managed
 from dlp.parallel.weight.local import CastWeights
@@ -28,8 +28,8 @@ class UnshardedCasts(CastWeights):
     def stored(self) -> list[Tensor]:
         return [record.stored for record in self._records]
 
-    def casts(self, spec: LinearSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
+    def casts(self, bound: BoundSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
         """None where FSDP's copies are what the layer reads, and where they are rounded otherwise than for it."""
-        if keeps_source(spec.recipe.w) or any(record.dtype not in (None, dtype) for record in self._records):
+        if keeps_source(bound.spec.recipe.w) or any(record.dtype not in (None, dtype) for record in self._records):
             return []
-        return super().casts(spec, weights, dtype, values)
+        return super().casts(bound, weights, dtype, values)

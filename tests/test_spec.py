@@ -1,0 +1,47 @@
+"""A LinearSpec is a value, and what a layer keeps of it is apart: pure functions and one layer on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import torch
+
+import dlp
+from dlp.parallel.linear.modules import make_spec
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import bound_of, spec_of
+from tests.cases import RECIPES
+
+
+def spec(recipe: str = "fp8_current") -> LinearSpec:
+    return make_spec(
+        "layer", "column", True, recipe, "serial", None, ("layer",), prologue={"name": "rms_norm", "eps": 1e-6}
+    )
+
+
+def test_specs_are_compared_by_value():
+    for recipe in RECIPES:
+        assert spec(recipe) == spec(recipe) and hash(spec(recipe)) == hash(spec(recipe)), recipe
+    assert (
+        spec() != spec("bf16") != replace(spec("bf16"), delay_wgrad=True) and len({spec(), spec(), spec("bf16")}) == 2
+    )
+    again = pickle.loads(pickle.dumps(spec()))
+    assert copy.deepcopy(spec()) == spec() == replace(again, overlap=spec().overlap), "strategies are who they are"
+
+
+def test_running_a_layer_changes_nothing_of_its_spec():
+    layer = dlp.Linear(64, 64, recipe="fp8_delayed")
+    layer.core.spec.slots, layer.core.spec.draws, layer.core.spec.weight_formats  # noqa: B018  (derived, kept once asked for)
+    before = dict(vars(layer.core.spec))
+    layer(torch.randn(4, 64, requires_grad=True)).sum().backward()
+    after = vars(layer.core.spec)
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+    assert layer.core.bound.cache and layer.core.bound.calls, "what was decided is kept beside it"
+
+
+def test_equal_specs_share_a_trace_and_no_state():
+    one, two = (dlp.Linear(64, 64, recipe="fp8_current").core.bound for _ in range(2))
+    assert one.spec == two.spec and one.trace_id == two.trace_id and spec_of(one.trace_id) == one.spec
+    assert int(one.spec_id) != int(two.spec_id) and bound_of(two.spec_id) is two and one.session is not two.session
