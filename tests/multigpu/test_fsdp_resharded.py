@@ -53,6 +53,8 @@ def of_converted(recipe: str, replicate: int) -> dict[str, str]:
     for _ in range(2):
         model(tokens).sum().backward()
         optimizer.step()
+    model.unshard()
+    model.head(x)  # with the tensor that it gets below
     model.reshard()
     found = {name: said(lambda name=name: model.get_submodule(name)(x)) for name in ("norm", "head")}
     found["embed"] = said(lambda: model.embed(tokens))

@@ -95,7 +95,8 @@ def call_of(
     if sides is None:
         calls, alike = bound.calls, [None if p is None else _like_parameter(p) for p in parameters]
     else:
-        calls, alike = sides.calls, [None if p is None else (p.dtype, p.requires_grad) for p in parameters]
+        calls = sides.calls
+        alike = [None if p is None else (num_axes(p), p.dtype, p.requires_grad) for p in parameters]
     x = inputs[0]
     key = (bound, record, x.requires_grad, *like(x), *alike, multiplies_tf32(x))
     if len(inputs) > 1:
