@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from dlp.kernels.ops import How
 from dlp.quant.gemm import Gemm
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.quantizer import KeepHighPrecision
-from dlp.quant.recipe import GEMMS
+from dlp.quant.recipe import GEMMS, Operand
 from tests.emulated import emulated  # noqa: F401
 from tests.quantizers import every_recipe, matrix
 from tests.test_gemms import operands
@@ -50,6 +51,20 @@ def test_the_recipe_says_how_each_gemm_accumulates(recipe: str, options: dict[st
     found = planned(dlp.recipe(recipe, **options))
     assert {which: words[FAST] for which, (words, _) in found.items()} == fast
     assert all(tuned for _, tuned in found.values())
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("operand", ["x", "w"])
+def test_only_fp8_accumulates_fast(operand: str):
+    """Where the other operand is kept, both are multiplied in high precision, for which cuBLASLt knows no such thing."""
+    kept = Operand(KeepHighPrecision(), KeepHighPrecision())
+    mixed = replace(
+        dlp.recipe("fp8_current", accumulation=dict.fromkeys(GEMMS, "fast")), name="mixed", **{operand: kept}
+    )
+    with_fp8 = {"x": "dgrad", "w": "wgrad"}[operand]
+    assert {which: words[FAST] for which, (words, _) in planned(mixed).items()} == {
+        which: int(which == with_fp8) for which in GEMMS
+    }
 
 
 @pytest.mark.usefixtures("emulated")

@@ -45,9 +45,9 @@ Words = tuple[int, ...]
 
 
 class How(NamedTuple):
-    """How a GEMM runs. `fast_accumulation`: FP8 products are summed in the tensor core only. `tuned`: by the measured
-    choice, if there is one. `allow_reference`: by the plain-torch reference on a GPU, where nothing else can. `sms`: on so
-    many multiprocessors, 0 for all."""
+    """How a GEMM runs. `fast_accumulation`: FP8 products are summed in the tensor core only; of others it says nothing.
+    `tuned`: by the measured choice, if there is one. `allow_reference`: by the plain-torch reference on a GPU, where nothing
+    else can. `sms`: on so many multiprocessors, 0 for all."""
 
     fast_accumulation: bool = False
     tuned: bool = True
@@ -187,7 +187,7 @@ def prepare(
         TYPES[a.dtype], TYPES[b.dtype], TYPES[out.dtype], NONE if bias is None else TYPES[bias.dtype], rows, cols,
         contraction, a_stride, b_stride, out.stride(0), a_flipped, b_flipped,
         scales.a_mode if scales else NONE, scales.b_mode if scales else NONE,
-        int(accumulate is not None), int(alpha is not None), int(how.fast_accumulation),
+        int(accumulate is not None), int(alpha is not None), int(how.fast_accumulation and scales is not None),
         int(a.dtype == torch.float32 and tf32()), how.sms, anywhere & -anywhere,
     )  # fmt: skip
     return Job(words, at, out, (a, b, a_scale, b_scale))

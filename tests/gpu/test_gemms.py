@@ -7,6 +7,8 @@ keep about 14 bits of what 32 products add up to: 2^-11 m is allowed with promot
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ RECIPES = [
     load("bf16"), load("fp8_current"), load("fp8_current", fp8_format="E4M3"), load("fp8_delayed"), load("fp8_rowwise"),
     load("fp8_rowwise", fp8_format="HYBRID"), load("fp8_block"), load("fp8_block", power_of_two=False),
     load("fp8_block", fp8_format="HYBRID"), load("mxfp8"), load("nvfp4"),
+    replace(load("fp8_current"), name="fp8_current with bf16 weights", w=load("bf16").w),
 ]  # fmt: skip
 SHAPES = [(256, 384, 512), (64, 80, 96), (1040, 208, 2064), (8, 16, 128)]
 EXACT = 2.0**-24  # of sums whose products are exact, for each term
