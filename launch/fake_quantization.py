@@ -135,7 +135,7 @@ def fp4(x: Tensor, bits: Tensor | None) -> Tensor:
 def transformed(x: Tensor) -> Tensor:
     """Every 16 neighbours, in bf16, by signs and a Hadamard matrix, to bf16. The sums are made in fp32 in four steps: of
     neighbours, of pairs, of fours, of eights."""
-    groups = x.bfloat16().float().view(-1, 16) * torch.tensor(SIGNS, dtype=torch.float32)
+    groups = x.bfloat16().float().view(-1, 16) * torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
     for stride in (1, 2, 4, 8):
         low, high = groups.view(-1, 8 // stride, 2, stride).unbind(2)
         groups = torch.stack([low + high, low - high], 2).reshape(-1, 16)
