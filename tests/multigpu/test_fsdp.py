@@ -23,6 +23,7 @@ from launch.model import Llama, init_weights, initial_value, parallel_groups
 from launch.sections import Model
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, assert_close
+from tests.twins import without_programs
 
 # Uneven everywhere: 9 rows over 4 shards leave none to the last, and tp=2 leaves 11 rows of the MLP to two shards.
 ODD = Model(layers=2, hidden=9, ffn=22, heads=4, kv_heads=2, head_dim=2, vocab=30)
@@ -227,7 +228,7 @@ def casts_of_one_shard(weight_cache: str) -> tuple[list[int], list[Tensor], list
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         dlp.attach(model, optimizer, weight_cache=weight_cache)
         for _ in range(3):
-            with patch.object(linear_fn, "quantize", wraps=linear_fn.quantize) as quantize:
+            with without_programs(), patch.object(linear_fn, "quantize", wraps=linear_fn.quantize) as quantize:
                 for seed in range(2):
                     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).to(worker.device())
                     loss = model(x).square().mean()
