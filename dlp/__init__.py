@@ -16,6 +16,7 @@ from dlp.parallel.model.convert import convert
 # layers
 from dlp.parallel.model.delayed_wgrad import backward_dw
 from dlp.parallel.model.embedding import VocabParallelEmbedding, cross_entropy
+from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.measure import read_stats, record_stats
 from dlp.parallel.model.nonfinite import not_finite
 from dlp.parallel.model.plan import Plan, make_plan
@@ -32,7 +33,6 @@ from dlp.parallel.weight.masters import with_master_weights
 
 # recipes
 from dlp.quant.custom import CustomRecipe
-from dlp.quant.groups import LayerGroup
 from dlp.quant.recipe import Recipe
 from dlp.quant.recipe import load as recipe
 

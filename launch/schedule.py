@@ -15,7 +15,7 @@ from torch import nn
 import dlp
 from dlp import Plan
 from dlp.parallel.model import swap
-from dlp.quant.groups import must_match
+from dlp.quant.patterns import must_match
 from dlp.quant.recipe import made
 from launch.sections import Group
 

@@ -7,7 +7,7 @@ what is written here; what several settings must agree on is in config.py.
 from dataclasses import dataclass
 from typing import Any
 
-from dlp.quant.groups import FIELDS
+from dlp.parallel.model.groups import FIELDS
 from launch.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlp.quant.groups import FIELDS, LayerGroup, Resolved, match_names, must_match, resolve
+from dlp.parallel.model.groups import FIELDS, LayerGroup, Resolved, resolve
+from dlp.quant.patterns import match_names, must_match
 
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 LAYERS = 6

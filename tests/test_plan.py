@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import make_plan
 from dlp.parallel.model.tables import fold
-from dlp.quant.groups import LayerGroup
 
 
 class Attention(nn.Module):

@@ -32,6 +32,7 @@ from dlp.parallel.linear.modules import (
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
+from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.replicated import replicate
 from dlp.parallel.model.runtime import Runtime, data_parallel, give_runtime
@@ -40,7 +41,6 @@ from dlp.parallel.model.whole import save_whole
 from dlp.parallel.model.wrappers import guard
 from dlp.parallel.weight.held import check_untied
 from dlp.parallel.weight.local import place
-from dlp.quant.groups import LayerGroup
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from dlp.parallel.model.groups import LayerGroup, Resolved
 from dlp.parallel.model.rows import LayerPlan
-from dlp.quant.groups import LayerGroup, Resolved
 
 
 def blocks(model: nn.Module) -> list[str]:

@@ -13,13 +13,13 @@ from torch import nn
 
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.flow import blocks, check_flow
+from dlp.parallel.model.groups import LayerGroup, Resolved, resolve
 from dlp.parallel.model.notes import support_note
 from dlp.parallel.model.parameters import ParameterPlan, plan_parameters
 from dlp.parallel.model.rows import LayerPlan, OtherPlan, Place, plan_linear, plan_made, plan_other
 from dlp.parallel.model.survey import check, check_readers, left_out, survey, unreached
 from dlp.parallel.model.tables import fold, table
 from dlp.parallel.style import shard_sizes
-from dlp.quant.groups import LayerGroup, Resolved, resolve
 from dlp.quant.recipe import GEMMS
 
 

@@ -18,11 +18,11 @@ from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.model.embedding import check_cut
+from dlp.parallel.model.groups import Resolved
 from dlp.parallel.model.notes import layer_notes, prologue_note, scope_notes
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name
-from dlp.quant.groups import Resolved
 from dlp.quant.recipe import GEMMS, Recipe
 
 BY_HAND = "made by hand: layer groups reach its recipe and overlap"

@@ -24,8 +24,8 @@ from torch.nn.utils import parametrize
 
 from dlp.parallel.linear.modules import ConvertedLinear, ParallelLinear
 from dlp.parallel.model.embedding import VocabParallelEmbedding
+from dlp.parallel.model.groups import OF_LINEARS, LayerGroup, Resolved
 from dlp.parallel.model.replicated import ReplicatedMixin
-from dlp.quant.groups import OF_LINEARS, LayerGroup, Resolved
 
 LEAVE_OUT = "a layer group with convert = false leaves it out"
 READ_OTHERS = (

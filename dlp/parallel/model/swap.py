@@ -17,7 +17,7 @@ from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLin
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.runtime import Runtime
 from dlp.quant import recipe as recipes
-from dlp.quant.groups import must_match
+from dlp.quant.patterns import must_match
 from dlp.quant.recipe import Recipe
 
 

@@ -3,43 +3,27 @@
 A group is a name, some patterns and the fields it sets; groups are ordered, and for each layer and each field the last
 matching group that sets it wins. Everything here is a pure function of layer names and container lengths, so a
 configuration is checked without a model on any device, and the answer (`Resolved`) can be printed: what won, what lost.
-
-Patterns speak about dotted components, from the root of the model:
-
-    *         one component; inside a component as in a shell: q_*, layer?, [qk]_proj
-    **        any number of components, also none
-    {a,b}     alternatives, anywhere: {q,k,v}_proj, layers.{0,-1}.**
-    -1  2:5  -8:   a child, or a slice of children, of the container (ModuleList, Sequential) it stands in
-
-The road not taken: regular expressions. They cannot count from the end of a container, dots need escapes, and a
-pattern that is right for 4 layers is silently wrong for 40.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dlp.quant.recipe import Recipe
+from dlp.quant.patterns import must_match, parse
+from dlp.quant.recipe import Recipe
 
 FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", "delay_wgrad", "prologue", "convert")
 OF_LINEARS = ("recipe", "siblings", "overlap", "delay_wgrad", "prologue")  # fields that say nothing of other modules
 STYLES = ("column", "row", "local")
-
-_ALTERNATIVES = re.compile(r"\{([^{}]*)\}")
-_INDEX = re.compile(r"-?\d+|(-?\d+)?:(-?\d+)?")
 
 
 @dataclass(frozen=True)
 class LayerGroup:
     """Some layers and what is set for them; a field left at None is not set, and an earlier group's value stands.
 
-    match              one pattern or several (see the module's docstring); kept as a tuple
+    match              one pattern or several (see `dlp.quant.patterns`); kept as a tuple
     recipe             a recipe's name, a table {"name": ..., option: value}, or a Recipe
     style              "column", "row" or "local"
     sequence_parallel  whether the layer's tokens are cut over tp
@@ -78,7 +62,7 @@ class LayerGroup:
         if self.style is not None and self.style not in STYLES:
             raise ValueError(f"layer group {self.name!r}: style {self.style!r} is not one of {', '.join(STYLES)}")
         for pattern in self.match:
-            _parse(pattern)
+            parse(pattern)
 
     def fields(self) -> dict[str, Any]:
         """The fields that this group sets, by name."""
@@ -153,33 +137,6 @@ def _layers_of(
     return matched
 
 
-def match_names(names: Iterable[str], lengths: Mapping[str, int], pattern: str, prefix: str = "") -> list[str]:
-    """The names that `pattern` matches, in their order; arguments as in `resolve`. ValueError if it is malformed."""
-    alternatives = _parse(pattern)
-    return [
-        name
-        for name in names
-        if any(
-            _matches(name.split("."), start, alternative, lengths)
-            for start in _starts(name, prefix)
-            for alternative in alternatives
-        )
-    ]
-
-
-def must_match(
-    names: Sequence[str], lengths: Mapping[str, int], pattern: str, prefix: str = "", *, asked_by: str
-) -> list[str]:
-    """`match_names`, raising ValueError with the nearest names where it finds none; `asked_by` opens the message."""
-    found = match_names(names, lengths, pattern, prefix)
-    if not found:
-        near = ", ".join(map(repr, _nearest(pattern, names, prefix))) or "none, the model has no layer to match"
-        raise ValueError(
-            f"{asked_by}: pattern {pattern!r} matches no layer; nearest: {near}{_ranges(pattern, lengths)}"
-        )
-    return found
-
-
 def _resolve_layer(groups: Sequence[LayerGroup]) -> Resolved:
     """What `groups`, all of which match the layer, say about it."""
     setters = {name: [group for group in groups if name in group.fields()] for name in FIELDS}
@@ -200,77 +157,3 @@ def _check_not_shadowed(group: LayerGroup, layers: Sequence[Resolved]) -> None:
             f"group {group.name!r} is left with no layer: every layer it matches is taken by {takers}; "
             f"move it after them, narrow their patterns, or remove it"
         )
-
-
-def _parse(pattern: str) -> list[list[str]]:
-    """The components of each alternative of `pattern`. ValueError if it is malformed."""
-    alternatives = [expanded.split(".") for expanded in _expand(pattern)]
-    for component in (component for alternative in alternatives for component in alternative):
-        if not component:
-            raise ValueError(f"pattern {pattern!r} has an empty component: write the dots between names only")
-        if "**" in component and component != "**":
-            raise ValueError(f"pattern {pattern!r}: '**' stands for whole components; inside {component!r} write '*'")
-    return alternatives
-
-
-def _expand(pattern: str) -> list[str]:
-    """`a.{b,c}` -> `a.b`, `a.c`, innermost braces first."""
-    braces = _ALTERNATIVES.search(pattern)
-    if braces is None:
-        if "{" in pattern or "}" in pattern:
-            raise ValueError(f"pattern {pattern!r} has an unpaired brace: alternatives are written {{a,b}}")
-        return [pattern]
-    before, after = pattern[: braces.start()], pattern[braces.end() :]
-    return [full for option in braces[1].split(",") for full in _expand(before + option.strip() + after)]
-
-
-def _starts(name: str, prefix: str) -> list[int]:
-    """The components of `name` at which a pattern may begin."""
-    return [0, prefix.count(".") + 1] if prefix and name.startswith(prefix + ".") else [0]
-
-
-def _matches(parts: Sequence[str], at: int, pattern: Sequence[str], lengths: Mapping[str, int]) -> bool:
-    """Whether `pattern` matches exactly parts[at:]; parts[:at] is only the path that indices are resolved under."""
-    if not pattern:
-        return at == len(parts)
-    head, rest = pattern[0], pattern[1:]
-    if head == "**":
-        return any(_matches(parts, end, rest, lengths) for end in range(at, len(parts) + 1))
-    return at < len(parts) and _component_matches(parts, at, head, lengths) and _matches(parts, at + 1, rest, lengths)
-
-
-def _component_matches(parts: Sequence[str], at: int, head: str, lengths: Mapping[str, int]) -> bool:
-    if not _INDEX.fullmatch(head):
-        return fnmatchcase(parts[at], head)
-    length = lengths.get(".".join(parts[:at]))
-    if length is None or not parts[at].isdigit():
-        return parts[at] == head
-    return int(parts[at]) in _indices(head, length)
-
-
-def _indices(index: str, length: int) -> Sequence[int]:
-    """The children that `0`, `-1`, `2:5` or `-8:` names in a container of `length`; Python's rules."""
-    if ":" in index:
-        start, stop = (int(bound) if bound else None for bound in index.split(":"))
-        return range(length)[start:stop]
-    return (int(index) + length if index.startswith("-") else int(index),)
-
-
-def _nearest(pattern: str, names: Sequence[str], prefix: str) -> list[str]:
-    """Up to three names that look most like `pattern`, each from another shape: repeated blocks count once."""
-
-    def shape(name: str) -> str:
-        dropped = name.removeprefix(prefix + ".") if prefix else name
-        return ".".join("*" if _INDEX.fullmatch(part) else part for part in dropped.split("."))
-
-    first_of_shape = {shape(name): name for name in reversed(names)}
-    return [first_of_shape[near] for near in difflib.get_close_matches(shape(pattern), first_of_shape, n=3, cutoff=0.0)]
-
-
-def _ranges(pattern: str, lengths: Mapping[str, int]) -> str:
-    """The containers' index ranges, if `pattern` uses an index; a wrong index is the likeliest mistake then."""
-    if not any(_INDEX.fullmatch(component) for alternative in _parse(pattern) for component in alternative):
-        return ""
-    return "".join(
-        f"; {name or 'the model'!r} has children 0..{length - 1}" for name, length in lengths.items() if length
-    )
