@@ -15,7 +15,7 @@ from dlp.parallel.model.convert import convert
 
 # layers
 from dlp.parallel.model.delayed_wgrad import backward_dw
-from dlp.parallel.model.embedding import VocabParallelEmbedding, cross_entropy
+from dlp.parallel.model.embedding import VocabParallelEmbedding, cross_entropy, gather_tokens, scatter_tokens
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.measure import read_stats, record_stats
 from dlp.parallel.model.nonfinite import not_finite
@@ -24,7 +24,6 @@ from dlp.parallel.model.scales import check_scales, watch_scales
 from dlp.parallel.model.session import attach, end_step
 from dlp.parallel.model.state import load_state_dict, state_dict
 from dlp.parallel.model.swap import set_recipe
-from dlp.parallel.model.tokens import gather_tokens, scatter_tokens
 from dlp.parallel.traffic.ledger import wire_report
 from dlp.parallel.traffic.workload import Workload
 from dlp.parallel.weight.fsdp2 import fully_shard

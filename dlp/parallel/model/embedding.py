@@ -1,4 +1,16 @@
-"""Vocab-parallel embedding and cross entropy: the vocabulary V is cut over tp, rank r holds rows [r*V/tp, (r+1)*V/tp)."""
+"""Where a model enters what tp cuts, and where it leaves: vocab-parallel embedding and cross entropy, and the borders of
+the sequence-parallel region.
+
+The vocabulary V is cut over tp, rank r holds rows [r*V/tp, (r+1)*V/tp). Tokens are the flattened [B*S] = M dimension; rank r
+holds the contiguous slice [r*M/tp, (r+1)*M/tp).
+
+    VocabParallelEmbedding   tokens [B, S]              -> [B, S, H], or [M/tp, H]
+    scatter_tokens           x [B, S, H] or [M, H]      -> [M/tp, H]      backward gathers
+    gather_tokens            x [M/tp, H]                -> [M, H]         backward takes this rank's slice
+    cross_entropy            logits [M, V/tp]           -> the summed loss, equal on all ranks
+
+What follows gather_tokens must be computed alike on every tp rank, as it is on one rank.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +26,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import collectives, wire
 from dlp.kernels import ops
-from dlp.parallel.model.tokens import tp_group
 from dlp.parallel.weight.local import fill, local
 
 IGNORED = -100
+
+
+def tp_group(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
+    """The tp process group of a mesh with a tp axis, of a 1-D mesh, or the group itself."""
+    if not isinstance(tp, DeviceMesh):
+        return tp
+    return tp["tp"].get_group() if tp.ndim > 1 else tp.get_group()
 
 
 class _ReduceTokens(torch.autograd.Function):
@@ -134,6 +152,58 @@ def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool
             ours = _CLASSES.setdefault(cls, made)
         module.__class__ = ours
     vars(module).update(name=name, group=tp.get_group(), sequence_parallel=sequence_parallel)
+
+
+def _slice(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.chunk(group.size())[group.rank()].contiguous()
+
+
+def _gather(x: Tensor, group: ProcessGroup, direction: str) -> Tensor:
+    with wire.label(layer="tokens", direction=direction):
+        return collectives.all_gather((x,), (0,), group).wait()[0]
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        return _slice(x.reshape(-1, x.shape[-1]), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group, "dgrad").view(ctx.shape), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group, "fprop")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _slice(grad, ctx.group), None
+
+
+def scatter_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
+    """x [B, S, H] or [M, H], equal on all tp ranks -> this rank's token shard [M/tp, H].
+
+    Raises ValueError when tp does not divide the number of tokens.
+    """
+    group, tokens = tp_group(tp), x.numel() // x.shape[-1]
+    if tokens % group.size():
+        raise ValueError(
+            f"scatter_tokens: tp {group.size()} does not divide {tokens} tokens (x {tuple(x.shape)}); choose micro_batch x "
+            f"sequence divisible by tp"
+        )
+    result: Tensor = _Scatter.apply(x, group)
+    return result
+
+
+def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
+    """Token shards [M/tp, H] -> [M, H], whole on every tp rank; view it with B and S from configuration."""
+    result: Tensor = _Gather.apply(x, tp_group(tp))
+    return result
 
 
 class _CrossEntropy(torch.autograd.Function):
