@@ -33,6 +33,7 @@ FIELD = 256  # bytes: what the parts of a record are aligned to
 
 # renamed in torch 2.13; the old names warn there and the new ones do not exist before
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all: Callable[..., Any] = getattr(dist, "all_to_all_single")  # noqa: B009  (the 2.13 stubs lack it)
 
 
 class Pending(Generic[T]):
@@ -78,12 +79,16 @@ def room(
     """Uninitialised storage for the parts of all ranks, one after the other, [R, *shape] each, None for a part that is
     equal on all ranks; and this rank's parts, which are its segments of the storage: what is written there is gathered
     in place."""
-    storage = [
-        None if dim is None else torch.empty((group.size(), *shape), dtype=dtype, device=device)
-        for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True)
-    ]
-    mine = (torch.empty(shape, dtype=dtype, device=device) if whole is None else whole[group.rank()]
-            for whole, shape, dtype in zip(storage, shapes, dtypes, strict=True))  # fmt: skip
+    storage: list[Tensor | None] = []
+    mine: list[Tensor] = []
+    for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True):
+        if dim is None:
+            storage.append(None)
+            mine.append(torch.empty(shape, dtype=dtype, device=device))
+        else:
+            whole = torch.empty((group.size(), *shape), dtype=dtype, device=device)
+            storage.append(whole)
+            mine.append(whole[group.rank()])
     return storage, tuple(mine)
 
 
@@ -102,10 +107,13 @@ def all_gather(
     """
     if group.size() == 1:
         return done(tuple(parts))
-    storage = into
-    if storage is None:
-        storage, _ = room([part.shape for part in parts], [part.dtype for part in parts], dims, group, parts[0].device)
-    pairs = [(whole, part.contiguous()) for whole, part in zip(storage, parts, strict=True) if whole is not None]
+    world, storage, pairs = group.size(), [] if into is None else into, []
+    for i, (part, dim) in enumerate(zip(parts, dims, strict=True)):
+        if into is None:
+            storage.append(None if dim is None else part.new_empty((world, *part.shape)))  # type: ignore[attr-defined]
+        whole = storage[i]
+        if whole is not None:
+            pairs.append((whole.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)))
     with wire.default_precision(parts[0].dtype):
         works = _launch_gathers(pairs, group)
     return Pending(works, lambda: join(storage, parts, dims))
@@ -113,17 +121,13 @@ def all_gather(
 
 def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequence[int | None]) -> Parts:
     """What has arrived in storage made by `room` -> the gathered parts, with those that did not move."""
-    return tuple(
-        part if whole is None or dim is None else _concatenated(whole, dim)
-        for whole, part, dim in zip(storage, parts, dims, strict=True)
-    )
-
-
-def _concatenated(whole: Tensor, dim: int) -> Tensor:
-    """[R, *shape] -> the R pieces concatenated along `dim`: a view for 0, a copy for others."""
-    world, *shape = whole.shape
-    shape[dim] *= world
-    return whole.movedim(0, dim).reshape(shape)
+    joined = []
+    for whole, part, dim in zip(storage, parts, dims, strict=True):
+        if whole is None or dim is None:
+            joined.append(part)
+        else:  # [R, *shape] -> the R pieces concatenated along `dim`: a view for 0, a copy for others
+            joined.append(whole.movedim(0, dim).flatten(dim, dim + 1))
+    return tuple(joined)
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -132,13 +136,13 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def _launch_gathers(pairs: Sequence[tuple[Tensor, Tensor]], group: ProcessGroup) -> list[Any]:
-    """Start the all-gathers of (storage, part): as one group on NCCL. One by one on gloo, whose grouped all-gather
+    """Start the all-gathers of (storage, part), both bytes: as one group on NCCL. One by one on gloo, whose grouped all-gather
     corrupts the heap when two are in flight (pytorch#65231; docs/log.md, 2026-11-22)."""
     if len(pairs) < 2 or not pairs[0][0].is_cuda:
-        return [_all_gather(as_bytes(whole), as_bytes(part), group=group, async_op=True) for whole, part in pairs]
+        return [_all_gather(whole, part, group=group, async_op=True) for whole, part in pairs]
     with _coalescing_manager(group, async_ops=True) as manager:
         for whole, part in pairs:
-            _all_gather(as_bytes(whole), as_bytes(part), group=group)
+            _all_gather(whole, part, group=group)
     return [manager]
 
 
@@ -174,20 +178,22 @@ def _part_of(records: Tensor, start: int, shape: Sequence[int], dtype: torch.dty
 def record(parts: Sequence[Tensor]) -> int:
     """Bytes that go to each other rank in an `all_to_all` of these parts [R, ...]."""
     if len(parts) == 1:
-        return parts[0].nbytes // len(parts[0])
+        return parts[0].nbytes // parts[0].shape[0]
     return fields([part.shape[1:] for part in parts], [part.dtype for part in parts])[1]
 
 
 def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
     """Chunk j of each part [R, ...] goes to rank j -> [R, ...], whose chunk j came from rank j. One launch: several
     parts are first copied into one record for each rank, and what arrives are views of such records."""
-    if group.size() == 1:
+    world, first = group.size(), parts[0]
+    if world == 1:
         return done(tuple(parts))
-    shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
     if len(parts) == 1:
-        work, arrived = _exchange(as_bytes(parts[0].contiguous()).view(group.size(), record(parts)), group, dtypes[0])
-        return Pending([work], lambda: (arrived.view(-1).view(dtypes[0]).view(parts[0].shape),))
-    records = torch.empty((group.size(), record(parts)), dtype=torch.uint8, device=parts[0].device)
+        chunks = first.contiguous().view(-1).view(torch.uint8).view(world, first.nbytes // world)
+        work, arrived = _exchange(chunks, group, first.dtype)
+        return Pending([work], lambda: (arrived.view(-1).view(first.dtype).view(first.shape),))
+    shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
+    records = torch.empty((world, record(parts)), dtype=torch.uint8, device=first.device)
     for field, part in zip(parts_of(records, shapes, dtypes), parts, strict=True):
         field.copy_(part)
     work, arrived = _exchange(records, group, dtypes[0])
@@ -197,9 +203,8 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
 def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[Any, Tensor]:
     """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: what the bytes are."""
     arrived = torch.empty_like(chunks)
-    launch = getattr(dist, "all_to_all_single")  # noqa: B009  (the 2.13 stubs lack it)
     with wire.default_precision(dtype):
-        return launch(arrived, chunks, group=group, async_op=True), arrived
+        return _all_to_all(arrived, chunks, group=group, async_op=True), arrived
 
 
 def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, wire: Wire = AS_IT_IS) -> Pending[Parts]:
@@ -215,18 +220,24 @@ def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, wire: Wire = AS
             )
     if world == 1:
         return done(tuple(parts))
-    return _summed([part.reshape(world, len(part) // world, *part.shape[1:]) for part in parts], group, wire)
+    return _summed([part.reshape(world, part.shape[0] // world, *part.shape[1:]) for part in parts], group, wire)
 
 
 def _summed(chunks: Sequence[Tensor], group: ProcessGroup, wire: Wire) -> Pending[Parts]:
     """Chunks [R, ...] of each part -> this rank's, summed over ranks in rank order."""
-    packed = [wire.pack(chunk) for chunk in chunks]
-    exchange = all_to_all([part for parts in packed for part in parts], group)
+    sizes: list[int] = []
+    outgoing: list[Tensor] = []
+    for chunk in chunks:
+        packed = wire.pack(chunk)
+        sizes.append(len(packed))
+        outgoing.extend(packed)
+    exchange = all_to_all(outgoing, group)
 
     def finish() -> Parts:
-        arrived = iter(exchange.wait())
-        sums = (wire.total(tuple(next(arrived) for _ in parts), chunk.dtype)
-                for chunk, parts in zip(chunks, packed, strict=True))  # fmt: skip
+        arrived, sums = exchange.wait(), []
+        for chunk, size in zip(chunks, sizes, strict=True):
+            sums.append(wire.total(arrived[:size], chunk.dtype))
+            arrived = arrived[size:]
         return tuple(sums)
 
     return Pending((), finish)

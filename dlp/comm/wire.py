@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
@@ -63,12 +63,23 @@ class Key(NamedTuple):
 
 
 _NOBODY = Label()
+_UNWATCHED: AbstractContextManager[None] = nullcontext()
 _LABEL: ContextVar[Label] = ContextVar("dlp_wire_label", default=_NOBODY)
 
 
+watched = (
+    torch._C._len_torch_dispatch_stack
+)  # how many dispatch modes, of which one may be an observer, are active here
+
+
+def label(**fields: str) -> AbstractContextManager[None]:
+    """Transfers launched inside belong to this layer, direction or precision; what is not given stays. Where nobody watches
+    when it is entered it says nothing, and costs next to nothing."""
+    return _labelled(fields) if watched() else _UNWATCHED
+
+
 @contextmanager
-def label(**fields: str) -> Iterator[None]:
-    """Transfers launched inside belong to this layer, direction or precision; what is not given stays."""
+def _labelled(fields: dict[str, str]) -> Iterator[None]:
     token = _LABEL.set(_LABEL.get()._replace(**fields))
     try:
         yield
@@ -76,11 +87,9 @@ def label(**fields: str) -> Iterator[None]:
         _LABEL.reset(token)
 
 
-@contextmanager
-def default_precision(dtype: torch.dtype) -> Iterator[None]:
+def default_precision(dtype: torch.dtype) -> AbstractContextManager[None]:
     """What travels inside as bytes is of this dtype, where its label says nothing finer."""
-    with label(precision=_LABEL.get().precision or dtype_name(dtype)):
-        yield
+    return label(precision=_LABEL.get().precision or dtype_name(dtype)) if watched() else _UNWATCHED
 
 
 def dtype_name(dtype: torch.dtype) -> str:
