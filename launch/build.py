@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import LayerGroup, Plan
+from dlp.comm.mesh import ParallelDims
 from dlp.parallel.weight.grad_wire import set_grad_wire
 from launch import schedule
 from launch.accumulate import Accumulation, accumulation, memory_here
@@ -28,14 +29,14 @@ from launch.model import DTYPES, Llama, check_plan, init_weights, parallel_group
 
 @dataclass(frozen=True)
 class Built:
-    """A model ready to train. `dp_rank` of `batch.dp_size`: which slice of the global batch this rank reads."""
+    """A model ready to train. `dims.dp_rank` of `batch.dp_size`: which slice of the global batch this rank reads."""
 
     model: Llama
     plan: Plan
     mesh: DeviceMesh
     device: torch.device
     optimizer: AdamW
-    dp_rank: int
+    dims: ParallelDims
     batch: Batch
     accumulation: Accumulation
     swaps: list[schedule.PlannedSwap]
@@ -91,10 +92,10 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     cache = config.train.weight_cache
     dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore")  # the loop looks
     swaps = schedule.prepare(config.groups, model, plan)
-    dp_rank = mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
+    dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None
-    waits = accumulation(config, plan, batch, mesh["dp_shard"].size(), memory)
-    return Built(model, plan, mesh, device, optimizer, dp_rank, batch, waits, swaps)
+    waits = accumulation(config, plan, batch, dims.dp_shard, memory)
+    return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps)
 
 
 def recompute(block: nn.Module) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import dlp
-from dlp.comm.mesh import resolve_axes
+from dlp.comm.mesh import ParallelDims
 from dlp.quant.recipe import made, source
 from launch import overrides
 from launch.schema import ConfigError, markdown_table, read, toml_lines
@@ -109,18 +109,23 @@ class Batch:
     dp_size: int
 
 
-def validate_world(config: Config, world_size: int) -> Batch:
-    """The batch on this many ranks; raises ConfigError if the mesh or the batch does not fit them."""
-    mesh, micro_batch, global_batch = config.mesh, config.train.micro_batch, config.train.global_batch
+def parallel_dims(config: Config, world_size: int) -> ParallelDims:
+    """The mesh on this many ranks. Raises ConfigError if it does not fit them."""
+    mesh = config.mesh
     try:
-        resolve_axes(world_size, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
+        return ParallelDims.build(world_size, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
     except ValueError as error:
         raise ConfigError(f"{config.source}: [mesh] {error}") from None
+
+
+def validate_world(config: Config, world_size: int) -> Batch:
+    """The batch on this many ranks; raises ConfigError if the mesh or the batch does not fit them."""
+    micro_batch, global_batch = config.train.micro_batch, config.train.global_batch
+    dp_size = parallel_dims(config, world_size).dp_size
     if config.train.cuda_graph and world_size > 1:
         raise ConfigError(
             f"{config.source}: [train] cuda_graph: expected one rank, since collectives are not captured, got {world_size}"
         )
-    dp_size = world_size // mesh.tp
     least = abs(micro_batch)  # -1 stands for at least one sequence
     if global_batch % (least * dp_size):
         raise ConfigError(

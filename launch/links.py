@@ -6,11 +6,10 @@ goes over NVLink, a wider one is as slow as the network between hosts. Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from dlp.comm.mesh import AXES
+from dlp.comm.mesh import AXES, ParallelDims
 
 HOST = 8  # GPUs that NVLink joins
 
@@ -30,13 +29,13 @@ ETHERNET, NETWORK = Link("10 Gb/s Ethernet", 1.25e9), Link("400 Gb/s network", 5
 NVLINK = {"sm_90": Link("NVLink 4", 450e9), "sm_100": Link("NVLink 5", 900e9)}
 
 
-def link_of(group: str, sizes: Mapping[str, int], device: str) -> Link:
+def link_of(group: str, dims: ParallelDims, device: str) -> Link:
     """The slowest link that a group of ranks crosses. `group`: an axis or "world"; `device`: one of
     `dlp.quant.gemm.DEVICES`."""
     if device == "cpu":
         return ETHERNET
     inner = AXES[AXES.index(group) :] if group in AXES else AXES
-    return NVLINK.get(device, NETWORK) if prod(sizes.get(axis, 1) for axis in inner) <= HOST else NETWORK
+    return NVLINK.get(device, NETWORK) if prod(map(dims.size, inner)) <= HOST else NETWORK
 
 
 def said_bytes(nbytes: float) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dlp import LayerGroup, Plan
+from dlp.comm.mesh import DP_SHARD, TP, placement_on
 from launch.sections import Model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -204,13 +205,11 @@ def this_ranks_part(full: Tensor, parameter: Tensor) -> Tensor:
     """The slice of `full` that a parameter keeps: cut by tp first, then what is left by dp_shard, as FSDP does."""
     if not isinstance(parameter, DTensor):
         return full
-    axes = parameter.device_mesh.mesh_dim_names or ()
-    for axis in ("tp", "dp_shard"):
-        dim = getattr(parameter.placements[axes.index(axis)], "dim", None) if axis in axes else None
+    for axis in (TP, DP_SHARD):
+        dim = getattr(placement_on(axis, parameter), "dim", None)
         if dim is not None:
-            mesh = parameter.device_mesh
-            chunks = full.chunk(mesh.size(axes.index(axis)), dim)
-            rank = mesh.get_local_rank(axis)
+            group = parameter.device_mesh.get_group(axis)
+            chunks, rank = full.chunk(group.size(), dim), group.rank()
             full = chunks[rank] if rank < len(chunks) else full.narrow(dim, 0, 0)
     return full
 

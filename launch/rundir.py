@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp import Plan
-from dlp.comm.mesh import describe
+from dlp.comm.mesh import ParallelDims
 from launch import together
 from launch.claim import LOCK, Claim
 from launch.config import Config, to_toml
@@ -89,9 +89,9 @@ class RunDir:
             if aside and any(entry.name != LOCK for entry in self.path.iterdir()):
                 moved = move_aside(self.path)
                 self._claim.take()
-            axes = mesh.shape[0], mesh.shape[1], mesh.shape[2]
+            said = ParallelDims.from_mesh(mesh).describe(mesh.device_type)
             (self.path / "config.toml").write_text(to_toml(config))
-            (self.path / "plan.txt").write_text(f"{describe(axes, mesh.device_type)}\n{plan}\n")
+            (self.path / "plan.txt").write_text(f"{said}\n{plan}\n")
             (self.path / "env.txt").write_text(environment())
         except OSError as error:
             raise ValueError(f"{error.filename}: {error.strerror}; choose a --run.dir that can be written") from None

@@ -7,6 +7,7 @@ what is written here; what several settings must agree on is in config.py.
 from dataclasses import dataclass
 from typing import Any
 
+from dlp.comm.mesh import TP, WORLD
 from dlp.parallel.model.groups import FIELDS
 from launch.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
@@ -20,7 +21,7 @@ class Mesh(Section):
     tp: int = setting(integer(">= 1"), "tensor-parallel ranks, which cut every layer", 2)
     sequence_parallel: bool = setting(flag(), "between layers, tokens are cut over the tp ranks", True)
     amax_group: str = setting(
-        choice("auto", "tp", "tp+dp", "world"), "ranks that share a scale; auto agrees only what must be", "auto"
+        choice("auto", TP, "tp+dp", WORLD), "ranks that share a scale; auto agrees only what must be", "auto"
     )
     quantized_gather: bool = setting(flag(), "FSDP gathers weights as their recipe quantizes them", True)
     grad_wire: str = setting(

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dlp
-from dlp.comm.mesh import describe, resolve_axes, shutdown, world_size
+from dlp.comm.mesh import shutdown, world_size
 from dlp.kernels.gemms import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
 from dlp.quant.gemm import DEVICES
@@ -25,7 +25,7 @@ from launch import deterministic, wire
 from launch.accumulate import accumulation
 from launch.build import build, meta_model, plan_for
 from launch.checkpoint import SaveError
-from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
+from launch.config import Config, command_line, make_parser, parallel_dims, ranks_from, to_toml, validate_world
 from launch.hang import HangWatch
 from launch.rundir import RunDir
 from launch.schedule import planned_swaps
@@ -37,13 +37,12 @@ def plan_text(config: Config, world: int, device: str) -> str:
     """Mesh and layer plan for any world size, without ranks; `device` is one of `dlp.quant.gemm.DEVICES`. Raises
     ValueError."""
     plan = plan_for(config, world, device)
-    mesh = config.mesh
-    sizes = resolve_axes(world, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
+    dims = parallel_dims(config, world)
     swaps = planned_swaps(config.groups, meta_model(config), plan)
-    waits = accumulation(config, plan, validate_world(config, world), sizes[1])
+    waits = accumulation(config, plan, validate_world(config, world), dims.dp_shard)
     load = wire.workload(config, world, waits.reductions)
     sent = [*wire.describe_gradients(plan, load, waits), *wire.describe(plan, load)]
-    return "\n".join([describe(sizes, device), str(plan), "", *sent, *map(str, swaps)])
+    return "\n".join([dims.describe(device), str(plan), "", *sent, *map(str, swaps)])
 
 
 def make_mesh(config: Config) -> DeviceMesh:
@@ -62,7 +61,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
         built = build(config, mesh, device)
-        run.say(describe((mesh.shape[0], mesh.shape[1], mesh.shape[2]), mesh.device_type))
+        run.say(built.dims.describe(mesh.device_type))
         run.say(str(built.plan).splitlines()[0])
         load = wire.workload(config, mesh.size(), built.accumulation.reductions)
         for line in (*wire.describe_gradients(built.plan, load, built.accumulation), *map(str, built.swaps)):

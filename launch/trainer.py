@@ -116,7 +116,7 @@ class Trainer:
     def batches(self, data: TokenStream, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's microbatches of a global batch, on its device."""
         for micro in range(self.built.batch.num_micro):
-            tokens, targets = data.batch(step, micro, self.built.dp_rank, self.built.batch.dp_size)
+            tokens, targets = data.batch(step, micro, self.built.dims.dp_rank, self.built.batch.dp_size)
             yield self.on_device(tokens), self.on_device(targets)
 
     def on_device(self, tokens: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Trainer:
         if dist.get_world_size() > 1:
             with wire.label(**OWN):
                 dist.all_reduce(valid)
-        return valid / self.built.mesh["tp"].size()
+        return valid / self.built.dims.tp
 
     def watched_step(self, step: int) -> Step:
         """`train_step`, in which the bytes on the wire are compared with the plan where the config asks for it. Raises
@@ -230,7 +230,7 @@ class Trainer:
     def read(self, step: Step) -> None:
         """Take a finished step's numbers: record them, and notice what is not finite or a wish to stop."""
         loss, wishes, flagged, norm, *flags = step.numbers.read()
-        loss /= self.built.mesh["tp"].size()  # every tp rank brought the same
+        loss /= self.built.dims.tp  # every tp rank brought the same
         seconds = (step.ended or time.perf_counter()) - step.began
         if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
             self.say_remarks(step)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dlp import Plan
 from dlp.comm import wire
-from dlp.comm.mesh import resolve_axes
+from dlp.comm.mesh import DP_SHARD, GROUPS, TP, WORLD
 from dlp.parallel.model.runtime import runtime_of
 from dlp.parallel.model.tables import table
 from dlp.parallel.traffic.fsdp import fsdp_gradients
@@ -22,7 +22,7 @@ from dlp.parallel.traffic.predict import cross_entropy, in_bf16, step_traffic
 from dlp.parallel.traffic.workload import Sent, Traffic, Unforeseen, Workload
 from launch.accumulate import Accumulation
 from launch.build import Built
-from launch.config import Config, validate_world
+from launch.config import Config, parallel_dims, validate_world
 from launch.links import link_of, said_bytes, said_seconds
 from launch.model import DTYPES
 
@@ -36,16 +36,15 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
     """A step of this config on so many ranks, with so many reductions of FSDP's gradients. Raises ConfigError where they do
     not fit."""
     batch, mesh = validate_world(config, world), config.mesh
-    sizes = resolve_axes(world, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp)
     blocks = tuple(f"model.layers.{i}" for i in range(config.model.layers))
     dtype, sharded = DTYPES[config.train.dtype], batch.dp_size > 1
     return Workload(
-        dict(zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)), batch.micro * config.train.sequence,
+        parallel_dims(config, world).sizes, batch.micro * config.train.sequence,
         batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
         units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather, weight_cache=config.train.weight_cache,
         reductions=reductions, grad_wire=None if mesh.grad_wire == "fp32" else mesh.grad_wire,
         recomputed=blocks if config.train.checkpointing == "full" else (),
-        amax_group={"auto": None, "tp": "tp"}.get(mesh.amax_group, "world"),
+        amax_group={"auto": None, TP: TP}.get(mesh.amax_group, WORLD),
     )  # fmt: skip
 
 
@@ -53,15 +52,15 @@ def planned(plan: Plan, load: Workload) -> dict[Sent, int]:
     """All bytes that a rank sends in a step. Raises Unforeseen."""
     total = Counter(step_traffic(plan, load))
     total.update(cross_entropy(load))
-    shared = sum(wire.reduced(numel, 4, load.ranks("world")) for numel in SHARED_NUMBERS)
-    total[Sent(load.named("world"), OWN["layer"], OWN["direction"], "float32")] += shared
+    shared = sum(wire.reduced(numel, 4, load.ranks(WORLD)) for numel in SHARED_NUMBERS)
+    total[Sent(load.named(WORLD), OWN["layer"], OWN["direction"], "float32")] += shared
     return {sent: nbytes for sent, nbytes in total.items() if nbytes}
 
 
 def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
     """Bytes by group."""
     sums = wire.totals(sent, "group")
-    return {group: sums[group] for group in wire.GROUPS if sums.get(group)}
+    return {group: sums[group] for group in GROUPS if sums.get(group)}
 
 
 COLUMNS = ("group", "pass", "bytes", "of bf16", "seconds", "over", "as")
@@ -80,7 +79,7 @@ def describe(plan: Plan, load: Workload) -> list[str]:
     rows, seconds = [], 0.0
     for group, direction in sorted(keys, key=lambda key: (key[0], wire.DIRECTIONS.index(key[1]))):
         mine, other = ({s: n for s, n in t.items() if s[::2] == (group, direction)} for t in (ours, bf16))
-        nbytes, link = sum(mine.values()), link_of(group, load.sizes, plan.device_type)
+        nbytes, link = sum(mine.values()), link_of(group, load.dims, plan.device_type)
         takes = nbytes / link.speed
         seconds += takes
         precisions = ", ".join(dict.fromkeys(sent.precision for sent in mine)) or "nothing"
@@ -126,7 +125,7 @@ class WireWatch:
         self._mode, self._model = config.train.ledger if world > 1 else "off", built.model
         self._load = replace(
             workload(config, world, built.accumulation.reductions),
-            dp_shard_rank=built.mesh["dp_shard"].get_local_rank(),
+            dp_shard_rank=built.dims.rank(DP_SHARD),
         )
         self._runtime, self._ledger = runtime_of(built.model), Ledger(built.mesh)
         self._ran = self._swaps = 0

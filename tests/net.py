@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.parallel.model.runtime import data_parallel
+from dlp.comm.mesh import ParallelDims
 from tests import pool as worker
 
 HIDDEN, BATCH, SEQUENCE = 64, 4, 64
@@ -64,7 +64,7 @@ def net(
     model = Net().to(worker.device(), dtype)
     sequence_parallel = mesh["tp"].size() > 1
     first = {"name": "all", "match": ["blocks.**"], "recipe": recipe, "sequence_parallel": sequence_parallel}
-    micro = (BATCH // data_parallel(mesh)[1], SEQUENCE)
+    micro = (BATCH // ParallelDims.from_mesh(mesh).dp_size, SEQUENCE)
     dlp.convert(model, [first, *RUN_GROUPS, *groups], mesh, batch=micro, **options)
     if sequence_parallel:
         model.tp = mesh["tp"]
@@ -79,7 +79,8 @@ def batch(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """This rank's sequences of a global batch: x and what y should be."""
     generator = torch.Generator().manual_seed(100 + step)
     x, target = (torch.randn(BATCH, SEQUENCE, HIDDEN, generator=generator) * (1 + step) for _ in range(2))
-    rank, size = data_parallel(mesh)
+    dims = ParallelDims.from_mesh(mesh)
+    rank, size = dims.dp_rank, dims.dp_size
     return tuple(t.chunk(size)[rank].to(worker.device()) for t in (x, target))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.parallel.model.runtime import data_parallel
+from dlp.comm.mesh import ParallelDims
 from tests import pool as worker
 from tests.net import RUN_GROUPS, Net
 
@@ -31,7 +31,7 @@ def shardnet(
     model = Net(size).to(worker.device())
     tp = mesh["tp"].size() > 1
     first = {"name": "all", "match": ["blocks.**"], "recipe": recipe, "sequence_parallel": tp}
-    micro = (BATCH // data_parallel(mesh)[1], SEQUENCE)
+    micro = (BATCH // ParallelDims.from_mesh(mesh).dp_size, SEQUENCE)
     last = [] if down is None else [{"name": "other", "match": ["blocks.*.down"], "recipe": down}]
     dlp.convert(model, [first, *RUN_GROUPS, *last], mesh, batch=micro, **(options or {}))
     model.tp = mesh["tp"] if tp else None
@@ -49,7 +49,8 @@ def backward(model: Net, mesh: DeviceMesh, step: int) -> float:
     """One microbatch, this rank's sequences of a global batch; the loss."""
     generator = torch.Generator().manual_seed(100 + step)
     x, target = (torch.randn(BATCH, SEQUENCE, model.size, generator=generator) for _ in range(2))
-    rank, size = data_parallel(mesh)
+    dims = ParallelDims.from_mesh(mesh)
+    rank, size = dims.dp_rank, dims.dp_size
     x, target = (t.chunk(size)[rank].to(worker.device()) for t in (x, target))
     loss = F.mse_loss(model(x.bfloat16()).float(), target, reduction="sum") / BATCH
     loss.backward()

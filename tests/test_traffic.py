@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dlp
-from dlp.comm import wire
+from dlp.comm.mesh import ParallelDims
 from dlp.parallel.traffic.predict import in_bf16, step_traffic
 from dlp.parallel.traffic.workload import Sent, Unforeseen, Workload
 from dlp.quant.recipe import both
@@ -183,9 +183,9 @@ def test_bf16_and_one_rank():
 
 
 def test_groups_have_one_name():
-    assert wire.name_of("world", {"tp": 2, "dp_shard": 1}) == "tp"
-    assert wire.name_of("world", {"tp": 2, "dp_shard": 2}) == "world"
-    assert wire.name_of("dp_shard", {"tp": 2, "dp_shard": 2}) == "dp_shard"
+    assert ParallelDims(tp=2, dp_shard=1).name_of("world") == "tp"
+    assert ParallelDims(tp=2, dp_shard=2).name_of("world") == "world"
+    assert ParallelDims(tp=2, dp_shard=2).name_of("dp_shard") == "dp_shard"
 
 
 def test_the_plan_prints_the_wire_and_names_how_dy_travels():
@@ -229,10 +229,10 @@ def test_the_work_of_a_plan_grows_with_its_blocks_and_not_with_their_square():
 
 
 def test_seconds_are_those_of_the_slowest_link_that_a_group_crosses():
-    sizes = {"dp_replicate": 2, "dp_shard": 4, "tp": 2}
-    names = [links.link_of(group, sizes, "sm_90").name for group in ("tp", "dp_shard", "dp_replicate", "world")]
+    dims = ParallelDims(2, 4, 2)
+    names = [links.link_of(group, dims, "sm_90").name for group in ("tp", "dp_shard", "dp_replicate", "world")]
     assert names == ["NVLink 4", "NVLink 4", "400 Gb/s network", "400 Gb/s network"]
-    assert links.link_of("dp_shard", {"dp_shard": 2, "tp": 8}, "sm_100").speed == 50e9
+    assert links.link_of("dp_shard", ParallelDims(dp_shard=2, tp=8), "sm_100").speed == 50e9
     lines = plan_text(load("llama3_1b", ["--mesh.tp=4"]), 16, "sm_90").splitlines()
     grads = next(line for line in lines if line.startswith("dp_shard  grads"))
     assert grads.split()[2:9] == ["927", "MB", "1.000", "18.5", "ms", "400", "Gb/s"], (

@@ -1,44 +1,156 @@
-"""build_mesh: a validated DeviceMesh with the axes dp_replicate, dp_shard, tp.
+"""The mesh: a DeviceMesh with the axes dp_replicate, dp_shard, tp, and what ranks, groups and names follow from it.
+
+    mesh = build_mesh(tp=2)                      starts the groups; what users pass around
+    dims = ParallelDims.from_mesh(mesh)          sizes, groups and this rank's place
+    dims = ParallelDims.build(8, tp=2)           sizes alone, of a world that need not exist
 
 tp is the innermost axis, so that its ranks are neighbours (on one host they share NVLink); dp_replicate is the
-outermost. Groups carry CPU tensors over gloo and CUDA tensors over NCCL.
+outermost. Groups carry CPU tensors over gloo and CUDA tensors over NCCL. Nobody else spells the names of axes.
 """
 
+from __future__ import annotations
+
 import os
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement
 
 from dlp.comm import symmetric
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
+WORLD = "world"  # beside AXES the name of a group
+GROUPS = (*reversed(AXES), WORLD, "other")  # all that collectives can be counted by
 # "gloo", not "cpu:gloo": of a list of backends torch takes NCCL as the default one or none, and then warns when it leaves
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def resolve_axes(world_size: int, *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> tuple[int, int, int]:
-    """The three axis sizes with a -1 filled in. ValueError when they do not multiply to `world_size`."""
-    sizes = dict(zip(AXES, (dp_replicate, dp_shard, tp), strict=True))
-    for axis, size in sizes.items():
-        if size != -1 and size < 1:
-            raise ValueError(f"mesh axis {axis} must be at least 1, or -1 for the rest of the world; got {size}")
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise ValueError(f"only one mesh axis may be -1; got {' and '.join(open_axes)}")
-    known = prod(size for size in sizes.values() if size != -1)
-    if open_axes:
-        if world_size % known:
-            rest = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+@dataclass(frozen=True)
+class ParallelDims:
+    """How many ranks each axis has. With a `mesh` also this rank's groups, and its place in them."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    mesh: DeviceMesh | None = field(default=None, repr=False, compare=False, kw_only=True)
+
+    @classmethod
+    def build(cls, world_size: int, *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1) -> ParallelDims:
+        """Sizes with a -1 filled in. ValueError when they do not multiply to `world_size`."""
+        sizes = dict(zip(AXES, (dp_replicate, dp_shard, tp), strict=True))
+        for axis, size in sizes.items():
+            if size != -1 and size < 1:
+                raise ValueError(f"mesh axis {axis} must be at least 1, or -1 for the rest of the world; got {size}")
+        open_axes = [axis for axis, size in sizes.items() if size == -1]
+        if len(open_axes) > 1:
+            raise ValueError(f"only one mesh axis may be -1; got {' and '.join(open_axes)}")
+        rest = {axis: size for axis, size in sizes.items() if size != -1}
+        if open_axes:
+            if world_size % prod(rest.values()):
+                raise ValueError(
+                    f"world size {world_size} is not a multiple of {_product(rest)} = {prod(rest.values())}, "
+                    f"so {open_axes[0]} = -1 cannot be filled"
+                )
+            sizes[open_axes[0]] = world_size // prod(rest.values())
+        if prod(sizes.values()) != world_size:
+            raise ValueError(f"world size {world_size} is not {_product(sizes)}")
+        return cls(*sizes.values())
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> ParallelDims:
+        """Of a mesh of `build_mesh`. ValueError for one with other axes."""
+        if mesh.mesh_dim_names != AXES:
             raise ValueError(
-                f"world size {world_size} is not a multiple of {rest} = {known}, so {open_axes[0]} = -1 cannot be filled"
+                f"the mesh must have the axes {', '.join(AXES)}; got {', '.join(mesh.mesh_dim_names or ()) or 'none by name'}: "
+                f"make it by dlp.build_mesh"
             )
-        sizes[open_axes[0]] = world_size // known
-    product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    if prod(sizes.values()) != world_size:
-        raise ValueError(f"world size {world_size} is not {product}")
-    return sizes["dp_replicate"], sizes["dp_shard"], sizes["tp"]
+        return cls(*mesh.shape, mesh=mesh)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: self.size(axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks: those that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among them."""
+        return self.rank(DP_REPLICATE) * self.dp_shard + self.rank(DP_SHARD)
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The axes FSDP works on: (dp_replicate, dp_shard), or dp_shard alone when nothing is replicated."""
+        return self._mesh[DP_REPLICATE, DP_SHARD] if self.dp_replicate > 1 else self._mesh[DP_SHARD]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        return self._mesh[TP]
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        assert self.mesh is not None, "sizes alone have no groups: ParallelDims.from_mesh"
+        return self.mesh
+
+    def size(self, group: str) -> int:
+        """Ranks of an axis, or of the world."""
+        return self.world_size if group == WORLD else int(getattr(self, group))
+
+    def group(self, axis: str) -> ProcessGroup:
+        """This rank's group on an axis."""
+        return self._mesh.get_group(axis)
+
+    def rank(self, axis: str) -> int:
+        """This rank's place on an axis."""
+        return self._mesh.get_local_rank(axis)
+
+    def name_of(self, group: str) -> str:
+        """The one name of an axis or the world: on a mesh of one axis the world goes by its name."""
+        wide = [axis for axis in AXES if self.size(axis) > 1]
+        return wide[0] if group == WORLD and len(wide) == 1 else group
+
+    def group_names(self) -> dict[tuple[int, ...], str]:
+        """Ranks of a group -> its name, for this rank's groups. A group of the same ranks as an axis has that axis's name,
+        whoever made it."""
+        names = {tuple(range(dist.get_world_size())): WORLD}
+        for axis in AXES:
+            if self.size(axis) > 1:
+                names[tuple(dist.get_process_group_ranks(self.group(axis)))] = axis
+        return names
+
+    def describe(self, device_type: str) -> str:
+        """One line for plans and logs: "mesh: 8 cuda ranks = dp_replicate 1 x dp_shard 4 x tp 2"."""
+        return f"mesh: {self.world_size} {device_type} rank{'s' * (self.world_size > 1)} = {_product(self.sizes)}"
+
+
+def _product(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def tp_group_of(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
+    """The tp group of a mesh with a tp axis, of a 1-D mesh, or the group itself."""
+    if not isinstance(tp, DeviceMesh):
+        return tp
+    return tp.get_group(TP) if tp.ndim > 1 else tp.get_group()
+
+
+def placement_on(axis: str, parameter: Tensor) -> Placement | None:
+    """How a parameter lies on an axis; None: its mesh has no such axis, or it is no DTensor."""
+    if not isinstance(parameter, DTensor):
+        return None
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    return parameter.placements[axes.index(axis)] if axis in axes else None
 
 
 def world_size() -> int:
@@ -73,15 +185,9 @@ def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device
     Raises ValueError, before any group is started, when the sizes do not multiply to the world size.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = resolve_axes(world_size(), dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
+    dims = ParallelDims.build(world_size(), dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     init_process_group(device_type)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-
-
-def describe(sizes: tuple[int, int, int], device_type: str) -> str:
-    """One line for plans and logs: "mesh: 8 cuda ranks = dp_replicate 1 x dp_shard 4 x tp 2"."""
-    product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
-    return f"mesh: {prod(sizes)} {device_type} rank{'s' * (prod(sizes) > 1)} = {product}"
+    return init_device_mesh(device_type, tuple(dims.sizes.values()), mesh_dim_names=AXES)
 
 
 def shutdown() -> None:

@@ -1,6 +1,6 @@
 """The wire observed: every byte that crosses a process group, seen where it crosses, whoever sends it.
 
-    with Observer(group_names(mesh)) as seen:          a torch dispatch mode: each collective passes through it
+    with Observer(dims.group_names()) as seen:         a torch dispatch mode: each collective passes through it
         ...                                            forward, backward (autograd's threads too), clipping, optimizer
     seen.sent                                          Counter of bytes by Key
 
@@ -34,14 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DIRECTIONS = ("fprop", "dgrad", "wgrad", "weights", "grads", "amax", "other")
-AXES = ("tp", "dp_shard", "dp_replicate")
-GROUPS = (*AXES, "world", "other")
 
 
 class Label(NamedTuple):
@@ -53,7 +50,7 @@ class Label(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What bytes are counted by. `group`: a mesh axis, "world", or "other"."""
+    """What bytes are counted by. `group`: one of `dlp.comm.mesh.GROUPS`."""
 
     group: str
     kind: str
@@ -193,26 +190,10 @@ def copies(source: Tensor, group: ProcessGroup) -> None:
         torch.ops.dlp.copies(source, group.group_name)
 
 
-def group_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Ranks of a group -> its name, for this rank's groups of a mesh of `build_mesh`. A group of the same ranks as an axis
-    has that axis's name, whoever made it: on a mesh of one axis the world does too."""
-    names = {tuple(range(dist.get_world_size())): "world"}
-    for axis in reversed(AXES):
-        if mesh[axis].size() > 1:
-            names[tuple(dist.get_process_group_ranks(mesh[axis].get_group()))] = axis
-    return names
-
-
-def name_of(group: str, sizes: Mapping[str, int]) -> str:
-    """The name that `group`, an axis or "world", has among groups of these sizes, as `group_names` gives it."""
-    wide = [axis for axis in AXES if sizes.get(axis, 1) > 1]
-    return wide[0] if group == "world" and len(wide) == 1 else group
-
-
 class Observer(TorchDispatchMode):
     """Counts inside it: `sent` bytes and `launches` by Key.
 
-    names        from `group_names`
+    names        ranks of a group -> its name, see `ParallelDims.group_names`
     unlabelled   (group, kind) -> the direction of transfers that nobody labelled; FSDP's, for one
 
     Compiled code that exists runs as it is; what would be compiled inside runs eagerly this time. RuntimeError for a

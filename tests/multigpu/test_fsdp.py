@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dlp
+from dlp.comm.mesh import ParallelDims
 from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear import operands
 from dlp.parallel.weight import sharded as shards
 from dlp.parallel.weight.casts import Cast, CastsTogether
-from dlp.parallel.weight.fsdp2 import data_parallel_mesh
 from launch.model import Llama, init_weights, initial_value, parallel_groups
 from launch.sections import Model
 from tests import pool as worker
@@ -116,7 +116,7 @@ def axes_of_fsdp() -> list[tuple[str, ...]]:
         worker.mesh(dp_replicate=2, dp_shard=2),
         worker.mesh(dp_replicate=2, dp_shard=1, tp=2),
     ]
-    return [data_parallel_mesh(mesh).mesh_dim_names for mesh in meshes]
+    return [ParallelDims.from_mesh(mesh).fsdp_mesh.mesh_dim_names for mesh in meshes]
 
 
 @pytest.mark.ranks(4)

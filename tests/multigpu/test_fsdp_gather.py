@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.comm.collectives import all_gather
+from dlp.comm.mesh import ParallelDims
 from dlp.parallel.linear.operands import quantize
-from dlp.parallel.model.runtime import data_parallel, runtime_of
+from dlp.parallel.model.runtime import runtime_of
 from dlp.parallel.weight import sharded as shards
 from tests import pool as worker
 from tests.cases import ON_RANKS, RECIPES
@@ -204,7 +205,13 @@ def swaps(model: Net, mesh: DeviceMesh) -> list[float]:
 
 
 def backward_free(model: Net, mesh: DeviceMesh) -> float:
-    x = torch.ones(BATCH // data_parallel(mesh)[1], SEQUENCE, model.size, dtype=torch.bfloat16, device=worker.device())
+    x = torch.ones(
+        BATCH // ParallelDims.from_mesh(mesh).dp_size,
+        SEQUENCE,
+        model.size,
+        dtype=torch.bfloat16,
+        device=worker.device(),
+    )
     return model(x).float().sum().item()
 
 
@@ -212,7 +219,9 @@ def swaps_in_flight(model: Net, mesh: DeviceMesh) -> list[float]:
     """Between a forward and its backward; the gradients are those of the forward's recipe."""
     losses = train(model, mesh, range(1))
     for recipe in ("nvfp4", "bf16", "fp8_current", "mxfp8"):
-        x = torch.full((BATCH // data_parallel(mesh)[1], SEQUENCE, model.size), 0.5, device=worker.device())
+        x = torch.full(
+            (BATCH // ParallelDims.from_mesh(mesh).dp_size, SEQUENCE, model.size), 0.5, device=worker.device()
+        )
         loss = model(x.bfloat16()).float().square().sum()
         dlp.set_recipe(model, "**", recipe)
         loss.backward()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from dlp.comm.mesh import AXES, build_mesh, describe, resolve_axes
+from dlp.comm.mesh import AXES, ParallelDims, build_mesh
 from tests import pool as worker
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(
@@ -22,7 +30,7 @@ from tests import pool as worker
     ],
 )
 def test_one_open_axis_takes_the_rest_of_the_world(world, asked, sizes):
-    assert resolve_axes(world, **asked) == sizes
+    assert ParallelDims.build(world, **asked) == ParallelDims(*sizes)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +54,52 @@ def test_one_open_axis_takes_the_rest_of_the_world(world, asked, sizes):
 )
 def test_impossible_sizes_are_refused_with_the_numbers(world, asked, message):
     with pytest.raises(ValueError) as error:
-        resolve_axes(world, **asked)
+        ParallelDims.build(world, **asked)
     assert str(error.value) == message
 
 
 def test_a_mesh_describes_itself():
-    assert describe((1, 4, 2), "cuda") == "mesh: 8 cuda ranks = dp_replicate 1 x dp_shard 4 x tp 2"
-    assert describe((1, 1, 1), "cpu") == "mesh: 1 cpu rank = dp_replicate 1 x dp_shard 1 x tp 1"
+    assert ParallelDims(1, 4, 2).describe("cuda") == "mesh: 8 cuda ranks = dp_replicate 1 x dp_shard 4 x tp 2"
+    assert ParallelDims().describe("cpu") == "mesh: 1 cpu rank = dp_replicate 1 x dp_shard 1 x tp 1"
+
+
+def test_names_of_axes_are_spelled_in_one_file():
+    spelled = {
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for folder in ("dlp", "launch")
+        for file in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and node.value in AXES
+    }
+    assert {place.partition(":")[0] for place in spelled} == {"dlp/comm/mesh.py"}, sorted(spelled)
+
+
+@pytest.mark.parametrize(("names", "said"), [(("tp",), "got tp: "), (None, "got none by name: ")], ids=str)
+def test_a_mesh_with_other_axes_is_refused(names, said):
+    mesh = SimpleNamespace(mesh_dim_names=names, shape=(2,))
+    with pytest.raises(
+        ValueError, match=f"must have the axes dp_replicate, dp_shard, tp; {said}make it by dlp.build_mesh"
+    ):
+        ParallelDims.from_mesh(mesh)
+
+
+def places(**sizes: int) -> tuple[Any, ...]:
+    dims = ParallelDims.from_mesh(worker.mesh(**sizes))
+    groups = {axis: dist.get_process_group_ranks(dims.group(axis)) for axis in AXES}
+    return dims, dims.dp_rank, {axis: dims.rank(axis) for axis in AXES}, groups, dims.group_names()
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_knows_its_groups_and_its_place(ranks):
+    for rank, (dims, dp_rank, place, groups, names) in enumerate(ranks(4).run(partial(places, dp_shard=2, tp=2))):
+        assert (dims, dims.world_size, dims.dp_size) == (ParallelDims(1, 2, 2), 4, 2)
+        assert place == {"dp_replicate": 0, "dp_shard": rank // 2, "tp": rank % 2} and dp_rank == rank // 2
+        assert names == {(0, 1, 2, 3): "world", tuple(groups["tp"]): "tp", tuple(groups["dp_shard"]): "dp_shard"}
+    for rank, (dims, dp_rank, _, _, names) in enumerate(ranks(4).run(partial(places, dp_replicate=2, dp_shard=2))):
+        assert dp_rank == rank and dims.dp_size == 4 and dims.size("world") == 4
+        assert set(names.values()) == {"world", "dp_replicate", "dp_shard"}
+    for _, _, _, _, names in ranks(4).run(partial(places, tp=4)):
+        assert names == {(0, 1, 2, 3): "tp"}, "on a mesh of one axis the world goes by its name"
 
 
 def axes() -> tuple[tuple[str, ...], tuple[int, ...], dict[str, list[int]]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 import dlp
 from dlp.comm import wire
+from dlp.comm.mesh import ParallelDims
 from dlp.parallel.linear import operands
 from dlp.parallel.model.runtime import runtime_of
 from tests import pool as worker
@@ -148,7 +149,7 @@ def agreements(recipe: str) -> dict[str, int]:
     """Launches of amax agreements by layer, in one forward and backward."""
     made, mesh = model(recipe, sizes={"tp": 2})
     step(made, mesh)
-    with wire.Observer(wire.group_names(mesh)) as seen:
+    with wire.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
         step(made, mesh)
     return {key.layer: n for key, n in seen.launches.items() if key.direction == "amax"}
 

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import dlp
 from dlp.comm import collectives, wire
 from dlp.comm.amax import agree
+from dlp.comm.mesh import ParallelDims
 from dlp.parallel.wires import WIRES
 from tests import pool as worker
 
 
 def observed(**sizes: int) -> tuple[Any, wire.Observer]:
     mesh = worker.mesh(**sizes)
-    return mesh, wire.Observer(wire.group_names(mesh))
+    return mesh, wire.Observer(ParallelDims.from_mesh(mesh).group_names())
 
 
 def sent(fn: Any, *, world: int) -> dict[str, int]:
@@ -163,10 +164,10 @@ def opaque_and_dtensor() -> tuple[dict[str, int], bool]:
     plain = [step(layer), step(compiled), step(compiled)][0]
     counts, equal = {}, True
     for name, run in (("eager", layer), ("compiled", compiled)):
-        with wire.Observer(wire.group_names(mesh)) as seen:
+        with wire.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
             equal &= torch.equal(step(run), plain)
         counts |= {f"{name} {direction}": count for direction, count in wire.totals(seen.sent, "direction").items()}
-    with wire.Observer(wire.group_names(mesh)) as seen:
+    with wire.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
         DTensor.from_local(x, mesh["tp"], [Shard(0)]).redistribute(placements=[Replicate()]).to_local()
     return counts | {"dtensor": sum(seen.sent.values())}, equal
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dlp.comm.mesh import TP
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.direct import DirectLinearFn, call_of, forward
@@ -367,7 +368,7 @@ def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | 
     if tp is None or isinstance(tp, DeviceMesh):
         return tp
     kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    return DeviceMesh.from_group(tp, kind, mesh_dim_names=("tp",))
+    return DeviceMesh.from_group(tp, kind, mesh_dim_names=(TP,))
 
 
 def make_spec(

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dlp.comm.mesh import TP, WORLD, ParallelDims
 from dlp.parallel.linear.modules import (
     ConvertedLinear,
     Linear,
@@ -35,7 +36,7 @@ from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.replicated import replicate
-from dlp.parallel.model.runtime import Runtime, data_parallel, give_runtime
+from dlp.parallel.model.runtime import Runtime, give_runtime
 from dlp.parallel.model.survey import explain
 from dlp.parallel.model.whole import save_whole
 from dlp.parallel.model.wrappers import guard
@@ -67,15 +68,15 @@ class _Target:
         return tuple(self.model.get_submodule(each) for each in plan.left_out.get(name, ()))
 
 
-def amax_process_group(mesh: DeviceMesh, amax_group: str | ProcessGroup) -> ProcessGroup | None:
+def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> ProcessGroup | None:
     """ "auto": None, the style table decides; "tp", "tp+dp", "world": that group; a ProcessGroup: itself."""
     if not isinstance(amax_group, str):
         return amax_group
     if amax_group == "auto":
         return None
-    if amax_group == "tp":
-        return mesh["tp"].get_group()
-    if amax_group in ("tp+dp", "world"):  # a mesh spans the world, so both are the same ranks
+    if amax_group == TP:
+        return dims.group(TP)
+    if amax_group in ("tp+dp", WORLD):  # a mesh spans the world, so both are the same ranks
         return dist.group.WORLD
     raise ValueError(f"amax_group must be auto, tp, tp+dp, world or a process group; got {amax_group!r}")
 
@@ -100,11 +101,12 @@ def convert(
     compute something else afterwards, naming the module.
     """
     check_untied(model)
-    tp = mesh["tp"]
-    plan = make_plan(model, groups, tp.size(), device_type=mesh.device_type, batch=batch)
+    dims = ParallelDims.from_mesh(mesh)
+    tp = dims.tp_mesh
+    plan = make_plan(model, groups, dims.tp, device_type=mesh.device_type, batch=batch)
     tokens = batch[0] * batch[1] if batch is not None else None
-    group = amax_process_group(mesh, amax_group)
-    runtime = Runtime(seed=seed, amax_group=group or dist.group.WORLD, dp=data_parallel(mesh))
+    group = amax_process_group(dims, amax_group)
+    runtime = Runtime(seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size))
     target = _Target(model, tp, group, tokens, runtime)
     names = {id(module): name for name, module in model.named_modules()}
     sets = _layers_that_run_as_one(plan)
@@ -115,7 +117,7 @@ def convert(
         _convert_other(target, other, target.inside(plan, other.name))
     for name in plan.left_out.keys() - {other.name for other in plan.others}:
         replicate(model.get_submodule(name), name, inside=target.inside(plan, name))
-    model.partial_gradients = runtime.sums = PartialGradients(model, tp.get_group())  # type: ignore[assignment]
+    model.partial_gradients = runtime.sums = PartialGradients(model, dims.group(TP))  # type: ignore[assignment]
     model.register_forward_hook(explain(names), always_call=True)
     runtime.plan = plan
     for warning in plan.warnings:

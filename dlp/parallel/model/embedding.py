@@ -25,17 +25,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import collectives, wire
+from dlp.comm.mesh import tp_group_of
 from dlp.kernels import ops
 from dlp.parallel.weight.local import fill, local
 
 IGNORED = -100
-
-
-def tp_group(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
-    """The tp process group of a mesh with a tp axis, of a 1-D mesh, or the group itself."""
-    if not isinstance(tp, DeviceMesh):
-        return tp
-    return tp["tp"].get_group() if tp.ndim > 1 else tp.get_group()
 
 
 class _ReduceTokens(torch.autograd.Function):
@@ -190,7 +184,7 @@ def scatter_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 
     Raises ValueError when tp does not divide the number of tokens.
     """
-    group, tokens = tp_group(tp), x.numel() // x.shape[-1]
+    group, tokens = tp_group_of(tp), x.numel() // x.shape[-1]
     if tokens % group.size():
         raise ValueError(
             f"scatter_tokens: tp {group.size()} does not divide {tokens} tokens (x {tuple(x.shape)}); choose micro_batch x "
@@ -202,7 +196,7 @@ def scatter_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 
 def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
     """Token shards [M/tp, H] -> [M, H], whole on every tp rank; view it with B and S from configuration."""
-    result: Tensor = _Gather.apply(x, tp_group(tp))
+    result: Tensor = _Gather.apply(x, tp_group_of(tp))
     return result
 
 
@@ -236,5 +230,5 @@ def cross_entropy(logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup
     """
     if len(logits) != targets.numel():
         raise ValueError(f"cross_entropy: {len(logits)} rows of logits, but {targets.numel()} targets")
-    loss: Tensor = _CrossEntropy.apply(logits, targets.reshape(-1), None if tp is None else tp_group(tp))
+    loss: Tensor = _CrossEntropy.apply(logits, targets.reshape(-1), None if tp is None else tp_group_of(tp))
     return loss

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dlp.comm import wire
 from dlp.comm.collectives import all_gather
+from dlp.comm.mesh import TP, placement_on
 from dlp.parallel.model.grads import local_grad
 
 PROBES = 4
@@ -84,10 +85,8 @@ def check_equal(model: nn.Module, group: ProcessGroup) -> None:
 def replicated(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
     """The parameters that are whole on every tp rank (shards over dp count as whole)."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            axes = parameter.device_mesh.mesh_dim_names or ()
-            if "tp" in axes and isinstance(parameter.placements[axes.index("tp")], Replicate):
-                yield name, parameter
+        if isinstance(parameter, DTensor) and isinstance(placement_on(TP, parameter), Replicate):
+            yield name, parameter
 
 
 def _sample(parameter: DTensor) -> Tensor:

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dlp.comm.amax import agree
@@ -375,10 +374,3 @@ def give_runtime(model: nn.Module, runtime: Runtime) -> None:
     model.dlp_runtime = runtime  # type: ignore[assignment]
     model.register_forward_pre_hook(runtime.before_forward)
     watch_optimizers(model, runtime.after_step)
-
-
-def data_parallel(mesh: DeviceMesh) -> tuple[int, int]:
-    """(rank, size): this rank's place among the data-parallel ranks of a mesh of `build_mesh`."""
-    replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
-    rank = replicate.get_local_rank() * shard.size() + shard.get_local_rank()
-    return rank, replicate.size() * shard.size()

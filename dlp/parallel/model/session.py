@@ -19,15 +19,15 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.parallel.linear.modules import LinearCore, ParallelLinear, cores
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.nonfinite import ACTIONS, Watch
 from dlp.parallel.model.optimizers import AttachedOptimizer, check_owns
 from dlp.parallel.model.replicas import Replicas
-from dlp.parallel.model.runtime import Runtime, converted_root, data_parallel, give_runtime, runtime_of
+from dlp.parallel.model.runtime import Runtime, converted_root, give_runtime, runtime_of
 from dlp.parallel.model.swap import make_due_swaps
 from dlp.parallel.model.wrappers import check_no_fsdp1, guard
 from dlp.parallel.weight.batch import refresh
@@ -142,9 +142,7 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
                 f"dlp.attach: {name} is no part of what dlp.convert, or dlp.attach, was given within this model, so that its "
                 f"weights would not be cast with the rest: convert the whole, or attach its parts one by one"
             )
-        weight = core.parameters()[0]
-        axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
-        if None in records and "dp_shard" in axes:
+        if None in records and placement_on(DP_SHARD, core.parameters()[0]) is not None:
             raise ValueError(
                 f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach that module"
             )
@@ -153,7 +151,8 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
 def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runtime:
     """One runtime for layers made by hand, which go by their names in the model from now on."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    runtime = Runtime(seed=seed, amax_group=world, dp=(0, 1) if mesh is None else data_parallel(mesh))
+    dims = None if mesh is None else ParallelDims.from_mesh(mesh)
+    runtime = Runtime(seed=seed, amax_group=world, dp=(0, 1) if dims is None else (dims.dp_rank, dims.dp_size))
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear) and module.core not in runtime.cores:
             core, weights = module.core, [member.weight for member in module.core.members]

@@ -17,6 +17,7 @@ from math import prod
 from torch import Tensor
 
 from dlp.comm import collectives, wire
+from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, WORLD
 from dlp.parallel.linear.operands import agrees
 from dlp.parallel.model.parameters import ParameterPlan
 from dlp.parallel.model.plan import LayerPlan, Plan
@@ -63,7 +64,7 @@ def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Ways
     """How the orientations of a linear's weight travel; None: as values."""
     refused = "other modules share it" if parameter.shared else None if load.gather else "it was asked for"
     shape, own_group = (parameter.shape[0], parameter.shape[1]), load.amax_group is not None
-    return travel(row.recipe, shape, load.ranks("dp_shard"), refused=refused, own_group=own_group)[0]
+    return travel(row.recipe, shape, load.ranks(DP_SHARD), refused=refused, own_group=own_group)[0]
 
 
 def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
@@ -84,21 +85,21 @@ def _gathers(
     total: Counter[Sent] = Counter()
     for way in (way for ways in passes for way in dict.fromkeys(ways)):
         shape = way.of((first, prod(rest)))
-        nbytes = wire.gathered(moved(way.format, shape, int(way.flipped), load.weight_dtype), load.ranks("dp_shard"))
+        nbytes = wire.gathered(moved(way.format, shape, int(way.flipped), load.weight_dtype), load.ranks(DP_SHARD))
         precision = precision_of(way.format, load.weight_dtype)
-        total[Sent(load.named("dp_shard"), "", "weights", precision)] += nbytes * load.microbatches
+        total[Sent(load.named(DP_SHARD), "", "weights", precision)] += nbytes * load.microbatches
     return total
 
 
 def _gradients(numel: int, load: Workload) -> Counter[Sent]:
     """A unit's gradients, `numel` of them for each rank: over dp_shard, then over dp_replicate, in each reduction."""
-    ranks, dtype = load.ranks("dp_shard"), load.reduce_dtype
+    ranks, dtype = load.ranks(DP_SHARD), load.reduce_dtype
     flat = nothing((ranks, numel), dtype)
     parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)
-    scattered = Sent(load.named("dp_shard"), "", "grads", wire.dtype_name(parts[0].dtype))
-    summed = Sent(load.named("dp_replicate"), "", "grads", wire.dtype_name(dtype))
+    scattered = Sent(load.named(DP_SHARD), "", "grads", wire.dtype_name(parts[0].dtype))
+    summed = Sent(load.named(DP_REPLICATE), "", "grads", wire.dtype_name(dtype))
     total = Counter({scattered: wire.gathered(collectives.record(parts), ranks)})
-    total[summed] += wire.reduced(numel, dtype.itemsize, load.ranks("dp_replicate"))
+    total[summed] += wire.reduced(numel, dtype.itemsize, load.ranks(DP_REPLICATE))
     return Counter({sent: nbytes * load.reductions for sent, nbytes in total.items()})
 
 
@@ -108,7 +109,7 @@ def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:
     shards, wider, staged = 0, 0, 0
     for (style, recipe, ways, shape), count in Counter(_reads(plan, load)).items():
         delayed = [caps_of(way.quantizer).slot is not None for way in ways if way is not None]
-        covered = recipe.reduce_amax and load.amax_group in (None, "world", "dp_shard")
+        covered = recipe.reduce_amax and load.amax_group in (None, WORLD, DP_SHARD)
         staged += count * (delayed[0] and not covered)
         shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both ways
         by_row, by_col = (None if way is None else way.quantizer for way in ways)
@@ -121,7 +122,7 @@ def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:
         shards += count * sum(amax.numel() for amax in shard.values())
         wider += count * sum(amax.numel() for amax in wide.values())
     total: Counter[Sent] = Counter()
-    for group, elements in (("dp_shard", shards), (load.amax_group or "tp", wider), ("dp_shard", staged)):
+    for group, elements in ((DP_SHARD, shards), (load.amax_group or TP, wider), (DP_SHARD, staged)):
         total[Sent(load.named(group), "", "amax", "float32")] += wire.reduced(elements, 4, load.ranks(group))
     return total
 
@@ -131,7 +132,7 @@ def _reads(
 ) -> Iterator[tuple[ParallelStyle, Recipe, tuple[Way | None, Way | None], tuple[int, ...]]]:
     """The casts that a step boundary makes of weights over dp_shard: style and recipe of the linear, the ways, and the
     shape of the shard. Those of equal layers are equal."""
-    if not load.units or load.ranks("dp_shard") == 1:
+    if not load.units or load.ranks(DP_SHARD) == 1:
         return
     for row, parameter in linear_weights(plan).values():
         shape = load.shard(parameter.shape, padded=True)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import wire
+from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, ParallelDims
 from dlp.parallel.linear.modules import cores
 from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.runtime import runtime_of
@@ -32,9 +33,9 @@ from dlp.parallel.traffic.workload import Traffic, Workload
 
 # FSDP's collectives say nothing of themselves
 FSDP = {
-    ("dp_shard", "all_gather"): "weights",
-    ("dp_shard", "reduce_scatter"): "grads",
-    ("dp_replicate", "all_reduce"): "grads",
+    (DP_SHARD, "all_gather"): "weights",
+    (DP_SHARD, "reduce_scatter"): "grads",
+    (DP_REPLICATE, "all_reduce"): "grads",
 }
 FIELDS = ("group", "layer", "direction")
 
@@ -50,7 +51,7 @@ class Ledger:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._device = mesh.device_type
-        self._names = wire.group_names(mesh)
+        self._names = ParallelDims.from_mesh(mesh).group_names()
         self.last: wire.Observer | None = None
 
     @contextmanager

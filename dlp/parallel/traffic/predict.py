@@ -21,6 +21,7 @@ from math import prod
 import torch
 
 from dlp.comm import wire
+from dlp.comm.mesh import DP_SHARD, TP, WORLD
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.linear.operands import agrees, matrices, observed_by_casts
@@ -55,8 +56,8 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
 
 def cross_entropy(load: Workload) -> dict[Sent, int]:
     """Of the vocab-parallel loss: two fp32 numbers a token."""
-    nbytes = wire.gathered(2 * load.tokens * 4, load.ranks("tp")) * load.microbatches
-    return {Sent(load.named("tp"), "cross_entropy", "fprop", "float32"): nbytes} if nbytes else {}
+    nbytes = wire.gathered(2 * load.tokens * 4, load.ranks(TP)) * load.microbatches
+    return {Sent(load.named(TP), "cross_entropy", "fprop", "float32"): nbytes} if nbytes else {}
 
 
 def in_bf16(plan: Plan) -> Plan:
@@ -91,11 +92,11 @@ class _Layer:
 
     @cached_property
     def transfers(self) -> TransferPlan:
-        return transfer_plan(self.recipe, self.style, self.load.ranks("tp"), self.tokens("x"))
+        return transfer_plan(self.recipe, self.style, self.load.ranks(TP), self.tokens("x"))
 
     def tokens(self, tensor: str) -> int:
         """Rows of x or dy, or of y or dx, on this rank."""
-        return self.load.tokens // (self.load.ranks("tp") if self.style.cut(tensor) == 0 else 1)
+        return self.load.tokens // (self.load.ranks(TP) if self.style.cut(tensor) == 0 else 1)
 
     def weight_shapes(self) -> list[tuple[int, int]]:
         return [(out, self.features) for out in self.outs]
@@ -104,7 +105,7 @@ class _Layer:
         self, tensor: str, shapes: Sequence[tuple[int, int]], cast: Orientations, *, whole: bool = False
     ) -> Iterator[tuple[Sent, int]]:
         """The all-reduce of what the casts of values of these shapes observe. `whole`: they have been gathered."""
-        group = self.load.amax_group or "tp"
+        group = self.load.amax_group or TP
         nbytes = wire.reduced(self.observed(tensor, shapes, cast, whole), 4, self.load.ranks(group))
         yield Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
 
@@ -138,7 +139,7 @@ class _Layer:
     def _over_tp(self, gemm: str, precision: str, shard: int) -> tuple[Sent, int]:
         """A gather by any strategy: the shard goes to each other rank."""
         self._reduction(gemm)
-        return Sent(self.load.named("tp"), self.name, gemm, precision), wire.gathered(shard, self.load.ranks("tp"))
+        return Sent(self.load.named(TP), self.name, gemm, precision), wire.gathered(shard, self.load.ranks(TP))
 
     def _reduction(self, gemm: str) -> Callable[..., overlaps.Sent]:
         """`sent` of the GEMM's strategy. Raises ValueError where there is none."""
@@ -152,9 +153,9 @@ class _Layer:
         if reduce is None:
             return
         y = nothing((self.load.tokens, features), self.result_dtype(gemm))
-        sent = self._reduction(gemm)(y, self.load.ranks("tp"), reduce=reduce.how, wire=WIRES[reduce.codec])
+        sent = self._reduction(gemm)(y, self.load.ranks(TP), reduce=reduce.how, wire=WIRES[reduce.codec])
         for dtype, nbytes in sent:
-            yield Sent(self.load.named("tp"), self.name, gemm, wire.dtype_name(dtype)), nbytes
+            yield Sent(self.load.named(TP), self.name, gemm, wire.dtype_name(dtype)), nbytes
 
     def result_dtype(self, gemm: str) -> torch.dtype:
         """What a reduction of this GEMM's result carries."""
@@ -186,10 +187,10 @@ def _numbers_observed(
 
 def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
     rows, weights = {row.name: row for row in plan.layers}, linear_weights(plan)
-    by_fsdp = bool(load.units) and load.ranks("dp_shard") > 1
+    by_fsdp = bool(load.units) and load.ranks(DP_SHARD) > 1
     for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
         members: list[LayerPlan] = [rows[name] for name in names]
-        first, tp = members[0], load.ranks("tp")
+        first, tp = members[0], load.ranks(TP)
         sizes = tuple(shard_sizes(row.row, *row.shape, tp, row.name) for row in members)
         cached = not by_fsdp and load.weight_cache == "step"
         at_use: tuple[tuple[tuple[int, int], ...], ...] = () if cached else (sizes,)
@@ -246,8 +247,8 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Iterator[tuple[S
     if other.style != "vocab":
         return
     hidden = next(p.shape[1] for p in plan.weights if p.name == f"{other.name}.weight")
-    ranks, size = load.ranks("tp"), load.weight_dtype.itemsize
-    numel, key = load.tokens * hidden, (load.named("tp"), other.name)
+    ranks, size = load.ranks(TP), load.weight_dtype.itemsize
+    numel, key = load.tokens * hidden, (load.named(TP), other.name)
     precision = wire.dtype_name(load.weight_dtype)
     if not other.sequence_parallel:
         yield Sent(*key, "fprop", precision), wire.reduced(numel, size, ranks)
@@ -262,7 +263,7 @@ def _cached_weights(plan: Plan, load: Workload) -> dict[Sent, int]:
     for layer in _layers(plan, load):
         with foretelling(layer.name):
             elements += layer.observed("w", layer.weight_shapes(), BOTH) if layer.cached else 0
-    group = load.amax_group or "tp"
+    group = load.amax_group or TP
     return {Sent(load.named(group), "", "amax", "float32"): wire.reduced(elements, 4, load.ranks(group))}
 
 
@@ -272,7 +273,7 @@ def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:
     recipe = {row.name: row.recipe for row in plan.layers}
     slots = [(recipe[names[0]], delayed_slots(recipe[names[0]], names)) for names in sets]
     if any(found and made.reduce_amax for made, found in slots):
-        group = load.amax_group or "world"
+        group = load.amax_group or WORLD
         elements = sum(len(found) for _, found in slots)
         yield Sent(load.named(group), "", "amax", "float32"), wire.reduced(elements, 4, load.ranks(group))
 
@@ -282,5 +283,5 @@ def _partial_gradients(plan: Plan, load: Workload) -> dict[Sent, int]:
     word for each parameter that says whether it has one. Under FSDP those do that reduce."""
     partial = [p for p in plan.weights if p.partial]
     numel = len(partial) + sum(prod(load.shard(p.shape)) if load.units else prod(p.shape) for p in partial)
-    nbytes = wire.reduced(numel, 4, load.ranks("tp")) * (load.reductions if load.units else load.microbatches)
-    return {Sent(load.named("tp"), "", "grads", "float32"): nbytes if partial else 0}
+    nbytes = wire.reduced(numel, 4, load.ranks(TP)) * (load.reductions if load.units else load.microbatches)
+    return {Sent(load.named(TP), "", "grads", "float32"): nbytes if partial else 0}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dlp.comm import wire
+from dlp.comm.mesh import AXES, DP_SHARD, ParallelDims
 from dlp.quant.tensor import SHARED, Format
 
 
@@ -77,11 +78,15 @@ class Workload:
     amax_group: str | None = None
     dp_shard_rank: int = 0
 
+    @cached_property
+    def dims(self) -> ParallelDims:
+        return ParallelDims(*(self.sizes.get(axis, 1) for axis in AXES))
+
     def ranks(self, group: str) -> int:
-        return prod(self.sizes.values()) if group == "world" else self.sizes.get(group, 1)
+        return self.dims.size(group)
 
     def named(self, group: str) -> str:
-        return wire.name_of(group, self.sizes)
+        return self.dims.name_of(group)
 
     def unit_of(self, name: str) -> str:
         """The innermost of FSDP's units that a parameter lies in."""
@@ -102,7 +107,7 @@ class Workload:
     def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
         """What FSDP leaves on this rank of a parameter of this shape: rows in equal parts, the last ones shorter."""
         first, *rest = shape
-        rows = -(-first // self.ranks("dp_shard"))
+        rows = -(-first // self.ranks(DP_SHARD))
         here = rows if padded else min(max(first - rows * self.dp_shard_rank, 0), rows)
         return here, *rest
 

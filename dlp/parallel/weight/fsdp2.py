@@ -27,19 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.parallel.linear.modules import LinearCore, cores
 from dlp.parallel.model.runtime import Runtime, in_backward
 from dlp.parallel.weight.batch import refresh
 from dlp.parallel.weight.local import CastWeights, placeholder, show
 from dlp.parallel.weight.sharded import Layout, ShardedWeight
 from dlp.parallel.weight.ways import Way, keeps_source
-
-
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes FSDP works on: (dp_replicate, dp_shard), or dp_shard alone when nothing is replicated."""
-    if mesh["dp_replicate"].size() > 1:
-        return mesh["dp_replicate", "dp_shard"]
-    return mesh["dp_shard"]
 
 
 @dataclass(frozen=True)
@@ -71,17 +65,17 @@ def fully_shard(
     The other keywords, and all the rest (gradients are averaged over data-parallel ranks), are those of
     `torch.distributed.fsdp.fully_shard`. Call it after `convert`, for each block, then for the model.
     """
-    axes = data_parallel_mesh(mesh)
+    dims = ParallelDims.from_mesh(mesh)
     _check_order(module)
-    fsdp2_keywords = _with_integer(module, mesh["dp_shard"].size(), quantize_from_master, fsdp2_keywords)
+    fsdp2_keywords = _with_integer(module, dims.dp_shard, quantize_from_master, fsdp2_keywords)
     for core in cores(module):
         if core.spec.delay_wgrad:
             core.set_spec(replace(core.spec, delay_wgrad=False))
             core.session.note("wgrad does not wait under FSDP, which reduces gradients within backward")
-    sharded = fsdp.fully_shard(module, mesh=axes, **fsdp2_keywords)
+    sharded = fsdp.fully_shard(module, mesh=dims.fsdp_mesh, **fsdp2_keywords)
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     early = module.register_forward_pre_hook(_before_attach)
-    module.dlp_gathering = Gathering(mesh["dp_shard"].get_group(), quantize_from_master, refused, early)  # type: ignore[assignment]
+    module.dlp_gathering = Gathering(dims.group(DP_SHARD), quantize_from_master, refused, early)  # type: ignore[assignment]
     for owner, name, record in managed(module):
         sums: Any = getattr(owner, "tp_sums", None)
         if sums is not None:
@@ -116,7 +110,7 @@ def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: di
 
 def _is_sharded(parameter: DTensor) -> bool:
     """Whether it belongs to another unit already."""
-    return "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
+    return placement_on(DP_SHARD, parameter) is not None
 
 
 def _is_integer(reshard: Any) -> bool:
