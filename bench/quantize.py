@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bench.files import add_files, write_files
-from dlp.comm.wire import dtype_name
+from dlp.comm.observer import dtype_name
 from dlp.kernels import cuda, cuda_codes, cuda_fp4, cuda_loss, cuda_rowwise, loader
 from dlp.kernels.cuda import BlockJob, TensorJob, block_scale_shape, mx_scale_shape
 from dlp.kernels.cuda_codes import DelayedJob

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlp.comm import wire
+from dlp.comm import observer
 from launch.wire import OWN
 
 
@@ -33,7 +33,7 @@ class GradientNorm:
         norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
         squares = norms.square().dot(self._weights)
         if dist.get_world_size() > 1:
-            with wire.label(**OWN):
+            with observer.label(**OWN):
                 dist.all_reduce(squares)
         return squares.sqrt()
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.mesh import shutdown
 from dlp.parallel.traffic.ledger import LedgerError, plan_of
 from dlp.parallel.traffic.predict import in_bf16
@@ -93,10 +93,10 @@ def _in(sent: Mapping[Any, int], group: str, amax: bool) -> int:
     return sum(n for key, n in sent.items() if key.group == group and (key.direction == "amax") == amax)
 
 
-HIGH_PRECISION = [wire.dtype_name(dtype) for dtype in (torch.bfloat16, torch.float32)]
+HIGH_PRECISION = [observer.dtype_name(dtype) for dtype in (torch.bfloat16, torch.float32)]
 
 
-def weight_share(seen: wire.Observer, ours: Traffic, bf16: Traffic, group: str) -> list[float]:
+def weight_share(seen: observer.Observer, ours: Traffic, bf16: Traffic, group: str) -> list[float]:
     """What weights that travel quantized take of their gathers in bf16, if there are some. A unit of FSDP is gathered as
     one, so what was counted for it is that without what the plan has of values."""
     base = sum(n for sent, n in bf16.items() if (sent.group, sent.direction) == (group, "weights"))
@@ -105,7 +105,7 @@ def weight_share(seen: wire.Observer, ours: Traffic, bf16: Traffic, group: str) 
     return [(counted - values) / (base - values)] if base > values else []
 
 
-def gather_shares(seen: wire.Observer, bf16: Traffic, group: str) -> list[float]:
+def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[float]:
     """Of each gather of a quantized x or dy: its bytes as a share of the bf16 gather of that operand. In bf16 a layer
     that gathers one side reduces the other, so each of its passes sends as much."""
     shares = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dlp.comm.wire import dtype_name
+from dlp.comm.observer import dtype_name
 from dlp.kernels.gemms import device_kind
 from dlp.parallel.model.plan import LayerPlan
 from dlp.parallel.style import shard_sizes

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import dlp
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.parallel.model.embedding import IGNORED
 from dlp.parallel.model.late import OnTheWay
 from dlp.parallel.model.runtime import runtime_of
@@ -128,7 +128,7 @@ class Trainer:
         """How many targets of the global batch count; fp32 []."""
         valid = torch.stack([(targets != IGNORED).sum() for _, targets in batches]).sum().float()
         if dist.get_world_size() > 1:
-            with wire.label(**OWN):
+            with observer.label(**OWN):
                 dist.all_reduce(valid)
         return valid / self.built.dims.tp
 
@@ -166,7 +166,7 @@ class Trainer:
         flags = torch.cat([torch.zeros_like(numbers[:0]), *self.recipes.flags.closed])
         wish = torch.full_like(numbers[0], float(self.stop.requested))
         shared = torch.stack([numbers[0], wish, flags.isnan().any().float()])
-        with wire.label(**OWN):
+        with observer.label(**OWN):
             dist.all_reduce(shared)
         watch.lap("graph" if graph else "optimizer")
         coming = OnTheWay(torch.cat([shared, numbers[1:], flags]))

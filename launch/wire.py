@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dlp import Plan
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.mesh import DP_SHARD, GROUPS, TP, WORLD
 from dlp.parallel.model.runtime import runtime_of
 from dlp.parallel.model.tables import table
@@ -52,14 +52,14 @@ def planned(plan: Plan, load: Workload) -> dict[Sent, int]:
     """All bytes that a rank sends in a step. Raises Unforeseen."""
     total = Counter(step_traffic(plan, load))
     total.update(cross_entropy(load))
-    shared = sum(wire.reduced(numel, 4, load.ranks(WORLD)) for numel in SHARED_NUMBERS)
+    shared = sum(observer.reduced(numel, 4, load.ranks(WORLD)) for numel in SHARED_NUMBERS)
     total[Sent(load.named(WORLD), OWN["layer"], OWN["direction"], "float32")] += shared
     return {sent: nbytes for sent, nbytes in total.items() if nbytes}
 
 
 def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
     """Bytes by group."""
-    sums = wire.totals(sent, "group")
+    sums = observer.totals(sent, "group")
     return {group: sums[group] for group in GROUPS if sums.get(group)}
 
 
@@ -77,7 +77,7 @@ def describe(plan: Plan, load: Workload) -> list[str]:
         return ["wire: one rank, nothing is sent"]
     keys = dict.fromkeys((sent.group, sent.direction) for sent in (*ours, *bf16))
     rows, seconds = [], 0.0
-    for group, direction in sorted(keys, key=lambda key: (key[0], wire.DIRECTIONS.index(key[1]))):
+    for group, direction in sorted(keys, key=lambda key: (key[0], observer.DIRECTIONS.index(key[1]))):
         mine, other = ({s: n for s, n in t.items() if s[::2] == (group, direction)} for t in (ours, bf16))
         nbytes, link = sum(mine.values()), link_of(group, load.dims, plan.device_type)
         takes = nbytes / link.speed
@@ -163,7 +163,7 @@ class WireWatch:
     def load(self) -> Workload:
         return replace(self._load, dtypes=activation_dtypes(self._model))
 
-    def seen(self) -> wire.Observer:
+    def seen(self) -> observer.Observer:
         """What was counted in the last step that was watched."""
         assert self._ledger.last is not None, "no step was watched yet"
         return self._ledger.last
@@ -175,7 +175,7 @@ class WireWatch:
     def account(self) -> list[dict[str, Any]]:
         """What was counted in the watched step: a record for each group, pass, kind of collective and precision."""
         fields = ("group", "direction", "kind", "precision")
-        sums = wire.totals(self.seen().sent, *fields)
+        sums = observer.totals(self.seen().sent, *fields)
         return [{**dict(zip(fields, key, strict=True)), "bytes": n} for key, n in sorted(sums.items()) if n]
 
     def said(self) -> str:

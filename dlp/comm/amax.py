@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm import wire
+from dlp.comm import observer
 
 
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
@@ -21,7 +21,7 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     if group.size() == 1 or not observed:
         return list(observed)
     flat = torch.cat([value.reshape(-1) for value in observed])
-    with wire.label(direction="amax", precision=""):
+    with observer.label(direction="amax", precision=""):
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
     pieces = flat.split([value.numel() for value in observed])
     return [piece.view(value.shape) for piece, value in zip(pieces, observed, strict=True)]

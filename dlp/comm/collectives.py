@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.kernels.ops import sum_in_order
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def all_gather(
         whole = storage[i]
         if whole is not None:
             pairs.append((whole.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)))
-    with wire.default_precision(parts[0].dtype):
+    with observer.default_precision(parts[0].dtype):
         works = _launch_gathers(pairs, group)
     return Pending(works, lambda: join(storage, parts, dims))
 
@@ -203,7 +203,7 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
 def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[Any, Tensor]:
     """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: what the bytes are."""
     arrived = torch.empty_like(chunks)
-    with wire.default_precision(dtype):
+    with observer.default_precision(dtype):
         return _all_to_all(arrived, chunks, group=group, async_op=True), arrived
 
 

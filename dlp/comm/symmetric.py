@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.collectives import Parts, fields, parts_of
 
 SLOTS = 4
@@ -239,7 +239,7 @@ class SymmetricExchange:
         memory, rank, world = self.buffer.memory, self.group.rank(), self.group.size()
         source, to = (rank - distance) % world, (rank + distance) % world
         for part in self.outgoing[to % self.sets]:
-            wire.copies(part, self.group)
+            observer.copies(part, self.group)
         with memory.beside():
             memory.signal(to)
             memory.await_signal(source)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlp.comm import symmetric, wire
+from dlp.comm import observer, symmetric
 from dlp.comm.amax import agree
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel import overlap as overlaps
@@ -173,7 +173,7 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
                     return reduced.wait()
 
                 total()  # the first use of symmetric memory allocates it
-                with wire.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
+                with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
                     total()
                 y = torch.empty((rows, 24), dtype=torch.bfloat16, device="meta")
                 said = chosen.sent(y, group.size(), **how)

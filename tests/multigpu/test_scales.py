@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dlp
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel.linear import operands
 from dlp.parallel.model.runtime import runtime_of
@@ -149,7 +149,7 @@ def agreements(recipe: str) -> dict[str, int]:
     """Launches of amax agreements by layer, in one forward and backward."""
     made, mesh = model(recipe, sizes={"tp": 2})
     step(made, mesh)
-    with wire.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
+    with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
         step(made, mesh)
     return {key.layer: n for key, n in seen.launches.items() if key.direction == "amax"}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from dlp.comm import wire as ledger
+from dlp.comm import observer
 from dlp.parallel.linear.capture import Programs, like, multiplies_tf32
 from dlp.parallel.linear.core import gathered_parts, to_save, waits, y_shape
 from dlp.parallel.linear.inputs import check_features, no_autocast
@@ -148,7 +148,7 @@ def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
 
     @wraps(op)
     def labelled(*args: Any) -> Any:
-        with ledger.label(layer=bound_of(args[4]).spec.members[0], direction=gemm):
+        with observer.label(layer=bound_of(args[4]).spec.members[0], direction=gemm):
             return op(*args)
 
     return labelled

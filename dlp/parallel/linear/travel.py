@@ -14,7 +14,7 @@ from functools import cache, partial
 
 from torch import Tensor
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.kernels.ops import Produced, stored
 from dlp.parallel import fit
 from dlp.parallel.linear.operands import Pair, Values, operand_shape, quantize
@@ -122,7 +122,7 @@ def _start(bound: BoundSpec, gathered: Gathered, mine: QuantizedTensor, lease: L
     """Start gathering an operand: where it has been leased, or from where it is."""
     if bound.session.watches_scales:
         check_gathered(bound.spec, gathered.gemm, mine, gathered.dim)
-    with wire.label(direction=gathered.gemm, precision="" if mine.format.keeps_source else mine.format.name):
+    with observer.label(direction=gathered.gemm, precision="" if mine.format.keeps_source else mine.format.name):
         return (
             lease.gather() if lease else _overlap(bound, gathered.gemm).gather(mine, gathered.dim, bound.spec.tp_group)
         )

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlp.comm import collectives, wire
+from dlp.comm import collectives, observer
 from dlp.comm.mesh import tp_group_of
 from dlp.kernels import ops
 from dlp.parallel.weight.local import fill, local
@@ -39,14 +39,14 @@ class _ReduceTokens(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str, name: str) -> Tensor:
         ctx.group, ctx.reduce, ctx.name = group, reduce, name
         op = collectives.all_reduce if reduce == "all" else collectives.reduce_scatter
-        with wire.label(layer=name, direction="fprop"):
+        with observer.label(layer=name, direction="fprop"):
             return op((rows,), group).wait()[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.reduce == "all":
             return grad, None, None, None
-        with wire.label(layer=ctx.name, direction="dgrad"):
+        with observer.label(layer=ctx.name, direction="dgrad"):
             return collectives.all_gather((grad,), (0,), ctx.group).wait()[0], None, None, None
 
 
@@ -153,7 +153,7 @@ def _slice(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _gather(x: Tensor, group: ProcessGroup, direction: str) -> Tensor:
-    with wire.label(layer="tokens", direction=direction):
+    with observer.label(layer="tokens", direction=direction):
         return collectives.all_gather((x,), (0,), group).wait()[0]
 
 
@@ -208,7 +208,7 @@ class _CrossEntropy(torch.autograd.Function):
         column = targets if group is None else targets - group.rank() * logits.shape[1]  # of this rank, if it is one
         lse, picked = ops.log_sum_exp(logits, column)
         if group is not None and group.size() > 1:
-            with wire.label(layer="cross_entropy", direction="fprop"):
+            with observer.label(layer="cross_entropy", direction="fprop"):
                 (both,) = collectives.all_gather((torch.stack([lse, picked])[None],), (0,), group).wait()
             lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
         valid = targets != IGNORED

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from dlp.comm import collectives, wire
+from dlp.comm import collectives, observer
 from dlp.parallel.model.runtime import cannot_pickle, in_backward
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import held
@@ -204,7 +204,7 @@ class PartialGradients:
             for p, grad in zip(due, grads, strict=True)
         ]
         flat = torch.cat([*parts, self._words(there, parts[0].device)])
-        with wire.label(layer="", direction="grads"):
+        with observer.label(layer="", direction="grads"):
             (flat,) = collectives.all_reduce((flat,), self.group).wait()
         *totals, having = flat.split([*(part.numel() for part in parts), len(parts)])
         elsewhere = there if all(there) else (having > 0).tolist()

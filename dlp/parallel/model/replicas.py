@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.collectives import all_gather
 from dlp.comm.mesh import TP, placement_on
 from dlp.parallel.model.grads import local_grad
@@ -45,7 +45,7 @@ class Replicas:
         found = {name: p for name, p in replicated(self._model) if name in self._unseen and p.requires_grad}
         if self._group.size() == 1 or not found or not looks(step):
             return
-        with wire.label(layer="replicas", direction="other"):
+        with observer.label(layer="replicas", direction="other"):
             (seen,) = all_gather((torch.stack([_probe(p) for p in found.values()])[None],), (0,), self._group).wait()
         spread, norm = seen.amax(0) - seen.amin(0), seen[..., 0].amax(0)
         differ = (spread > TOLERANCE * norm[:, None]).any(1).tolist()
@@ -69,7 +69,7 @@ def check_equal(model: nn.Module, group: ProcessGroup) -> None:
     if group.size() == 1 or not found:
         return
     samples = [_sample(parameter) for parameter in found.values()]
-    with wire.label(layer="replicas", direction="other"):
+    with observer.label(layer="replicas", direction="other"):
         (seen,) = all_gather((torch.cat(samples)[None],), (0,), group).wait()
     pieces = seen.split([len(sample) for sample in samples], 1)
     distances = [(its - its[:1]).norm(dim=1).amax() / its.norm(dim=1).amax().clamp(min=1e-30) for its in pieces]

@@ -16,7 +16,7 @@ from math import prod
 
 from torch import Tensor
 
-from dlp.comm import collectives, wire
+from dlp.comm import collectives, observer
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, WORLD
 from dlp.parallel.linear.operands import agrees
 from dlp.parallel.model.parameters import ParameterPlan
@@ -85,7 +85,7 @@ def _gathers(
     total: Counter[Sent] = Counter()
     for way in (way for ways in passes for way in dict.fromkeys(ways)):
         shape = way.of((first, prod(rest)))
-        nbytes = wire.gathered(moved(way.format, shape, int(way.flipped), load.weight_dtype), load.ranks(DP_SHARD))
+        nbytes = observer.gathered(moved(way.format, shape, int(way.flipped), load.weight_dtype), load.ranks(DP_SHARD))
         precision = precision_of(way.format, load.weight_dtype)
         total[Sent(load.named(DP_SHARD), "", "weights", precision)] += nbytes * load.microbatches
     return total
@@ -96,10 +96,10 @@ def _gradients(numel: int, load: Workload) -> Counter[Sent]:
     ranks, dtype = load.ranks(DP_SHARD), load.reduce_dtype
     flat = nothing((ranks, numel), dtype)
     parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)
-    scattered = Sent(load.named(DP_SHARD), "", "grads", wire.dtype_name(parts[0].dtype))
-    summed = Sent(load.named(DP_REPLICATE), "", "grads", wire.dtype_name(dtype))
-    total = Counter({scattered: wire.gathered(collectives.record(parts), ranks)})
-    total[summed] += wire.reduced(numel, dtype.itemsize, load.ranks(DP_REPLICATE))
+    scattered = Sent(load.named(DP_SHARD), "", "grads", observer.dtype_name(parts[0].dtype))
+    summed = Sent(load.named(DP_REPLICATE), "", "grads", observer.dtype_name(dtype))
+    total = Counter({scattered: observer.gathered(collectives.record(parts), ranks)})
+    total[summed] += observer.reduced(numel, dtype.itemsize, load.ranks(DP_REPLICATE))
     return Counter({sent: nbytes * load.reductions for sent, nbytes in total.items()})
 
 
@@ -123,7 +123,7 @@ def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:
         wider += count * sum(amax.numel() for amax in wide.values())
     total: Counter[Sent] = Counter()
     for group, elements in ((DP_SHARD, shards), (load.amax_group or TP, wider), (DP_SHARD, staged)):
-        total[Sent(load.named(group), "", "amax", "float32")] += wire.reduced(elements, 4, load.ranks(group))
+        total[Sent(load.named(group), "", "amax", "float32")] += observer.reduced(elements, 4, load.ranks(group))
     return total
 
 

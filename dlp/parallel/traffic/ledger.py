@@ -1,7 +1,7 @@
 """The ledger: a step's planned bytes beside those that were counted, and an error on every rank where they differ.
 
     traffic.step_traffic(plan, load)    planned, from the plan           by group, layer, direction
-    wire.Observer                       counted, from what torch ran     by group, layer, direction
+    observer.Observer                       counted, from what torch ran     by group, layer, direction
 
     ledger = Ledger(mesh)
     with ledger.step(planned):          forward, backward, optimizer step with its boundary
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, ParallelDims
 from dlp.parallel.linear.modules import cores
 from dlp.parallel.model.plan import Plan
@@ -52,13 +52,13 @@ class Ledger:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._device = mesh.device_type
         self._names = ParallelDims.from_mesh(mesh).group_names()
-        self.last: wire.Observer | None = None
+        self.last: observer.Observer | None = None
 
     @contextmanager
-    def step(self, planned: Traffic | None) -> Iterator[wire.Observer]:
+    def step(self, planned: Traffic | None) -> Iterator[observer.Observer]:
         """Count what is sent inside, and compare it with `planned` at the end; None: this rank has nothing to compare it
         with. Raises LedgerError on all ranks alike."""
-        with wire.Observer(self._names, FSDP) as seen:
+        with observer.Observer(self._names, FSDP) as seen:
             yield seen
         self.last = seen
         counted = _account(seen.sent)
@@ -80,7 +80,7 @@ class Ledger:
 
 def _account(counts: Mapping[Any, int]) -> Account:
     """Bytes by group, layer and direction."""
-    return {key: nbytes for key, nbytes in wire.totals(counts, *FIELDS).items() if nbytes}
+    return {key: nbytes for key, nbytes in observer.totals(counts, *FIELDS).items() if nbytes}
 
 
 def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:

@@ -5,9 +5,9 @@
 
 A layer's row of the style table says which GEMM gathers what and reduces how; the recipe's formats say what an operand
 weighs and which of its parts move; its quantizers say, asked with a tensor without memory, what ranks must agree on. What
-is sent is then counted by somebody else (`dlp.comm.wire`), and the two are compared (`dlp.parallel.traffic.ledger`).
+is sent is then counted by somebody else (`dlp.comm.observer`), and the two are compared (`dlp.parallel.traffic.ledger`).
 
-Bytes are those one rank sends, as `dlp.comm.wire` defines them. All parameters are taken to have gradients.
+Bytes are those one rank sends, as `dlp.comm.observer` defines them. All parameters are taken to have gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import prod
 
 import torch
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.mesh import DP_SHARD, TP, WORLD
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
@@ -56,7 +56,7 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
 
 def cross_entropy(load: Workload) -> dict[Sent, int]:
     """Of the vocab-parallel loss: two fp32 numbers a token."""
-    nbytes = wire.gathered(2 * load.tokens * 4, load.ranks(TP)) * load.microbatches
+    nbytes = observer.gathered(2 * load.tokens * 4, load.ranks(TP)) * load.microbatches
     return {Sent(load.named(TP), "cross_entropy", "fprop", "float32"): nbytes} if nbytes else {}
 
 
@@ -106,7 +106,7 @@ class _Layer:
     ) -> Iterator[tuple[Sent, int]]:
         """The all-reduce of what the casts of values of these shapes observe. `whole`: they have been gathered."""
         group = self.load.amax_group or TP
-        nbytes = wire.reduced(self.observed(tensor, shapes, cast, whole), 4, self.load.ranks(group))
+        nbytes = observer.reduced(self.observed(tensor, shapes, cast, whole), 4, self.load.ranks(group))
         yield Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
 
     def observed(
@@ -134,12 +134,12 @@ class _Layer:
     def gather_hp(self, gemm: str, tensor: str, features: int) -> tuple[Sent, int]:
         """x or dy itself that travels for `gemm`, and perhaps for another."""
         dtype = self.dtype if tensor == "x" else self.y_dtype
-        return self._over_tp(gemm, wire.dtype_name(dtype), self.tokens(tensor) * features * dtype.itemsize)
+        return self._over_tp(gemm, observer.dtype_name(dtype), self.tokens(tensor) * features * dtype.itemsize)
 
     def _over_tp(self, gemm: str, precision: str, shard: int) -> tuple[Sent, int]:
         """A gather by any strategy: the shard goes to each other rank."""
         self._reduction(gemm)
-        return Sent(self.load.named(TP), self.name, gemm, precision), wire.gathered(shard, self.load.ranks(TP))
+        return Sent(self.load.named(TP), self.name, gemm, precision), observer.gathered(shard, self.load.ranks(TP))
 
     def _reduction(self, gemm: str) -> Callable[..., overlaps.Sent]:
         """`sent` of the GEMM's strategy. Raises ValueError where there is none."""
@@ -155,7 +155,7 @@ class _Layer:
         y = nothing((self.load.tokens, features), self.result_dtype(gemm))
         sent = self._reduction(gemm)(y, self.load.ranks(TP), reduce=reduce.how, wire=WIRES[reduce.codec])
         for dtype, nbytes in sent:
-            yield Sent(self.load.named(TP), self.name, gemm, wire.dtype_name(dtype)), nbytes
+            yield Sent(self.load.named(TP), self.name, gemm, observer.dtype_name(dtype)), nbytes
 
     def result_dtype(self, gemm: str) -> torch.dtype:
         """What a reduction of this GEMM's result carries."""
@@ -249,12 +249,12 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Iterator[tuple[S
     hidden = next(p.shape[1] for p in plan.weights if p.name == f"{other.name}.weight")
     ranks, size = load.ranks(TP), load.weight_dtype.itemsize
     numel, key = load.tokens * hidden, (load.named(TP), other.name)
-    precision = wire.dtype_name(load.weight_dtype)
+    precision = observer.dtype_name(load.weight_dtype)
     if not other.sequence_parallel:
-        yield Sent(*key, "fprop", precision), wire.reduced(numel, size, ranks)
+        yield Sent(*key, "fprop", precision), observer.reduced(numel, size, ranks)
         return
-    yield Sent(*key, "fprop", precision), wire.scattered(numel * size, ranks)
-    yield Sent(*key, "dgrad", precision), wire.gathered(numel // ranks * size, ranks)
+    yield Sent(*key, "fprop", precision), observer.scattered(numel * size, ranks)
+    yield Sent(*key, "dgrad", precision), observer.gathered(numel // ranks * size, ranks)
 
 
 def _cached_weights(plan: Plan, load: Workload) -> dict[Sent, int]:
@@ -264,7 +264,7 @@ def _cached_weights(plan: Plan, load: Workload) -> dict[Sent, int]:
         with foretelling(layer.name):
             elements += layer.observed("w", layer.weight_shapes(), BOTH) if layer.cached else 0
     group = load.amax_group or TP
-    return {Sent(load.named(group), "", "amax", "float32"): wire.reduced(elements, 4, load.ranks(group))}
+    return {Sent(load.named(group), "", "amax", "float32"): observer.reduced(elements, 4, load.ranks(group))}
 
 
 def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:
@@ -275,7 +275,7 @@ def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:
     if any(found and made.reduce_amax for made, found in slots):
         group = load.amax_group or WORLD
         elements = sum(len(found) for _, found in slots)
-        yield Sent(load.named(group), "", "amax", "float32"), wire.reduced(elements, 4, load.ranks(group))
+        yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))
 
 
 def _partial_gradients(plan: Plan, load: Workload) -> dict[Sent, int]:
@@ -283,5 +283,5 @@ def _partial_gradients(plan: Plan, load: Workload) -> dict[Sent, int]:
     word for each parameter that says whether it has one. Under FSDP those do that reduce."""
     partial = [p for p in plan.weights if p.partial]
     numel = len(partial) + sum(prod(load.shard(p.shape)) if load.units else prod(p.shape) for p in partial)
-    nbytes = wire.reduced(numel, 4, load.ranks(TP)) * (load.reductions if load.units else load.microbatches)
+    nbytes = observer.reduced(numel, 4, load.ranks(TP)) * (load.reductions if load.units else load.microbatches)
     return {Sent(load.named(TP), "", "grads", "float32"): nbytes if partial else 0}

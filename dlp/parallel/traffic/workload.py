@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.mesh import AXES, DP_SHARD, ParallelDims
 from dlp.quant.tensor import SHARED, Format
 
@@ -31,7 +31,7 @@ def foretelling(what: str) -> Iterator[None]:
 
 
 class Sent(NamedTuple):
-    """What bytes are planned by; see `dlp.comm.wire.Key`."""
+    """What bytes are planned by; see `dlp.comm.observer.Key`."""
 
     group: str
     layer: str
@@ -137,4 +137,4 @@ def moved(fmt: Format, shape: Sequence[int], dim: int, dtype: torch.dtype) -> in
 
 def precision_of(fmt: Format, dtype: torch.dtype) -> str:
     """What an operand of values of `dtype` travels as."""
-    return wire.dtype_name(dtype) if fmt.keeps_source else fmt.name
+    return observer.dtype_name(dtype) if fmt.keeps_source else fmt.name

@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from dlp.comm import collectives
-from dlp.comm import wire as ledger
+from dlp.comm import collectives, observer
 from dlp.comm.collectives import Wire
 from dlp.parallel.wires import WIRES
 
@@ -39,7 +38,7 @@ class WireReduceScatter(ReduceScatter):
             raise ValueError(
                 f"gradients on a wire are summed or averaged; got {op}: leave the gradient divide factor as it is"
             )
-        with ledger.label(layer="", direction="grads"):
+        with observer.label(layer="", direction="grads"):
             (total,) = collectives.reduce_scatter((input_tensor,), group, self.wire).wait()
         output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
 

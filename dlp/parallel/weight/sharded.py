@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm import wire
+from dlp.comm import observer
 from dlp.comm.collectives import all_gather
 from dlp.parallel.linear.operands import Pair, quantize
 from dlp.parallel.linear.state import BoundSpec
@@ -181,7 +181,7 @@ class ShardedWeight:
 
     def _fetch(self, way: Way) -> QuantizedTensor:
         """Gather one orientation now."""
-        with wire.label(direction="weights", precision="" if way.format.keeps_source else way.format.name):
+        with observer.label(direction="weights", precision="" if way.format.keeps_source else way.format.name):
             return self._trim(way, all_gather(self._cast(way).parts, way.dims, self.layout.group).wait())
 
     def _trim(self, way: Way, parts: Sequence[Tensor]) -> QuantizedTensor:

@@ -14,16 +14,16 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dlp
-from dlp.comm import collectives, wire
+from dlp.comm import collectives, observer
 from dlp.comm.amax import agree
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel.wires import WIRES
 from tests import pool as worker
 
 
-def observed(**sizes: int) -> tuple[Any, wire.Observer]:
+def observed(**sizes: int) -> tuple[Any, observer.Observer]:
     mesh = worker.mesh(**sizes)
-    return mesh, wire.Observer(ParallelDims.from_mesh(mesh).group_names())
+    return mesh, observer.Observer(ParallelDims.from_mesh(mesh).group_names())
 
 
 def sent(fn: Any, *, world: int) -> dict[str, int]:
@@ -32,7 +32,7 @@ def sent(fn: Any, *, world: int) -> dict[str, int]:
     with seen:
         fn(mesh["tp"].get_group())
     assert {key.group for key in seen.sent} <= {"tp"}
-    return {kind: count for kind, count in wire.totals(seen.sent, "kind").items() if count}
+    return {kind: count for kind, count in observer.totals(seen.sent, "kind").items() if count}
 
 
 def each_kind(world: int) -> dict[str, dict[str, int]]:
@@ -68,7 +68,7 @@ def each_kind(world: int) -> dict[str, dict[str, int]]:
         "send": exchange,
         "barrier": lambda g: dist.barrier(group=g),
         "functional": lambda g: functional.wait_tensor(functional.all_reduce(x, "sum", g)),
-        "copy": lambda g: wire.copies(small, g),
+        "copy": lambda g: observer.copies(small, g),
         "agree": lambda g: agree([x, small[0]], g),
         "our gather": lambda g: collectives.all_gather((small, small.bfloat16()), (0, 0), g).wait(),
         "our scatter": lambda g: collectives.reduce_scatter((x,), g).wait(),
@@ -112,7 +112,7 @@ class _Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         grad = grad.clone()
-        with wire.label(layer="doubled", direction="dgrad"):
+        with observer.label(layer="doubled", direction="dgrad"):
             dist.all_reduce(grad)
         return grad
 
@@ -123,7 +123,7 @@ def labels_and_groups() -> dict[Any, int]:
     pair = dist.new_group([0, 3]) if not hasattr(worker, "_pair") else worker._pair
     worker._pair = pair
     with seen:
-        with wire.label(layer="one", direction="fprop", precision="e4m3"):
+        with observer.label(layer="one", direction="fprop", precision="e4m3"):
             dist.all_reduce(x, group=mesh["tp"].get_group())
             agree([x], mesh["dp_shard"].get_group())
         dist.all_reduce(x)
@@ -164,10 +164,10 @@ def opaque_and_dtensor() -> tuple[dict[str, int], bool]:
     plain = [step(layer), step(compiled), step(compiled)][0]
     counts, equal = {}, True
     for name, run in (("eager", layer), ("compiled", compiled)):
-        with wire.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
+        with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
             equal &= torch.equal(step(run), plain)
-        counts |= {f"{name} {direction}": count for direction, count in wire.totals(seen.sent, "direction").items()}
-    with wire.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
+        counts |= {f"{name} {direction}": count for direction, count in observer.totals(seen.sent, "direction").items()}
+    with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
         DTensor.from_local(x, mesh["tp"], [Shard(0)]).redistribute(placements=[Replicate()]).to_local()
     return counts | {"dtensor": sum(seen.sent.values())}, equal
 
@@ -184,7 +184,7 @@ def test_opaque_ops_compiled_code_and_dtensor_are_seen_and_nothing_changes(ranks
 
 def replays() -> tuple[int, int]:
     mesh, seen = observed(tp=2)
-    with wire.Observer(seen.names) as captured:
+    with observer.Observer(seen.names) as captured:
         dist.all_reduce(torch.ones(4))
     seen.replayed(captured, 5)
     return sum(captured.sent.values()), sum(seen.sent.values())
@@ -198,25 +198,25 @@ def test_a_capture_is_multiplied_by_its_replays(ranks):
 
 def unknown() -> str:
     mesh, seen = observed(tp=2)
-    table = dict(wire._OPS)
-    del wire._OPS["c10d::allreduce_"]
+    table = dict(observer._OPS)
+    del observer._OPS["c10d::allreduce_"]
     try:
         with seen:
             dist.all_reduce(torch.ones(4))
     except RuntimeError as error:
         return str(error)
     finally:
-        wire._OPS.update(table)
+        observer._OPS.update(table)
     return ""
 
 
 @pytest.mark.ranks(2)
 def test_a_collective_that_cannot_be_counted_is_refused(ranks):
-    assert "the wire's observer cannot count c10d::allreduce_" in ranks(2).run(unknown)[0]
+    assert "the observer cannot count c10d::allreduce_" in ranks(2).run(unknown)[0]
 
 
 def test_every_collective_of_this_torch_is_in_the_table():
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     theirs = {name for name in names if name.partition("::")[0] in ("c10d", "_c10d_functional")}
     # two batches of sends in one op, new in torch 2.13; the observer refuses it
-    assert theirs - wire._OPS.keys() - wire._SILENT <= {"_c10d_functional::batch_p2p_ops"}
+    assert theirs - observer._OPS.keys() - observer._SILENT <= {"_c10d_functional::batch_p2p_ops"}

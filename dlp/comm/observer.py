@@ -1,4 +1,4 @@
-"""The wire observed: every byte that crosses a process group, seen where it crosses, whoever sends it.
+"""The observer: counts every byte that a process group sends, where it is sent, whoever sends it.
 
     with Observer(dims.group_names()) as seen:         a torch dispatch mode: each collective passes through it
         ...                                            forward, backward (autograd's threads too), clipping, optimizer
@@ -61,7 +61,7 @@ class Key(NamedTuple):
 
 _NOBODY = Label()
 _UNWATCHED: AbstractContextManager[None] = nullcontext()
-_LABEL: ContextVar[Label] = ContextVar("dlp_wire_label", default=_NOBODY)
+_LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 
 
 watched = (
@@ -223,7 +223,7 @@ class Observer(TorchDispatchMode):
         if name in _OPS:
             self._count(func, args, kwargs or {})
         elif func.namespace in _NAMESPACES and name not in _SILENT:
-            raise RuntimeError(f"the wire's observer cannot count {name}: add it to dlp/comm/wire.py")
+            raise RuntimeError(f"the observer cannot count {name}: add it to dlp/comm/observer.py")
         elif _is_opaque(func):
             with self._inside():
                 return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
