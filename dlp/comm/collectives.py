@@ -7,7 +7,7 @@
 
 Sums never depend on arrival: the shards of one destination are exchanged (all-to-all), summed there in fp32 in rank
 order and rounded once. NCCL's and gloo's own reductions round the running sum of a bf16 tensor at every hop, and in an
-order of their own. What a contribution is carried as is its `Wire`. Everything travels as bytes: gloo carries no FP8
+order of their own. What a contribution is carried as is its `ReduceCodec`. Everything travels as bytes: gloo carries no FP8
 type, and a grouped gather of several dtypes would be promoted to one of them there, silently.
 """
 
@@ -58,7 +58,7 @@ def done(result: T) -> Pending[T]:
     return Pending((), lambda: result)
 
 
-class Wire(NamedTuple):
+class ReduceCodec(NamedTuple):
     """What the contributions to a sum are carried as: `pack`, chunks [R, ...] for the R ranks -> parts that begin with
     [R]; `total`, such parts from the R ranks and a dtype -> the sum in rank order, rounded once to it."""
 
@@ -66,7 +66,7 @@ class Wire(NamedTuple):
     total: Callable[[Parts, torch.dtype], Tensor]
 
 
-AS_IT_IS = Wire(lambda chunks: (chunks,), lambda parts, dtype: sum_in_order(parts[0], dtype))
+AS_IT_IS = ReduceCodec(lambda chunks: (chunks,), lambda parts, dtype: sum_in_order(parts[0], dtype))
 
 
 # Gathers
@@ -207,7 +207,7 @@ def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[
         return _all_to_all(arrived, chunks, group=group, async_op=True), arrived
 
 
-def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, wire: Wire = AS_IT_IS) -> Pending[Parts]:
+def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Parts]:
     """Parts [R*m, ...], this rank's contributions to all -> [m, ...], the sums over ranks of this rank's rows.
 
     Raises ValueError when the rows do not divide by the size of the group.
@@ -220,15 +220,15 @@ def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, wire: Wire = AS
             )
     if world == 1:
         return done(tuple(parts))
-    return _summed([part.reshape(world, part.shape[0] // world, *part.shape[1:]) for part in parts], group, wire)
+    return _summed([part.reshape(world, part.shape[0] // world, *part.shape[1:]) for part in parts], group, codec)
 
 
-def _summed(chunks: Sequence[Tensor], group: ProcessGroup, wire: Wire) -> Pending[Parts]:
+def _summed(chunks: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec) -> Pending[Parts]:
     """Chunks [R, ...] of each part -> this rank's, summed over ranks in rank order."""
     sizes: list[int] = []
     outgoing: list[Tensor] = []
     for chunk in chunks:
-        packed = wire.pack(chunk)
+        packed = codec.pack(chunk)
         sizes.append(len(packed))
         outgoing.extend(packed)
     exchange = all_to_all(outgoing, group)
@@ -236,20 +236,20 @@ def _summed(chunks: Sequence[Tensor], group: ProcessGroup, wire: Wire) -> Pendin
     def finish() -> Parts:
         arrived, sums = exchange.wait(), []
         for chunk, size in zip(chunks, sizes, strict=True):
-            sums.append(wire.total(arrived[:size], chunk.dtype))
+            sums.append(codec.total(arrived[:size], chunk.dtype))
             arrived = arrived[size:]
         return tuple(sums)
 
     return Pending((), finish)
 
 
-def all_reduce(parts: Sequence[Tensor], group: ProcessGroup, wire: Wire = AS_IT_IS) -> Pending[Parts]:
+def all_reduce(parts: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Parts]:
     """Parts of any shapes -> the sums over ranks, equal on all of them: a reduce-scatter of their rows, carried by
-    `wire`, and a gather."""
+    `codec`, and a gather."""
     world = group.size()
     if world == 1:
         return done(tuple(parts))
-    scattered = _summed([shares(part, world) for part in parts], group, wire)
+    scattered = _summed([shares(part, world) for part in parts], group, codec)
 
     def finish() -> Parts:
         sums = scattered.wait()
@@ -260,7 +260,7 @@ def all_reduce(parts: Sequence[Tensor], group: ProcessGroup, wire: Wire = AS_IT_
 
 
 def shares(part: Tensor, world: int) -> Tensor:
-    """[world, ...]: the rows of a part in equal shares, so that a wire that scales along features finds whole rows; or
+    """[world, ...]: the rows of a part in equal shares, so that a codec that scales along features finds whole rows; or
     its elements, with zeros appended, where the rows do not divide."""
     rows = part.reshape(-1, part.shape[-1]) if part.dim() > 1 and part.shape[-1] else part.reshape(-1)
     if rows.dim() == 1 or len(rows) % world:

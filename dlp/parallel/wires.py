@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlp.comm.collectives import AS_IT_IS, Parts, Wire
+from dlp.comm.collectives import AS_IT_IS, Parts, ReduceCodec
 from dlp.kernels.wire import pack_fp8, sum_fp8
 
 
@@ -26,4 +26,4 @@ def _sum_fp8(parts: Parts, dtype: torch.dtype) -> Tensor:
     return sum_fp8(codes, scale_inv, dtype)
 
 
-WIRES = {"hp": AS_IT_IS, "bf16": Wire(_pack_bf16, AS_IT_IS.total), "fp8": Wire(pack_fp8, _sum_fp8)}
+WIRES = {"hp": AS_IT_IS, "bf16": ReduceCodec(_pack_bf16, AS_IT_IS.total), "fp8": ReduceCodec(pack_fp8, _sum_fp8)}

@@ -166,7 +166,7 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
         for carried in WIRES:
             for reduce, rows in REDUCTIONS:
                 chosen, a = strategy(name), quantizer.cast(torch.ones(rows, 8, device=device), None)
-                how: dict[str, Any] = {"reduce": reduce, "wire": WIRES[carried]}
+                how: dict[str, Any] = {"reduce": reduce, "codec": WIRES[carried]}
 
                 def total(chosen: Any = chosen, a: Any = a, how: dict[str, Any] = how) -> Tensor:
                     reduced = chosen.gemm_reduce(a, Gemm("fprop", w, torch.float32), group, dtype=torch.bfloat16, **how)

@@ -110,7 +110,7 @@ def cut_inside_a_block() -> str:
     gemm = Gemm("fprop", w, torch.float32)
     try:
         load("chunked").gemm_reduce(
-            tiles, gemm, dist.group.WORLD, reduce="scatter", dtype=torch.float32, wire=WIRES["hp"]
+            tiles, gemm, dist.group.WORLD, reduce="scatter", dtype=torch.float32, codec=WIRES["hp"]
         )
     except ValueError as error:
         return str(error)

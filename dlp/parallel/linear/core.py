@@ -58,7 +58,7 @@ def token_gemm(
     if reduce is None:
         return done(rounded(_run(a, last), dtype))
     assert isinstance(a, QuantizedTensor), "no style both gathers and reduces in one GEMM"
-    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=reduce.how, dtype=dtype, wire=WIRES[reduce.codec])
+    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=reduce.how, dtype=dtype, codec=WIRES[reduce.codec])
 
 
 def _run(a: QuantizedTensor | Gather, gemm: Gemm) -> Tensor:

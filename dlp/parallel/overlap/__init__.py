@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.collectives import Pending, Wire
+from dlp.comm.collectives import Pending, ReduceCodec
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
@@ -61,12 +61,19 @@ class Overlap(Protocol):
         ...
 
     def gemm_reduce(
-        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, wire: Wire
+        self,
+        a: QuantizedTensor,
+        gemm: Gemm,
+        group: ProcessGroup,
+        *,
+        reduce: str,
+        dtype: torch.dtype,
+        codec: ReduceCodec,
     ) -> Pending[Tensor]:
         """Run the GEMM, round its result to `dtype` and sum it over the group: reduce "all", or "scatter" over rows."""
         ...
 
-    def sent(self, y: Tensor, ranks: int, *, reduce: str, wire: Wire) -> Sent:
+    def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
         """What one rank of so many sends in `gemm_reduce` of a result like y [M, N], which needs no memory. A strategy
         that does not say it works all the same; what its layers send is then not compared with a plan."""
         ...

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives, symmetric
-from dlp.comm.collectives import Pending, Wire
+from dlp.comm.collectives import Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, Exchange, by_distance
 from dlp.parallel.overlap import Sent
 from dlp.quant.gemm import Gemm
@@ -109,12 +109,19 @@ class Chunked:
         return lease.gather()
 
     def gemm_reduce(
-        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, wire: Wire
+        self,
+        a: QuantizedTensor,
+        gemm: Gemm,
+        group: ProcessGroup,
+        *,
+        reduce: str,
+        dtype: torch.dtype,
+        codec: ReduceCodec,
     ) -> Pending[Tensor]:
         """Raises ValueError where the format of `a` cannot be cut between the rows of two ranks."""
         rows, exchange = -(-a.shape[0] // group.size()), None
         for distance, rank in [*((distance, to) for distance, to, _ in by_distance(group)), (0, group.rank())]:
-            contribution = wire.pack(_rows_for(rank, rows, a, gemm).to(dtype)[None])
+            contribution = codec.pack(_rows_for(rank, rows, a, gemm).to(dtype)[None])
             if exchange is None:
                 kinds = [part.shape[1:] for part in contribution], [part.dtype for part in contribution]
                 exchange = self.exchanges[a.payload.device.type](group, *kinds, group.size(), a.payload.device)
@@ -122,12 +129,12 @@ class Chunked:
                 to.copy_(part[0])
             exchange.step(distance) if distance else exchange.keep()
         assert exchange is not None
-        scattered = _total(exchange, group, dtype, wire)
+        scattered = _total(exchange, group, dtype, codec)
         return scattered if reduce == "scatter" else _whole(scattered, a.shape[0], group)
 
-    def sent(self, y: Tensor, ranks: int, *, reduce: str, wire: Wire) -> Sent:
+    def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
         rows = y.new_empty((1, -(-len(y) // ranks), y.shape[1]))
-        parts = [*wire.pack(rows), *([rows] if reduce == "all" else [])]
+        parts = [*codec.pack(rows), *([rows] if reduce == "all" else [])]
         return [(part.dtype, (ranks - 1) * part.nbytes) for part in parts]
 
 
@@ -160,11 +167,11 @@ def _cut(a: QuantizedTensor, start: int, stop: int, which: str) -> QuantizedTens
     ])  # fmt: skip
 
 
-def _total(exchange: Exchange, group: ProcessGroup, dtype: torch.dtype, wire: Wire) -> Pending[Tensor]:
+def _total(exchange: Exchange, group: ProcessGroup, dtype: torch.dtype, codec: ReduceCodec) -> Pending[Tensor]:
     def finish() -> Tensor:
         for rank in range(group.size()):
             exchange.wait(rank)
-        return wire.total(exchange.arrived, dtype)
+        return codec.total(exchange.arrived, dtype)
 
     return Pending((), finish)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import Parts, Pending, Wire
+from dlp.comm.collectives import Parts, Pending, ReduceCodec
 from dlp.parallel.overlap import Sent
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
@@ -63,14 +63,21 @@ class Serial:
         return SerialLease(a, a.format.moves_along(dim), group).gather()
 
     def gemm_reduce(
-        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, wire: Wire
+        self,
+        a: QuantizedTensor,
+        gemm: Gemm,
+        group: ProcessGroup,
+        *,
+        reduce: str,
+        dtype: torch.dtype,
+        codec: ReduceCodec,
     ) -> Pending[Tensor]:
-        reduced = _REDUCE[reduce]((gemm(a).to(dtype),), group, wire)
+        reduced = _REDUCE[reduce]((gemm(a).to(dtype),), group, codec)
         return Pending((), lambda: reduced.wait()[0])
 
-    def sent(self, y: Tensor, ranks: int, *, reduce: str, wire: Wire) -> Sent:
+    def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
         chunks = collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
-        packed = wire.pack(chunks)
+        packed = codec.pack(chunks)
         whole = [(y.dtype, (ranks - 1) * chunks[0].nbytes)] if reduce == "all" else []
         return [(packed[0].dtype, (ranks - 1) * collectives.record(packed)), *whole]
 

@@ -153,7 +153,7 @@ class _Layer:
         if reduce is None:
             return
         y = nothing((self.load.tokens, features), self.result_dtype(gemm))
-        sent = self._reduction(gemm)(y, self.load.ranks(TP), reduce=reduce.how, wire=WIRES[reduce.codec])
+        sent = self._reduction(gemm)(y, self.load.ranks(TP), reduce=reduce.how, codec=WIRES[reduce.codec])
         for dtype, nbytes in sent:
             yield Sent(self.load.named(TP), self.name, gemm, observer.dtype_name(dtype)), nbytes
 

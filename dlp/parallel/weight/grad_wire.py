@@ -1,4 +1,4 @@
-"""What FSDP's gradients are carried as when they are summed over dp_shard: a `Wire`, by name (see `dlp.parallel.wires`).
+"""What FSDP's gradients are carried as when they are summed over dp_shard: a `ReduceCodec`, by name (see `dlp.parallel.wires`).
 
 FSDP hands over the gradients of a unit as one flat tensor, a part for each rank; blocks of 128 lie along it. Sums are
 fp32 in rank order, divided by the number of ranks and rounded once to the dtype of the reduction (`reduce_dtype`).
@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from dlp.comm import collectives, observer
-from dlp.comm.collectives import Wire
+from dlp.comm.collectives import ReduceCodec
 from dlp.parallel.wires import WIRES
 
 
 class WireReduceScatter(ReduceScatter):
     """FSDP2's reduce-scatter as an exchange and a sum."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: ReduceCodec) -> None:
         self.wire = wire
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
