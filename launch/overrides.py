@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from launch.schema import ConfigError, Section, check, help_lines, nearest
+from launch.schema import ConfigError, Section, check, help_lines, nearest, rule_of
 
 Schema = Mapping[str, type[Section]]  # section name -> its dataclass; "groups" is the one that is a list
 ALIASES = {"recipe": "groups.default.recipe"}
@@ -66,7 +66,7 @@ def _value(setting: Field, text: str, option: str) -> Any:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    accepts = setting.metadata["rule"].accepts
+    accepts = rule_of(setting).accepts
     if not isinstance(value, dict | list) and not accepts(value) and accepts(text):
         value = text
     check(setting, value, option)

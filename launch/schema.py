@@ -76,6 +76,9 @@ def flag() -> Rule:
     return Rule("true or false", (bool,))
 
 
+SWITCH = flag()
+
+
 def text(words: str = "a string that is not empty") -> Rule:
     return Rule(words, (str,), bool)
 
@@ -95,9 +98,15 @@ def setting(rule: Rule, doc: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"rule": rule, "doc": doc})
 
 
+def rule_of(setting: Field) -> Rule:
+    """A field that dlp declares, a switch of layers, has no rule of its own."""
+    rule: Rule = setting.metadata.get("rule", SWITCH)
+    return rule
+
+
 def check(setting: Field, value: object, where: str) -> Any:
     """The value to keep for this field; raises ConfigError, starting with `where`, if its rule refuses it."""
-    rule = setting.metadata["rule"]
+    rule = rule_of(setting)
     if not rule.accepts(value):
         raise ConfigError(f"{where}: expected {rule.words}, got {value!r}")
     return rule.store(value)
@@ -130,7 +139,7 @@ def read(section: type[S], table: dict[str, Any], title: str) -> S:
             raise ConfigError(f"{title} {key}: unknown key, the nearest are {', '.join(nearest(key, known))}")
     for key, each in known.items():
         if key not in table and each.default is MISSING:
-            raise ConfigError(f"{title} {key}: missing, expected {each.metadata['rule'].words}")
+            raise ConfigError(f"{title} {key}: missing, expected {rule_of(each).words}")
     return section(**table)
 
 
@@ -163,7 +172,7 @@ def markdown_table(section: type[Section]) -> str:
     """One row per setting: key, default, allowed values, meaning."""
     rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for each in fields(section):
-        rows.append(f"| `{each.name}` | {_default(each)} | {each.metadata['rule'].words} | {each.metadata['doc']} |")
+        rows.append(f"| `{each.name}` | {_default(each)} | {rule_of(each).words} | {each.metadata['doc']} |")
     return "\n".join(rows)
 
 
@@ -172,5 +181,5 @@ def help_lines(section: type[Section], prefix: str) -> list[str]:
     lines = []
     for each in fields(section):
         lines.append(f"  --{prefix}.{each.name}  [{_default(each)}]")
-        lines.append(f"      {each.metadata['doc']}; {each.metadata['rule'].words}")
+        lines.append(f"      {each.metadata['doc']}; {rule_of(each).words}")
     return lines

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlp.comm.mesh import TP, WORLD
+from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.groups import FIELDS
 from launch.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
@@ -162,8 +163,8 @@ OVERLAP = Rule("a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group(Section):
-    """Layers chosen by name. Groups are a list: the last match wins, key by key; what is unset stays as it was."""
+class _Choices(Section):
+    """The settings of a group that stand before the switches of layers."""
 
     name: str = setting(text(), "for messages, the plan and --groups.NAME.key")
     match: tuple[str, ...] = setting(texts(), "patterns of layer names, as in layer-groups.md")
@@ -172,7 +173,12 @@ class Group(Section):
     sequence_parallel: bool | None = setting(flag(), "its tokens are cut over the tp ranks", None)
     siblings: bool | None = setting(flag(), "layers of one parent read the same x and share its quantization", None)
     overlap: str | dict[str, str] | None = setting(OVERLAP, "who schedules GEMMs and collectives", None)
-    delay_wgrad: bool | None = setting(flag(), "weight gradients wait until the rest of backward is done", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group(LayerOptions, _Choices):
+    """Layers chosen by name. Groups are a list: the last match wins, key by key; what is unset stays as it was."""
+
     swap: tuple[dict[str, Any], ...] | None = setting(
         SWAP,
         "recipes that take over when so many steps are done; a later group's recipe ends them for its layers",

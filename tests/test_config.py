@@ -12,6 +12,7 @@ import torch
 from launch import config as configuration
 from launch.build import build, plan_for
 from launch.config import CONFIGS, ConfigError, docs, load, make_parser, to_toml, validate_world
+from launch.schema import rule_of
 from launch.sections import SCHEMA, Group, Train
 from tests.command import command
 
@@ -253,7 +254,7 @@ def test_help_lists_every_setting_and_default() -> None:
     for section, cls in SCHEMA.items():
         for each in dataclasses.fields(cls):
             assert f"--{'groups.NAME' if section == 'groups' else section}.{each.name}  [" in text
-            assert each.metadata["doc"] in text and each.metadata["rule"].words in text
+            assert each.metadata["doc"] in text and rule_of(each).words in text
     assert "--mesh.tp  [2]" in text and "--train.steps  [required]" in text
 
 

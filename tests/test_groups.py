@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlp.parallel.linear.spec import OPTIONS, LayerOptions
 from dlp.parallel.model.groups import FIELDS, LayerGroup, Resolved, resolve
+from dlp.parallel.style import style
 from dlp.quant.patterns import match_names, must_match
+from launch.sections import Group
+
+ROOT = Path(__file__).parent.parent
 
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 LAYERS = 6
@@ -191,3 +197,31 @@ def test_a_group_left_with_no_layer_is_refused():
 def test_two_groups_of_one_name_are_refused():
     with pytest.raises(ValueError, match="need different names; given twice: 'a'"):
         resolve([LayerGroup("a", "**", recipe="bf16"), LayerGroup("a", "lm_head", style="column")], NAMES, LENGTHS)
+
+
+def files_naming(option: str) -> set[str]:
+    return {
+        str(file.relative_to(ROOT))
+        for folder in ("dlp", "launch")
+        for file in (ROOT / folder).rglob("*.py")
+        if re.search(rf"\b{option}\b", file.read_text())
+    }
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_a_switch_of_layers_is_declared_once(option):
+    """Groups, plans, specs and settings carry the record whole: what names a switch declares it or does what it says."""
+    found = files_naming(option.name)
+    assert "dlp/parallel/linear/spec.py" in found
+    elsewhere = {name for name in found if not name.startswith(("dlp/parallel/linear/", "dlp/parallel/weight/"))}
+    assert len(elsewhere) <= 1, elsewhere  # one that does what it says
+    group = LayerGroup("g", ["**"], **{option.name: True})
+    assert group.fields() == {option.name: True} and getattr(resolve([group], NAMES, LENGTHS)[NAMES[0]], option.name)
+    assert Group(name="g", match=("**",), **{option.name: True}).layer_fields() == {option.name: True}
+    assert f"| `{option.name}` | {option.metadata['doc']}" in (ROOT / "docs" / "layer-groups.md").read_text()
+
+
+def test_what_nobody_chose_is_off():
+    column = style("column", False)
+    settled = LayerOptions().settled(column)
+    assert not any(getattr(settled, option.name) for option in OPTIONS) and not LayerOptions().notes(column)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
+from dlp.parallel.linear.spec import LayerOptions
 from tests.cases import RECIPES
 from tests.metrics import assert_bit_equal, assert_close
 
@@ -74,7 +75,7 @@ def test_autocast_of_layers_that_cast_at_the_boundary_are_compiled_or_wait(kind)
         torch.manual_seed(0)
         made = nn.Sequential(dlp.Linear(64, 64, recipe="fp8_current"))
         dlp.attach(made, torch.optim.SGD(made.parameters(), lr=0.1))
-        made[0].core.set_spec(replace(made[0].core.spec, delay_wgrad=kind == "waiting"))
+        made[0].core.set_spec(replace(made[0].core.spec, options=LayerOptions(delay_wgrad=kind == "waiting")))
         if kind == "compiled":
             made.compile(backend="aot_eager", fullgraph=True)
         return made

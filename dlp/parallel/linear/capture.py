@@ -111,7 +111,7 @@ def _programmable(bound: BoundSpec, direction: str) -> bool:
     known = all(caps_of(quantizer).pure for quantizer in recipe.quantizers()) and not any(
         own_gemm(*pair) for pair in formats
     )
-    return alone and not agreed and known and not spec.delay_wgrad
+    return alone and not agreed and known and not spec.options.delay_wgrad
 
 
 def multiplies_tf32(x: Tensor) -> bool:

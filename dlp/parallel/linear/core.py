@@ -231,7 +231,7 @@ def run_backward(
             (member, partial(_wgrad, bound, dy_col(), x_whole, w.shape, w.dtype))
             for member, dy_col, w, needed in zip(members, dy_cols, weights, needs_dw, strict=True) if needed
         )  # fmt: skip
-        if waits(spec.delay_wgrad, needs_dx):
+        if waits(spec.options.delay_wgrad, needs_dx):
             bound.session.waiting.extend(wgrads)
         else:
             grads += [wgrad() for _, wgrad in wgrads]
@@ -257,10 +257,10 @@ def _wgrad(
     return _part(contract_gemm(bound, dy, x, dtype), shape[0], shape[1]).to(dtype)
 
 
-def waits(delay: bool, needs_dx: bool) -> bool:
+def waits(delay: bool | None, needs_dx: bool) -> bool:
     """Whether wgrad is left to `backward_dw`. Nobody waits for a layer without dx, and an op without a result would be
     dropped from a compiled graph."""
-    return delay and needs_dx
+    return bool(delay) and needs_dx
 
 
 def _start_dy(

@@ -64,7 +64,7 @@ class Call:
             used = [i for i, dy in enumerate(there) if dy]
             weights, biases, dx = self.first, self.first + self.count, any(needs[X : self.first])
             dw, db = ([needs[first + i] for i in used] for first in (weights, biases))
-            made = [] if waits(self.spec.delay_wgrad, dx) else dw
+            made = [] if waits(self.spec.options.delay_wgrad, dx) else dw
             places = [*range(X, self.first)] if dx else []
             places += [weights + i for i, need in zip(used, made, strict=False) if need]
             places += [biases + i for i, need in zip(used, db, strict=True) if need]

@@ -22,7 +22,7 @@ from dlp.parallel.linear.direct import DirectLinearFn, call_of, forward
 from dlp.parallel.linear.inputs import autocasts, check_inputs, in_autocast_dtype, no_autocast
 from dlp.parallel.linear.opaque import OpaqueLinearFn, opaque
 from dlp.parallel.linear.prologue import Prologue
-from dlp.parallel.linear.spec import LinearSpec, Overlaps, num_inputs
+from dlp.parallel.linear.spec import OFF, LayerOptions, LinearSpec, Overlaps, num_inputs
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.autocast import active_region, active_spec
 from dlp.parallel.model.runtime import Runtime
@@ -225,8 +225,8 @@ class LinearCore:
             return tuple(ys)
         save = any(w.requires_grad for w in weights)
         results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
-            bound.spec_id, bound.trace_id, len(inputs), len(weights), save, record, bound.spec.delay_wgrad, *inputs, *weights,
-            *biases, *cached,
+            bound.spec_id, bound.trace_id, len(inputs), len(weights), save, record, bound.spec.options.delay_wgrad, *inputs,
+            *weights, *biases, *cached,
         )  # fmt: skip
         return results
 
@@ -374,7 +374,8 @@ def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | 
 def make_spec(
     name: str, style_name: str, sequence_parallel: bool, recipe: Any, overlap: str | dict[str, str],
     tp: DeviceMesh | None, members: tuple[str, ...], *, amax_group: ProcessGroup | None = None,
-    tokens: int | None = None, delay_wgrad: bool = False, prologue: str | Mapping[str, Any] | Prologue | None = None,
+    tokens: int | None = None, options: LayerOptions = OFF,
+    prologue: str | Mapping[str, Any] | Prologue | None = None,
 ) -> LinearSpec:  # fmt: skip
     """A spec from the words users write. `recipe`: a name, a Recipe or a CustomRecipe. `overlap`: one strategy's name,
     or one per GEMM. `prologue`: see `dlp.parallel.linear.prologue.load`."""
@@ -384,7 +385,7 @@ def make_spec(
     resolved = recipes.made(recipe).for_layer(members[0])
     return LinearSpec(
         name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, members,
-        delay_wgrad=delay_wgrad, prologue=prologues.load(prologue),
+        options=options, prologue=prologues.load(prologue),
     )  # fmt: skip
 
 

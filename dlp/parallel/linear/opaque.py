@@ -117,7 +117,7 @@ def _linear_bwd_fake(
     grads = [dy.new_empty((plan.tokens, features), dtype=dtype)] if needs_dx else []
     if needs_dx and spec.prologue is not None:
         grads = [given.new_empty(given.shape) for given in saved[-num_inputs(spec) :]]
-    now = not waits(spec.delay_wgrad, needs_dx)
+    now = not waits(spec.options.delay_wgrad, needs_dx)
     grads += [w.new_empty(w.shape) for w, needed in zip(weights, needs_dw, strict=True) if needed and now]
     return grads + [w.new_empty(w.shape[:1]) for w, needed in zip(weights, needs_db, strict=True) if needed]
 

@@ -7,7 +7,8 @@ under is a `BoundSpec` (`dlp.parallel.linear.state`). Changing a layer's recipe 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -33,13 +34,55 @@ class Overlaps:
     wgrad: Overlap
 
 
+def _allowed(style: ParallelStyle) -> None:
+    return None
+
+
+def _switch(doc: str, note: str, refused: Callable[[ParallelStyle], str | None] = _allowed) -> Any:
+    """A field of LayerOptions. `doc`: its line in the tables of settings; `note`: what the plan says of a layer that has it;
+    `refused`: what it says of one whose style cannot have it, None where it can."""
+    return field(default=None, metadata={"doc": doc, "note": note, "refused": refused})
+
+
+def _sums_at_the_end(style: ParallelStyle) -> str | None:
+    if style.partial_weight_grad:
+        return "wgrad does not wait: it is a part of a sum over tp that the end of backward makes"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """Switches of a linear beside style, recipe and overlap, each declared here alone: layer groups set them, the rows of a
+    plan carry them whole, and `LinearSpec.options` has them. None is off, and nobody has said so."""
+
+    delay_wgrad: bool | None = _switch(
+        "weight gradients wait in backward until `dlp.backward_dw(model)`",
+        "wgrad waits for dlp.backward_dw",
+        _sums_at_the_end,
+    )
+
+    def settled(self, style: ParallelStyle) -> LayerOptions:
+        """Those that a layer of this style has."""
+        return LayerOptions(**{
+            each.name: bool(getattr(self, each.name)) and each.metadata["refused"](style) is None for each in OPTIONS
+        })  # fmt: skip
+
+    def notes(self, style: ParallelStyle) -> tuple[str, ...]:
+        """What the plan says of those that were chosen."""
+        chosen = [each.metadata for each in OPTIONS if getattr(self, each.name)]
+        return tuple(each["refused"](style) or each["note"] for each in chosen)
+
+
+OPTIONS, OFF = fields(LayerOptions), LayerOptions()
+
+
 @dataclass(frozen=True)
 class LinearSpec:
     """`group`: the tp group, None for a layer without one. `amax_group`: when given, every observed amax is agreed over
     it, a superset of what the style asks. `tokens`: B*S of a microbatch, which sequence-parallel layers check x
     against, None where it is not known. `members`: a name for each weight, under which its scales are kept and its random bits
-    drawn. `variant`: sets the scales of a recipe that overrides the layer's own apart. `delay_wgrad`: backward leaves wgrad to
-    `backward_dw`. `prologue`: what makes x of what the layer is called with; None: that is x."""
+    drawn. `variant`: sets the scales of a recipe that overrides the layer's own apart. `prologue`: what makes x of what the
+    layer is called with; None: that is x."""
 
     name: str
     style: ParallelStyle
@@ -50,7 +93,7 @@ class LinearSpec:
     tokens: int | None = None
     members: tuple[str, ...] = ("linear",)
     variant: str = ""
-    delay_wgrad: bool = False
+    options: LayerOptions = OFF
     prologue: Prologue | None = None
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """What one layer keeps: of a spec that it runs under, a `BoundSpec`.
 
 The opaque ops take tensors and two names: a `spec_id`, a tensor, says which `BoundSpec` a call runs; a `trace_id`, an integer,
-is the same for all specs of equal style, recipe, tp, `delay_wgrad` and prologue, and is all that results depend on in shape and
+is the same for all specs of equal style, recipe, tp, options and prologue, and is all that results depend on in shape and
 number. torch.compile sees the trace_id as a constant and the spec_id as an input, so that equal blocks share one compiled
 graph.
 """
@@ -79,7 +79,7 @@ class BoundSpec:
         number, spec = next(_NUMBERS), self.spec
         _BOUND[number] = self
         self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
-        self.trace_id = _TRACES.setdefault((spec.style, spec.recipe, spec.tp, spec.delay_wgrad, spec.prologue), number)
+        self.trace_id = _TRACES.setdefault((spec.style, spec.recipe, spec.tp, spec.options, spec.prologue), number)
         _SPEC_OF_TRACE.setdefault(self.trace_id, spec)
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}

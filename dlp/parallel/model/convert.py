@@ -145,7 +145,7 @@ def _make_spec(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
         module.core.cast_weights.check(first.recipe)
     return make_spec(
         name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp,
-        tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens, delay_wgrad=first.delay_wgrad,
+        tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens, options=first.options,
         prologue=first.prologue,
     )  # fmt: skip
 

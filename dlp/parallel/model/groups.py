@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dlp.parallel.linear.spec import OPTIONS, LayerOptions
 from dlp.quant.patterns import must_match, parse
 from dlp.quant.recipe import Recipe
 
-FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", "delay_wgrad", "prologue", "convert")
-OF_LINEARS = ("recipe", "siblings", "overlap", "delay_wgrad", "prologue")  # fields that say nothing of other modules
+_SWITCHES = tuple(each.name for each in OPTIONS)
+FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", *_SWITCHES, "prologue", "convert")
+OF_LINEARS = ("recipe", "siblings", "overlap", *_SWITCHES, "prologue")  # fields that say nothing of other modules
 STYLES = ("column", "row", "local")
 
 
 @dataclass(frozen=True)
-class LayerGroup:
+class LayerGroup(LayerOptions):
     """Some layers and what is set for them; a field left at None is not set, and an earlier group's value stands.
 
     match              one pattern or several (see `dlp.quant.patterns`); kept as a tuple
@@ -29,11 +31,11 @@ class LayerGroup:
     sequence_parallel  whether the layer's tokens are cut over tp
     siblings           whether layers that read the same x become one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
-    delay_wgrad        whether weight gradients wait in backward until `dlp.backward_dw(model)`
     prologue           what makes x in the layer's own cast, of the two tensors that it is then called with: "rms_norm",
                        {"name": "rms_norm", "eps": ...} or "swiglu"
     convert            False: the modules that match are left out with all that is in them: they run their own code, whole on
                        every tp rank. True: a linear of a class of its own is converted all the same, without its forward
+    and the switches of `dlp.parallel.linear.spec.LayerOptions`, by their names
 
     Raises ValueError for a group without patterns or without fields, an unknown style, or a malformed pattern.
     """
@@ -45,7 +47,6 @@ class LayerGroup:
     sequence_parallel: bool | None = None
     siblings: bool | None = None
     overlap: str | Mapping[str, str] | None = None
-    delay_wgrad: bool | None = None
     prologue: str | Mapping[str, Any] | None = None
     convert: bool | None = None
 
@@ -70,7 +71,7 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class Resolved(LayerOptions):
     """What the groups say about one layer: a value per field (None: no group sets it) and where it comes from.
 
     groups    names of all groups that match the layer, in order
@@ -83,7 +84,6 @@ class Resolved:
     sequence_parallel: bool | None = None
     siblings: bool | None = None
     overlap: str | Mapping[str, str] | None = None
-    delay_wgrad: bool | None = None
     prologue: str | Mapping[str, Any] | None = None
     convert: bool | None = None
     groups: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 an operand that travels in high precision      a GEMM that decodes an operand because the other one is not quantized
 results that are rounded                       how the device runs the recipe
 codes that depend on tp all the same
-wgrads that wait, or cannot                    a prologue, and where it runs
+a prologue, and where it runs
 """
 
 from __future__ import annotations
@@ -26,17 +26,9 @@ from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, R
 WAYS = ("rowwise", "columnwise")
 
 
-def layer_notes(recipe: Recipe, style: ParallelStyle, tokens: int | None, delay_wgrad: bool = False) -> tuple[str, ...]:
-    """The sentences for one layer. `tokens`: of a microbatch on one rank of a sequence-parallel layer, if known.
-    `delay_wgrad`: it was asked for."""
-    delayed = _delayed(style) if delay_wgrad else ()
-    return (*_travel(recipe, style, tokens), *_mixed(recipe), *_rounded(recipe), *delayed)
-
-
-def _delayed(style: ParallelStyle) -> tuple[str]:
-    if style.partial_weight_grad:
-        return ("wgrad does not wait: it is a part of a sum over tp that the end of backward makes",)
-    return ("wgrad waits for dlp.backward_dw",)
+def layer_notes(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> tuple[str, ...]:
+    """The sentences for one layer. `tokens`: of a microbatch on one rank of a sequence-parallel layer, if known."""
+    return (*_travel(recipe, style, tokens), *_mixed(recipe), *_rounded(recipe))
 
 
 def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from dlp.parallel.linear.modules import ParallelLinear
+from dlp.parallel.linear.spec import OPTIONS
 from dlp.parallel.model.flow import blocks, check_flow
 from dlp.parallel.model.groups import LayerGroup, Resolved, resolve
 from dlp.parallel.model.notes import support_note
@@ -167,7 +168,8 @@ def _check_siblings(rows: Sequence[LayerPlan]) -> None:
         for what, value, other in (
             ("in_features", row.shape[1], first.shape[1]), ("style", row.row.name, first.row.name),
             ("recipe", row.recipe, first.recipe), ("overlap", row.overlap, first.overlap),
-            ("delay_wgrad", row.delay_wgrad, first.delay_wgrad), ("prologue", row.prologue, first.prologue),
+            ("prologue", row.prologue, first.prologue),
+            *((each.name, getattr(row.options, each.name), getattr(first.options, each.name)) for each in OPTIONS),
         ):  # fmt: skip
             if value != other:
                 raise ValueError(

@@ -17,6 +17,7 @@ from dlp.parallel import overlap as overlaps
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.linear.prologue import Prologue
+from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.embedding import check_cut
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.model.notes import layer_notes, prologue_note, scope_notes
@@ -41,7 +42,7 @@ class LayerPlan:
     siblings: tuple[str, ...]
     recipe: Recipe
     overlap: str | dict[str, str]
-    delay_wgrad: bool
+    options: LayerOptions
     prologue: Prologue | None
     kernels: tuple[str, str, str]
     parameters: int
@@ -146,16 +147,17 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     recipe = _recipe(chosen.recipe, name)
     fit.check(name, row, recipe)
     tokens = batch[0] * batch[1] // tp if batch is not None else None
-    delay, prologue = bool(chosen.delay_wgrad) and not row.partial_weight_grad, prologues.load(chosen.prologue)
+    prologue = prologues.load(chosen.prologue)
     if prologue is not None:
         prologue.check(name, row, tp)
     overrode = [f"{f}: {', '.join(lost)}" for f, lost in chosen.overrode.items() if lost]
     return LayerPlan(
-        name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name), delay,
+        name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name), chosen.settled(row),
         prologue, _kernels(recipe, place.device_type, name), local[0] * local[1] + bias, _winners(chosen),
         "; ".join(overrode), weight,
         (
-            *layer_notes(recipe, row, tokens, bool(chosen.delay_wgrad)),
+            *layer_notes(recipe, row, tokens),
+            *chosen.notes(row),
             *(scope_notes(recipe, row, local, tokens) if tp > 1 else ()),
             *prologue_note(prologue, recipe, place.device_type),
         ),

@@ -69,8 +69,8 @@ def fully_shard(
     _check_order(module)
     fsdp2_keywords = _with_integer(module, dims.dp_shard, quantize_from_master, fsdp2_keywords)
     for core in cores(module):
-        if core.spec.delay_wgrad:
-            core.set_spec(replace(core.spec, delay_wgrad=False))
+        if core.spec.options.delay_wgrad:
+            core.set_spec(replace(core.spec, options=replace(core.spec.options, delay_wgrad=False)))
             core.session.note("wgrad does not wait under FSDP, which reduces gradients within backward")
     sharded = fsdp.fully_shard(module, mesh=dims.fsdp_mesh, **fsdp2_keywords)
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
