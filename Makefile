@@ -19,7 +19,7 @@ DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_avai
 NEEDS   = @$(PYTHON) tools/check_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help pretrain plan ledger fidelity test multigpu lint kernels-compile gpu-test sanitize bench bench-quantize bench-gemm bench-linear bench-comm
+.PHONY: help pretrain plan ledger fidelity test test-fast multigpu lint kernels-compile gpu-test sanitize bench bench-quantize bench-gemm bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -41,9 +41,16 @@ fidelity: $(READY) ## gradients of every recipe beside bf16's and an independent
 	$(NEEDS)
 	@$(PYTHON) -m launch.gradient_fidelity $(ARGS)
 
+# One worker runs the tests with ranks, the others the rest (tests/conftest.py).
+SPREAD := -n auto --maxprocesses 4 --dist loadgroup
+
 test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"
-	$(NEEDS) pytest hypothesis
-	@$(PYTHON) -m pytest $(ARGS)
+	$(NEEDS) pytest hypothesis xdist
+	@$(PYTHON) -m pytest $(SPREAD) $(ARGS)
+
+test-fast: $(READY) ## the tests for daily work, in two minutes: nothing that compiles or starts programs, a case of each with ranks
+	$(NEEDS) pytest hypothesis xdist
+	@$(PYTHON) -m pytest $(SPREAD) --fast $(ARGS)
 
 multigpu: $(READY) ## run the multi-rank tests over NCCL, a GPU per rank (without GPUs: gloo)
 	$(NEEDS) pytest

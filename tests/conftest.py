@@ -7,7 +7,8 @@
     @pytest.mark.parametrize("world", [2, 4])              # a parameter of this name counts as the mark
     def test_sums(ranks, world): ...
 
-Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each.
+Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each. With pytest-xdist
+(`-n 2`) one worker runs all tests with ranks, so that there is one pool of each size, and the others the rest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do with
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where multi-rank tests run")
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help="without what is marked slow, and of tests with ranks one case each, on at most two ranks",
+    )
     parser.addoption(
         "--cases",
         type=int,
@@ -81,13 +87,24 @@ def some_cases(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
     return [item for its in by_function.values() for item in covering(its, cases)]
 
 
+def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of a daily run (`--fast`)."""
+    quick = [item for item in items if item.get_closest_marker("slow") is None]
+    first = {item.nodeid.partition("[")[0]: item for item in reversed(quick) if 0 < world_of(item) <= 2}
+    return [item for item in quick if not world_of(item) or item in first.values()]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        items[:] = fast_ones(items)
     if cases := config.getoption("--cases"):
         items[:] = some_cases(items, cases)
     for item in items:
-        if world_of(item) and item.get_closest_marker("ranks") is None:
-            item.add_marker(pytest.mark.ranks(world_of(item)))
+        if world_of(item):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+            if item.get_closest_marker("ranks") is None:
+                item.add_marker(pytest.mark.ranks(world_of(item)))
     items.sort(key=world_of)
 
 

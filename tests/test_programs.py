@@ -94,6 +94,7 @@ def test_so_it_does_for_every_prologue(recipe: str, prologue: str, sizes: Any, s
 @pytest.mark.parametrize(
     "case", [{}, {"learns": False}, {"siblings": True}, {"bias": True}, {"attached": False}], ids=str
 )
+@pytest.mark.slow
 def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
     """The twin is not compiled."""
     case = dict(case)
@@ -106,6 +107,7 @@ def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
 
 
 @pytest.mark.parametrize("prologue", PROLOGUES)
+@pytest.mark.slow
 def test_so_it_does_in_compiled_code_with_a_prologue(prologue: str):
     twins = Twins(lambda: Produced(prologue, (N, K), recipe="fp8_current"))
     compiles(twins.model)
@@ -139,7 +141,9 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
     assert not [value for value in vars(found).values() if isinstance(value, Tensor)]
 
 
-COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+COMPILED = pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 
 
 class _Watched(TorchDispatchMode):

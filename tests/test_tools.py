@@ -67,8 +67,8 @@ def test_help_lists_every_verb():
     run = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     verbs = [line.split()[0] for line in run.stdout.splitlines()[1:]]
     assert verbs == [
-        "help", "pretrain", "plan", "ledger", "fidelity", "test", "multigpu", "lint", "kernels-compile", "gpu-test",
-        "sanitize", "bench", "bench-quantize", "bench-gemm", "bench-linear", "bench-comm",
+        "help", "pretrain", "plan", "ledger", "fidelity", "test", "test-fast", "multigpu", "lint", "kernels-compile",
+        "gpu-test", "sanitize", "bench", "bench-quantize", "bench-gemm", "bench-linear", "bench-comm",
     ]  # fmt: skip
 
 

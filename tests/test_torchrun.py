@@ -24,6 +24,8 @@ from launch.config import Config
 from tests import training
 from tests.pool import forking
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 40, 5
 SETTINGS = [f"--train.steps={STEPS}", f"--checkpoint.every={EVERY}", "--train.eval_every=1000"]

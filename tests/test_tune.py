@@ -19,6 +19,8 @@ from launch.shapes import of_config
 from tests.emulated import OnGpu
 from tests.quantizers import matrix, quantize
 
+pytestmark = pytest.mark.slow
+
 
 class Plan:
     def __init__(self, candidates: int = 0) -> None:

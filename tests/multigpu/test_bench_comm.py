@@ -11,6 +11,8 @@ from launch import stop
 from tests import pool as worker
 from tests.cases import RECIPES
 
+pytestmark = pytest.mark.slow
+
 # of bf16, with 8192 features
 MOST = {
     "fp8_current": 0.501,

@@ -35,6 +35,8 @@ from launch.rundir import RunDir
 from tests import training
 from tests.pool import Pool, RankError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:

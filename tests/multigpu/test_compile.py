@@ -15,6 +15,8 @@ from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParalle
 from tests import pool as worker
 from tests.metrics import relative_error
 
+pytestmark = pytest.mark.slow
+
 HIDDEN = 32
 
 

@@ -35,6 +35,8 @@ from launch.sections import Model
 from tests import pool as worker
 from tests.metrics import relative_error
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Model(layers=1, hidden=64, ffn=128, heads=4, kv_heads=4, head_dim=16, vocab=64)
 BATCH, SEQUENCE, STEPS, FEW = 4, 32, 50, 3
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from launch.hang import HangWatch
 
+pytestmark = pytest.mark.slow
+
 AFTER = 0.5  # seconds
 
 

@@ -32,6 +32,8 @@ from launch.quality_study import Study, Verdict, final_loss, main, sources
 from tests import training
 from tests.cases import RECIPES, matrix
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "--model.layers=2", "--model.hidden=64", "--model.ffn=128", "--model.heads=4", "--model.kv_heads=2", "--model.head_dim=16",
     "--train.sequence=64", "--train.global_batch=4", "--train.steps=4", "--train.warmup=0", "--train.eval_batches=1",

@@ -16,6 +16,8 @@ from launch.train import plan_text
 from tests import training
 from tests.cases import RECIPES
 
+pytestmark = pytest.mark.slow
+
 SWAPS = '[{at_step = 2, recipe = "nvfp4"}, {at_step = 4, recipe = {name = "fp8_delayed", amax_history_len = 4}}]'
 
 
