@@ -14,8 +14,8 @@ import torch.distributed as dist
 from dlp import Plan
 from dlp.comm import observer
 from dlp.comm.mesh import DP_SHARD, GROUPS, TP, WORLD
+from dlp.parallel.model.plan import table
 from dlp.parallel.model.runtime import runtime_of
-from dlp.parallel.model.tables import table
 from dlp.parallel.traffic.fsdp import fsdp_gradients
 from dlp.parallel.traffic.ledger import Ledger, activation_dtypes, plan_of
 from dlp.parallel.traffic.predict import cross_entropy, in_bf16, step_traffic

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from dlp.parallel.model.groups import LayerGroup
-from dlp.parallel.model.plan import make_plan
-from dlp.parallel.model.tables import fold
+from dlp.parallel.model.plan import fold, make_plan
 
 
 class Attention(nn.Module):

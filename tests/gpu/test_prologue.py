@@ -13,7 +13,7 @@ from dlp.kernels import ops
 from dlp.parallel.linear import prologue
 from dlp.parallel.linear.capture import DIRECTIONS
 from dlp.parallel.linear.modules import Linear
-from dlp.parallel.model.notes import prologue_note
+from dlp.parallel.model.rows import prologue_note
 from dlp.quant.recipe import load, names
 from tests.metrics import assert_bit_equal
 from tests.multigpu.test_prologue import Before

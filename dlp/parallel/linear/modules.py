@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from dlp.parallel.linear.spec import OFF, LayerOptions, LinearSpec, Overlaps, nu
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.autocast import active_region, active_spec
 from dlp.parallel.model.runtime import Runtime
-from dlp.parallel.model.wrappers import parameter_is_gone
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.held import hold_quantized, local_values
@@ -247,9 +246,19 @@ class LinearCore:
         return self.shared.collect(index)
 
 
+def parameter_is_gone(layer: str, parameter: str) -> NoReturn:
+    """A layer has not found its parameter where modules keep them."""
+    raise ValueError(
+        f"{layer}: its {parameter} is no parameter of it any more, as after weight_norm, or under torch's FSDP1; parametrize "
+        f"linears before dlp.convert and leave them out by a layer group with convert = false; instead of FSDP1 use "
+        f"dlp.fully_shard"
+    ) from None
+
+
 class ParallelLinear(nn.Module):
     """Base of the linear layers: parameters `weight` [N, K] and `bias` [N] (or one pair per sibling), and a core."""
 
+    dlp_made = "by hand"
     core: LinearCore
     tp_partial: tuple[str, ...] = ()
 
@@ -279,6 +288,7 @@ class ConvertedLinear(ParallelLinear, nn.Linear):
     """An nn.Linear that conversion made parallel, in place: what was registered with it or refers to it stays, and code that
     initialises linears finds it. It owns its parameters; the core is its own, or that of siblings with the same x."""
 
+    dlp_made = "by convert"
     name: str
     index: int
 

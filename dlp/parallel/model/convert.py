@@ -7,23 +7,31 @@ Layers no group mentions become local bf16 linears, and the plan says so. Embedd
 the vocabulary; every other module that owns parameters is replicated on tp. What a module is to conversion, and what is
 refused, says `dlp.parallel.model.survey`. Modules stay the objects they are and change their class, so that their hooks, their
 attributes and all their names go on.
+
+Modules that tp does not cut, norms, replicated embeddings, a user's own parameters, are `replicate`d: their parameters are
+DTensors, replicated on tp, but their code computes on plain tensors. Conversion gives such a module a subclass of its own
+class whose forward sees this rank's tensors in place of the DTensors. In a sequence-parallel region each rank sees its own
+tokens only, behind a column-parallel linear its own features: there the gradients are partial (`tp_partial`) and are summed
+over tp at the end of backward (`dlp.parallel.model.grads`). What layer groups leave out is replicated, too. There a module
+may read parameters of modules in it, so its forward sees the tensors of all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP, WORLD, ParallelDims
 from dlp.parallel.linear.modules import (
     ConvertedLinear,
-    Linear,
     LinearCore,
     Member,
     ParallelLinear,
@@ -35,13 +43,10 @@ from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
-from dlp.parallel.model.replicated import replicate
 from dlp.parallel.model.runtime import Runtime, give_runtime
-from dlp.parallel.model.survey import explain
-from dlp.parallel.model.whole import save_whole
-from dlp.parallel.model.wrappers import guard
+from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.held import check_untied
-from dlp.parallel.weight.local import place
+from dlp.parallel.weight.local import local, num_axes, place
 
 
 @dataclass(frozen=True)
@@ -191,4 +196,123 @@ def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...
     )
 
 
-__all__ = ["Linear", "Plan", "amax_process_group", "convert"]
+class ReplicatedMixin(nn.Module):
+    """forward with `_parameters` swapped for local tensors; `tp_partial` names those with partial gradients."""
+
+    dlp_made = "by convert"
+    tp_partial: tuple[str, ...] = ()
+    on_shards = False
+    tp_sums: PartialGradients | None = None
+    token_rows: int | None = None
+    layer_name: str = ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_tokens(next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None))
+        held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
+        for name, parameter in held.items():
+            if isinstance(parameter, DTensor):  # no longer one where a module around this one is left out
+                self._parameters[name] = local(parameter, self.layer_name, before=before)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name, parameter in held.items():
+                self._parameters[name] = parameter
+
+    def _check_tokens(self, x: Tensor | None) -> None:
+        """A module outside the sequence-parallel groups must not see token shards, nor one inside whole tokens. x: the
+        first tensor it is called with, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
+        if self.token_rows is None or x is None:
+            return
+        features = x.is_floating_point()
+        shard = x.dim() == 1 + features and len(x) == self.token_rows
+        if shard and features and not self.on_shards:
+            raise ValueError(
+                f"{self.layer_name}: it gets token shards {tuple(x.shape)}, so its gradients must be summed over tp; "
+                f"add it to a layer group with sequence_parallel = true"
+            )
+        if not shard and self.on_shards:
+            raise ValueError(
+                f"{self.layer_name}: sequence parallelism expects token shards [{self.token_rows}{', H' * features}]; got x "
+                f"of shape {tuple(x.shape)}. Split the tokens with dlp.scatter_tokens before it, or take it out of the group"
+            )
+
+
+class LeftOutMixin(ReplicatedMixin):
+    """The same for a module with all that is in it. `inside`: the modules with parameters there, itself included."""
+
+    inside: tuple[nn.Module, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = [(module, module._parameters) for module in self.inside]
+        for module, parameters in held:
+            _hold(module, {name: self._seen(module, p) for name, p in parameters.items()})
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for module, parameters in held:
+                _hold(module, parameters)
+
+    def _seen(self, module: nn.Module, parameter: Tensor | None) -> Tensor | None:
+        """What a module has here now; shards of a unit of FSDP within stay until that gathers them."""
+        if not isinstance(parameter, DTensor) or (module is not self and num_axes(parameter) > 1):
+            return parameter
+        sums: PartialGradients | None = getattr(module, "tp_sums", None)
+        return local(parameter, self.layer_name, before=None if sums is None else sums.check_announced)
+
+
+def _hold(module: nn.Module, parameters: Mapping[str, Any]) -> None:
+    vars(module)["_parameters"] = parameters
+
+
+_CLASSES: dict[tuple[type, type], type] = {}  # one subclass per class, so that equal modules stay of equal type
+
+
+def _class_of(cls: type, whole: bool) -> type:
+    mixin, prefix = (LeftOutMixin, "LeftOut") if whole else (ReplicatedMixin, "Replicated")
+    made = type(f"{prefix}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+    return _CLASSES.setdefault((mixin, cls), made)
+
+
+def replicate(
+    module: nn.Module, name: str, *, on_shards: bool = False, reads_cut: bool = False, token_rows: int | None = None,
+    inside: tuple[nn.Module, ...] = (),
+) -> None:  # fmt: skip
+    """Let the module's forward see plain tensors in place of its parameters, in place.
+
+    `on_shards`: it runs on token shards. `reads_cut`: it reads features that tp cuts. `token_rows`: tokens of a shard,
+    checked at each call; None where tp is 1. `inside`: of a module that is left out, all modules with parameters in it.
+    """
+    module.__class__ = _class_of(type(module), bool(inside))
+    module.inside = inside  # type: ignore[assignment]
+    module.tp_partial = tuple(module._parameters) if on_shards or reads_cut else ()  # type: ignore[assignment]
+    module.on_shards, module.layer_name = on_shards, name  # type: ignore[assignment]
+    module.token_rows = None if reads_cut else token_rows  # type: ignore[assignment]
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with the full tensor of every DTensor, tied ones as one tensor; all ranks call it together, and each
+    holds the whole model for a moment."""
+    tied = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    made: dict[Any, Tensor] = {}
+    state = model.state_dict()
+    for name, tensor in state.items():
+        key = tied.get(name, name)
+        if key not in made:
+            made[key] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {name: made[tied.get(name, name)] for name in state}
+
+
+def save_whole(model: nn.Module) -> None:
+    """Let the model's `save_pretrained`, if it has one, write whole tensors, by rank 0; all ranks call it."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # so that a copy saves itself
+
+
+def _save_pretrained(
+    model: nn.Module, folder: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **options: Any
+) -> Any:
+    if not args:
+        options.setdefault("is_main_process", dist.get_rank() == 0)
+    whole = whole_state_dict(model) if state_dict is None else state_dict
+    kind: Any = type(model)
+    return kind.save_pretrained(model, folder, *args, state_dict=whole, **options)

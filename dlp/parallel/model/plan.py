@@ -1,25 +1,47 @@
 """The plan: what conversion will do to each layer, decided and checked from the model alone, and printable.
 
-No rank, device or process group is needed, so a plan for any world can be printed on a laptop.
+    Plan           rows of layers (`dlp.parallel.model.rows`), other modules and parameters; printed as tables
+    make_plan      modules and groups ──► rows ──► checks of rows against each other
+    check_flow     whether the styles of layers fit each other
+
+No rank, device or process group is needed, so a plan for any world can be printed on a laptop. Styles fit where what one layer
+leaves cut, another takes:
+
+                            tokens          features
+    LOCAL  LOCAL_SP         as they come    whole -> whole
+    COLUMN                  whole           whole -> cut
+    ROW                     whole           cut   -> whole
+    COLUMN_SP               cut -> whole    whole -> cut
+    ROW_SP                  whole -> cut    cut   -> whole
+
+A plan knows no dataflow, so this looks at blocks, the children of a ModuleList: in each, columns and rows come together
+and agree on whether tokens are cut between blocks. Outside of blocks a model may split and join tokens where it likes; there,
+and for what a block cannot show, style and sequence_parallel count as one choice, which a later group makes anew as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 
-from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.linear.spec import OPTIONS
-from dlp.parallel.model.flow import blocks, check_flow
 from dlp.parallel.model.groups import LayerGroup, Resolved, resolve
-from dlp.parallel.model.notes import support_note
-from dlp.parallel.model.parameters import ParameterPlan, plan_parameters
-from dlp.parallel.model.rows import LayerPlan, OtherPlan, Place, plan_linear, plan_made, plan_other
-from dlp.parallel.model.survey import check, check_readers, left_out, survey, unreached
-from dlp.parallel.model.tables import fold, table
+from dlp.parallel.model.rows import (
+    LayerPlan,
+    OtherPlan,
+    ParameterPlan,
+    Place,
+    plan_linear,
+    plan_made,
+    plan_other,
+    plan_parameters,
+    support_note,
+)
+from dlp.parallel.model.survey import check, check_readers, left_out, made_by_hand, survey, unreached
 from dlp.parallel.style import shard_sizes
 from dlp.quant.recipe import GEMMS
 
@@ -57,41 +79,6 @@ class Plan:
         return "\n".join([*lines, *_note_lines(self.layers), *(f"warning: {text}" for text in self.warnings)])
 
 
-_LAYER_HEADER = (
-    "layer", "N x K", "style", "siblings", "recipe", "overlap", "fprop / dgrad / wgrad", "params/rank", "group", "overrode",
-)  # fmt: skip
-_OTHER_HEADER = ("module", "kind", "style", "tp gradient", "params/rank")
-
-
-def _note_lines(layers: Sequence[LayerPlan]) -> list[str]:
-    """Each note once, with the layers it holds for."""
-    names: dict[str, list[str]] = {}
-    for row in layers:
-        for note in row.notes:
-            names.setdefault(note, []).append(row.name)
-    return [f"note: {note} [{_some(holds_for)}]" for note, holds_for in names.items()]
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _layer_cells(row: LayerPlan) -> tuple[str, ...]:
-    siblings = ",".join(name.rpartition(".")[2] for name in row.siblings) or "-"
-    overlap = row.overlap if isinstance(row.overlap, str) else "/".join(row.overlap.get(g, "serial") for g in GEMMS)
-    kernels = row.kernels[0] if len(set(row.kernels)) == 1 else " / ".join(row.kernels)
-    return (
-        row.name, f"{row.shape[0]} x {row.shape[1]}", row.row.name, siblings, str(row.recipe), overlap, kernels,
-        f"{row.parameters:,}", row.group, row.overrode or "-",
-    )  # fmt: skip
-
-
-def _other_cells(row: OtherPlan) -> tuple[str, ...]:
-    gradient = "summed at the end of backward" if row.partial else "-"
-    style = row.style + "_SP" * row.sequence_parallel + " on cut features" * row.reads_cut
-    return row.name, row.kind, style, gradient, f"{row.parameters:,}"
-
-
 def make_plan(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], tp: int, *, device_type: str = "cpu",
     batch: tuple[int, int] | None = None,
@@ -124,13 +111,13 @@ def _rows(
     others: list[OtherPlan] = []
     for name, module in modules.items():
         chosen = resolved[name]
-        if isinstance(module, ParallelLinear):
+        if made_by_hand(module):
             layers += plan_made(name, module, chosen, place)
         elif isinstance(module, nn.Linear) and chosen.convert is not False:
             layers.append(plan_linear(name, module, chosen, place))
         else:
             others.append(plan_other(name, module, chosen, place.tp))
-    sets = _sibling_sets([row for row in layers if not isinstance(modules[row.module], ParallelLinear)], resolved)
+    sets = _sibling_sets([row for row in layers if not made_by_hand(modules[row.module])], resolved)
     return [replace(row, siblings=sets.get(row.name, row.siblings)) for row in layers], others
 
 
@@ -194,3 +181,179 @@ def _check_ties(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], o
                     f"{name} and {owner} share a parameter, but tp cuts it otherwise ({styles[name]} and {styles[owner]}); "
                     f"give both the same style"
                 )
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """The names of what is checked by itself: each child of a ModuleList of equal children, else the whole list."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            alike = len({type(child) for child in module}) == 1
+            found += [f"{name}.{i}".lstrip(".") for i in range(len(module))] if alike else [name]
+    return found
+
+
+def check_flow(
+    layers: Sequence[LayerPlan], names: Sequence[str], groups: Sequence[LayerGroup], resolved: Mapping[str, Resolved]
+) -> None:
+    """ValueError, naming a layer, for styles that no block can run. `names`: of blocks."""
+    order = {group.name: place for place, group in enumerate(groups)}
+    by_name = {group.name: group for group in groups}
+    for row in layers:
+        _check_one_choice(row, resolved[row.module], order, by_name)
+    inside: dict[str, list[LayerPlan]] = {name: [] for name in names}
+    for row in layers:
+        for owner in _parents(row.name):
+            if owner in inside:
+                inside[owner].append(row)
+    for name, rows in inside.items():
+        _check_features(name, rows)
+        _check_tokens(name, rows, resolved)
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _check_one_choice(
+    row: LayerPlan, chosen: Resolved, order: Mapping[str, int], groups: Mapping[str, LayerGroup]
+) -> None:
+    """Style and sequence_parallel, of which a later group has overridden one that an earlier group set with the other."""
+    by = [chosen.won.get("style"), chosen.won.get("sequence_parallel")]
+    if by[0] is None or by[1] is None or by[0] == by[1]:
+        return
+    early, late = sorted((groups[name] for name in by if name), key=lambda group: order[group.name])
+    what, kept = ("style", "sequence_parallel") if by[0] == late.name else ("sequence_parallel", "style")
+    before, now = getattr(early, what), getattr(late, what)
+    if before in (None, now) or not (early.sequence_parallel or late.sequence_parallel):
+        return
+    raise ValueError(
+        f"{row.name}: group {early.name!r} chose {what} = {before!r} together with {kept} = {getattr(early, kept)!r}, and "
+        f"group {late.name!r} overrides {what} alone by {now!r}; let it set both, as its inputs and outputs now are, or neither"
+    )
+
+
+def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
+    """Columns leave features cut, rows take them."""
+    columns, takes = ([row for row in rows if row.style == style] for style in ("column", "row"))
+    if takes and not columns:
+        raise ValueError(
+            f"{takes[0].name}: style 'row' takes features that tp cuts, and no linear of {block} leaves any; set style = "
+            f"'column' for the linear before it, or 'local' for this one"
+        )
+    followed = [row for row in columns if row.name not in (rows[-1].siblings or (rows[-1].name,))]
+    if followed and not takes:
+        raise ValueError(
+            f"{followed[0].name}: style 'column' leaves features cut over tp, and no linear of {block} takes them; set style = "
+            f"'row' for the linear behind it, or 'local' for this one"
+        )
+
+
+def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> None:
+    """Tokens between blocks are cut, or they are whole; and where they are cut something gathers them."""
+    takes = [row for row in rows if row.style == "row"]
+    for row in takes:
+        near = _partners(row, rows)
+        if row.sequence_parallel != takes[0].sequence_parallel:
+            _refuse(block, row, takes[0])
+        if near and row.sequence_parallel not in {column.sequence_parallel for column in near}:
+            _refuse(block, near[0], row)
+    alone = all(row.row.name == "LOCAL_SP" for row in rows)
+    for row in rows if alone and len(rows) > 1 else ():
+        won = resolved[row.module].won
+        if not row.made_by_hand and won.get("style", "") != won.get("sequence_parallel"):
+            raise ValueError(
+                f"{row.name}: under sequence parallelism its tokens are cut over tp, and no linear of {block} gathers them, as "
+                f"attention needs; set style = 'column' and 'row', or, if nothing there looks at other tokens, style = 'local' "
+                f"and sequence_parallel = true in one group"
+            )
+
+
+def _partners(row: LayerPlan, rows: Sequence[LayerPlan]) -> list[LayerPlan]:
+    """The columns that a row may take features from: those in the nearest module that has some."""
+    for owner in reversed(_parents(row.name)):
+        near = [other for other in rows if other.style == "column" and other.name.startswith(f"{owner}.")]
+        if near:
+            return near
+    return []
+
+
+def _refuse(block: str, row: LayerPlan, other: LayerPlan) -> None:
+    what, whats = ("token shards" if its.sequence_parallel else "whole tokens" for its in (row, other))
+    raise ValueError(
+        f"{row.name}: it works on {what} and {other.name} in {block} on {whats}; set sequence_parallel alike for both"
+    )
+
+
+_LAYER_HEADER = (
+    "layer", "N x K", "style", "siblings", "recipe", "overlap", "fprop / dgrad / wgrad", "params/rank", "group", "overrode",
+)  # fmt: skip
+_OTHER_HEADER = ("module", "kind", "style", "tp gradient", "params/rank")
+
+
+def _note_lines(layers: Sequence[LayerPlan]) -> list[str]:
+    """Each note once, with the layers it holds for."""
+    names: dict[str, list[str]] = {}
+    for row in layers:
+        for note in row.notes:
+            names.setdefault(note, []).append(row.name)
+    return [f"note: {note} [{_some(holds_for)}]" for note, holds_for in names.items()]
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _layer_cells(row: LayerPlan) -> tuple[str, ...]:
+    siblings = ",".join(name.rpartition(".")[2] for name in row.siblings) or "-"
+    overlap = row.overlap if isinstance(row.overlap, str) else "/".join(row.overlap.get(g, "serial") for g in GEMMS)
+    kernels = row.kernels[0] if len(set(row.kernels)) == 1 else " / ".join(row.kernels)
+    return (
+        row.name, f"{row.shape[0]} x {row.shape[1]}", row.row.name, siblings, str(row.recipe), overlap, kernels,
+        f"{row.parameters:,}", row.group, row.overrode or "-",
+    )  # fmt: skip
+
+
+def _other_cells(row: OtherPlan) -> tuple[str, ...]:
+    gradient = "summed at the end of backward" if row.partial else "-"
+    style = row.style + "_SP" * row.sequence_parallel + " on cut features" * row.reads_cut
+    return row.name, row.kind, style, gradient, f"{row.parameters:,}"
+
+
+Row = tuple[str, ...]  # the first cell is a dotted name
+_Path = tuple[tuple[str, ...], Row]  # components of the name, the other cells
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines: header, rule, rows; columns as wide as their longest cell."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (header, *rows)
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def fold(rows: Sequence[Row]) -> list[Row]:
+    """Children 3, 4, 5 of a container as "name.3:6", Python's slice and a pattern of layer groups, where all rows below
+    them are equal but for that number; other rows as they are, in their order."""
+    paths = [(tuple(row[0].split(".")), tuple(row[1:])) for row in rows]
+    return [(".".join(parts), *cells) for parts, cells in _fold(paths)]
+
+
+def _fold(paths: Sequence[_Path]) -> list[_Path]:
+    runs: list[tuple[str, int, list[_Path]]] = []  # a component, how many children it stands for, what is below it
+    for head, group in groupby(paths, key=lambda path: path[0][0]):
+        below = [(parts[1:], cells) for parts, cells in group]
+        folded = [path for path in below if not path[0]] + _fold([path for path in below if path[0]])
+        first, count, before = runs[-1] if runs else ("", 0, [])
+        if first.isdecimal() and head == str(int(first) + count) and folded == before:
+            runs[-1] = first, count + 1, before
+        else:
+            runs.append((head, 1, folded))
+    return [
+        ((head if count == 1 else f"{head}:{int(head) + count}", *parts), cells)
+        for head, count, folded in runs
+        for parts, cells in folded
+    ]

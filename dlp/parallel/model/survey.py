@@ -1,4 +1,4 @@
-"""What the modules of a model are to conversion, and which of them it refuses, from the model alone.
+"""What conversion takes and what it refuses, by name, from the model alone.
 
     exactly nn.Linear            becomes parallel
     another class of linear      refused by name, since its own forward would be lost; convert = true takes it all the same
@@ -8,6 +8,12 @@
 
 A module that reads the parameters of another one would see DTensors there. Where the class tells, it is refused by name;
 elsewhere the error of the first forward is given a note (`explain`).
+
+What torch does to a model from outside that a converted one cannot bear is refused as well (`guard`):
+
+    DistributedDataParallel        broadcasts parameters, and reduces gradients, that must not be DTensors
+    FullyShardedDataParallel       (FSDP1) takes parameters out of their modules
+    load_state_dict(assign=True)   puts other parameters in the place of those that an optimizer holds, and that lie on tp
 """
 
 from __future__ import annotations
@@ -15,17 +21,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from dlp.parallel.linear.modules import ConvertedLinear, ParallelLinear
 from dlp.parallel.model.embedding import VocabParallelEmbedding
 from dlp.parallel.model.groups import OF_LINEARS, LayerGroup, Resolved
-from dlp.parallel.model.replicated import ReplicatedMixin
 
 LEAVE_OUT = "a layer group with convert = false leaves it out"
 READ_OTHERS = (
@@ -54,7 +59,7 @@ def survey(model: nn.Module) -> Survey:
         part = f"{name} of it" if name else "this model"
         if runtime is not None and runtime.plan is None:
             raise ValueError(f"dlp.attach has been called on {part} already: dlp.convert comes first")
-        if runtime is not None or isinstance(module, ConvertedLinear | ReplicatedMixin):
+        if runtime is not None or getattr(module, "dlp_made", None) == "by convert":
             raise ValueError(
                 f"{part} is converted already: convert a plain model, once and as a whole (a layer group with convert = false "
                 f"leaves parts out); dlp.set_recipe changes recipes of a converted one"
@@ -65,6 +70,11 @@ def survey(model: nn.Module) -> Survey:
     lengths = {name: len(module) for name, module in every if isinstance(module, nn.ModuleList | nn.Sequential)}
     names = [name for name, _ in model.named_modules() if name]
     return Survey(modules, {name: its for name, its in aliases.items() if name != its}, names, lengths)
+
+
+def made_by_hand(module: nn.Module) -> bool:
+    """Whether this is one of dlp's own layers."""
+    return getattr(module, "dlp_made", None) == "by hand"
 
 
 def _owns_parameters(module: nn.Module) -> bool:
@@ -88,7 +98,7 @@ def left_out(model: nn.Module, left: set[str], treated: Mapping[str, nn.Module])
 
 def check(name: str, module: nn.Module, convert: bool | None) -> None:
     """ValueError for a module that cannot be converted as it is. `convert`: what its groups say."""
-    if isinstance(module, ParallelLinear):
+    if made_by_hand(module):
         return
     _check_parameters(name, module, convert is not False)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm is not None or module.sparse):
@@ -232,3 +242,67 @@ def _modules_of(error: BaseException, names: Mapping[int, str]) -> Iterator[nn.M
         found.append(traceback.tb_frame.f_locals.get("self"))
         traceback = traceback.tb_next
     return (its for its in reversed(found) if isinstance(its, nn.Module) and id(its) in names)
+
+
+class NotForDdp:
+    """Stands for the names of parameters that DistributedDataParallel shall leave out, which it asks a model for first."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            f"{self.model}: DistributedDataParallel takes no model that dlp.convert made, whose parameters are DTensors on tp; "
+            f"build the mesh with dp_replicate = the number of replicas and call dlp.fully_shard(model, mesh=mesh), which "
+            f"averages their gradients"
+        )
+
+
+def check_no_fsdp1(model: nn.Module) -> None:
+    """ValueError for layers whose weights FSDP1 keeps in one flat tensor, of which a step boundary casts nothing."""
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and any(hasattr(each, "core") for each in module.modules()):
+            raise ValueError(
+                f"dlp.attach: {name or type(module.module).__name__} is sharded by FullyShardedDataParallel (FSDP1), whose "
+                f"weights a step boundary cannot cast; use dlp.fully_shard, or leave dlp.attach away (use_orig_params=True)"
+            )
+
+
+class Attached(Protocol):
+    """A model's session; `attached`: an optimizer steps on the parameters."""
+
+    attached: bool
+
+
+def guard(model: nn.Module, session: Attached) -> None:
+    """Refuse for this model, whose layers have this session, what torch would do to it otherwise."""
+    model.register_load_state_dict_pre_hook(_Assigned(model, session))
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model._ddp_params_and_buffers_to_ignore = NotForDdp(type(model).__name__)  # type: ignore[assignment]
+
+
+class _Assigned:
+    """The hook of a model that is about to be loaded."""
+
+    def __init__(self, model: nn.Module, session: Attached) -> None:
+        self.model, self.session = model, session
+
+    def __call__(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: Any
+    ) -> None:
+        if not metadata.get("assign_to_params_buffers"):
+            return
+        for name, parameter in self.model.named_parameters():
+            given = state.get(f"{prefix}{name}")
+            if given is None:
+                continue
+            if self.session.attached:
+                raise ValueError(
+                    f"{name}: load_state_dict(assign=True) would replace the parameters that the optimizer given to dlp.attach "
+                    f"holds, which then trains nothing; leave assign away, or load before the optimizer is made"
+                )
+            if isinstance(parameter, DTensor) and not isinstance(given, DTensor):
+                raise ValueError(
+                    f"{name}: load_state_dict(assign=True) would put a plain tensor in place of the DTensor that dlp.convert "
+                    f"made; leave assign away, or load the plain model before dlp.convert"
+                )

@@ -19,8 +19,8 @@ from torch import Tensor
 from dlp.comm import collectives, observer
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, WORLD
 from dlp.parallel.linear.operands import agrees
-from dlp.parallel.model.parameters import ParameterPlan
 from dlp.parallel.model.plan import LayerPlan, Plan
+from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle
 from dlp.parallel.traffic.workload import Sent, Workload, foretelling, moved, nothing, precision_of
 from dlp.parallel.weight.casts import Cast
