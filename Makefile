@@ -56,12 +56,12 @@ multigpu: $(READY) ## run the multi-rank tests over NCCL, a GPU per rank (withou
 	$(NEEDS) pytest
 	@$(PYTHON) -m pytest tests/multigpu --device $(DEVICE) $(ARGS)
 
-lint: $(READY) ## ruff, mypy, and the length of functions in dlp/
+lint: $(READY) ## ruff, mypy, and the number of parameters
 	$(NEEDS) ruff mypy
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy dlp launch bench
-	@$(PYTHON) tools/function_length.py dlp
+	@$(PYTHON) tools/parameters.py dlp launch bench
 
 kernels-compile: $(READY) ## compile the CUDA kernels for ARCHS="sm_90a sm_100a", GPU or not (exit 2: no nvcc)
 	$(NEEDS) ninja pybind11

@@ -15,32 +15,59 @@ import pytest
 
 from dlp.kernels import loader
 from tests.conftest import some_cases
-from tools import check_env, function_length, sanitize
-from tools.function_length import Function
+from tools import check_env, parameters, sanitize
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_length_counts_decorated_nested_and_async_functions():
-    source = "@property\ndef a():\n    def b():\n        pass\n    return b\n\nclass C:\n    async def d(self): ...\n"
-    assert sorted(function_length.functions_in(source, "f.py")) == [
-        Function(1, "f.py:8 d"),
-        Function(2, "f.py:3 b"),
-        Function(4, "f.py:2 a"),
-    ]
+MANY = ", ".join("abcdefghi")
+HEAD = f"def f({MANY}): ..."
 
 
-@pytest.mark.parametrize(("long", "passes"), [(5, True), (6, False)])
-def test_length_fails_when_the_95th_percentile_reaches_a_screen(long, passes):
-    functions = [Function(10, "short")] * (100 - long) + [Function(60, "long")] * long
-    line, short_enough = function_length.report(functions)
-    assert short_enough is passes
-    assert line == f"100 functions: median 10 lines, p95 {10 if passes else 60} (limit: under 60), longest 60 (long)"
+def problems_in(source: str, shrinking: dict[str, int]) -> list[str]:
+    return parameters.problems(list(parameters.functions_in(source, "f.py")), shrinking)
 
 
-def test_length_fails_where_there_is_nothing_to_measure(tmp_path, capsys):
-    assert function_length.main([str(tmp_path)]) == 1
-    assert "no functions in" in capsys.readouterr().err
+def test_parameters_are_counted_without_self_and_without_stars():
+    source = (
+        "class C:\n    @property\n    def a(self): ...\n    @classmethod\n"
+        "    async def b(cls, x, /, y, *args, z=1, **more): ...\n"
+        "    @staticmethod\n    def c(ctx, x):\n        def d(self): ...\ndef e(self, *, x): ...\n"
+    )
+    assert [(f.name, f.place, f.parameters) for f in parameters.functions_in(source, "f.py")] == [
+        ("C.a", "f.py:3", 0), ("C.b", "f.py:5", 3), ("C.c", "f.py:7", 2), ("d", "f.py:8", 1), ("e", "f.py:9", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "shrinking", "said"),
+    [
+        (HEAD, {}, "f.py:1 f takes 9 parameters; at most 8: make a record"),
+        (HEAD.replace(", i", ""), {}, ""),
+        (f"class C:\n    {HEAD}", {}, ""),  # the first is self
+        (HEAD, {"f": 9}, ""),
+        (HEAD, {"f": 9, "g": 9}, "g takes at most 8 parameters by now: remove it from SHRINKING"),
+        (HEAD.replace("i)", "i, j)"), {"f": 9}, "f.py:1 f takes 10 parameters; at most 9: make a record"),
+        (f"{HEAD}  # many parameters: the schema of an op is flat", {}, ""),
+        (f"{HEAD}  # many parameters:", {}, "f.py:1 f takes 9 parameters; at most 8: make a record"),
+        (f"def f(\n    {MANY}\n) -> None:  # many parameters: as torch has them\n    pass", {}, ""),
+        (f"def f({MANY}):\n    pass  # many parameters: too late", {}, "f.py:1 f takes 9 parameters; at most 8: make a record"),
+        ("def f(a): ...  # many parameters: once", {}, "f.py:1 f takes 1 parameters: remove its mark"),
+    ],
+)  # fmt: skip
+def test_too_many_parameters_and_exceptions_without_need_are_told(source, shrinking, said):
+    assert "\n".join(problems_in(source, shrinking)) == said
+
+
+def test_kernels_bindings_are_exempt_and_nothing_to_look_at_fails(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parameters, "SHRINKING", {})
+    for folder in ("dlp/kernels", "dlp/quant"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text(HEAD)
+    assert parameters.main(["dlp/kernels"]) == 1 and "no functions in" in capsys.readouterr().err
+    assert parameters.main(["dlp"]) == 1
+    assert capsys.readouterr().out == "dlp/quant/a.py:1 f takes 9 parameters; at most 8: make a record\n"
 
 
 def test_a_missing_package_is_named(capsys):

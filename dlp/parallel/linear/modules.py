@@ -319,7 +319,7 @@ class Linear(ParallelLinear):
         tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
         overlap: str = "serial", prologue: str | Mapping[str, Any] | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:  # fmt: skip  # many parameters: those of nn.Linear, and of the layers of other tensor-parallel libraries
         super().__init__()
         mesh = _as_mesh(tp, device)
         runtime = Runtime(lone=True, amax_group=None if mesh is None else mesh.get_group())

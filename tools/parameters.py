@@ -1,0 +1,102 @@
+"""Finds functions with more than eight parameters; bindings of kernels (dlp/kernels) may have as many as they need.
+
+    python tools/parameters.py dlp launch bench [...]
+
+`self` and `cls` do not count, nor do *args and **kwargs. Who takes more than eight passes arguments on that belong
+together: make a record of them. Two ways remain:
+
+    def f(...):  # many parameters: REASON      in the source, for a signature that is not ours to choose: one of
+                                                torch's that is mirrored, the flat schema of a custom op
+    SHRINKING                                   functions that are about to be cut down; their number may only fall
+
+A mark or an entry that is no longer needed fails as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+LIMIT = 8
+EXEMPT = Path("dlp/kernels")
+MARK = re.compile(r"# many parameters: \S")
+SHRINKING = {  # by name, wherever it lies: the most that it may have
+    "Programs.backward": 11,
+    "_backward_flops": 12,
+    "_linear_bwd_fake": 11,
+    "linear_bwd": 11,
+    "make_spec": 11,
+    "quantize": 9,
+    "run_backward": 10,
+}
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Function(NamedTuple):
+    """`name`: with the class it is defined in, if any. `marked`: a MARK stands in its head."""
+
+    name: str
+    place: str
+    parameters: int
+    marked: bool
+
+
+def functions_in(source: str, path: str) -> Iterator[Function]:
+    lines = source.splitlines()
+
+    def walk(node: ast.AST, owner: str) -> Iterator[Function]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, Definition):
+                head = lines[child.lineno - 1 : child.body[0].lineno - 1] or lines[child.lineno - 1 : child.lineno]
+                marked = any(MARK.search(line) for line in head)
+                yield Function(owner + child.name, f"{path}:{child.lineno}", _count(child, bool(owner)), marked)
+                yield from walk(child, "")
+            else:
+                yield from walk(child, f"{child.name}." if isinstance(child, ast.ClassDef) else owner)
+
+    yield from walk(ast.parse(source), "")
+
+
+def _count(function: Definition, in_class: bool) -> int:
+    static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in function.decorator_list)
+    given = function.args
+    return len(given.posonlyargs + given.args + given.kwonlyargs) - (in_class and not static)
+
+
+def problems(functions: Sequence[Function], shrinking: Mapping[str, int]) -> list[str]:
+    """One sentence for each function that takes too many, and for each exception that is not needed."""
+    found, needed = [], set()
+    for name, place, parameters, marked in functions:
+        if marked and parameters <= LIMIT:
+            found.append(f"{place} {name} takes {parameters} parameters: remove its mark")
+        if marked or parameters <= LIMIT:
+            continue
+        needed.add(name)
+        if parameters > shrinking.get(name, LIMIT):
+            found.append(
+                f"{place} {name} takes {parameters} parameters; at most {shrinking.get(name, LIMIT)}: make a record"
+            )
+    unneeded = sorted(shrinking.keys() - needed)
+    return found + [f"{name} takes at most {LIMIT} parameters by now: remove it from SHRINKING" for name in unneeded]
+
+
+def main(folders: Sequence[str]) -> int:
+    files = [file for folder in folders for file in sorted(Path(folder).rglob("*.py")) if EXEMPT not in file.parents]
+    functions = [function for file in files for function in functions_in(file.read_text(), str(file))]
+    if not functions:
+        print(f"no functions in {', '.join(folders)}", file=sys.stderr)
+        return 1
+    found = problems(functions, SHRINKING)
+    print(
+        "\n".join(found) or f"{len(functions)} functions: at most {LIMIT} parameters, but {len(SHRINKING)} that shrink"
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
