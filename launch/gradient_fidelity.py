@@ -8,6 +8,8 @@ with bf16's: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, an
 is depends on the checkpoint. So it is judged by an independent fake quantization of the same model on the same batches
 (`launch.fake_quantization`): `apart` is the distance of both gradients, |g - f|, over the error of the fake, |f - g0|. It must
 not exceed LIMIT; and must for negative controls, which show what would be noticed. The exit code is 1 if one of these fails.
+Where a GPU's units for a format multiply, it is UNITS: they keep some 14 bits of a sum, and a value that moves by so little
+may be given another code, which the next product multiplies.
 One rank: a fake linear has whole weights.
 """
 
@@ -23,10 +25,12 @@ from torch import Tensor
 
 import dlp
 from dlp.comm.mesh import shutdown, world_size
+from dlp.kernels.gemms import device_kind
 from dlp.parallel.model.runtime import runtime_of
 from dlp.quant import recipe as recipes
+from dlp.quant.gemm import support
 from dlp.quant.quantizer import Wrapped
-from dlp.quant.recipe import OPERANDS, Operand, Recipe
+from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe
 from dlp.quant.tensor import QuantizedTensor
 from launch import overrides
 from launch.config import Config, command_line
@@ -37,7 +41,7 @@ from launch.train import make_mesh, start
 from launch.trainer import Trainer
 
 LAYERS = "layers.**"
-LIMIT = 0.02
+LIMIT, UNITS = 0.02, 0.2
 JUDGED = ("fp8_delayed", *RECIPES)
 
 
@@ -105,7 +109,7 @@ def rows() -> Iterator[tuple[str, Recipe]]:
 @dataclass(frozen=True)
 class Fidelity:
     """Of one row, against bf16. `worst`: the largest error of one layer, and its name. `apart`: from the fake quantization,
-    over the error of that."""
+    over the error of that, which may be `limit`."""
 
     name: str
     loss_change: float
@@ -114,6 +118,7 @@ class Fidelity:
     gain: float
     worst: tuple[float, str]
     apart: float
+    limit: float = LIMIT
 
 
 Found = tuple[float, dict[str, Tensor]]  # mean loss, and gradients by layer
@@ -166,13 +171,19 @@ def in_a_block(name: str) -> bool:
     return ".layers." in name
 
 
-def compare(name: str, of: Found, reference: Found, judge: Found) -> Fidelity:
+def limit_of(recipe: Recipe, device: str) -> float:
+    """`device`: one of `dlp.quant.gemm.DEVICES`."""
+    pairs = [recipe.operands(which) for which in GEMMS]
+    return UNITS if any(support(a.format, b.format, device).status == "native" for a, b in pairs) else LIMIT
+
+
+def compare(name: str, of: Found, reference: Found, judge: Found, limit: float) -> Fidelity:
     (loss, grads), (loss_0, grads_0) = of, reference
     g, g_0, f = (torch.cat([grad.flatten() for grad in found.values()]) for found in (grads, grads_0, judge[1]))
     worst = max((((grads[layer] - g0).norm() / g0.norm()).item(), layer) for layer, g0 in grads_0.items())
     return Fidelity(
         name, loss / loss_0 - 1, ((g - g_0).norm() / g_0.norm()).item(), torch.cosine_similarity(g, g_0, dim=0).item(),
-        (g @ g_0 / (g_0 @ g_0)).item(), worst, ((g - f).norm() / (f - g_0).norm()).item(),
+        (g @ g_0 / (g_0 @ g_0)).item(), worst, ((g - f).norm() / (f - g_0).norm()).item(), limit,
     )  # fmt: skip
 
 
@@ -195,26 +206,26 @@ def missed(found: list[Fidelity]) -> list[str]:
     """What is not as it must be, a sentence each."""
     sentences = []
     for row in found:
-        if "," in row.name and not row.apart > LIMIT:
+        if "," in row.name and not row.apart > row.limit:
             sentences.append(
                 f"{row.name}: {row.apart:.2%} of the error apart from the fake quantization: it was not noticed"
             )
-        elif "," not in row.name and not row.apart <= LIMIT:
+        elif "," not in row.name and not row.apart <= row.limit:
             sentences.append(
-                f"{row.name}: {row.apart:.2%} of the error apart from the fake quantization, more than {LIMIT:.0%}"
+                f"{row.name}: {row.apart:.2%} of the error apart from the fake quantization, more than {row.limit:.0%}"
             )
     return sentences
 
 
 def judged(trainer: Trainer, batches: int) -> Iterator[Fidelity]:
     """Every row, at the weights there are."""
-    reference = under(trainer, "bf16", batches)
+    reference, device = under(trainer, "bf16", batches), device_kind(trainer.built.device.type)
     judges: dict[str, Found] = {}
     for name, recipe in rows():
         of = under(trainer, recipe, batches)
         kind = name.partition(",")[0]
         judges[kind] = judges.get(kind) or fake(trainer, kind, batches)
-        yield compare(name, of, reference, judges[kind])
+        yield compare(name, of, reference, judges[kind], limit_of(recipe, device))
 
 
 def measure(config: Config, batches: int) -> list[Fidelity]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from dlp.quant.gemm import DEVICES
 from dlp.quant.quantizer import ScaleSlot
 from dlp.quant.recipe import load as load_recipe
 from launch import quality_study
@@ -16,10 +18,12 @@ from launch.config import load
 from launch.gradient_fidelity import (
     JUDGED,
     LIMIT,
+    UNITS,
     Fidelity,
     double_scale,
     gradients,
     judged,
+    limit_of,
     measure,
     missed,
     rows,
@@ -85,6 +89,14 @@ def test_what_must_not_part_and_what_must_is_said():
     assert len(missed(blind)) == 2
     line = "| nvfp4, nibbles swapped | +0.000% | 20.0% | 30.0% layers.0.a | 1.0000 | 1.000 | 50.00% |"
     assert table([noticed]).splitlines()[-1] == line
+
+
+def test_products_of_a_gpus_units_may_part_more():
+    kinds = {device: {name for name in JUDGED if limit_of(load_recipe(name), device) == UNITS} for device in DEVICES}
+    torchs = {"fp8_current", "fp8_delayed", "fp8_rowwise"}
+    assert kinds == {"cpu": set(), "cuda": torchs, "sm_90": {*torchs, "fp8_block"}, "sm_100": set(JUDGED)}
+    row = Fidelity("fp8_current", 0, 0.05, 1, 1, (0, "a"), 0.126, UNITS)
+    assert missed([row]) == [] and len(missed([replace(row, apart=0.21), replace(row, name="fp8_current, x")])) == 2
 
 
 def judge(path: Path, data: Path) -> list[Fidelity]:
