@@ -77,7 +77,7 @@ def boundary_alone(model: nn.Module) -> Run:
         for core, values in kept.items():
             casts = core.casts(values)
             values.renew()
-            core.cast_weights.take([cast.make(cast.observe()) for cast in casts], len(core.members))
+            core.cast_weights.take([cast.alone() for cast in casts], len(core.members))
 
     return run
 

@@ -35,6 +35,7 @@ import dlp
 from bench.files import add_files, write_files
 from dlp.comm import collectives
 from dlp.comm.mesh import ParallelDims, init_process_group, shutdown, world_size
+from dlp.parallel.casts import ROWWISE
 from dlp.parallel.linear.operands import quantize
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.linear.travel import x_of_forward
@@ -144,7 +145,7 @@ def bench_gathers(bench: Bench, tokens: int, features: int) -> list[Line]:
         spec.session.begin_forward(spec, True)
     full: list[Run] = [lambda spec=spec: gathered(spec, x()) for spec in specs.values()]  # type: ignore[misc]
     casts: list[Run] = [
-        lambda spec=spec: quantize(spec, "x", [x()], row=True, col=False)  # type: ignore[misc]
+        lambda spec=spec: quantize(spec, "x", [x()], ROWWISE)  # type: ignore[misc]
         for spec in specs.values()
     ]
     baseline, *times = bench.times([lambda: plain_gather(whole, x()), *full, *casts])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlp.parallel.linear.operands import agrees
+from dlp.parallel.casts import agrees
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import OPERANDS

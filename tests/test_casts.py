@@ -10,10 +10,11 @@ from torch import Tensor
 
 from dlp.kernels import casts, casts_fp4, cuda, dispatch, loader, ops
 from dlp.kernels.reference import Fp8Scale
+from dlp.parallel import casts as cast_engine
+from dlp.parallel.casts import BOTH
 from dlp.parallel.linear import operands
 from dlp.parallel.model import notes
 from dlp.parallel.style import STYLES
-from dlp.parallel.weight import casts as casts_together
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, caps_of, one_read
 from dlp.quant.recipe import load
@@ -147,9 +148,10 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
             bound.session.cores[0] = SimpleNamespace(
                 device=torch.device("cpu"), members=[None], specs=lambda bound=bound: [bound.spec]
             )
-            (made[row, col],) = operands.quantize(bound, tensor, [matrix(7, 96, 160)], row=row, col=col)
-        assert_same(made[True, True].rowwise(), made[True, False].rowwise())
-        assert_same(made[True, True].columnwise(), made[False, True].columnwise())
+            (made[row, col],) = operands.quantize(bound, tensor, [matrix(7, 96, 160)], (row, col))
+        assert_same(made[True, True].rowwise, made[True, False].rowwise)
+        assert_same(made[True, True].columnwise, made[False, True].columnwise)
+        assert made[True, False].columnwise is None and made[False, True].rowwise is None
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_one_read_makes_both_operands(played, recipe, reads):
             device=torch.device("cpu"), members=[None], specs=lambda bound=bound: [bound.spec]
         )
         played.clear()
-        operands.quantize(bound, tensor, [matrix(8, 128, 128)], row=True, col=True)
+        operands.quantize(bound, tensor, [matrix(8, 128, 128)], BOTH)
         assert len(played) == reads
         assert played[-1].codes is not None and played[-1].codes_t is not None
 
@@ -193,12 +195,12 @@ def test_weights_cast_together_are_those_cast_alone(recipe, played):
 
 def test_a_step_in_between_only_launches(played, monkeypatch):
     prepared = []
-    prepare = casts_together._prepared
+    prepare = cast_engine._launches
     monkeypatch.setattr(
-        casts_together, "_prepared", lambda groups: prepared.append(sum(map(len, groups.values()))) or prepare(groups)
+        cast_engine, "_launches", lambda quantizer, casts: prepared.append(len(casts)) or prepare(quantizer, casts)
     )
     trained("fp8_current", steps=8)
-    assert prepared == [2, 0, 2], "tables are written anew where something has moved: at first, and after the load"
+    assert prepared == [2, 2], "tables are written anew where something has moved: at first, and after the load"
 
 
 def test_agreed_weights_are_cast_by_their_layer(played):

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlp.parallel import casts as cast_engine
 from dlp.parallel import overlap
+from dlp.parallel.casts import BOTH
 from dlp.parallel.linear import operands
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.linear.spec import LinearSpec, Overlaps
@@ -69,8 +71,8 @@ def make_bound(row: Any, recipe: Recipe, amax_group: Any = None, **options: Any)
 def agreements(bound: BoundSpec, operand: str) -> Agreements:
     """What quantizing one operand, in both orientations, asks the ranks to agree on."""
     agreed = Agreements()
-    with patch.object(operands, "agree", agreed):
-        operands.quantize(bound, operand, [torch.randn(SIZE, SIZE)], row=True, col=True)
+    with patch.object(cast_engine, "agree", agreed):
+        operands.quantize(bound, operand, [torch.randn(SIZE, SIZE)], BOTH)
     return agreed
 
 
@@ -122,20 +124,18 @@ def test_one_agreement_serves_all_siblings():
     members = ("q", "k", "v")
     bound = make_bound(STYLES["column", False], recipes.load("fp8_current"), FakeGroup("mine", 8), members=members)
     values = [torch.randn(SIZE, SIZE) for _ in range(3)]
-    with patch.object(operands, "agree", agreed):
-        operands.quantize(bound, "dy", values, row=True, col=True)
+    with patch.object(cast_engine, "agree", agreed):
+        operands.quantize(bound, "dy", values, BOTH)
     assert agreed == [("mine", 3)]
 
 
 def test_operands_flatten_and_come_back():
     for name in ("bf16", "fp8_current", "fp8_block"):
         recipe = recipes.load(name)
-        pairs = operands.quantize(
-            make_bound(STYLES["local", False], recipe), "w", [torch.randn(SIZE, 128)], row=True, col=True
-        )
-        back = operands.unflatten(recipe.w, operands.flatten(pairs * 2), 2)
-        for pair in back:
-            for made, original in ((pair.rowwise(), pairs[0].rowwise()), (pair.columnwise(), pairs[0].columnwise())):
+        originals = operands.quantize(make_bound(STYLES["local", False], recipe), "w", [torch.randn(SIZE, 128)], BOTH)
+        back = operands.unflatten(recipe.w, operands.flatten(originals * 2), 2)
+        for both in back:
+            for made, original in zip(both, originals[0], strict=True):
                 assert made.format == original.format
                 assert torch.equal(made.dequantize(), original.dequantize())
 

@@ -16,15 +16,11 @@ from math import lcm
 from typing import NamedTuple
 
 from dlp.parallel import fit
+from dlp.parallel.casts import COLUMNWISE, NEITHER, ROWWISE, Orientations
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.recipe import Recipe
 
-Orientations = tuple[bool, bool]  # rowwise, columnwise
 Reasons = tuple[str | None, str | None]
-NEITHER: Orientations = (False, False)
-ROWWISE: Orientations = (True, False)
-COLUMNWISE: Orientations = (False, True)
-BOTH: Orientations = (True, True)
 
 
 class Gathered(NamedTuple):

@@ -149,4 +149,4 @@ def test_weights_cast_together_are_those_cast_alone(device, recipe, dtype, featu
     expected, alone = trained(recipe, device=device, dtype=dtype, features=features)
     assert_bit_equal(losses, expected, recipe)
     assert len(expected.unique()) == len(expected), "the weights change"
-    assert runtime.weight_batch.together._launches and not alone.weight_batch.together._launches
+    assert runtime.weight_batch.casts._prepared.launches and not alone.weight_batch.casts._prepared.launches

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 import dlp
 from dlp import LayerGroup
 from dlp.comm.collectives import Pending, done
+from dlp.parallel import casts
 from dlp.parallel.linear import core as linear_fn
-from dlp.parallel.linear import operands
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.replicas import Replicas
@@ -227,7 +227,7 @@ def without_reduction(model: nn.Module) -> Any:
 
 
 def without_agreement(model: nn.Module) -> Any:
-    return patch.object(operands, "must_agree", lambda *_, **__: False)
+    return patch.object(casts, "agrees", lambda *_, **__: False)
 
 
 MUTATIONS: dict[str, Callable[[nn.Module], Any]] = {

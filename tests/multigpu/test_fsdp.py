@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp.comm.mesh import ParallelDims
+from dlp.parallel.casts import Cast, CastBatch, Orientations
 from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear import operands
 from dlp.parallel.weight import sharded as shards
-from dlp.parallel.weight.casts import Cast, CastsTogether
 from launch.model import Llama, init_weights, initial_value, parallel_groups
 from launch.sections import Model
 from tests import pool as worker
@@ -132,18 +132,18 @@ class Casts:
         self.weights = 0
 
     def __enter__(self) -> Casts:
-        def counting(spec: Any, tensor: str, values: Any, **options: Any) -> Any:
+        def counting(spec: Any, tensor: str, values: Any, orientations: Orientations, **options: Any) -> Any:
             self.weights += len(values) * (tensor == "w")
-            return operands.quantize(spec, tensor, values, **options)
+            return operands.quantize(spec, tensor, values, orientations, **options)
 
-        make = CastsTogether.make
+        make = CastBatch.make
 
-        def counting_together(together: CastsTogether, casts: list[Cast]) -> Any:
+        def counting_batched(batch: CastBatch, casts: list[Cast]) -> Any:
             self.weights += len(casts)
-            return make(together, casts)
+            return make(batch, casts)
 
         self._patches = [patch.object(module, "quantize", counting) for module in (linear_fn, shards)]
-        self._patches += [patch.object(CastsTogether, "make", counting_together)]
+        self._patches += [patch.object(CastBatch, "make", counting_batched)]
         for each in self._patches:
             each.start()
         return self

@@ -107,10 +107,10 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
             (values,) = all_gather((shard.layout.shard(),), (0,), shard.layout.group).wait()
             ways = {"row": not backwards, "col": backwards, "record": False}
             bound, weight = shard.core.bound, values.bfloat16()
-            (expected,) = quantize(bound, "w", [weight], members=[shard.name], **ways)
+            (expected,) = quantize(bound, "w", [weight], (not backwards, backwards), members=[shard.name], record=False)
             found = shard.operands(bound, values.new_zeros(()), torch.bfloat16, **ways)
             assert shard._more == {False: [], True: []}, "it was there"
-            pairs = (found.columnwise(), expected.columnwise()) if backwards else (found.rowwise(), expected.rowwise())
+            pairs = found.at(columnwise=backwards), expected.at(columnwise=backwards)
             for part, a, b in zip(pairs[0].format.parts, pairs[0].parts, pairs[1].parts, strict=True):
                 assert_bit_equal(a, b, f"{shard.name} {part.name}")
                 compared += 1

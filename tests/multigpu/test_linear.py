@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlp.comm import collectives
-from dlp.parallel import fit
+from dlp.parallel import casts, fit
+from dlp.parallel.casts import BOTH
 from dlp.parallel.linear import operands
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from tests import pool as worker
@@ -218,13 +219,12 @@ def gathered_operands(recipe: str, tokens: int) -> list[tuple[bool, list[str | N
     found = []
     for layer, operand in ((ColumnParallelLinear, "x"), (RowParallelLinear, "dy")):
         bound = layer(64, 64, tp=mesh, sequence_parallel=True, recipe=recipe, device=worker.device()).core.bound
-        (mine,) = operands.quantize(bound, operand, [cut(full, 0, world)], row=True, col=True)
+        (mine,) = operands.quantize(bound, operand, [cut(full, 0, world)], BOTH)
         alone, spec = Linear(64, 64, recipe=recipe, device=worker.device()).core.bound, bound.spec
-        (whole,) = operands.quantize(alone, operand, [full], row=True, col=True)
-        pairs = [(mine.rowwise(), whole.rowwise(), 0), (mine.columnwise(), whole.columnwise(), 1)]
-        for columnwise, (part, expected, dim) in enumerate(pairs):
+        (whole,) = operands.quantize(alone, operand, [full], BOTH)
+        for columnwise, (part, expected) in enumerate(zip(mine, whole, strict=True)):
             if fit.obstacle(spec.recipe, operand, bool(columnwise), tokens // world) is None:
-                gathered = spec.overlap.fprop.gather(part, dim, spec.tp_group).whole()
+                gathered = spec.overlap.fprop.gather(part, columnwise, spec.tp_group).whole()
                 differences = [bit_difference(a, b) for a, b in zip(gathered.parts, expected.parts, strict=True)]
                 found.append((bool(columnwise), differences))
     assert rank == dist.get_rank()
@@ -246,7 +246,7 @@ def forget_the_group(recipe: str) -> tuple[float, float]:
     full = make_full(case)
     expected = unsharded(case, full)
     right = compare(case, sharded(case, full), expected)["y0"]
-    with patch.object(operands, "must_agree", lambda *_, **__: False):
+    with patch.object(casts, "agrees", lambda *_, **__: False):
         wrong = compare(case, sharded(case, full), expected)["y0"]
     return math.sqrt(right.squared / right.norm), math.sqrt(wrong.squared / wrong.norm)
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from dlp.comm import observer, symmetric
 from dlp.comm.amax import agree
 from dlp.comm.mesh import ParallelDims
+from dlp.parallel import casts
 from dlp.parallel import overlap as overlaps
+from dlp.parallel.casts import ROWWISE
 from dlp.parallel.linear import operands
 from dlp.parallel.linear.modules import ColumnParallelLinear
 from dlp.parallel.linear.spec import Overlaps
@@ -141,9 +143,9 @@ def gathered_error(strategy_name: str, axis: str) -> float:
     bound = ColumnParallelLinear(64, 64, recipe="fp8_current", **options).core.bound
     full = matrix("gauss", 128, 64, 3).to(worker.device())
     mine = full.chunk(2)[mesh["tp"].get_local_rank()]
-    with patch.object(operands, "agree", lambda observed, group: agree(observed, mesh[axis].get_group())):
-        (pair,) = operands.quantize(bound, "x", [mine], row=True, col=False)
-    whole = strategy(strategy_name).gather(pair.rowwise(), 0, bound.spec.tp_group).whole()
+    with patch.object(casts, "agree", lambda observed, group: agree(observed, mesh[axis].get_group())):
+        (made,) = operands.quantize(bound, "x", [mine], ROWWISE)
+    whole = strategy(strategy_name).gather(made.at(columnwise=False), 0, bound.spec.tp_group).whole()
     return relative_error(whole.dequantize(), full)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import dlp
 from dlp.comm import observer
 from dlp.comm.mesh import ParallelDims
-from dlp.parallel.linear import operands
+from dlp.parallel import casts
 from dlp.parallel.model.runtime import runtime_of
 from tests import pool as worker
 
@@ -44,7 +44,7 @@ def step(made: nn.Module, mesh: Any) -> None:
 def watched(recipe: str, forget: bool) -> str:
     made, mesh = model(recipe, sizes={"tp": 2})
     own = (
-        patch.object(operands, "agree", lambda observed, group: list(observed))
+        patch.object(casts, "agree", lambda observed, group: list(observed))
         if forget
         else patch.object(made, "x", 0, create=True)
     )
@@ -71,9 +71,9 @@ def test_a_forgotten_agreement_is_noticed_where_the_operand_is_gathered(ranks, r
 def wrong_group() -> str:
     """The layers agree over dp_shard in place of tp."""
     made, mesh = model("fp8_current", sizes={"tp": 2, "dp_shard": 2})
-    agree, wrong = operands.agree, mesh["dp_shard"].get_group()
+    agree, wrong = casts.agree, mesh["dp_shard"].get_group()
     try:
-        with patch.object(operands, "agree", lambda observed, group: agree(observed, wrong)), dlp.watch_scales(made):
+        with patch.object(casts, "agree", lambda observed, group: agree(observed, wrong)), dlp.watch_scales(made):
             step(made, mesh)
     except RuntimeError as error:
         return str(error)

@@ -88,8 +88,8 @@ def test_data_parallel_ranks_draw_the_bits_of_their_own_tokens(way):
 
     def codes(values: Tensor, dp: tuple[int, int]) -> Tensor:
         linear.core.session.dp = dp
-        (pair,) = quantize(linear.core.bound, "dy", [values], row=way == "row", col=way == "col")
-        return (pair.row or pair.columnwise()).payload
+        (made,) = quantize(linear.core.bound, "dy", [values], (way == "row", way == "col"))
+        return made.at(columnwise=way == "col").payload
 
     whole = codes(dy, (0, 1))
     halves = [codes(half, (rank, 2)) for rank, half in enumerate(dy.chunk(2))]

@@ -84,8 +84,10 @@ def trained(recipe: Any, held: str, optimizer: str, cached: bool) -> Trained:
                 with torch.no_grad():
                     losses.append(model(x).float().square().sum().cpu())
                 dlp.end_step(model)
-        together = getattr(runtime_of(model).weight_batch, "together", None)
-        assert bool(together and together._launches) == cached, "prepared where weights are cast at the boundary"
+        batch = runtime_of(model).weight_batch
+        assert bool(batch and batch.casts._prepared.launches) == cached, (
+            "prepared where weights are cast at the boundary"
+        )
         return losses, {name: whole(p).cpu() for name, p in model.named_parameters()}
 
 

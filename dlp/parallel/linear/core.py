@@ -31,7 +31,8 @@ from torch import Tensor
 
 from dlp.comm.collectives import Pending, done
 from dlp.kernels.ops import Summed, rounded
-from dlp.parallel.linear.operands import Values, quantize
+from dlp.parallel.casts import COLUMNWISE, ROWWISE, Values
+from dlp.parallel.linear.operands import quantize
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.linear.travel import Columnwise, dy_of_backward, x_of_backward, x_of_forward
@@ -137,14 +138,13 @@ def gathered_parts(
     shards = [bound.session.shards.get(member) for member in members] if bound.session.shards else []
     if not any(shards):
         return ()
-    ways: dict[str, Any] = {"row": row, "col": not row, "record": record}
-    pairs = [
-        shard.operands(bound, w, dtype, **ways)
+    made = [
+        shard.operands(bound, w, dtype, row=row, col=not row, record=record)
         if shard
-        else quantize(bound, "w", [w.to(dtype)], members=[name], **ways)[0]
+        else quantize(bound, "w", [w.to(dtype)], ROWWISE if row else COLUMNWISE, members=[name], record=record)[0]
         for name, shard, w in zip(members, shards, weights, strict=True)
     ]
-    return [part for pair in pairs for part in (pair.rowwise() if row else pair.columnwise()).parts]
+    return [part for operands in made for part in operands.at(columnwise=not row).parts]
 
 
 def _weight_operands(
@@ -153,10 +153,9 @@ def _weight_operands(
 ) -> list[QuantizedTensor]:  # fmt: skip
     """One orientation of the weights: of flat parts that exist, or cast here."""
     if not parts:
-        pairs = quantize(
-            bound, "w", [w.to(dtype) for w in weights], members=members, row=row, col=not row, record=record
-        )
-        return [pair.rowwise() if row else pair.columnwise() for pair in pairs]
+        values, wanted = [w.to(dtype) for w in weights], ROWWISE if row else COLUMNWISE
+        made = quantize(bound, "w", values, wanted, members=members, record=record)
+        return [operands.at(columnwise=not row) for operands in made]
     formats, sizes = bound.spec.weight_formats
     fmt, size = formats[not row], sizes[not row]
     return [fmt.wrap(parts[i * size :]) for i in range(len(weights))]
@@ -168,8 +167,8 @@ def _rounded(bound: BoundSpec, tensor: str, member: str, values: Tensor, record:
     if quantizers is None:
         return values
     padded = quantizers.rowwise.format.padded(values)
-    (pair,) = quantize(bound, tensor, [padded], row=True, col=False, members=[member], record=record)
-    return _part(pair.rowwise().dequantize(values.dtype), *values.shape)
+    (operands,) = quantize(bound, tensor, [padded], ROWWISE, members=[member], record=record)
+    return _part(operands.at(columnwise=False).dequantize(values.dtype), *values.shape)
 
 
 def run_forward(
@@ -271,5 +270,5 @@ def _start_dy(
         (dy,) = rows
         rowwise, columnwise = dy_of_backward(bound, dy, row, col)
         return [rowwise], [columnwise]
-    pairs = quantize(bound, "dy", rows, row=row, col=col, members=members)
-    return [pair.row for pair in pairs], [pair.columnwise for pair in pairs]
+    made = quantize(bound, "dy", rows, (row, col), members=members)
+    return [operands.rowwise for operands in made], [partial(operands.at, columnwise=True) for operands in made]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm.mesh import TP
 from dlp.parallel import overlap as overlaps
+from dlp.parallel.casts import Cast
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.direct import DirectLinearFn, call_of, forward
 from dlp.parallel.linear.inputs import autocasts, check_inputs, in_autocast_dtype, no_autocast
@@ -27,7 +28,6 @@ from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.autocast import active_region, active_spec
 from dlp.parallel.model.runtime import Runtime
 from dlp.parallel.style import shard_sizes, style
-from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.held import hold_quantized, local_values
 from dlp.parallel.weight.local import CastWeights, Sides, fill, local, place
 from dlp.parallel.weight.values import Values

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dlp.comm import observer
+from dlp.parallel.casts import operand_shape
 from dlp.parallel.linear.capture import Programs, like, multiplies_tf32
 from dlp.parallel.linear.core import gathered_parts, to_save, waits, y_shape
 from dlp.parallel.linear.inputs import check_features, no_autocast
-from dlp.parallel.linear.operands import operand_shape
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of
 from dlp.parallel.model.autocast import check_compiled

@@ -17,11 +17,13 @@ from torch import Tensor
 from dlp.comm import observer
 from dlp.kernels.ops import Produced, stored
 from dlp.parallel import fit
-from dlp.parallel.linear.operands import Pair, Values, operand_shape, quantize
+from dlp.parallel.casts import NOWHERE, Values, operand_shape
+from dlp.parallel.linear.operands import Operands, quantize
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.scales import check_gathered
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import Gathered, Route
+from dlp.quant.quantizer import Wanted
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
 Rowwise = QuantizedTensor | Gather
@@ -38,7 +40,7 @@ def x_of_forward(bound: BoundSpec, x: Values, keep: bool, record: bool) -> tuple
         return rowwise, []
     if plan.kept == "values":
         return rowwise, [x.value] if isinstance(x, Produced) else []
-    return rowwise, list((mine.rowwise() if plan.kept == "rowwise" else mine.columnwise()).parts)
+    return rowwise, list(mine.at(columnwise=plan.kept == "columnwise").parts)
 
 
 def x_of_backward(bound: BoundSpec, saved: Sequence[Tensor], dy_tokens: int) -> Columnwise:
@@ -62,31 +64,29 @@ def dy_of_backward(bound: BoundSpec, dy: Values, row: bool, col: bool) -> tuple[
 
 def _send(
     bound: BoundSpec, route: Route, values: Values, record: bool = True
-) -> tuple[Rowwise | None, Columnwise, Pair]:  # fmt: skip
+) -> tuple[Rowwise | None, Columnwise, Operands]:  # fmt: skip
     """Cast what the route casts of this rank's tokens, and start its transfers -> the rowwise operand, the columnwise one,
     as far as they are asked for, and this rank's own."""
     leases = {each.columnwise: _lease(bound, route.tensor, values, each) for each in route.gathers if each.leased}
-    mine = Pair(None, None)
+    mine = Operands(None, None)
     if any(route.here):
-        row, col = route.here
-        (mine,) = quantize(bound, route.tensor, [values], row=row, col=col, record=record, into=_room(leases))
-    rowwise: Rowwise | None = mine.row if route.here[0] else None
-    columnwise: Columnwise = mine.columnwise
+        (mine,) = quantize(bound, route.tensor, [values], route.here, record=record, into=_room(leases))
+    rowwise: Rowwise | None = mine.rowwise
+    columnwise: Columnwise = partial(mine.at, columnwise=True)
     for each in route.gathers:
         if each.columnwise is None:
             arrived = _on_arrival(bound, route, each, stored(values), record)
-            rowwise = arrived().rowwise() if route.there[0] else rowwise
+            rowwise = arrived().rowwise if route.there[0] else rowwise
             columnwise = partial(_columnwise_of, arrived) if route.there[1] else columnwise
             continue
-        operand = mine.columnwise() if each.columnwise else mine.rowwise()
-        gather = _start(bound, each, operand, leases.get(each.columnwise))
+        gather = _start(bound, each, mine.at(each.columnwise), leases.get(each.columnwise))
         rowwise = rowwise if each.columnwise else gather
         columnwise = _columnwise(each, gather)
     return rowwise, columnwise, mine
 
 
-def _columnwise_of(arrived: Callable[[], Pair]) -> QuantizedTensor:
-    return arrived().columnwise()
+def _columnwise_of(arrived: Callable[[], Operands]) -> QuantizedTensor:
+    return arrived().at(columnwise=True)
 
 
 def _columnwise(gathered: Gathered, gather: Gather) -> Columnwise:
@@ -112,10 +112,12 @@ def _lease(bound: BoundSpec, tensor: str, values: Values, gathered: Gathered) ->
     return overlap.lease(fmt, shape, gathered.dim, bound.spec.tp_group, dtype=values.dtype, device=values.device)
 
 
-def _room(leases: Mapping[bool | None, Lease | None]) -> Pair:
+def _room(leases: Mapping[bool | None, Lease | None]) -> Wanted:
     """What to quantize into, by orientation."""
-    row, col = (leases.get(columnwise) for columnwise in (False, True))
-    return Pair(None if row is None else row.mine, None if col is None else col.mine)
+    if not leases:
+        return NOWHERE
+    row, col = leases.get(False), leases.get(True)
+    return None if row is None else row.mine, None if col is None else col.mine
 
 
 def _start(bound: BoundSpec, gathered: Gathered, mine: QuantizedTensor, lease: Lease | None) -> Gather:
@@ -130,7 +132,7 @@ def _start(bound: BoundSpec, gathered: Gathered, mine: QuantizedTensor, lease: L
 
 def _on_arrival(
     bound: BoundSpec, route: Route, gathered: Gathered, values: Tensor, record: bool
-) -> Callable[[], Pair]:  # fmt: skip
+) -> Callable[[], Operands]:  # fmt: skip
     """Start gathering values [M/R, features]; they are quantized when they are first asked for."""
     for orientation, why in zip(("rowwise", "columnwise"), route.why, strict=True):
         if why not in (None, fit.ASKED):
@@ -138,12 +140,11 @@ def _on_arrival(
                 f"{route.tensor} {orientation} ({bound.spec.recipe.name}) travels in high precision: {why}"
             )
     gather = _start(bound, gathered, QuantizedTensor(HighPrecision(), (values,)), None)
-    row, col = route.there
 
     @cache
-    def arrived() -> Pair:
+    def arrived() -> Operands:
         whole = gather.whole().payload
-        (pair,) = quantize(bound, route.tensor, [whole], row=row, col=col, record=record, whole=True)
-        return pair
+        (operands,) = quantize(bound, route.tensor, [whole], route.there, record=record, whole=True)
+        return operands
 
     return arrived

@@ -24,7 +24,7 @@ from dlp.kernels.ops import ACTIVATION_CODES, quantizer_kernels
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.linear import prologue as prologues
-from dlp.parallel.linear.operands import makes
+from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.embedding import check_cut
@@ -359,7 +359,7 @@ def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -
         return ()
     x = recipe.x
     by_kernel = all(quantizer_kernels(caps_of(way).op, device_type) == "kernel" for way in (x.rowwise, x.columnwise))
-    one_cast = makes(recipe, "x", fit.units(recipe)[0], True, True)
+    one_cast = cast_plan(STYLES["local", False], recipe, "x", BOTH, fit.units(recipe)[0]).lazy
     along = all(
         way.format.block[0] <= 1 and way.format.parts[0].dtype in ACTIVATION_CODES for way in (x.rowwise, x.columnwise)
     )

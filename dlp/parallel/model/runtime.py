@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dlp.parallel.model.plan import Plan
     from dlp.parallel.model.replicas import Replicas
     from dlp.parallel.model.swap import Swap
-    from dlp.parallel.weight.batch import WeightBatch
+    from dlp.parallel.weight.boundary import WeightBatch
     from dlp.parallel.weight.sharded import ShardedWeight
 
 FORWARD = ("x", "w", "y")  # tensors that forward casts

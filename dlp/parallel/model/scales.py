@@ -60,9 +60,10 @@ def _weights(core: LinearCore) -> Named:
     """The scales of persistent weights that span the whole tensor."""
     found: Named = {}
     parts = core.cast_weights.parts
-    pairs = unflatten(core.spec.recipe.w, parts, len(core.members)) if parts else []
-    for member, pair in zip(core.spec.members, pairs, strict=bool(parts)):
-        for way, operand in (("rowwise", pair.rowwise()), ("columnwise", pair.columnwise())):
+    kept = unflatten(core.spec.recipe.w, parts, len(core.members)) if parts else []
+    for member, operands in zip(core.spec.members, kept, strict=bool(parts)):
+        for columnwise, way in enumerate(("rowwise", "columnwise")):
+            operand = operands.at(bool(columnwise))
             for part, tensor in zip(operand.format.parts, operand.parts, strict=True):
                 if part.rows is SHARED and part.contraction is SHARED:
                     found[f"{member}.w {way} {part.name}"] = tensor

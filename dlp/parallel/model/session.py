@@ -30,7 +30,7 @@ from dlp.parallel.model.replicas import Replicas
 from dlp.parallel.model.runtime import Runtime, converted_root, give_runtime, runtime_of
 from dlp.parallel.model.survey import check_no_fsdp1, guard
 from dlp.parallel.model.swap import make_due_swaps
-from dlp.parallel.weight.batch import refresh
+from dlp.parallel.weight.boundary import refresh
 from dlp.parallel.weight.fsdp2 import Managed, gather_quantized, managed
 from dlp.parallel.weight.local import CastWeights
 from dlp.parallel.weight.masters import masters_of

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from dlp.comm import collectives, observer
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, WORLD
-from dlp.parallel.linear.operands import agrees
+from dlp.parallel.casts import Read, agrees
 from dlp.parallel.model.plan import LayerPlan, Plan
 from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle
 from dlp.parallel.traffic.workload import Sent, Workload, foretelling, moved, nothing, precision_of
-from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
 from dlp.parallel.wires import WIRES
 from dlp.quant.quantizer import caps_of
@@ -113,10 +112,11 @@ def _agreements(plan: Plan, load: Workload) -> Counter[Sent]:
         staged += count * (delayed[0] and not covered)
         shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both ways
         by_row, by_col = (None if way is None else way.quantizer for way in ways)
-        amaxes = Cast(nothing(shape), by_row, by_col).observe()
+        amaxes = Read(by_row, by_col).observe(nothing(shape))
+        own_group = load.amax_group is not None
         for way, amax in zip(ways, amaxes, strict=True):
             if way is not None and amax is not None:
-                agreed = load.amax_group is not None or agrees(style, recipe, "w", way.quantizer, way.flipped)
+                agreed = agrees(style, recipe, "w", way.quantizer, way.flipped, own_group=own_group)
                 shard |= {id(amax): amax} if way.spans_rows else {}
                 wide |= {id(amax): amax} if agreed else {}
         shards += count * sum(amax.numel() for amax in shard.values())

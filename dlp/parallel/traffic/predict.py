@@ -24,13 +24,13 @@ from dlp.comm import observer
 from dlp.comm.mesh import DP_SHARD, TP, WORLD
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.linear.operands import agrees, matrices, observed_by_casts
+from dlp.parallel.casts import BOTH, COLUMNWISE, ROWWISE, Orientations, cast_plan, operand_shape
 from dlp.parallel.linear.spec import delayed_slots
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan
 from dlp.parallel.style import ParallelStyle, shard_sizes
 from dlp.parallel.traffic.fsdp import fsdp_traffic, linear_weights, travels_as
 from dlp.parallel.traffic.workload import Sent, Workload, foretelling, moved, nothing, precision_of
-from dlp.parallel.transfer import BOTH, COLUMNWISE, ROWWISE, Orientations, Reduction, Route, TransferPlan, transfer_plan
+from dlp.parallel.transfer import Reduction, Route, TransferPlan, transfer_plan
 from dlp.parallel.wires import WIRES
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import GEMMS, Recipe
@@ -113,23 +113,17 @@ class _Layer:
         self, tensor: str, shapes: Sequence[tuple[int, int]], cast: Orientations, whole: bool = False
     ) -> int:  # fmt: skip
         """How many numbers ranks agree on before those casts."""
-        quantizers = fit.quantizers(self.recipe, tensor)
-        assert quantizers is not None
-        agreed = tuple(
-            self.load.amax_group is not None
-            or (not whole and agrees(self.style, self.recipe, tensor, quantizer, flipped))
-            for flipped, quantizer in ((False, quantizers.rowwise), (True, quantizers.columnwise))
-        )
-        return sum(_numbers_observed(self.recipe, tensor, shape, *cast, agreed) for shape in shapes)
+        own_group = self.load.amax_group is not None
+        return sum(_numbers_agreed(self.style, self.recipe, tensor, cast, shape, whole, own_group) for shape in shapes)
 
     def gather(self, gemm: str, tensor: str, columnwise: bool, features: int) -> tuple[Sent, int]:
         """An operand of x or dy [tokens, features] that travels quantized for `gemm`."""
         quantizers = fit.quantizers(self.recipe, tensor)
         assert quantizers is not None
         fmt = (quantizers.columnwise if columnwise else quantizers.rowwise).format
-        matrix = matrices(self.recipe, tensor, nothing((self.tokens(tensor), features)))[columnwise]
+        shape = operand_shape(self.recipe, tensor, (self.tokens(tensor), features), columnwise)
         dtype = self.dtype if tensor == "x" else self.y_dtype
-        return self._over_tp(gemm, precision_of(fmt, dtype), moved(fmt, matrix.shape, int(columnwise), dtype))
+        return self._over_tp(gemm, precision_of(fmt, dtype), moved(fmt, shape, int(columnwise), dtype))
 
     def gather_hp(self, gemm: str, tensor: str, features: int) -> tuple[Sent, int]:
         """x or dy itself that travels for `gemm`, and perhaps for another."""
@@ -176,13 +170,12 @@ class _Layer:
 
 
 @cache
-def _numbers_observed(
-    recipe: Recipe, tensor: str, shape: tuple[int, int], row: bool, col: bool, agreed: tuple[bool, ...]
-) -> int:
-    """How many numbers the casts of one value observe, in the orientations of which ranks agree (`agreed`)."""
-    seen = observed_by_casts(recipe, tensor, nothing(shape), row, col)
-    distinct = {id(amax): amax for flipped, amax in seen if amax is not None and agreed[flipped]}
-    return sum(amax.numel() for amax in distinct.values())
+def _numbers_agreed(
+    style: ParallelStyle, recipe: Recipe, tensor: str, cast: Orientations, shape: tuple[int, int], whole: bool,
+    own_group: bool,
+) -> int:  # fmt: skip
+    plan = cast_plan(style, recipe, tensor, cast, shape[0], whole=whole, own_group=own_group)
+    return plan.numbers_agreed(nothing(shape))
 
 
 def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:

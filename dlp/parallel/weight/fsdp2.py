@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.parallel.linear.modules import LinearCore, cores
 from dlp.parallel.model.runtime import Runtime, in_backward
-from dlp.parallel.weight.batch import refresh
+from dlp.parallel.weight.boundary import refresh
 from dlp.parallel.weight.local import CastWeights, placeholder, show
 from dlp.parallel.weight.sharded import Layout, ShardedWeight
 from dlp.parallel.weight.ways import Way, keeps_source

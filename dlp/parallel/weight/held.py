@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dlp.parallel.casts import BOTH, Cast
 from dlp.parallel.linear.operands import quantize, unflatten
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.local import CastWeights, placeholder, show
 from dlp.parallel.weight.values import Values
 from dlp.quant import recipe as recipes
@@ -153,14 +153,14 @@ class QuantizedOnly(CastWeights):
         """Quantize this rank's values [N, K] of all members, rounded to the dtype of the parameters, in place."""
         self.initial = None
         rounded = [v.detach().to(p.dtype) for v, p in zip(values, self.parameters, strict=True)]
-        self.keep(quantize(self.core.bound, "w", rounded, row=True, col=True))
+        self.keep(quantize(self.core.bound, "w", rounded, BOTH))
 
     def decoded(self) -> list[Tensor]:
         """The values [N, K] that the codes stand for, in the dtype of the parameters."""
-        pairs = unflatten(self.recipe.w, self.parts, len(self.parameters))
+        held = unflatten(self.recipe.w, self.parts, len(self.parameters))
         return [
-            pair.rowwise().dequantize(p.dtype)[: local_values(p).shape[0], : local_values(p).shape[1]]
-            for pair, p in zip(pairs, self.parameters, strict=True)
+            operands.at(columnwise=False).dequantize(p.dtype)[: local_values(p).shape[0], : local_values(p).shape[1]]
+            for operands, p in zip(held, self.parameters, strict=True)
         ]
 
     @contextmanager

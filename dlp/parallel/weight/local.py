@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dlp.parallel.linear.operands import Pair, flatten, operand_shape, unflatten, weight_casts
+from dlp.parallel.casts import Cast, operand_shape
+from dlp.parallel.linear.operands import Operands, flatten, unflatten, weight_casts
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.values import Values
 from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
@@ -144,10 +144,10 @@ class Sides:
         return [part for i in used for part in self.col[i * size : (i + 1) * size]]
 
 
-def _pair(made: Sequence[Wanted]) -> Pair:
-    """The operands of one weight, which one cast has made, or one each."""
-    row, col = ([q for q in way if q is not None] for way in zip(*made, strict=True))
-    return Pair(row[0] if row else None, col[0] if col else None)
+def _operands(made: Sequence[Wanted]) -> Operands:
+    """Those of one weight, which one cast has made, or one each; a columnwise one that none has is the transposed other."""
+    row, col = ([q for q in orientation if q is not None] for orientation in zip(*made, strict=True))
+    return Operands(row[0], col[0] if col else row[0].transpose())
 
 
 class CastWeights:
@@ -194,17 +194,18 @@ class CastWeights:
             values.of(member, weight, dtype, operand_shape(spec.recipe, "w", weight.shape, False))
             for member, weight in zip(spec.members, plain, strict=True)
         ]
-        into = unflatten(spec.recipe.w, self.parts, len(plain)) if self.parts else [None] * len(plain)
-        return weight_casts(bound, plain, read, into)
+        into = unflatten(spec.recipe.w, self.parts, len(plain)) if self.parts else [Operands(None, None)] * len(plain)
+        each = zip(spec.members, plain, read, into, strict=True)
+        return [cast for member, w, value, out in each for cast in weight_casts(bound, member, w, value, out)]
 
     def take(self, made: Sequence[Wanted], count: int) -> None:
         """What those casts of `count` weights have made: one a weight that makes both orientations, or one for each."""
         each = len(made) // count
-        self.keep([_pair(made[i : i + each]) for i in range(0, len(made), each)])
+        self.keep([_operands(made[i : i + each]) for i in range(0, len(made), each)])
 
-    def keep(self, pairs: Sequence[Pair]) -> None:
+    def keep(self, operands: Sequence[Operands]) -> None:
         """Hold these operands: where some are held already, in their memory."""
-        parts = flatten(pairs)
+        parts = flatten(operands)
         if not self.parts:  # both orientations may share a scale, but torch.compile takes no tensor twice
             self.parts = [part.detach() for part in parts]
             return

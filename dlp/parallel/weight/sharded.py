@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import observer
 from dlp.comm.collectives import all_gather
-from dlp.parallel.linear.operands import Pair, quantize
+from dlp.parallel.linear.operands import Operands, quantize
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.runtime import in_backward
 from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
@@ -124,7 +124,7 @@ class ShardedWeight:
 
     def operands(
         self, bound: BoundSpec, weight: Tensor, dtype: torch.dtype, *, row: bool, col: bool, record: bool
-    ) -> Pair:  # fmt: skip
+    ) -> Operands:  # fmt: skip
         """The operands of the whole weight. `weight` [N, K]: as FSDP left it, for one that travels by itself; `dtype`: of
         the layer's activations. RuntimeError where FSDP has freed what came."""
         if bound is not self.core.bound and (self.travel is not None or bound not in self.core.bounds()):
@@ -139,17 +139,18 @@ class ShardedWeight:
             return self._at_use(bound, self._operand(VALUES).payload, dtype, row=row, col=col, record=record)
         rowwise, columnwise = self.travel
         made_row = self._operand(rowwise) if row or (col and rowwise == columnwise) else None
-        if not col or rowwise == columnwise:
-            return Pair(made_row and _kept_in(made_row, dtype), None)
-        made_col = self._operand(columnwise)
-        turned = made_col if columnwise.flipped else made_col.transpose()
-        return Pair(made_row and _kept_in(made_row, dtype), _kept_in(turned, dtype))
+        made_col = (made_row if rowwise == columnwise else self._operand(columnwise)) if col else None
+        if made_col is not None and not columnwise.flipped:
+            made_col = made_col.transpose()
+        return Operands(made_row and _kept_in(made_row, dtype), made_col and _kept_in(made_col, dtype))
 
-    def _at_use(self, bound: BoundSpec, values: Tensor, dtype: torch.dtype, **options: Any) -> Pair:
+    def _at_use(
+        self, bound: BoundSpec, values: Tensor, dtype: torch.dtype, *, row: bool, col: bool, record: bool
+    ) -> Operands:
         """The whole weight, cast here."""
         values = values if self.layout.from_master else values.to(dtype)
-        (pair,) = quantize(bound, "w", [values], members=[bound.spec.members[self.index]], **options)
-        return Pair(*(q and _kept_in(q, dtype) for q in pair))
+        (made,) = quantize(bound, "w", [values], (row, col), members=[bound.spec.members[self.index]], record=record)
+        return Operands(*(q and _kept_in(q, dtype) for q in made))
 
     def _operand(self, way: Way) -> QuantizedTensor:
         """What arrived, as one operand; gathered now where it did not travel."""

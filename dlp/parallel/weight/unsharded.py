@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dlp.parallel.casts import Cast
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.weight.casts import Cast
 from dlp.parallel.weight.fsdp2 import Managed
 from dlp.parallel.weight.local import CastWeights
 from dlp.parallel.weight.values import Values

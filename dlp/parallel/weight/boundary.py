@@ -1,7 +1,8 @@
-"""The step boundary of weights whose rows are spread over ranks: what each rank casts of them, and who agrees.
+"""The casts of a step boundary: all weights of a model, whole ones in both orientations, and of those that FSDP shards this
+rank's rows, as they travel. They are rounded together (`Values`), then observed, agreed on and cast in one `CastBatch`.
 
-What a cast observes of the rows here is agreed over dp_shard where it spans the rows of other ranks, then over a group
-that has a wider say. Gathers are served from the casts until the next boundary.
+What a cast observes of rows whose weight lies on several ranks is agreed over dp_shard where it spans the rows of others,
+then over a group that has a wider say. Gathers are served from the casts until the next boundary.
 """
 
 from __future__ import annotations
@@ -14,13 +15,40 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm.amax import agree
-from dlp.parallel.linear.operands import must_agree
+from dlp.parallel.casts import NOBODY, Cast, CastBatch, Groups, Read, agrees
+from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.weight.casts import NOBODY, Cast, Groups
+from dlp.parallel.model.runtime import Runtime
 from dlp.parallel.weight.sharded import ShardedWeight
 from dlp.parallel.weight.values import Values
 from dlp.parallel.weight.ways import Way
 from dlp.quant.quantizer import ScaleSlot, caps_of
+
+
+class WeightBatch:
+    """What one model keeps for this from step to step."""
+
+    def __init__(self) -> None:
+        self.values, self.casts = Values(), CastBatch()
+
+
+@torch.inference_mode(False)  # later boundaries write into what this one has made
+@torch.no_grad()
+def refresh(runtime: Runtime, cores: Sequence[LinearCore], shards: Sequence[ShardedWeight]) -> None:
+    """Cast the weights of these layers, and these shards; all ranks call it together."""
+    runtime.weight_batch = batch = runtime.weight_batch or WeightBatch()
+    whole = [(core, casts) for core in cores if (casts := core.casts(batch.values))]
+    sharded = [(weight, casts_of(weight, batch.values)) for weight in shards if weight.reads]
+    batch.values.renew()
+    made = iter(batch.casts.make([cast for _, casts in (*whole, *sharded) for cast in casts]))
+    for core, casts in whole:
+        core.cast_weights.take([next(made) for _ in casts], len(core.members))
+    for weight, casts in sharded:
+        weight.take([next(made) for _ in casts])
+    share_staged([weight for weight, _ in sharded])
+    for weight in shards:
+        weight.fresh = True
+    runtime.watch.cast([core for core, _ in whole] + list(dict.fromkeys(weight.core for weight, _ in sharded)))
 
 
 def casts_of(weight: ShardedWeight, values: Values) -> list[Cast]:
@@ -33,9 +61,9 @@ def casts_of(weight: ShardedWeight, values: Values) -> list[Cast]:
     for ways in weight.reads:
         row, col = (None if way is None else way.quantizer for way in ways)
         out, out_t = (None if way is None else weight.mine.get(way) for way in ways)
-        groups = _groups(weight, ways[0]), _groups(weight, ways[1])
+        read = Read(row, col, (_groups(weight, ways[0]), _groups(weight, ways[1])))
         slot, flag = _slot(weight, ways[0] or ways[1]), bound.session.flag(bound, "w", weight.name, matrix.device)
-        made.append(Cast(matrix, row, col, groups, slot, (), (out, out_t), flag))
+        made.append(Cast(read, matrix, slot, (), (out, out_t), flag))
     return made
 
 
@@ -44,8 +72,9 @@ def _groups(weight: ShardedWeight, way: Way | None) -> Groups:
     if way is None:
         return NOBODY
     spec = weight.core.spec
-    wider = must_agree(spec, "w", way.quantizer, way.flipped)
-    return weight.layout.group if way.spans_rows else None, (spec.amax_group or spec.tp_group) if wider else None
+    own_group = spec.amax_group is not None
+    wider = agrees(spec.style, spec.recipe, "w", way.quantizer, way.flipped, own_group=own_group)
+    return weight.layout.group if way.spans_rows else None, (spec.amax_group or spec.group) if wider else None
 
 
 def _slot(weight: ShardedWeight, way: Way | None) -> ScaleSlot | None:
