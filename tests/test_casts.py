@@ -190,7 +190,7 @@ def test_weights_cast_together_are_those_cast_alone(recipe, played):
         expected, alone = trained(recipe)
     assert_bit_equal(losses, expected, recipe)
     assert len(expected.unique()) == len(expected), "the weights change"
-    assert runtime.weight_batch.together._launches and not alone.weight_batch.together._launches
+    assert runtime.weight_batch.casts._prepared.launches and not alone.weight_batch.casts._prepared.launches
 
 
 def test_a_step_in_between_only_launches(played, monkeypatch):
