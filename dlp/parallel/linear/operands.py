@@ -45,6 +45,8 @@ def quantize(
     into       storage of `operand_shape` for the one operand there is, in the orientations that have some
     """
     plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
+    if not plan.reads:
+        return [Operands(None, None)] * len(values)
     casts = []
     for value, member in zip(values, members or bound.spec.owners(tensor), strict=True):
         casts += _casts(bound, plan, member, plan.matrices(value), value.shape, into, record)
