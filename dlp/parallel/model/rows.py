@@ -23,8 +23,8 @@ from dlp.kernels.gemms import device_kind
 from dlp.kernels.ops import ACTIVATION_CODES, quantizer_kernels
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.casts import BOTH, cast_plan
+from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.embedding import check_cut
