@@ -13,7 +13,7 @@ from dlp.kernels.reference import Fp8Scale
 from dlp.parallel import casts as cast_engine
 from dlp.parallel.casts import BOTH
 from dlp.parallel.linear import operands
-from dlp.parallel.model import notes
+from dlp.parallel.model import rows
 from dlp.parallel.style import STYLES
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, caps_of, one_read
@@ -217,9 +217,9 @@ def test_what_is_missing_is_said_once_and_in_the_plan(monkeypatch, caplog):
 
     loader.missing.cache_clear()
     monkeypatch.setattr(loader, "load", load_nothing)
-    monkeypatch.setattr(notes, "device_kind", lambda device_type: "sm_90")
+    monkeypatch.setattr(rows, "device_kind", lambda device_type: "sm_90")
     try:
-        plans = {name: notes.support_note(load(name), "cuda") for name in ("bf16", "fp8_current", "mxfp8")}
+        plans = {name: rows.support_note(load(name), "cuda") for name in ("bf16", "fp8_current", "mxfp8")}
     finally:
         loader.missing.cache_clear()
     assert caplog.messages == [sentence]
