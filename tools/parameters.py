@@ -30,7 +30,6 @@ SHRINKING = {  # by name, wherever it lies: the most that it may have
     "_linear_bwd_fake": 11,
     "linear_bwd": 11,
     "make_spec": 11,
-    "quantize": 9,
     "run_backward": 10,
 }
 
