@@ -19,7 +19,7 @@ from typing import Any
 
 import dlp
 from dlp.comm.mesh import ParallelDims
-from dlp.quant.recipe import made, source
+from dlp.quant.recipe import as_recipe, source
 from launch import overrides
 from launch.schema import ConfigError, markdown_table, read, toml_lines
 from launch.sections import SCHEMA, Checkpoint, Data, Group, Mesh, Model, Run, Train
@@ -88,7 +88,7 @@ def _check_group(group: Group, source: str) -> None:
         if layer_fields or (group.swap is None and group.stats is None):
             dlp.LayerGroup(group.name, group.match, **layer_fields)
         for recipe in group.recipes():
-            made(recipe)
+            as_recipe(recipe)
     except ValueError as error:
         raise ConfigError(f"{source}: {group.title()}: {error}") from None
 

@@ -16,7 +16,7 @@ import dlp
 from dlp import Plan
 from dlp.parallel.model import swap
 from dlp.quant.patterns import must_match
-from dlp.quant.recipe import made
+from dlp.quant.recipe import as_recipe
 from launch.sections import Group
 
 
@@ -29,7 +29,7 @@ class PlannedSwap:
     layers: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"after step {self.at_step}: {made(self.recipe)} for {some(self.layers)}"
+        return f"after step {self.at_step}: {as_recipe(self.recipe)} for {some(self.layers)}"
 
 
 def some(layers: Sequence[str]) -> str:

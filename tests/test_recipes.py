@@ -23,7 +23,7 @@ from dlp.quant.gemm import DEVICES, Gemm, GemmOptions, kernel_name, support
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of
-from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe, both, load, made, names
+from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe, as_recipe, both, load, names
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 from tests.command import command
 from tests.metrics import relative_error
@@ -188,7 +188,7 @@ def test_a_recipe_is_one_file(tmp_path: Path):
     with pytest.raises(ValueError, match="nowhere' is not a folder"):
         names(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="^recipes_path must be the path of a folder; got 3$"):
-        made({"name": "mine", "recipes_path": 3})
+        as_recipe({"name": "mine", "recipes_path": 3})
     assert "mine         fprop emulated (reference), dgrad native (torch mm)" in support_table.table(tmp_path)
 
 

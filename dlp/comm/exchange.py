@@ -55,11 +55,11 @@ class DirectExchange:
         device: torch.device,
     ) -> None:  # fmt: skip
         self.group = group
-        kinds = list(zip(shapes, dtypes, strict=True))
-        self.arrived = tuple(torch.empty((group.size(), *s), dtype=dtype, device=device) for s, dtype in kinds)
+        parts = list(zip(shapes, dtypes, strict=True))
+        self.arrived = tuple(torch.empty((group.size(), *s), dtype=dtype, device=device) for s, dtype in parts)
         own = tuple(part[group.rank()] for part in self.arrived)
         self.outgoing: list[Parts] = [
-            own if i == group.rank() % sets else tuple(torch.empty(s, dtype=dtype, device=device) for s, dtype in kinds)
+            own if i == group.rank() % sets else tuple(torch.empty(s, dtype=dtype, device=device) for s, dtype in parts)
             for i in range(sets)
         ]
         self._works: dict[int, list[Any]] = {}
@@ -68,7 +68,7 @@ class DirectExchange:
         pass
 
     def step(self, distance: int) -> None:
-        to, source = ((self.group.rank() + way * distance) % self.group.size() for way in (1, -1))
+        to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
         sent, received = self.outgoing[to % len(self.outgoing)], [part[source] for part in self.arrived]
         ops = [self._op(dist.isend, part, to) for part in sent] + [self._op(dist.irecv, p, source) for p in received]
         ops = [op for op in ops if op.tensor.numel()]

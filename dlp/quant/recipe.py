@@ -209,7 +209,7 @@ def _file(name: str, recipes_path: str | Path | None) -> Path:
 
 
 def source(value: Any) -> Path | None:
-    """The Python file that a recipe's table names beside dlp's own: the code that `made(value)` runs."""
+    """The Python file that a recipe's table names beside dlp's own: the code that `as_recipe(value)` runs."""
     if not isinstance(value, Mapping) or value.get("recipes_path") is None:
         return None
     return _file(str(value.get("name")), value["recipes_path"])
@@ -217,7 +217,7 @@ def source(value: Any) -> Path | None:
 
 @cache
 def _import_file(path: Path) -> ModuleType:
-    """The module of one file, made once: quantizers it defines must be of one class to compare equal."""
+    """The module of one file, executed once: quantizers it defines must be of one class to compare equal."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
@@ -225,7 +225,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def made(value: Any) -> Any:
+def as_recipe(value: Any) -> Any:
     """A recipe from a name, a table {"name": ..., option: value}, or one made in Python, which is itself."""
     if isinstance(value, str):
         return load(value)

@@ -1,4 +1,4 @@
-"""Measured: a quantizer that tells how well each cast went.
+"""Measured: a quantizer that records how well each cast went.
 
     amax         largest |x|
     scale_inv    largest multiplier back
@@ -40,10 +40,10 @@ class StatsTable:
         self.last = self.sums, self.maxima
         self.recording = True
 
-    def record(self, name: str, x: Tensor, made: QuantizedTensor) -> None:
+    def record(self, name: str, x: Tensor, quantized: QuantizedTensor) -> None:
         """One cast of x [rows, contraction]."""
         if self.recording:
-            sums, maxima = _measure(x.detach().float(), made)
+            sums, maxima = _measure(x.detach().float(), quantized)
             row = self.names[name]
             self.sums[row] += sums
             self.maxima[row] = torch.maximum(self.maxima[row], maxima)
@@ -55,22 +55,22 @@ class StatsTable:
         self.recording = True
 
 
-def _measure(x: Tensor, made: QuantizedTensor) -> tuple[Tensor, Tensor]:
+def _measure(x: Tensor, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """The SUMS and MAXIMA of one cast."""
-    decoded, nonzero, unknown = made.dequantize(), x != 0, x.new_tensor(math.nan)
+    decoded, nonzero, unknown = quantized.dequantize(), x != 0, x.new_tensor(math.nan)
     saturated, scale = unknown, unknown
-    if made.format.landmarks is not None:
-        one, largest = (_all_codes(made, code) for code in made.format.landmarks)
+    if quantized.format.landmarks is not None:
+        one, largest = (_all_codes(quantized, code) for code in quantized.format.landmarks)
         saturated, scale = (x.abs() > largest).sum(), one.amax()
     noise = (x.double() - decoded.double()).square().sum()
     sums = (nonzero.sum(), (nonzero & (decoded == 0)).sum(), saturated, x.double().square().sum(), noise)
     return torch.stack([number.double() for number in sums]), torch.stack([x.abs().amax(), scale])
 
 
-def _all_codes(made: QuantizedTensor, code: int) -> Tensor:
+def _all_codes(quantized: QuantizedTensor, code: int) -> Tensor:
     """The values if every code were this one: what the scales are, or what they can hold."""
-    payload = torch.full_like(made.payload.view(torch.uint8), code).view(made.payload.dtype)
-    return QuantizedTensor(made.format, (payload, *made.parts[1:])).dequantize()
+    payload = torch.full_like(quantized.payload.view(torch.uint8), code).view(quantized.payload.dtype)
+    return QuantizedTensor(quantized.format, (payload, *quantized.parts[1:])).dequantize()
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Measured(Wrapped):
     table: StatsTable = field(compare=False)
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
-        made = self.inner.cast(x, amax, **more)
-        self.table.record(self.name, self.values(x), made)
-        return made
+        quantized = self.inner.cast(x, amax, **more)
+        self.table.record(self.name, self.values(x), quantized)
+        return quantized
 
 
 def names_of(layer: str) -> list[str]:
@@ -95,10 +95,10 @@ def measured(recipe: Recipe, layer: str, table: StatsTable) -> Recipe:
     """The recipe with all its quantizers measured, as LAYER.x, or LAYER.x.rowwise and LAYER.x.columnwise where these are
     two casts."""
 
-    def wrap(operand: str, way: str) -> Quantizer:
+    def wrap(operand: str, orientation: str) -> Quantizer:
         quantizers: Operand = getattr(recipe, operand)
-        quantizer: Quantizer = getattr(quantizers, way)
-        name = f"{layer}.{operand}" + ("" if quantizers.derived else f".{way}")
+        quantizer: Quantizer = getattr(quantizers, orientation)
+        name = f"{layer}.{operand}" + ("" if quantizers.derived else f".{orientation}")
         return quantizer if quantizer.format.keeps_source else Measured(quantizer, name, table)
 
     x, w, dy = (Operand(wrap(operand, "rowwise"), wrap(operand, "columnwise")) for operand in OPERANDS)

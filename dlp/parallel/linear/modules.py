@@ -392,7 +392,7 @@ def make_spec(
     chosen = overlap if isinstance(overlap, dict) else dict.fromkeys(recipes.GEMMS, overlap)
     strategies = Overlaps(**{gemm: overlaps.load(chosen.get(gemm, "serial")) for gemm in recipes.GEMMS})
     group = None if tp is None else tp.get_group()
-    resolved = recipes.made(recipe).for_layer(members[0])
+    resolved = recipes.as_recipe(recipe).for_layer(members[0])
     return LinearSpec(
         name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, members,
         options=options, prologue=prologues.load(prologue),

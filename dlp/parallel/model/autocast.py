@@ -179,7 +179,7 @@ def autocast(
     calibrating           with enabled=False: record the amaxes that delayed scaling will need
     amax_reduction_group  the ranks that share scales; it must contain the tp group of sequence-parallel layers
     """
-    chosen = None if recipe is None else recipes.made(recipe)
+    chosen = None if recipe is None else recipes.as_recipe(recipe)
     outer = _REGION.get()
     region = Region(enabled, chosen, calibrating, amax_reduction_group, torch.is_grad_enabled())
     token = _REGION.set(region)

@@ -196,7 +196,7 @@ def _winners(chosen: Resolved) -> str:
 
 def _recipe(value: Any, layer: str) -> Recipe:
     """The recipe of one layer from what its group sets: a name, a table, or a recipe made in Python."""
-    return recipes.made(value or "bf16").for_layer(layer)
+    return recipes.as_recipe(value or "bf16").for_layer(layer)
 
 
 def _overlap(value: str | Mapping[str, str] | None, layer: str) -> str | dict[str, str]:

@@ -39,14 +39,14 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
     and the next forward, on all ranks. Raises ValueError, before anything is changed, for a pattern that matches no
     layer or only some of a set of siblings, and for a recipe that a layer cannot run under.
     """
-    layers, made = match_layers(model, pattern, "set_recipe"), recipes.made(recipe)
+    layers, made = match_layers(model, pattern, "set_recipe"), recipes.as_recipe(recipe)
     return _apply(model, _swap(layers, _runtime(model, layers).steps, recipe, made), made)
 
 
 def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any) -> None:
     """`set_recipe` for layers by name, done by the step boundary after `at_step` optimizer steps. Raises ValueError now
     for what could not be done then."""
-    made, runtime = recipes.made(recipe), _runtime(model, layers)
+    made, runtime = recipes.as_recipe(recipe), _runtime(model, layers)
     if at_step <= runtime.steps:
         raise ValueError(f"a swap at step {at_step} is in the past: {runtime.steps} steps are done")
     _new_specs(model, layers, made)
@@ -84,7 +84,7 @@ def repeat(model: nn.Module, runtime: Runtime, swaps: Sequence[Swap]) -> list[st
     step is over and that were not made. Raises ValueError for a swap that cannot be repeated and was not anticipated."""
     for swap in swaps:
         if swap.asked is not None:
-            _apply(model, swap, recipes.made(swap.asked))
+            _apply(model, swap, recipes.as_recipe(swap.asked))
     now = recipes_of(model)
     for swap in swaps:
         later = {layer for other in swaps[swaps.index(swap) + 1 :] for layer in other.layers}

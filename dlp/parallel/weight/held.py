@@ -57,7 +57,7 @@ def quantized_model_init(
     A layer whose recipe quantizes no weights is left as it is. ValueError for weights without memory (meta device), for
     one that other modules share, and for recipes whose weight scales follow their history.
     """
-    chosen = None if recipe is None else recipes.made(recipe)
+    chosen = None if recipe is None else recipes.as_recipe(recipe)
     token = _ASKED.set(_Asked(chosen, preserve_high_precision_init_val) if enabled else None)
     try:
         yield
