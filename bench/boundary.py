@@ -31,7 +31,7 @@ from dlp.kernels.timing import device_ms
 from dlp.parallel.linear.modules import cores
 from dlp.parallel.model.runtime import runtime_of
 from dlp.parallel.model.session import end_step
-from dlp.parallel.weight.values import Values
+from dlp.parallel.weight.boundary import Values
 
 LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))  # in, out of siblings
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -70,21 +70,22 @@ def model_of(recipe: str, held: str, blocks: int, layers: Sequence[tuple[int, tu
 
 def boundary_alone(model: nn.Module) -> Run:
     """The step boundary with each weight cast by itself."""
-    runtime, kept = runtime_of(model), {core: Values() for core in cores(model)}
+    runtime, kept = runtime_of(model), {core.weights: Values() for core in cores(model)}
 
     def run() -> None:
         runtime.end_step()
-        for core, values in kept.items():
-            casts = core.casts(values)
+        for weights, values in kept.items():
+            wanted = [(weight, weight.casts(values)) for weight in weights]
             values.renew()
-            core.cast_weights.take([cast.alone() for cast in casts], len(core.members))
+            for weight, casts in wanted:
+                weight.take([cast.alone() for cast in casts])
 
     return run
 
 
 def nbytes(model: nn.Module) -> int:
     """Of the weights and of their operands."""
-    parts = [part for core in cores(model) for part in core.cast_weights.parts]
+    parts = [part for core in cores(model) for weight in core.weights for part in weight.parts]
     return sum(tensor.nbytes for tensor in (*model.parameters(), *parts))
 
 

@@ -27,8 +27,7 @@ from dlp.parallel.model.swap import set_recipe
 from dlp.parallel.traffic.ledger import wire_report
 from dlp.parallel.traffic.workload import Workload
 from dlp.parallel.weight.fsdp2 import fully_shard
-from dlp.parallel.weight.held import quantized_model_init
-from dlp.parallel.weight.masters import with_master_weights
+from dlp.parallel.weight.held import quantized_model_init, with_master_weights
 
 # recipes
 from dlp.quant.custom import CustomRecipe

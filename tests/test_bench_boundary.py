@@ -22,7 +22,7 @@ def test_together_and_one_by_one_make_the_same_bits(recipe: str, held: str) -> N
             weight.mul_(torch.linspace(1, 2, weight.shape[1]))
 
     def parts() -> list[torch.Tensor]:
-        kept = [part for core in cores(model) for part in core.cast_weights.parts]
+        kept = [part for core in cores(model) for part in core.weights.parts.parts]
         return [part.clone().reshape(-1).view(torch.uint8) for part in kept]
 
     before = parts()
@@ -31,7 +31,7 @@ def test_together_and_one_by_one_make_the_same_bits(recipe: str, held: str) -> N
         alone()
     one_by_one = parts()
     with torch.no_grad():
-        for part in (part for core in cores(model) for part in core.cast_weights.parts):
+        for part in (part for core in cores(model) for part in core.weights.parts.parts):
             part.reshape(-1).view(torch.uint8).zero_()
     end_step(model)
     assert all(map(torch.equal, parts(), one_by_one))

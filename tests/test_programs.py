@@ -356,7 +356,7 @@ def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.Mon
     twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     for seed in range(12):
         twins.step(lambda m, s: forward_backward(m, s, (16 * (1 + s % 6),)), seed)
-    assert len(twins.model[0].core.sides.calls) == 2
+    assert len(twins.model[0].core.weights.parts.calls) == 2
 
 
 def test_a_function_that_does_more_than_launch_is_no_program():

@@ -93,7 +93,7 @@ def programs(model: nn.Module) -> dict[str, list[Program | str]]:
     """What there is for each direction."""
     found: dict[str, list[Program | str]] = {way: [] for way in DIRECTIONS}
     for core in cores(model):
-        calls = [*core.bound.calls.values(), *(core.sides.calls.values() if core.sides else ())]
+        calls = [*core.bound.calls.values(), *(core.weights.parts.calls.values() if core.weights.parts else ())]
         for call in calls:
             kept = call if isinstance(call, Programs) else call.programs
             for key, made in kept.made.items():

@@ -53,6 +53,11 @@ class Operand:
         """The columnwise operand is the transposed rowwise one: same quantizer, and its payload may be transposed."""
         return self.rowwise == self.columnwise and self.rowwise.format.transposable
 
+    @property
+    def keeps_source(self) -> bool:
+        """Nothing is quantized: both orientations are the values."""
+        return self.rowwise.format.keeps_source and self.columnwise.format.keeps_source
+
 
 def both(quantizer: Quantizer) -> Operand:
     """An operand whose two orientations use the same quantizer."""

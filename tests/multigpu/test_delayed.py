@@ -150,7 +150,7 @@ def test_weights_cast_at_the_boundary_and_at_use_scale_alike():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         dlp.attach(model, optimizer)
         for each in model:
-            each.core.caches = attached
+            each.core.weights.caches = attached
         for _ in range(4):
             optimizer.zero_grad()
             pass_through(model, torch.ones(4, 32))

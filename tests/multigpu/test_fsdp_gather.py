@@ -28,6 +28,7 @@ from dlp.comm.mesh import ParallelDims
 from dlp.parallel.linear.operands import quantize
 from dlp.parallel.model.runtime import runtime_of
 from dlp.parallel.weight import sharded as shards
+from dlp.parallel.weight.local import Use
 from tests import pool as worker
 from tests.cases import ON_RANKS, RECIPES
 from tests.metrics import assert_bit_equal
@@ -101,17 +102,17 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
         with patch.object(shards, "in_backward", lambda now=backwards: now):
             for block in model.blocks:
                 block.unshard()
-        for shard in runtime_of(model).shards.values():
+        for shard in runtime_of(model).weights():
             assert shard.why is None, shard.why
             assert len(shard.layout.shard()) * 2 == shard.layout.shape[0]
             (values,) = all_gather((shard.layout.shard(),), (0,), shard.layout.group).wait()
-            ways = {"row": not backwards, "col": backwards, "record": False}
-            bound, weight = shard.core.bound, values.bfloat16()
-            (expected,) = quantize(bound, "w", [weight], (not backwards, backwards), members=[shard.name], record=False)
-            found = shard.operands(bound, values.new_zeros(()), torch.bfloat16, **ways)
+            use = Use(shard.bound, values.new_zeros(()), torch.bfloat16, False)
+            orientations = (not backwards, backwards)
+            (both,) = quantize(shard.bound, "w", [values.bfloat16()], orientations, members=[shard.name], record=False)
+            expected = both.at(columnwise=backwards)
+            found = shard.columnwise(use) if backwards else shard.rowwise(use)
             assert shard._more == {False: [], True: []}, "it was there"
-            pairs = found.at(columnwise=backwards), expected.at(columnwise=backwards)
-            for part, a, b in zip(pairs[0].format.parts, pairs[0].parts, pairs[1].parts, strict=True):
+            for part, a, b in zip(found.format.parts, found.parts, expected.parts, strict=True):
                 assert_bit_equal(a, b, f"{shard.name} {part.name}")
                 compared += 1
         for block in model.blocks:
@@ -141,7 +142,7 @@ def scenario(name: str, recipe: Any, sizes: dict[str, int], on: bool, options: d
     model = shardnet(recipe, mesh, quantized_gather=on, **options)
     losses = SCENARIOS[name](model, mesh)
     runtime = runtime_of(model)
-    why = {shard.name: shard.why for shard in runtime.shards.values()}
+    why = {shard.name: shard.why for shard in runtime.weights()}
     return {"losses": losses, "tensors": tensors(model), "why": why, "said": sorted(runtime.noted)}
 
 
@@ -438,7 +439,7 @@ def tied(on: bool) -> tuple[dict[str, Tensor], dict[str, str | None]]:
         model(torch.arange(step, 16 + step, device=worker.device())).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return tensors(model), {shard.name: shard.why for shard in runtime_of(model).shards.values()}
+    return tensors(model), {shard.name: shard.why for shard in runtime_of(model).weights()}
 
 
 @pytest.mark.ranks(2)

@@ -228,7 +228,8 @@ class SilentWeights(Trainer):
 
     def train_step(self, step: int) -> Step:
         if step == WARM:
-            weight = runtime_of(self.built.model).shards["model.layers.1.mlp.down_proj"]
+            weights = {weight.name: weight for weight in runtime_of(self.built.model).weights()}
+            weight = weights["model.layers.1.mlp.down_proj"]
             weight.travel, weight.why = (VALUES, VALUES), "this test asks for it"
         return super().train_step(step)
 

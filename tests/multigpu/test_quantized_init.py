@@ -53,8 +53,8 @@ def test_held_weights_compute_what_cast_ones_do(recipe):
 
 def resident_bytes(model: nn.Module) -> int:
     """Of all tensors that a model reaches, each memory once."""
-    parts = [*model.parameters(), *(part for module in model.modules() if hasattr(module, "core")
-                                    for part in module.core.cast_weights.parts)]  # fmt: skip
+    cores = [module.core for module in model.modules() if hasattr(module, "core")]
+    parts = [*model.parameters(), *(part for core in cores for weight in core.weights for part in weight.parts)]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
@@ -84,7 +84,7 @@ def test_steps_on_master_weights(preserve):
     assert model[0].weight.grad is None
     quantizer = model[0].core.spec.recipe.w.rowwise
     rounded = expected.bfloat16()
-    assert_bit_equal(model[0].core.cast_weights.parts[0], quantizer.cast(rounded, quantizer.observe(rounded)).payload)
+    assert_bit_equal(model[0].core.weights.parts.parts[0], quantizer.cast(rounded, quantizer.observe(rounded)).payload)
     losses = []
     for _ in range(20):
         losses.append(model(batch()).square().sum())

@@ -91,7 +91,7 @@ def test_changes_that_torch_counts_are_seen(change: Callable[[nn.Module], None],
     assert not torch.equal(loss_of(other), before)
     loss_of(model).backward()
     optimizer.step()
-    assert model[0].core.cast_weights.parts, "the next step boundary casts again"
+    assert model[0].core.weights.parts is not None, "the next step boundary casts again"
 
 
 def test_a_call_with_other_parameters_computes_with_those():

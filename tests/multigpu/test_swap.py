@@ -41,11 +41,11 @@ def test_only_the_chosen_layers_change_and_keep_nothing_of_the_old_recipe():
     model = attached(SHORT)
     step(model, 0)
     before = dlp.state_dict(model)
-    specs, casts = [layer.core.spec for layer in model], [layer.core.cast_weights.parts for layer in model]
+    specs, casts = [layer.core.spec for layer in model], [layer.core.weights.parts for layer in model]
     dlp.set_recipe(model, "1", "nvfp4")
     assert recipes_of(model)["1"] == "nvfp4"
     for i in (0, 2):
-        assert model[i].core.spec is specs[i] and model[i].core.cast_weights.parts is casts[i]
+        assert model[i].core.spec is specs[i] and model[i].core.weights.parts is casts[i]
     after = dlp.state_dict(model)
     assert {key for key in before if key not in after} == {key for key in before if key.startswith("slots.1.")}
     for key in after:
@@ -90,7 +90,7 @@ def test_a_scheduled_swap_happens_by_itself():
     assert said == ["bf16", "fp8_current", "fp8_current"] and recipes_of(model)["1"] == "bf16"
     (swap,) = runtime_of(model).swaps
     assert (swap.step, swap.layers, swap.said) == (2, ("0", "2"), "fp8_current")
-    assert model[0].core.cast_weights.parts[0].dtype == torch.float8_e4m3fn, "cast at the same boundary"
+    assert model[0].core.weights.parts.parts[0].dtype == torch.float8_e4m3fn, "cast at the same boundary"
 
 
 def test_a_recipe_made_in_python_must_be_there_before_loading():

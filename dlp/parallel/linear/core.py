@@ -131,22 +131,6 @@ def y_shape(spec: LinearSpec, x: Tensor, out_features: int) -> tuple[int, ...]:
     return spec.transfers(x.numel() // x.shape[-1]).y_tokens, out_features
 
 
-def gathered_parts(
-    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], dtype: torch.dtype, *, row: bool, record: bool
-) -> Sequence[Tensor]:  # fmt: skip
-    """The flat parts of one orientation of weights that FSDP gathered; none where it shards none of them."""
-    shards = [bound.session.shards.get(member) for member in members] if bound.session.shards else []
-    if not any(shards):
-        return ()
-    made = [
-        shard.operands(bound, w, dtype, row=row, col=not row, record=record)
-        if shard
-        else quantize(bound, "w", [w.to(dtype)], ROWWISE if row else COLUMNWISE, members=[name], record=record)[0]
-        for name, shard, w in zip(members, shards, weights, strict=True)
-    ]
-    return [part for operands in made for part in operands.at(columnwise=not row).parts]
-
-
 def _weight_operands(
     bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
     *, row: bool, record: bool,
@@ -208,8 +192,8 @@ def run_backward(
     needs_db: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """dy_i [..., N_i] of the `used` members and what forward saved (`to_save`) -> those gradients that are needed, in the
-    order dx [M, K] in `dtype`, that of x (with a prologue: of what that read), dw_i, db_i. Without dw_i where they wait
-    (`delay_wgrad`). `parts`: of the columnwise weights of these members."""
+    order dx [M, K] in `dtype`, that of x (with a prologue: of what that read), dw_i, db_i. Without dw_i that its weight
+    takes otherwise (`Weight.take_grad`). `parts`: of the columnwise weights of these members."""
     spec = bound.spec
     members = [spec.members[i] for i in used]
     saved, beside = _beside(spec, saved)
@@ -226,14 +210,11 @@ def run_backward(
         dx = token_gemm(spec, reduce, spec.overlap.dgrad, dy_rows, gemms, out)
     if x_col is not None:
         x_whole = x_col()
-        wgrads = (
-            (member, partial(_wgrad, bound, dy_col(), x_whole, w.shape, w.dtype))
-            for member, dy_col, w, needed in zip(members, dy_cols, weights, needs_dw, strict=True) if needed
-        )  # fmt: skip
-        if waits(spec.options.delay_wgrad, needs_dx):
-            bound.session.waiting.extend(wgrads)
-        else:
-            grads += [wgrad() for _, wgrad in wgrads]
+        for i, dy_col, w, needed in zip(used, dy_cols, weights, needs_dw, strict=True):
+            if needed:
+                wgrad = partial(_wgrad, bound, dy_col(), x_whole, w.shape, w.dtype)
+                dw = bound.weights.members[i].take_grad(wgrad, may_wait=needs_dx)
+                grads += [] if dw is None else [dw]
     grads += [rounded(dy.sums(), w.dtype) for dy, w in zip(rows, weights, strict=True) if isinstance(dy, Summed)]
     if dx is None:
         return grads

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from dlp.kernels import gemms
 from dlp.parallel.linear.capture import LIMIT, Key, Programs, lies, like, multiplies_tf32
-from dlp.parallel.linear.core import gathered_parts, to_save, waits
+from dlp.parallel.linear.core import to_save, waits
 from dlp.parallel.linear.inputs import ACTIVATIONS, check_features, no_autocast
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.weight.local import Sides, check_whole, held, num_axes
+from dlp.parallel.weight.local import WeightParts, check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
 
 X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
@@ -48,6 +48,7 @@ class Call:
     def __init__(self, bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any]) -> None:
         x, self.first = inputs[0], X + len(inputs)
         self.bound, self.spec, self.record, self.count = bound, bound.spec, record, len(bound.spec.members)
+        self.everyone = range(self.count)
         self.x_shape, self.x_dtype = x.shape, x.dtype
         learns = [p is not None and p.requires_grad for p in parameters]
         self.differentiable = record and (any(given.requires_grad for given in inputs) or any(learns))
@@ -89,7 +90,7 @@ def _check(bound: BoundSpec, given: Sequence[Any]) -> None:
 
 
 def call_of(
-    bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any], sides: Sides | None
+    bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any], sides: WeightParts | None
 ) -> Call:
     """The call that this one is like. It is kept with the operands that it reads, and goes with them, or with the spec."""
     if sides is None:
@@ -116,7 +117,7 @@ def call_of(
 
 
 def forward(
-    call: Call, sides: Sides | None, inputs: Sequence[Tensor], parameters: Sequence[Any]
+    call: Call, sides: WeightParts | None, inputs: Sequence[Tensor], parameters: Sequence[Any]
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:  # fmt: skip
     """x [..., K], or what the prologue reads -> y_i [..., N_i], what is kept for backward (see `run_forward`), and this
     rank's weights."""
@@ -126,9 +127,9 @@ def forward(
     weights, biases = tensors[:count], tensors[count:]
     key: Key = ()
     if sides is not None:
-        parts: Sequence[Tensor] = sides.row
+        parts: Sequence[Tensor] = sides.rowwise
     else:
-        parts = gathered_parts(bound, bound.spec.members, weights, call.x_dtype, row=True, record=record)
+        parts = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
         key = tuple(map(like, parts))
     ys, kept = call.programs.forward(key, inputs, weights, biases, parts, call.save, record)
     return ys, kept, weights
@@ -140,7 +141,7 @@ class DirectLinearFn(torch.autograd.Function):
     would cost as much as the layer."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, sides: Sides | None, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, sides: WeightParts | None, *tensors: Any) -> tuple[Tensor, ...]:
         inputs, parameters = tensors[: call.first - X], tensors[call.first - X :]
         ys, kept, weights = forward(call, sides, inputs, parameters)
         ctx.call, ctx.sides, ctx.scales = call, sides, call.bound.session.scales
@@ -185,10 +186,9 @@ def _gradients(
     key: Key = (wanted.dx, *used, *wanted.dw, *wanted.db, *[lies(tensor) for tensor in (*dys, *saved)])
     parts: Sequence[Tensor] = ()
     if wanted.dx and sides is not None:
-        parts = sides.col_of(used)
+        parts = sides.columnwise_of(used)
     elif wanted.dx:
-        members = [bound.spec.members[i] for i in used]
-        parts = gathered_parts(bound, members, weights, call.x_dtype, row=False, record=True)
+        parts = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
         key += tuple(map(like, parts))
     grads = call.programs.backward(
         key, dys, saved, weights, parts, call.x_dtype, used, wanted.dx, wanted.dw, wanted.db, call.x_shape
@@ -199,7 +199,7 @@ def _gradients(
 
 def _watched(
     call: Call, wanted: Wanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor],
-    sides: Sides | None,
+    sides: WeightParts | None,
 ) -> list[Tensor]:  # fmt: skip
     """The same as an op."""
     bound, cached = call.bound, [] if sides is None else sides.both_of(wanted.used)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm.mesh import TP
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.casts import Cast
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.direct import DirectLinearFn, call_of, forward
 from dlp.parallel.linear.inputs import autocasts, check_inputs, in_autocast_dtype, no_autocast
@@ -28,20 +27,11 @@ from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.autocast import active_region, active_spec
 from dlp.parallel.model.runtime import Runtime
 from dlp.parallel.style import shard_sizes, style
-from dlp.parallel.weight.held import hold_quantized, local_values
-from dlp.parallel.weight.local import CastWeights, Sides, fill, local, place
-from dlp.parallel.weight.values import Values
+from dlp.parallel.weight.held import hold_quantized
+from dlp.parallel.weight.local import LayerWeights, Member, fill, local, place
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, measured
-
-
-class Member(NamedTuple):
-    """One weight of a core: the module that owns it, and the names of its weight and bias there."""
-
-    module: nn.Module
-    weight: str
-    bias: str
 
 
 def moment(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -88,7 +78,7 @@ class SharedCall:
 
 
 class LinearCore:
-    """Computes y_i = x @ w_i.T + b_i for its members. `caches`: weights are cast at the step boundary, not at use."""
+    """Computes y_i = x @ w_i.T + b_i for its members."""
 
     def __init__(self, spec: LinearSpec, session: Runtime, members: Sequence[Member]) -> None:
         self.bound = BoundSpec(spec, session)
@@ -96,16 +86,12 @@ class LinearCore:
         self.ran_in_region = False
         self.stats: StatsTable | None = None
         self.members = list(members)
-        self.caches = False
-        self.dtype: torch.dtype | None = None
-        self.cast_weights = CastWeights()
-        self.sides: Sides | None = None
+        self.weights = self.bound.weights = LayerWeights(self)
         self.shared = SharedCall()
         hold_quantized(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy casts its weights at use, until it is attached to an optimizer of its own."""
-        anew = {"variants": {}, "ran_in_region": False, "stats": None, "caches": False, "dtype": None, "sides": None}
+        anew = {"variants": {}, "ran_in_region": False, "stats": None}
         return vars(self) | anew | {"shared": SharedCall()}
 
     @property
@@ -125,12 +111,8 @@ class LinearCore:
         except KeyError as missing:
             parameter_is_gone(self.spec.name, missing.args[0])
 
-    def weights(self) -> list[Tensor]:
+    def local_weights(self) -> list[Tensor]:
         return [self._local(getattr(m.module, m.weight)) for m in self.members]
-
-    def stored(self) -> list[Tensor]:
-        """The parameters that optimizers step on."""
-        return self.cast_weights.stored() or [m.module._parameters[m.weight] for m in self.members]  # type: ignore[misc]
 
     def biases(self) -> list[Tensor | None]:
         biases = [getattr(m.module, m.bias) for m in self.members]
@@ -145,13 +127,6 @@ class LinearCore:
         device: torch.device = getattr(self.members[0].module, self.members[0].weight).device
         return device
 
-    def casts(self, values: Values) -> list[Cast]:
-        """Those that the step boundary makes of the weights: none before the layer has run, or where it casts at use."""
-        if not self.caches or self.dtype is None:
-            return []
-        weights = [local_values(p) for p in self.cast_weights.stored()] or self.weights()
-        return self.cast_weights.casts(self.bound, weights, self.dtype, values)
-
     def bounds(self) -> list[BoundSpec]:
         """The layer's own, and those it has run under in autocast regions."""
         return [self.bound, *self.variants.values()]
@@ -161,25 +136,16 @@ class LinearCore:
 
     def with_recipe(self, recipe: Recipe) -> LinearSpec:
         """The spec that this layer has under another recipe."""
-        self.cast_weights.check(recipe)
+        self.weights.check(recipe)
         stats = self.stats
         chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
         return replace(self.spec, recipe=chosen)
 
     def set_spec(self, spec: LinearSpec, session: Runtime | None = None) -> None:
         """Change the layer's own spec, at a step boundary. `session`: another than it has been in."""
-        self.bound = BoundSpec(spec, session or self.session)
+        self.bound = BoundSpec(spec, session or self.session, self.weights)
         self.variants.clear()
-        self.cast_weights.drop()
-
-    def _cached(self, bound: BoundSpec, dtype: torch.dtype) -> list[Tensor]:
-        """The operands that the last step boundary made for activations of `dtype`; none: cast at use."""
-        if bound is not self.bound:
-            return self.cast_weights.read(bound.spec) or []
-        if self.dtype != dtype:  # the next step boundary casts for it
-            self.dtype = dtype
-            self.cast_weights.retype()
-        return self.cast_weights.parts
+        self.weights.drop()
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says).
@@ -193,7 +159,7 @@ class LinearCore:
         if opaque():
             return self._by_ops(inputs)
         bound, record = active_spec(self), torch.is_grad_enabled()
-        sides = self._sides(bound, inputs[0].dtype)
+        sides = self.weights.kept(bound, inputs[0].dtype)
         parameters = self.parameters()
         call = call_of(bound, record, inputs, parameters, sides)
         if call.differentiable:
@@ -201,19 +167,11 @@ class LinearCore:
             return results
         return tuple(forward(call, sides, inputs, parameters)[0])
 
-    def _sides(self, bound: BoundSpec, dtype: torch.dtype) -> Sides | None:
-        """`_cached` by orientation."""
-        cached = self._cached(bound, dtype)
-        if not cached:
-            return None
-        if self.sides is None or self.sides.parts is not cached:
-            self.sides = Sides(cached, bound.spec.weight_formats[1])
-        return self.sides
-
     def _by_ops(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The same, for what traces or watches."""
         bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
-        weights, biases, cached = self.weights(), self.biases(), self._cached(bound, inputs[0].dtype)
+        kept, weights, biases = self.weights.kept(bound, inputs[0].dtype), self.local_weights(), self.biases()
+        cached = [] if kept is None else kept.parts
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):
             # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
@@ -267,13 +225,13 @@ class ParallelLinear(nn.Module):
         return f"{spec.style.name}, tp={spec.tp}, recipe={spec.recipe}"
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        with self.core.cast_weights.shown(written=True):
+        with self.core.weights.shown(written=True):
             super()._load_from_state_dict(*args, **kwargs)
-        self.core.cast_weights.drop()
+        self.core.weights.drop()
         self.core.shared.forget()
 
     def _save_to_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        with self.core.cast_weights.shown():
+        with self.core.weights.shown():
             super()._save_to_state_dict(*args, **kwargs)
 
 
@@ -299,10 +257,10 @@ class ConvertedLinear(ParallelLinear, nn.Linear):
         """Those of an nn.Linear: rank 0 draws, each rank keeps its part. Needs memory for the whole weight for a moment."""
         device, dtype, biased = self.weight.device, self.weight.dtype, self.bias is not None
         drawn = nn.Linear(self.in_features, self.out_features, biased, device=device, dtype=dtype)
-        with self.core.cast_weights.shown(written=True):
+        with self.core.weights.shown(written=True):
             for mine, whole in zip(self.parameters(False), drawn.parameters(), strict=True):
                 fill(mine, whole)
-        self.core.cast_weights.drop()
+        self.core.weights.drop()
 
 
 class Linear(ParallelLinear):

@@ -20,23 +20,24 @@ from torch.utils.flop_counter import register_flop_formula
 from dlp.comm import observer
 from dlp.parallel.casts import operand_shape
 from dlp.parallel.linear.capture import Programs, like, multiplies_tf32
-from dlp.parallel.linear.core import gathered_parts, to_save, waits, y_shape
+from dlp.parallel.linear.core import to_save, waits, y_shape
 from dlp.parallel.linear.inputs import check_features, no_autocast
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of
 from dlp.parallel.model.autocast import check_compiled
-from dlp.parallel.weight.local import Sides
+from dlp.parallel.weight.local import WeightParts
 
 
 def _parts(
-    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
-    *, row: bool, record: bool,
+    bound: BoundSpec, used: Sequence[int], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
+    *, columnwise: bool, record: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """One orientation of the weights, as the last step boundary left them or as FSDP gathered them."""
+    """One orientation of the `used` weights, as far as it is there before the pass."""
     if not cached:
-        return gathered_parts(bound, members, weights, dtype, row=row, record=record)
-    sides = Sides(cached, bound.spec.weight_formats[1])
-    return sides.row if row else sides.col
+        found: Sequence[Tensor] = bound.weights.read(bound, used, weights, dtype, columnwise=columnwise, record=record)
+        return found
+    parts = WeightParts(cached, bound.spec.weight_formats[1])
+    return parts.columnwise if columnwise else parts.rowwise
 
 
 def linear_fwd(
@@ -48,7 +49,7 @@ def linear_fwd(
     check_compiled(bound)
     check_features(bound.spec, inputs[0], weights[0])
     bound.session.begin_forward(bound, record)
-    parts = _parts(bound, bound.spec.members, weights, cached, inputs[0].dtype, row=True, record=record)
+    parts = _parts(bound, range(len(weights)), weights, cached, inputs[0].dtype, columnwise=False, record=record)
     key = (
         save,
         record,
@@ -65,8 +66,7 @@ def linear_bwd(
     """`run_backward` as an op."""
     bound = bound_of(spec_id)
     bound.session.in_layer_backward(bound)
-    members = [bound.spec.members[i] for i in used]
-    parts = _parts(bound, members, weights, cached, dtype, row=False, record=True) if needs_dx else ()
+    parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if needs_dx else ()
     key = dtype, *used, needs_dx, *needs_dw, *needs_db, *map(like, (*dys, *saved, *weights, *parts))
     programs = _programs_of(bound, dys[0])
     grads = programs.backward(key, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)

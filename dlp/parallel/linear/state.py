@@ -61,13 +61,14 @@ class BoundSpec:
     """A spec as one layer of one session runs it.
 
     session    what changes between steps, shared by the layers of a model
+    weights    `LayerWeights` of the layer
     spec_id    names it to the opaque ops, int64 []; `trace_id`: see above
     cache      what has been decided for calls of it (`remembered`)
     calls      bound calls and captured directions (`dlp.parallel.linear.direct`)
     """
 
-    def __init__(self, spec: LinearSpec, session: Runtime) -> None:
-        self.spec, self.session = spec, session
+    def __init__(self, spec: LinearSpec, session: Runtime, weights: Any = None) -> None:
+        self.spec, self.session, self.weights = spec, session, weights
         if spec.slots:
             spec.check_group(session.amax_group)
         session.made.append(self)
@@ -86,13 +87,20 @@ class BoundSpec:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSpec:
         """A copied layer has scales of its own, which begin as these are, and is not measured."""
-        return BoundSpec(replace(self.spec, recipe=plain(self.spec.recipe)), copy.deepcopy(self.session, memo))
+        spec = replace(self.spec, recipe=plain(self.spec.recipe))
+        new = memo[id(self)] = BoundSpec(spec, copy.deepcopy(self.session, memo))
+        new.weights = copy.deepcopy(self.weights, memo)
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         """ValueError, where a model is pickled, for a layer that is spread over ranks."""
         if self.spec.group is not None or self.spec.amax_group is not None:
             cannot_pickle(self.spec.name)
-        return {"spec": replace(self.spec, recipe=plain(self.spec.recipe)), "session": self.session}
+        return {
+            "spec": replace(self.spec, recipe=plain(self.spec.recipe)),
+            "session": self.session,
+            "weights": self.weights,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

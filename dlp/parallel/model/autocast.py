@@ -92,7 +92,7 @@ class Region:
         key = (self.enabled, self.recipe, self.calibrating, self.group)
         if key not in core.variants and key != (True, None, self.calibrating, None):
             for each in runtime.cores:  # of all layers, so that ranks that run other layers have the same slots
-                each.variants[key] = BoundSpec(self._variant(each), runtime)
+                each.variants[key] = BoundSpec(self._variant(each), runtime, each.weights)
             runtime.rebuild()
         bound = core.variants.get(key, core.bound)
         self.resolved.add(bound)

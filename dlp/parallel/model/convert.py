@@ -33,7 +33,6 @@ from dlp.comm.mesh import TP, WORLD, ParallelDims
 from dlp.parallel.linear.modules import (
     ConvertedLinear,
     LinearCore,
-    Member,
     ParallelLinear,
     make_spec,
     partial_names,
@@ -46,7 +45,7 @@ from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.runtime import Runtime, give_runtime
 from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.held import check_untied
-from dlp.parallel.weight.local import local, num_axes, place
+from dlp.parallel.weight.local import Member, local, num_axes, place
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def _make_spec(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
     module = target.model.get_submodule(first.module)
     if isinstance(module, ParallelLinear):
         name = first.module
-        module.core.cast_weights.check(first.recipe)
+        module.core.weights.check(first.recipe)
     return make_spec(
         name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp,
         tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens, options=first.options,

@@ -29,13 +29,9 @@ def backward_dw(model: nn.Module) -> int:
     count = len(runtime.waiting)
     if count == 0:
         return 0
-    owners = {
-        name: member for core in runtime.cores for name, member in zip(core.spec.members, core.members, strict=True)
-    }
     while runtime.waiting:
-        name, wgrad = runtime.waiting.popleft()
-        module, weight, _ = owners[name]
-        parameter = getattr(module, weight)
+        weight, wgrad = runtime.waiting.popleft()
+        parameter = getattr(weight.member.module, weight.member.weight)
         with no_autocast([parameter]):
             _accumulate(parameter, wgrad())
     return count
@@ -54,6 +50,6 @@ def check_none_waits(runtime: Runtime) -> None:
     """Before an optimizer step: RuntimeError when gradients are not complete."""
     if runtime.waiting:
         raise RuntimeError(
-            f"{len(runtime.waiting)} wgrads still wait, the first of {runtime.waiting[0][0]} (delay_wgrad = true): call "
+            f"{len(runtime.waiting)} wgrads still wait, the first of {runtime.waiting[0][0].name} (delay_wgrad = true): call "
             f"dlp.backward_dw(model) between backward and the optimizer's step"
         )

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dlp.parallel.model.replicas import Replicas
     from dlp.parallel.model.swap import Swap
     from dlp.parallel.weight.boundary import WeightBatch
-    from dlp.parallel.weight.sharded import ShardedWeight
+    from dlp.parallel.weight.local import LocalWeight, Weight
 
 FORWARD = ("x", "w", "y")  # tensors that forward casts
 LOG = logging.getLogger("dlp")
@@ -131,7 +131,6 @@ class Runtime:
         self.recomputations: Recomputations[Any] = Recomputations()
         self.cores: list[LinearCore] = []
         self.made: list[BoundSpec] = []  # all that refer to it
-        self.shards: dict[str, ShardedWeight] = {}  # by member: the weights that FSDP gathers, once attached
         self.steps = 0
         self.last: BoundSpec | None = None  # the layer that ran last
         self.swaps: list[Swap] = []
@@ -148,9 +147,9 @@ class Runtime:
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # those attached
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self.weight_batch: WeightBatch | None = None
-        self.waiting: deque[tuple[str, Callable[[], Tensor]]] = (
+        self.waiting: deque[tuple[LocalWeight, Callable[[], Tensor]]] = (
             deque()
-        )  # wgrads, by member (dlp.parallel.model.delayed_wgrad)
+        )  # see `dlp.parallel.model.delayed_wgrad`
         self._slots: Slots | None = None
         self._task: int | None = None
 
@@ -210,6 +209,9 @@ class Runtime:
     def specs(self) -> list[LinearSpec]:
         return [spec for core in self.cores for spec in core.specs()]
 
+    def weights(self) -> list[Weight]:
+        return [weight for core in self.cores for weight in core.weights]
+
     @property
     def slots(self) -> Slots:
         if self._slots is None:
@@ -237,7 +239,8 @@ class Runtime:
         for bound in self.made:  # whose programs read the old one
             bound.calls.clear()
         for core in self.cores:
-            core.sides = None
+            if core.weights.parts is not None:
+                core.weights.parts.calls.clear()
 
     def slot(self, bound: BoundSpec, tensor: str, member: str, columnwise: bool, record: bool) -> ScaleSlot:
         """What a cast of one tensor reads and writes. `record`: its amax counts."""
@@ -289,7 +292,8 @@ class Runtime:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Behind the step of any optimizer."""
-        if optimizer not in self.optimizers and self.watch.count_step(optimizer, self.cores) and self.attached:
+        foreign, layers = optimizer not in self.optimizers, [core.weights for core in self.cores]
+        if foreign and self.watch.count_step(optimizer, layers) and self.attached:
             self.note(
                 f"an {type(optimizer).__name__} that is not attached steps on weights, which are cast where they are used "
                 f"until an attached one steps: call dlp.attach for it too"

@@ -22,11 +22,11 @@ from dlp.comm.amax import agree
 from dlp.parallel.linear.operands import unflatten, weights_agree
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.runtime import Runtime, runtime_of
+from dlp.parallel.weight.sharded import ShardedWeight
 from dlp.quant.tensor import SHARED, QuantizedTensor
 
 if TYPE_CHECKING:
     from dlp.parallel.linear.modules import LinearCore
-    from dlp.parallel.weight.sharded import ShardedWeight
 
 Named = dict[str, Tensor]
 
@@ -42,8 +42,9 @@ def check_scales(model: nn.Module) -> int:
         group = core.spec.amax_group or core.spec.group
         if group is not None and weights_agree(core.spec):
             by_group.setdefault(group, {}).update(_weights(core))
-    for weight in runtime.shards.values():
-        by_group.setdefault(weight.layout.group, {}).update(_shards(weight))
+    for weight in runtime.weights():
+        if isinstance(weight, ShardedWeight):
+            by_group.setdefault(weight.layout.group, {}).update(_shards(weight))
     for group, scales in by_group.items():
         compare(scales, group)
     return sum(len(scales) for scales in by_group.values())
@@ -59,9 +60,9 @@ def _slots(runtime: Runtime) -> Named:
 def _weights(core: LinearCore) -> Named:
     """The scales of persistent weights that span the whole tensor."""
     found: Named = {}
-    parts = core.cast_weights.parts
-    kept = unflatten(core.spec.recipe.w, parts, len(core.members)) if parts else []
-    for member, operands in zip(core.spec.members, kept, strict=bool(parts)):
+    kept = core.weights.parts
+    held = [] if kept is None else unflatten(core.spec.recipe.w, kept.parts, len(core.members))
+    for member, operands in zip(core.spec.members if kept else (), held, strict=True):
         for columnwise, way in enumerate(("rowwise", "columnwise")):
             operand = operands.at(bool(columnwise))
             for part, tensor in zip(operand.format.parts, operand.parts, strict=True):

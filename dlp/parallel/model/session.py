@@ -31,10 +31,8 @@ from dlp.parallel.model.runtime import Runtime, converted_root, give_runtime, ru
 from dlp.parallel.model.survey import check_no_fsdp1, guard
 from dlp.parallel.model.swap import make_due_swaps
 from dlp.parallel.weight.boundary import refresh
-from dlp.parallel.weight.fsdp2 import Managed, gather_quantized, managed
-from dlp.parallel.weight.local import CastWeights
-from dlp.parallel.weight.masters import masters_of
-from dlp.parallel.weight.unsharded import UnshardedCasts
+from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
+from dlp.parallel.weight.held import masters_of
 
 
 def end_step(model: nn.Module) -> None:
@@ -53,8 +51,7 @@ def end_step(model: nn.Module) -> None:
 def _cast_weights(model: nn.Module) -> None:
     layers = list(cores(model))
     for runtime in dict.fromkeys(core.session for core in layers):
-        own = [core for core in layers if core.session is runtime]
-        refresh(runtime, own, list(runtime.shards.values()))
+        refresh(runtime, [weight for core in layers if core.session is runtime for weight in core.weights])
 
 
 WEIGHT_CACHES = ("step", "forward")
@@ -101,12 +98,12 @@ def attach(
     runtime.optimizers.add(optimizer)
     records = _records(model)
     for core, its in records.items():
-        core.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
-        if core.caches and None not in its and type(core.cast_weights) is CastWeights:
-            core.cast_weights = UnshardedCasts([record for record in its if record])
+        core.weights.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
+        if core.weights.caches:
+            cast_managed(core.weights, its)
     if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
         runtime.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
-    gather_quantized(model, runtime)
+    gather_quantized(model)
     if runtime.sums is not None and runtime.replicas is None:
         runtime.replicas = Replicas(root, {slot.path for slot in runtime.sums.slots}, runtime.sums.group)
     fsdp, end = [record for _, _, record in managed(model)], partial(_after_step, root, Watch(runtime, on_nonfinite))

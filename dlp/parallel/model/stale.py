@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
-    from dlp.parallel.linear.modules import LinearCore
+    from dlp.parallel.weight.local import LayerWeights, Weight
 
 SAMPLE = 64  # values of each weight
 Mark = tuple[int, int, int, int]
@@ -39,39 +39,38 @@ class Watch:
     """The weights of one model as they were cast last: their marks, views of their samples, and what those held."""
 
     def __init__(self) -> None:
-        self._marks: dict[LinearCore, list[Mark]] = {}
-        self._views: dict[LinearCore, list[Tensor]] = {}
+        self._marks: dict[LayerWeights, list[Mark]] = {}
+        self._views: dict[LayerWeights, list[Tensor]] = {}
         self._seen: list[Tensor] = []
-        self._whole: list[tuple[dict[str, Any], str]] = []  # where layers hold weights that are cast whole
+        self._whole: list[Weight] = []  # whose parameters layers hold as they are
         self._whole_marks: list[Mark] = []
 
     @torch.no_grad()
-    def cast(self, cores: Sequence[LinearCore]) -> None:
+    def cast(self, layers: Sequence[LayerWeights]) -> None:
         """The weights of these layers have just been cast."""
-        for core in cores:
-            parameters = core.stored()
-            marks, before = list(map(_mark, parameters)), self._marks.get(core)
+        for weights in layers:
+            parameters = weights.stored()
+            marks, before = list(map(_mark, parameters)), self._marks.get(weights)
             if before is None or any(old[::3] != new[::3] for old, new in zip(before, marks, strict=True)):
-                self._views[core] = [_sample(parameter) for parameter in parameters]
-            self._marks[core] = marks
-        held = [m for core in self._marks if not core.cast_weights.stored() for m in core.members]
-        self._whole = [(member.module._parameters, member.weight) for member in held]
+                self._views[weights] = [_sample(parameter) for parameter in parameters]
+            self._marks[weights] = marks
+        self._whole = [weight for weights in self._marks for weight in weights if not weight.managed]
         self._whole_marks = self._now()
         self._seen = [torch.cat(views) for views in self._by_dtype().values()]
 
     def _now(self) -> list[Mark]:
-        return [_mark(parameters[name]) for parameters, name in self._whole]
+        return [_mark(weight.stored) for weight in self._whole]
 
-    def moved(self, core: LinearCore) -> bool:
+    def moved(self, weights: LayerWeights) -> bool:
         """Whether its weights are others than those that were cast, as far as torch counts that."""
-        marks = self._marks.get(core)
-        return marks is not None and marks != list(map(_mark, core.stored()))
+        marks = self._marks.get(weights)
+        return marks is not None and marks != list(map(_mark, weights.stored()))
 
     def drop_moved(self) -> None:
         """Forget the casts of weights that have moved."""
-        if self._now() != self._whole_marks or any(core.cast_weights.stored() for core in self._marks):
-            for core in [core for core in self._marks if core.cast_weights.parts and self.moved(core)]:
-                core.cast_weights.drop()
+        if self._now() != self._whole_marks or any(weight.managed for weights in self._marks for weight in weights):
+            for weights in [each for each in self._marks if each.parts is not None and self.moved(each)]:
+                weights.drop()
 
     @torch.no_grad()
     def check_values(self) -> None:
@@ -83,13 +82,14 @@ class Watch:
             return
         before = {dtype: list(seen.split([len(view) for view in views])) for (dtype, views), seen in
                   zip(self._by_dtype().items(), self._seen, strict=True)}  # fmt: skip
-        for core, views in self._views.items():
+        for weights, views in self._views.items():
             same = [torch.equal(_bits(view), _bits(before[view.dtype].pop(0))) for view in views]
-            if not all(same) and core.cast_weights.in_use() and not self.moved(core):
+            if not all(same) and weights.in_use() and not self.moved(weights):
+                name = weights.members[same.index(False)].name
                 raise RuntimeError(
-                    f"{core.spec.members[same.index(False)]}: its weight was changed in a way that torch does not count, as by "
-                    f"writing into .data, and layers compute with casts of the old one: call dlp.end_step(model) after such "
-                    f"a change, and after undoing it"
+                    f"{name}: its weight was changed in a way that torch does not count, as by writing into .data, and "
+                    f"layers compute with casts of the old one: call dlp.end_step(model) after such a change, and after "
+                    f"undoing it"
                 )
 
     def _by_dtype(self) -> dict[torch.dtype, list[Tensor]]:
@@ -99,11 +99,11 @@ class Watch:
                 found.setdefault(view.dtype, []).append(view)
         return found
 
-    def count_step(self, optimizer: Optimizer, cores: Sequence[LinearCore]) -> bool:
+    def count_step(self, optimizer: Optimizer, layers: Sequence[LayerWeights]) -> bool:
         """An optimizer that is not attached has stepped; whether it holds weights of these layers. They count as changed:
         fused optimizers, and those of DTensors, do not tell torch."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        changed = [p for core in cores for p in _there(core) if id(p) in held]
+        changed = [p for weights in layers for p in weights.stored() if id(p) in held]
         torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
         return bool(changed)
 
@@ -118,13 +118,6 @@ def watch_optimizers(model: nn.Module, after: Callable[[Optimizer], None]) -> No
             call(optimizer)
 
     weakref.finalize(model, register_optimizer_step_post_hook(hook).remove)
-
-
-def _there(core: LinearCore) -> list[Any]:
-    """The weights of a layer, without one that a parametrization has taken the place of: any optimizer's step looks at
-    them, and one of another model must not fail by this one."""
-    held: list[Any] = core.cast_weights.stored() or [m.module._parameters.get(m.weight) for m in core.members]
-    return [parameter for parameter in held if parameter is not None]
 
 
 def _sample(parameter: Tensor) -> Tensor:

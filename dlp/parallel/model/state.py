@@ -28,7 +28,7 @@ from dlp.parallel.model.replicas import check_equal
 from dlp.parallel.model.runtime import Runtime, converted_root, runtime_of
 from dlp.parallel.model.scales import check_scales
 from dlp.parallel.model.swap import Swap, repeat
-from dlp.parallel.weight.masters import load_masters, masters_of
+from dlp.parallel.weight.held import load_masters, masters_of
 from dlp.quant.recipe import source
 from dlp.quant.state import SlotState, SlotTable
 

@@ -108,7 +108,8 @@ def plan_of(model: nn.Module) -> Plan:
 
 def activation_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """The dtype of the last x of each layer that has run."""
-    return {core.spec.members[0]: core.dtype for core in cores(model) if core.dtype is not None}
+    dtypes = {core.spec.members[0]: core.weights.dtype for core in cores(model)}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
 def wire_report(model: nn.Module | Plan, load: Workload) -> dict[str, dict[str, int]]:

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
-from dlp.parallel.linear.modules import LinearCore, cores
+from dlp.parallel.linear.modules import cores
 from dlp.parallel.model.runtime import Runtime, in_backward
 from dlp.parallel.weight.boundary import refresh
-from dlp.parallel.weight.local import CastWeights, placeholder, show
+from dlp.parallel.weight.local import LayerWeights, LocalWeight, ManagedWeight, Weight, placeholder, show, tell
 from dlp.parallel.weight.sharded import Layout, ShardedWeight
 from dlp.parallel.weight.ways import Way, keeps_source
 
@@ -133,64 +133,35 @@ def _refused(keywords: dict[str, Any]) -> str | None:
     return "shards are offloaded" if isinstance(keywords.get("offload_policy"), fsdp.CPUOffloadPolicy) else None
 
 
-def gather_quantized(model: nn.Module, runtime: Runtime) -> None:
+def gather_quantized(model: nn.Module) -> None:
     """From now on the weights of this model's layers travel as `fully_shard` was asked to let them."""
-    members = {(id(m.module), m.weight): (core, i) for core in cores(model) for i, m in enumerate(core.members)}
-    gathers: dict[LinearCore, list[_Gather]] = {}
+    owners = {(id(m.module), m.weight): (core.weights, i) for core in cores(model) for i, m in enumerate(core.members)}
+    gathers: list[_Gather] = []
     for module in model.modules():
         asked: Gathering | None = getattr(module, "dlp_gathering", None)
         if asked is not None:
             asked.early.remove()
         if asked is not None and asked.group.size() > 1:
-            for param in _fsdp_params(module):
-                for owner in _owners(param):
-                    if owner in members:
-                        core, index = members[owner]
-                        gathers.setdefault(core, []).append(_Gather(module, param, core, index, asked))
-    for core, its in gathers.items():
-        runtime.shards |= {gather.weight.name: gather.weight for gather in its}
-        core.cast_weights = ShardedCasts(its)
-    for gather in (gather for its in gathers.values() for gather in its):
-        gather.update()
-    _tell(runtime, [gather.weight for its in gathers.values() for gather in its])
+            found = [(param, owner) for param in _fsdp_params(module) for owner in _owners(param) if owner in owners]
+            gathers += [_Gather(module, param, *owners[owner], asked) for param, owner in found]
+    for gather in gathers:
+        gather.weight.drop()
+    tell([gather.weight for gather in gathers])
 
 
-def _tell(runtime: Runtime, weights: Sequence[ShardedWeight]) -> None:
-    """Amend the plan by what travels otherwise than its recipe promises, once."""
-    reasons: dict[str, list[str]] = {}
-    for weight in weights:
-        if weight.why not in (None, weight.told):
-            reasons.setdefault(str(weight.why), []).append(weight.name)
-        weight.told = weight.why
-    for why, names in reasons.items():
-        some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        runtime.note(f"w is gathered in high precision: {why} [{some}]")
-
-
-class ShardedCasts(CastWeights):
-    """The weights of one layer, of which the step boundary casts rows; no operands are kept here."""
-
-    def __init__(self, gathers: Sequence[_Gather]) -> None:
-        super().__init__()
-        self._gathers = gathers
-
-    def stored(self) -> list[Tensor]:
-        return [gather.stored for gather in self._gathers]
-
-    def in_use(self) -> bool:
-        return all(gather.weight.fresh for gather in self._gathers)
-
-    def drop(self) -> None:
-        """The recipe or the weights changed: cast anew before they are next gathered."""
-        for gather in self._gathers:
-            gather.update()
-        _tell(self._gathers[0].weight.core.session, [gather.weight for gather in self._gathers])
+def cast_managed(weights: LayerWeights, records: Sequence[Managed | None]) -> None:
+    """The step boundary casts these weights, of which FSDP cuts none, from what optimizers step on. `records`: None for a
+    weight that FSDP does not manage."""
+    weights.set([
+        weight if record is None or type(weight) is not LocalWeight else ManagedWeight(weights, i, record)
+        for i, (weight, record) in enumerate(zip(weights, records, strict=True))
+    ])  # fmt: skip
 
 
 class _Gather:
     """The hooks of one parameter, and FSDP2's record of what it gathers for it."""
 
-    def __init__(self, module: nn.Module, param: Any, core: LinearCore, index: int, asked: Gathering) -> None:
+    def __init__(self, module: nn.Module, param: Any, weights: LayerWeights, index: int, asked: Gathering) -> None:
         self._module, self._param = module, param
         self._outputs: dict[tuple[Way, ...], list[Tensor]] = {}
         whole, dtype = param._orig_size, param.mp_policy.param_dtype or param.sharded_param.dtype
@@ -200,11 +171,11 @@ class _Gather:
         elif param.fsdp_placement.dim:
             refused = "dp_shard cuts its in_features"
         layout = Layout((whole[0], whole[1]), asked.group, self._shard, dtype, asked.from_master, refused)
-        self.weight = ShardedWeight(core, index, layout)
         self._hooked = False
+        self.weight = ShardedWeight(weights, index, layout, self._stored, self._update)
+        weights.set([*weights.members[:index], self.weight, *weights.members[index + 1 :]])
 
-    @property
-    def stored(self) -> Tensor:
+    def _stored(self) -> Tensor:
         parameter: Tensor = self._param.sharded_param
         return parameter
 
@@ -212,9 +183,9 @@ class _Gather:
         padded: Tensor = self._param._sharded_param_data.view(self._param.padded_sharded_param_size)
         return padded
 
-    def update(self) -> None:
-        """Hook the parameter, or release it, as its layer's recipe says now."""
-        changed, hook = self.weight.decide(), self.weight.travel is not None
+    def _update(self, changed: bool) -> None:
+        """Hook the parameter, or release it, as its layer's recipe says now. `changed`: otherwise than before."""
+        hook = self.weight.travel is not None
         if changed or hook != self._hooked:
             self._module.reshard()  # type: ignore[operator]
             self._outputs = {}
@@ -246,8 +217,8 @@ class _Gather:
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Way, ...]]:
         """FSDP2's question what to gather; its records are one for each set of ways that travels together."""
-        core, runtime = self.weight.core, self.weight.core.session
-        if not in_backward() and runtime.watch.moved(core):
+        runtime = self.weight.bound.session
+        if not in_backward() and runtime.watch.moved(self.weight.owner):
             self.weight.fresh = False
         if not self.weight.fresh:
             _cast_late(runtime)
@@ -280,14 +251,14 @@ class _Strided:
 def _cast_late(runtime: Runtime) -> None:
     """Weights are gathered before any step boundary has cast them, or after they were loaded: do it now, all of them.
     Their delayed amaxes take the place of those that the last boundary staged."""
-    stale = [weight for weight in runtime.shards.values() if not weight.fresh]
+    stale: list[Weight] = [weight for weight in runtime.weights() if weight.gathered and not weight.fresh]
     if not runtime.has_slots():
-        refresh(runtime, [], stale)
+        refresh(runtime, stale)
         return
     staging = runtime.slots.table.staging
     before = staging.clone()
     staging.zero_()
-    refresh(runtime, [], stale)
+    refresh(runtime, stale)
     staging.copy_(torch.where(staging > 0, staging, before))
 
 

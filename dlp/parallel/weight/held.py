@@ -6,33 +6,38 @@
 
 The parameter that such a layer shows is a placeholder: shape, dtype and gradient of the weight, no memory, NaN where it
 is read. State dicts hold the decoded values, and loading quantizes what is loaded. A step of plain optimizers on codes
-would be lost in rounding, so `with_master_weights` (`dlp.parallel.weight.masters`) steps on fp32 weights beside these.
+would be lost in rounding, so `with_master_weights` steps on fp32 weights beside the optimizer's states, wherever these live:
+
+    before a step   gradients move from the placeholders to the masters
+    step            on the masters, as on any parameters
+    behind it       the masters are quantized into the layers
+
+Weights that are loaded become the masters, so that the next step begins from them; `dlp.state_dict` holds the masters in
+full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from dlp.parallel.casts import BOTH, Cast
 from dlp.parallel.linear.operands import quantize, unflatten
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.weight.local import CastWeights, placeholder, show
-from dlp.parallel.weight.values import Values
+from dlp.parallel.model.closures import Arguments, closure_of, with_closure
+from dlp.parallel.weight.boundary import Values
+from dlp.parallel.weight.local import Layer, LayerWeights, LocalWeight, local_values, placeholder, show
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
-
-if TYPE_CHECKING:
-    from dlp.parallel.linear.modules import LinearCore
 
 
 @dataclass(frozen=True)
@@ -65,16 +70,15 @@ def quantized_model_init(
         _ASKED.reset(token)
 
 
-def hold_quantized(core: LinearCore) -> None:
+def hold_quantized(layer: Holding) -> None:
     """A layer is being made: where a region asks for it, quantize its weights and let go of their values."""
     asked = _ASKED.get()
     if asked is None:
         return
     if asked.recipe is not None:
-        core.set_spec(core.with_recipe(asked.recipe.for_layer(core.spec.members[0])))
-    w = core.spec.recipe.w
-    if not (w.rowwise.format.keeps_source or w.columnwise.format.keeps_source):
-        core.cast_weights = QuantizedOnly(core, asked.preserve)
+        layer.set_spec(layer.with_recipe(asked.recipe.for_layer(layer.spec.members[0])))
+    if not layer.spec.recipe.w.keeps_source:
+        layer.weights.set([HeldWeight(layer.weights, i, asked.preserve) for i in range(len(layer.members))])
 
 
 def check_untied(model: nn.Module) -> None:
@@ -91,20 +95,32 @@ def check_untied(model: nn.Module) -> None:
                 )
 
 
-class QuantizedOnly(CastWeights):
-    """The weights of one layer. `parts`: as of `CastWeights`; `initial`: the values they were made from, on the host;
-    `masters`: the fp32 weights that an optimizer steps on, whose codes they are."""
+class Holding(Layer, Protocol):
+    """A layer that is being made."""
 
-    def __init__(self, core: LinearCore, preserve: bool) -> None:
-        super().__init__()
-        self.core = core
-        self.recipe = core.spec.recipe
-        self.parameters = [getattr(member.module, member.weight) for member in core.members]
-        self.masters: list[nn.Parameter] = []
+    weights: LayerWeights
+
+    @property
+    def spec(self) -> LinearSpec: ...
+
+    def with_recipe(self, recipe: Recipe) -> LinearSpec: ...
+
+    def set_spec(self, spec: LinearSpec) -> None: ...
+
+
+class HeldWeight(LocalWeight):
+    """Codes and scales, in `parts`; `initial`: the values they were made from, on the host; `master`: the fp32 weight that
+    an optimizer steps on, whose codes they are."""
+
+    def __init__(self, owner: LayerWeights, index: int, preserve: bool) -> None:
+        super().__init__(owner, index)
+        self.recipe = self.bound.spec.recipe
+        self.parameter = getattr(self.member.module, self.member.weight)
+        self.master: nn.Parameter | None = None
         self._check_can_hold()
-        values = [local_values(parameter) for parameter in self.parameters]
+        values = local_values(self.parameter)
         self.write(values)
-        self.initial = [value.cpu().clone() for value in values] if preserve else None
+        self.initial = values.cpu().clone() if preserve else None
         self._show(None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,8 +131,8 @@ class QuantizedOnly(CastWeights):
         self._show(None)
 
     def _check_can_hold(self) -> None:
-        name = self.core.spec.name
-        if any(parameter.is_meta for parameter in self.parameters):
+        name = self.bound.spec.name
+        if self.parameter.is_meta:
             raise ValueError(
                 f"{name}: quantized_model_init quantizes values, and the meta device has none; name a device"
             )
@@ -130,66 +146,158 @@ class QuantizedOnly(CastWeights):
         """ValueError for a recipe that reads other codes than those held."""
         if recipe.w != self.recipe.w:
             raise ValueError(
-                f"{self.core.spec.name}: its weights are held as {self.recipe} only, from which {recipe} cannot be made; "
+                f"{self.bound.spec.name}: its weights are held as {self.recipe} only, from which {recipe} cannot be made; "
                 f"make the layer outside of quantized_model_init to change its recipe"
             )
 
-    def read(self, spec: LinearSpec) -> list[Tensor] | None:
+    def serves(self, spec: LinearSpec) -> bool:
         self.check(spec.recipe)
-        return self.parts
+        return True
 
-    def retype(self) -> None:
+    def drop(self, *, retyped: bool = False) -> None:
         """Codes are all there is: they stay."""
 
-    def drop(self) -> None:
-        """They stay."""
-
-    def casts(self, bound: BoundSpec, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Cast]:
+    def casts(self, values: Values) -> list[Cast]:
         """None: what there is to cast is not here; `write` is called with it."""
         return []
 
     @torch.no_grad()
-    def write(self, values: Sequence[Tensor]) -> None:
-        """Quantize this rank's values [N, K] of all members, rounded to the dtype of the parameters, in place."""
+    def write(self, values: Tensor) -> None:
+        """Quantize this rank's values [N, K], rounded to the dtype of the parameter, in place."""
         self.initial = None
-        rounded = [v.detach().to(p.dtype) for v, p in zip(values, self.parameters, strict=True)]
-        self.keep(quantize(self.core.bound, "w", rounded, BOTH))
+        rounded = values.detach().to(self.parameter.dtype)
+        (operands,) = quantize(self.bound, "w", [rounded], BOTH, members=[self.name])
+        self.keep(operands)
 
-    def decoded(self) -> list[Tensor]:
-        """The values [N, K] that the codes stand for, in the dtype of the parameters."""
-        held = unflatten(self.recipe.w, self.parts, len(self.parameters))
-        return [
-            operands.at(columnwise=False).dequantize(p.dtype)[: local_values(p).shape[0], : local_values(p).shape[1]]
-            for operands, p in zip(held, self.parameters, strict=True)
-        ]
+    def decoded(self) -> Tensor:
+        """The values [N, K] that the codes stand for, in the dtype of the parameter."""
+        (operands,) = unflatten(self.recipe.w, self.parts, 1)
+        rows, columns = local_values(self.parameter).shape
+        return operands.at(columnwise=False).dequantize(self.parameter.dtype)[:rows, :columns]
 
     @contextmanager
-    def shown(self, *, written: bool = False) -> Iterator[None]:
-        """Inside, the parameters have the decoded values; `written`: they may be overwritten there."""
+    def shown(self, *, written: bool) -> Iterator[None]:
         self._show(self.decoded())
         try:
             yield
             if written:
-                self._load([local_values(parameter) for parameter in self.parameters])
+                self._load(local_values(self.parameter))
         finally:
             self._show(None)
 
     @torch.no_grad()
-    def _load(self, values: Sequence[Tensor]) -> None:
-        """What was loaded, of which masters are left as they are where it is what their codes stand for."""
-        if self.masters:
-            for master, old, new in zip(self.masters, self.decoded(), values, strict=True):
-                if not torch.equal(old, new):
-                    local_values(master).copy_(new)
-            values = [local_values(master) for master in self.masters]
+    def _load(self, values: Tensor) -> None:
+        """What was loaded, of which the master is left as it is where it is what its codes stand for."""
+        if self.master is not None:
+            if not torch.equal(self.decoded(), values):
+                local_values(self.master).copy_(values)
+            values = local_values(self.master)
         self.write(values)
 
-    def _show(self, values: Sequence[Tensor] | None) -> None:
-        for i, parameter in enumerate(self.parameters):
-            local = local_values(parameter)
-            show(parameter, placeholder(local.shape, local.dtype, local.device) if values is None else values[i])
+    def take_master(self) -> nn.Parameter:
+        """The master, of the preserved initial value or the decoded one if there was none."""
+        if self.master is None:
+            values = self.decoded() if self.initial is None else self.initial
+            values, parameter = values.to(self.parameter.device, torch.float32).clone(), self.parameter
+            if isinstance(parameter, DTensor):
+                values = DTensor.from_local(
+                    values, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                    stride=parameter.stride(),
+                )  # fmt: skip
+            self.master = nn.Parameter(values)
+        return self.master
+
+    def _show(self, values: Tensor | None) -> None:
+        local = local_values(self.parameter)
+        show(self.parameter, placeholder(local.shape, local.dtype, local.device) if values is None else values)
 
 
-def local_values(parameter: Tensor) -> Tensor:
-    """What this rank has of a parameter, as a plain tensor that autograd does not follow."""
-    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
+def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
+    """`make`'s optimizer over the model's parameters, with fp32 weights of its own for those that are held quantized:
+    the preserved initial values, or the decoded ones. Its step moves gradients there, and quantizes what comes out.
+
+    They are part of `dlp.state_dict`; weights that are loaded without them become them. The optimizer's `zero_grad` clears
+    the gradients of the model's held parameters as well."""
+    held = _held(model)
+    pairs = [(weight, weight.take_master()) for weight in held]
+    masters = {id(weight.parameter): master for weight, master in pairs}
+    optimizer = make([masters.get(id(p), p) for p in model.parameters()])
+    _MasterSteps(optimizer, pairs)
+    return optimizer
+
+
+class _MasterSteps:
+    """The hooks of an optimizer that steps on the masters of held weights."""
+
+    def __init__(self, optimizer: Optimizer, pairs: Sequence[tuple[HeldWeight, nn.Parameter]]) -> None:
+        self._pairs, self._clear = pairs, optimizer.zero_grad
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+
+    def _move(self) -> None:
+        for weight, master in self._pairs:
+            grad, weight.parameter.grad = weight.parameter.grad, None
+            master.grad = None if grad is None else grad.float()
+
+    def _write(self) -> None:
+        for weight, master in self._pairs:
+            weight.write(local_values(master))
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self._move()
+            return None
+
+        def evaluate() -> Any:
+            self._write()
+            loss = closure()
+            self._move()
+            return loss
+
+        return with_closure(args, kwargs, evaluate)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._write()
+        for weight, master in self._pairs:
+            master.grad = None  # it has been used
+            torch.autograd.graph.increment_version(weight.parameter)
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._clear(set_to_none)
+        for weight, _ in self._pairs:
+            if set_to_none:
+                weight.parameter.grad = None
+            elif weight.parameter.grad is not None:
+                weight.parameter.grad.zero_()
+
+
+def masters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The masters of held weights, by layer."""
+    return {weight.name: weight.master for weight in _held(model) if weight.master is not None}
+
+
+@torch.no_grad()
+def load_masters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
+    """Take back what `masters_of` gave, on this or another mesh; returns the names of those that it lacks."""
+    lacking = []
+    for weight in _held(model):
+        master = weight.master
+        if master is None:
+            continue
+        if weight.name not in saved:
+            lacking.append(weight.name)
+            continue
+        whole = saved[weight.name]
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if isinstance(master, DTensor):
+            whole = distribute_tensor(whole, master.device_mesh, master.placements)
+        master.copy_(whole)
+        weight.write(local_values(master))
+    return lacking
+
+
+def _held(model: nn.Module) -> list[HeldWeight]:
+    layers = dict.fromkeys(core.weights for module in model.modules() if (core := getattr(module, "core", None)))
+    return [weight for weights in layers for weight in weights if isinstance(weight, HeldWeight)]

@@ -17,24 +17,27 @@ forward came before a swap) gathers the values and casts them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import observer
 from dlp.comm.collectives import all_gather
-from dlp.parallel.linear.operands import Operands, quantize
+from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, agrees
+from dlp.parallel.linear.operands import quantize
+from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.runtime import in_backward
+from dlp.parallel.weight.boundary import Values
+from dlp.parallel.weight.local import LayerWeights, Use
 from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
-from dlp.quant.quantizer import Wanted
+from dlp.quant.quantizer import ScaleSlot, Wanted, caps_of
+from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import SHARED, QuantizedTensor, Shape
-
-if TYPE_CHECKING:
-    from dlp.parallel.linear.modules import LinearCore
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,22 @@ class ShardedWeight:
     """One weight of a layer. `travel`: how its orientations travel, None: as FSDP would by itself. `fresh`: the casts
     are those of the weight as it is."""
 
-    why: str | None
-    told: str | None
+    managed = gathered = True
 
-    def __init__(self, core: LinearCore, index: int, layout: Layout) -> None:
-        self.core, self.index, self.layout = core, index, layout
+    def __init__(
+        self,
+        owner: LayerWeights,
+        index: int,
+        layout: Layout,
+        stored: Callable[[], Tensor],
+        hook: Callable[[bool], None],
+    ) -> None:
+        self.owner, self.index, self.layout, self._stored, self._hook = owner, index, layout, stored, hook
         self.travel: Ways | None = None
-        self.why = self.told = None  # why it is cast at use, and what the log has said of that
+        self.parts: list[Tensor] = []  # nothing outlives a pass
+        self.num_rowwise = 0
+        self.why: str | None = None
+        self.told: str | None = None
         self.fresh = False
         self.mine: dict[Way, QuantizedTensor] = {}
         self._arrived: dict[Way, tuple[Tensor, ...]] = {}
@@ -70,14 +82,81 @@ class ShardedWeight:
         self.decide()
 
     @property
+    def bound(self) -> BoundSpec:
+        return self.owner.layer.bound
+
+    @property
     def name(self) -> str:
-        return self.core.spec.members[self.index]
+        return self.bound.spec.members[self.index]
+
+    @property
+    def stored(self) -> Tensor:
+        return self._stored()
+
+    def check(self, recipe: Recipe) -> None:
+        """What cannot travel as a recipe says travels as values."""
+
+    def serves(self, spec: LinearSpec) -> bool:
+        return False
+
+    def drop(self, *, retyped: bool = False) -> None:
+        """Rows are cast anew before they are next gathered, and may travel otherwise. The dtype of x is nothing to them."""
+        if not retyped:
+            self._hook(self.decide())
+
+    def shown(self, *, written: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def take_grad(self, wgrad: Callable[[], Tensor], *, may_wait: bool) -> Tensor:
+        """FSDP reduces what backward returns, and passes over parameters without a gradient."""
+        return wgrad()
+
+    def casts(self, values: Values) -> list[Cast]:
+        """Of this rank's rows, in the order of `reads`."""
+        layout, bound = self.layout, self.bound
+        if not self.reads:
+            return []
+        rows = layout.shard().detach()
+        dtype = rows.dtype if layout.from_master else layout.dtype
+        matrix = values.of(self.name, rows, dtype, (rows.shape[0], rows.shape[1]))
+        flag, made = bound.session.flag(bound, "w", self.name, matrix.device), []
+        for ways in self.reads:
+            row, col = (None if way is None else way.quantizer for way in ways)
+            out, out_t = (None if way is None else self.mine.get(way) for way in ways)
+            read = Read(row, col, (self._agree(ways[0]), self._agree(ways[1])))
+            made.append(Cast(read, matrix, self._slot(ways[0] or ways[1]), (), (out, out_t), flag))
+        return made
+
+    def _agree(self, way: Way | None) -> Groups:
+        """Who agrees on what one cast observes: dp_shard, where it spans the rows of other ranks, then a group with a wider
+        say."""
+        if way is None:
+            return NOBODY
+        spec = self.bound.spec
+        own_group = spec.amax_group is not None
+        wider = agrees(spec.style, spec.recipe, "w", way.quantizer, way.flipped, own_group=own_group)
+        return self.layout.group if way.spans_rows else None, (spec.amax_group or spec.group) if wider else None
+
+    def _slot(self, way: Way | None) -> ScaleSlot | None:
+        """The delayed scale that one cast reads, if it has one."""
+        if way is None or caps_of(way.quantizer).slot is None:
+            return None
+        return self.bound.session.slot(self.bound, "w", self.name, way.columnwise, True)
+
+    def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
+        """Those of this rank's rows, where the ranks that share delayed scales are not all those that share the weight."""
+        slots = [slot for row, col in self.reads if (slot := self._slot(row or col)) is not None]
+        sharing, keeping = self.bound.session.amax_group, self.layout.group
+        if sharing is not None and self.bound.spec.recipe.reduce_amax:
+            if set(dist.get_process_group_ranks(keeping)) <= set(dist.get_process_group_ranks(sharing)):
+                return None
+        return (keeping, [slot.staging for slot in slots]) if slots else None
 
     def decide(self) -> bool:
         """Read the layer's recipe, which is new or unchanged; whether the weight travels otherwise now. Casts are made
         anew in any case."""
-        recipe, layout, before = self.core.spec.recipe, self.layout, self.travel
-        own_group = self.core.spec.amax_group is not None
+        recipe, layout, before = self.bound.spec.recipe, self.layout, self.travel
+        own_group = self.bound.spec.amax_group is not None
         ways, why = travel(recipe, layout.shape, layout.group.size(), refused=layout.refused, own_group=own_group)
         self.fresh, self.mine, self.why = False, {}, why
         self.travel = (VALUES, VALUES) if why is not None and layout.from_master else ways
@@ -122,35 +201,35 @@ class ShardedWeight:
         rest = iter(received)
         self._arrived = {way: tuple(next(rest) for dim in way.dims if dim is not SHARED) for way in ways}
 
-    def operands(
-        self, bound: BoundSpec, weight: Tensor, dtype: torch.dtype, *, row: bool, col: bool, record: bool
-    ) -> Operands:  # fmt: skip
-        """The operands of the whole weight. `weight` [N, K]: as FSDP left it, for one that travels by itself; `dtype`: of
-        the layer's activations. RuntimeError where FSDP has freed what came."""
-        if bound is not self.core.bound and (self.travel is not None or bound not in self.core.bounds()):
+    def rowwise(self, use: Use) -> QuantizedTensor:
+        return self._read(use, columnwise=False)
+
+    def columnwise(self, use: Use) -> QuantizedTensor:
+        return self._read(use, columnwise=True)
+
+    def _read(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
+        """One operand of the whole weight. RuntimeError where FSDP has freed what came."""
+        bound, layer = use.bound, self.owner.layer
+        if bound is not layer.bound and (self.travel is not None or bound not in layer.bounds()):
             bound.session.note(
                 f"layers that run under {bound.spec.recipe}, not their own recipe, gather their weights once more"
             )
-            return self._at_use(bound, self._fetch(VALUES).payload, dtype, row=row, col=col, record=record)
+            return self._at_use(use, self._fetch(VALUES).payload, columnwise)
         if self.travel is None:
-            self._check_there(weight)
-            return self._at_use(bound, weight, dtype, row=row, col=col, record=record)
+            self._check_there(use.value)
+            return self._at_use(use, use.value, columnwise)
         if VALUES in self.travel and self.why is not None:
-            return self._at_use(bound, self._operand(VALUES).payload, dtype, row=row, col=col, record=record)
-        rowwise, columnwise = self.travel
-        made_row = self._operand(rowwise) if row or (col and rowwise == columnwise) else None
-        made_col = (made_row if rowwise == columnwise else self._operand(columnwise)) if col else None
-        if made_col is not None and not columnwise.flipped:
-            made_col = made_col.transpose()
-        return Operands(made_row and _kept_in(made_row, dtype), made_col and _kept_in(made_col, dtype))
+            return self._at_use(use, self._operand(VALUES).payload, columnwise)
+        way = self.travel[columnwise]
+        made = self._operand(way)
+        return _kept_in(made.transpose() if columnwise and not way.flipped else made, use.dtype)
 
-    def _at_use(
-        self, bound: BoundSpec, values: Tensor, dtype: torch.dtype, *, row: bool, col: bool, record: bool
-    ) -> Operands:
+    def _at_use(self, use: Use, values: Tensor, columnwise: bool) -> QuantizedTensor:
         """The whole weight, cast here."""
-        values = values if self.layout.from_master else values.to(dtype)
-        (made,) = quantize(bound, "w", [values], (row, col), members=[bound.spec.members[self.index]], record=record)
-        return Operands(*(q and _kept_in(q, dtype) for q in made))
+        values = values if self.layout.from_master else values.to(use.dtype)
+        orientations = COLUMNWISE if columnwise else ROWWISE
+        (made,) = quantize(use.bound, "w", [values], orientations, members=[self.name], record=use.record)
+        return _kept_in(made.at(columnwise=columnwise), use.dtype)
 
     def _operand(self, way: Way) -> QuantizedTensor:
         """What arrived, as one operand; gathered now where it did not travel."""
