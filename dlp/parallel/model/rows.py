@@ -162,41 +162,35 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
         raise ValueError(
             f"{name}: sequence parallelism cuts B*S = {batch[0]}*{batch[1]} tokens over tp {tp}, which does not divide them"
         )
+    tokens = batch[0] * batch[1] // tp if batch is not None else None
+
+    # what was chosen, or the default; each refuses what does not fit
     style_name = chosen.style or "local"
     row = style(style_name, sequence_parallel)
     local = shard_sizes(row, *shape, tp, name)
-    bias = local[0] if has_bias else 0
-    recipe = _recipe(chosen.recipe, name)
+    recipe = recipes.as_recipe(chosen.recipe or "bf16").for_layer(name)
     fit.check(name, row, recipe)
-    tokens = batch[0] * batch[1] // tp if batch is not None else None
     prologue = prologues.load(chosen.prologue)
     if prologue is not None:
         prologue.check(name, row, tp)
+
+    # who chose it: "edges (recipe), qkv (style)"; what nobody set stays at its default
+    fields_of = {group: [f for f, winner in chosen.won.items() if winner == group] for group in chosen.won.values()}
+    winners = [f"{group} ({', '.join(fields)})" for group, fields in fields_of.items()]
+    winners += [f"{field} default" for field in ("style", "recipe") if field not in chosen.won]
     overrode = [f"{f}: {', '.join(lost)}" for f, lost in chosen.overrode.items() if lost]
+    notes = (
+        *layer_notes(recipe, row, tokens),
+        *chosen.notes(row),
+        *(scope_notes(recipe, row, local, tokens) if tp > 1 else ()),
+        *prologue_note(prologue, recipe, place.device_type),
+    )
     return LayerPlan(
-        name, shape, style_name, sequence_parallel, (), recipe, _overlap(chosen.overlap, name), chosen.settled(row),
-        prologue, _kernels(recipe, place.device_type, name), local[0] * local[1] + bias, _winners(chosen),
-        "; ".join(overrode), weight,
-        (
-            *layer_notes(recipe, row, tokens),
-            *chosen.notes(row),
-            *(scope_notes(recipe, row, local, tokens) if tp > 1 else ()),
-            *prologue_note(prologue, recipe, place.device_type),
-        ),
+        name=name, shape=shape, style=style_name, sequence_parallel=sequence_parallel, siblings=(), recipe=recipe,
+        overlap=_overlap(chosen.overlap, name), options=chosen.settled(row), prologue=prologue,
+        kernels=_kernels(recipe, place.device_type, name), parameters=local[0] * local[1] + has_bias * local[0],
+        group=", ".join(winners), overrode="; ".join(overrode), weight=weight, notes=notes,
     )  # fmt: skip
-
-
-def _winners(chosen: Resolved) -> str:
-    """ "edges" when one group set everything, else "recipe: edges, style: qkv"; what nobody set stays at its default."""
-    unset = [f"{field} default" for field in ("style", "recipe") if field not in chosen.won]
-    by_group = dict.fromkeys(chosen.won.values())
-    named = [f"{group} ({', '.join(f for f, g in chosen.won.items() if g == group)})" for group in by_group]
-    return ", ".join(named + unset)
-
-
-def _recipe(value: Any, layer: str) -> Recipe:
-    """The recipe of one layer from what its group sets: a name, a table, or a recipe made in Python."""
-    return recipes.as_recipe(value or "bf16").for_layer(layer)
 
 
 def _overlap(value: str | Mapping[str, str] | None, layer: str) -> str | dict[str, str]:
