@@ -40,7 +40,7 @@ from dlp.parallel.linear.operands import quantize
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.linear.travel import x_of_forward
 from dlp.parallel.overlap import names as strategies
-from dlp.parallel.traffic.workload import moved
+from dlp.parallel.traffic.predict import moved
 from dlp.parallel.wires import WIRES
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor

@@ -44,7 +44,7 @@ from dlp.kernels import loader
 from dlp.kernels.gemms import Words
 from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
 from dlp.kernels.tune import by_candidates, fastest, in_bursts, sustained
-from dlp.parallel.traffic.workload import moved
+from dlp.parallel.traffic.predict import moved
 from dlp.quant.gemm import DECODES, Gemm, kernel_name
 from dlp.quant.recipe import GEMMS, Operand
 

@@ -25,7 +25,7 @@ from dlp.parallel.model.session import attach, end_step
 from dlp.parallel.model.state import load_state_dict, state_dict
 from dlp.parallel.model.swap import set_recipe
 from dlp.parallel.traffic.ledger import wire_report
-from dlp.parallel.traffic.workload import Workload
+from dlp.parallel.traffic.predict import Workload
 from dlp.parallel.weight.fsdp2 import fully_shard
 from dlp.parallel.weight.held import quantized_model_init, with_master_weights
 

@@ -31,8 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlp.comm import observer
 from dlp.comm.mesh import shutdown
 from dlp.parallel.traffic.ledger import LedgerError, plan_of
-from dlp.parallel.traffic.predict import in_bf16
-from dlp.parallel.traffic.workload import Traffic
+from dlp.parallel.traffic.predict import Traffic, in_bf16
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import GEMMS
 from launch.config import Config, load
@@ -75,7 +74,7 @@ def watch(trainer: Trainer) -> str:
 
 
 def rows(recipe: str, mesh: str, trainer: Trainer) -> Iterator[str]:
-    """The rows of a run whose step was watched. Raises Unforeseen."""
+    """The rows of a run whose step was watched. Raises Unpredictable."""
     seen, plan, load = trainer.wire.seen(), plan_of(trainer.built.model), trainer.wire.load()
     ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
     for group in by_group({**seen.sent, **ours}):

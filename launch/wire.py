@@ -16,10 +16,17 @@ from dlp.comm import observer
 from dlp.comm.mesh import DP_SHARD, GROUPS, TP, WORLD
 from dlp.parallel.model.plan import table
 from dlp.parallel.model.runtime import runtime_of
-from dlp.parallel.traffic.fsdp import fsdp_gradients
 from dlp.parallel.traffic.ledger import Ledger, activation_dtypes, plan_of
-from dlp.parallel.traffic.predict import cross_entropy, in_bf16, step_traffic
-from dlp.parallel.traffic.workload import Sent, Traffic, Unforeseen, Workload
+from dlp.parallel.traffic.predict import (
+    Sent,
+    Traffic,
+    Unpredictable,
+    Workload,
+    cross_entropy,
+    fsdp_gradients,
+    in_bf16,
+    step_traffic,
+)
 from launch.accumulate import Accumulation
 from launch.build import Built
 from launch.config import Config, parallel_dims, validate_world
@@ -49,7 +56,7 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
 
 
 def planned(plan: Plan, load: Workload) -> dict[Sent, int]:
-    """All bytes that a rank sends in a step. Raises Unforeseen."""
+    """All bytes that a rank sends in a step. Raises Unpredictable."""
     total = Counter(step_traffic(plan, load))
     total.update(cross_entropy(load))
     shared = sum(observer.reduced(numel, 4, load.ranks(WORLD)) for numel in SHARED_NUMBERS)
@@ -71,7 +78,7 @@ def describe(plan: Plan, load: Workload) -> list[str]:
     long it takes at the speed of a named link, nothing else using it."""
     try:
         ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
-    except Unforeseen as why:
+    except Unpredictable as why:
         return [f"wire: {why}"]
     if not ours:
         return ["wire: one rank, nothing is sent"]
@@ -101,7 +108,7 @@ def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[
     }
     try:
         sends = {n: sum(fsdp_gradients(plan, replace(load, reductions=n)).values()) for n in kept}
-    except Unforeseen as why:
+    except Unpredictable as why:
         return [f"gradients: {why}"]
     ways = {n: f"{kept[n]} a rank, {n} reduction{'s' * (n > 1)} a step, {said_bytes(sends[n])} sent" for n in kept}
     (other,) = ways.keys() - {waits.reductions}
@@ -156,7 +163,7 @@ class WireWatch:
             self._told = True
             try:
                 self._traffic, self.unforeseen = planned(plan_of(self._model), self.load()), ""
-            except Unforeseen as why:
+            except Unpredictable as why:
                 self._traffic, self.unforeseen = None, str(why)
         return self._traffic
 

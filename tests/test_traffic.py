@@ -13,8 +13,7 @@ from torch import nn
 
 import dlp
 from dlp.comm.mesh import ParallelDims
-from dlp.parallel.traffic.predict import in_bf16, step_traffic
-from dlp.parallel.traffic.workload import Sent, Unforeseen, Workload
+from dlp.parallel.traffic.predict import Sent, Unpredictable, Workload, in_bf16, step_traffic
 from dlp.quant.recipe import both
 from dlp.quant.tensor import HighPrecision
 from launch import links
@@ -163,7 +162,7 @@ class Hesitant:
 
 def test_a_quantizer_that_cannot_be_asked_makes_its_layer_unforeseen():
     recipe = replace(dlp.recipe("bf16"), x=both(Hesitant()))
-    with pytest.raises(Unforeseen, match="the bytes of 0 cannot be foretold: .*meta"):
+    with pytest.raises(Unpredictable, match="the bytes of 0 cannot be predicted: .*meta"):
         traffic(recipe, "column")
 
 

@@ -1,6 +1,6 @@
 """How a recipe's blocks fit a layer: what its dimensions are padded to, and which operands can travel quantized.
 
-Pure functions of a recipe and a number of tokens, for the layers that compute and for the plan that foretells it.
+Pure functions of a recipe and a number of tokens, for the layers that compute and for the plan that predicts it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planned and counted bytes of whole training steps, on every mesh and in every case that the plan foretells: equal; and
+"""Planned and counted bytes of whole training steps, on every mesh and in every case that the plan predicts: equal; and
 what is not in the plan raises on all ranks. Shares of bf16 are of counted bytes."""
 
 from __future__ import annotations
@@ -259,16 +259,16 @@ def untold(config: Config) -> tuple[str, int, dict[str, int]]:
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_foretold_is_said_and_stops_no_run(ranks, tmp_path, data):
+def test_what_cannot_be_predicted_is_said_and_stops_no_run(ranks, tmp_path, data):
     config = training.config(tmp_path, data)
-    for said, counted, foretold in ranks(2).run(untold, config):
+    for said, counted, predicted in ranks(2).run(untold, config):
         assert (
             counted > 0
-            and not foretold
+            and not predicted
             and said
             == (
                 "WARNING: bytes on the wire were counted, but compared with nothing: the bytes of "
-                "model.layers.0.self_attn.q_proj cannot be foretold: the overlap strategy 'serial' does not say what it sends"
+                "model.layers.0.self_attn.q_proj cannot be predicted: the overlap strategy 'serial' does not say what it sends"
             )
         )
     assert sum("compared with nothing" in line for line in training.said(config)) == 1

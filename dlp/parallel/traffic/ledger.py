@@ -28,8 +28,7 @@ from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, ParallelDims
 from dlp.parallel.linear.modules import cores
 from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.runtime import runtime_of
-from dlp.parallel.traffic.predict import step_traffic
-from dlp.parallel.traffic.workload import Traffic, Workload
+from dlp.parallel.traffic.predict import Traffic, Workload, step_traffic
 
 # FSDP's collectives say nothing of themselves
 FSDP = {

@@ -1,11 +1,15 @@
-"""What a step sends, foretold from the plan alone: bytes by group, layer, direction and precision.
+"""What a step sends, predicted from the plan alone: bytes by group, layer, direction and precision.
 
     plan      styles, recipes and shapes      ─┐
     Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, direction, precision): bytes}
 
-A layer's row of the style table says which GEMM gathers what and reduces how; the recipe's formats say what an operand
-weighs and which of its parts move; its quantizers say, asked with a tensor without memory, what ranks must agree on. What
-is sent is then counted by somebody else (`dlp.comm.observer`), and the two are compared (`dlp.parallel.traffic.ledger`).
+    layers       x and dy as their `TransferPlan` says, results as it reduces them; what casts at use agree on
+    boundary     what the casts of whole weights agree on, delayed scales, partial gradients
+    FSDP         weights, rowwise in forward and columnwise in backward; gradients; what the casts of shards agree on
+
+Formats say what an operand weighs and which of its parts move; quantizers say, asked with a tensor without memory, what
+ranks must agree on; strategies what their reductions send. What is sent is then counted by somebody else
+(`dlp.comm.observer`), and the two are compared (`dlp.parallel.traffic.ledger`).
 
 Bytes are those one rank sends, as `dlp.comm.observer` defines them. All parameters are taken to have gradients.
 """
@@ -14,43 +18,190 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from dlp.comm import observer
-from dlp.comm.mesh import DP_SHARD, TP, WORLD
+from dlp.comm import collectives, observer
+from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, TP, WORLD, ParallelDims
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.casts import BOTH, COLUMNWISE, ROWWISE, Orientations, cast_plan, operand_shape
+from dlp.parallel.casts import BOTH, COLUMNWISE, ROWWISE, Orientations, Read, agrees, cast_plan, operand_shape
 from dlp.parallel.linear.spec import delayed_slots
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan
+from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle, shard_sizes
-from dlp.parallel.traffic.fsdp import fsdp_traffic, linear_weights, travels_as
-from dlp.parallel.traffic.workload import Sent, Workload, foretelling, moved, nothing, precision_of
 from dlp.parallel.transfer import Reduction, Route, TransferPlan, transfer_plan
+from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
 from dlp.parallel.wires import WIRES
 from dlp.quant import recipe as recipes
-from dlp.quant.recipe import GEMMS, Recipe
+from dlp.quant.quantizer import caps_of
+from dlp.quant.recipe import Recipe
+from dlp.quant.tensor import SHARED, Format
+
+Shape = tuple[int, int]
+
+
+class Unpredictable(ValueError):
+    """What a step sends cannot be told from its plan: a format or a strategy of a user does not say it."""
+
+
+@contextmanager
+def predicting(what: str) -> Iterator[None]:
+    """Inside, formats, quantizers and strategies are asked about `what`. Raises Unpredictable where one has no answer."""
+    try:
+        yield
+    except Exception as error:  # whatever a user's own code does
+        raise Unpredictable(f"the bytes of {what} cannot be predicted: {error or type(error).__name__}") from error
+
+
+class Sent(NamedTuple):
+    """What bytes are planned by; see `dlp.comm.observer.Key`."""
+
+    group: str
+    layer: str
+    direction: str
+    precision: str
+
+
+Traffic = Mapping[Sent, int]
+Sends = Iterator[tuple[Sent, int]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step adds to a plan.
+
+    sizes          ranks of dp_replicate, dp_shard, tp
+    tokens         B*S of a microbatch
+    microbatches   of one rank in a step
+    dtype          of activations; `dtypes`: of the x of single layers, by name, where it is another
+    weight_dtype   of weights as embeddings read them and FSDP gathers those that travel as values
+    reduce_dtype   of gradients that FSDP reduces
+    units          FSDP's units by module name, "" for the root; () without FSDP
+    gather         whether FSDP gathers weights as their recipes quantize them
+    weight_cache   as of `attach`
+    reductions     of FSDP's gradients in a step: 1, or one a microbatch
+    grad_wire      what carries FSDP's gradients over dp_shard (see `dlp.parallel.wires`); None: FSDP's own reduction
+    recomputed     modules whose forward runs again in backward
+    amax_group     an axis or "world" that agrees on every scale; None: the style table decides
+    dp_shard_rank  whose part of uneven shards is meant
+    """
+
+    sizes: Mapping[str, int]
+    tokens: int
+    microbatches: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    weight_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    units: tuple[str, ...] = ()
+    gather: bool = True
+    weight_cache: str = "step"
+    reductions: int = 1
+    grad_wire: str | None = None
+    recomputed: tuple[str, ...] = ()
+    amax_group: str | None = None
+    dp_shard_rank: int = 0
+
+    @cached_property
+    def dims(self) -> ParallelDims:
+        return ParallelDims(*(self.sizes.get(axis, 1) for axis in AXES))
+
+    def ranks(self, group: str) -> int:
+        return self.dims.size(group)
+
+    def named(self, group: str) -> str:
+        return self.dims.name_of(group)
+
+    def unit_of(self, name: str) -> str:
+        """The innermost of FSDP's units that a parameter lies in."""
+        return next(module for module in _around(name) if module in self._unit_names)
+
+    def recomputes(self, name: str) -> bool:
+        """Whether a module or parameter lies in a module whose forward runs again in backward."""
+        return any(module in self._recomputed_names for module in _around(name))
+
+    @cached_property
+    def _unit_names(self) -> frozenset[str]:
+        return frozenset(self.units)
+
+    @cached_property
+    def _recomputed_names(self) -> frozenset[str]:
+        return frozenset(self.recomputed)
+
+    def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
+        """What FSDP leaves on this rank of a parameter of this shape: rows in equal parts, the last ones shorter."""
+        first, *rest = shape
+        rows = -(-first // self.ranks(DP_SHARD))
+        here = rows if padded else min(max(first - rows * self.dp_shard_rank, 0), rows)
+        return here, *rest
+
+
+def _around(name: str) -> Iterator[str]:
+    """A module or parameter and all modules around it, from the inside out: "a.b.c", "a.b", "a", ""."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def nothing(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def moved(fmt: Format, shape: Sequence[int], dim: int, dtype: torch.dtype) -> int:
+    """Bytes of the parts of an operand of this shape that move when it is gathered along `dim`."""
+    shapes = fmt.part_shapes((shape[0], shape[1]))
+    return sum(
+        prod(size) * (part.dtype or dtype).itemsize
+        for part, size in zip(fmt.parts, shapes, strict=True)
+        if part.moves_along(dim) is not SHARED
+    )
+
+
+def precision_of(fmt: Format, dtype: torch.dtype) -> str:
+    """What an operand of values of `dtype` travels as."""
+    return observer.dtype_name(dtype) if fmt.keeps_source else fmt.name
+
+
+# The whole step
 
 
 def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
     """The bytes of one optimizer step, from the first forward through the step boundary, without the loss and what a
-    program adds. Groups of one rank send nothing and are not there. Raises Unforeseen."""
+    program adds. Groups of one rank send nothing and are not there. Raises Unpredictable."""
     total: Counter[Sent] = Counter()
-    for layer in _layers(plan, load):
-        with foretelling(layer.name):
-            forwards = load.microbatches * (1 + load.recomputes(layer.name))
-            total.update(_times(_forward(layer), forwards))
-            total.update(_times(_backward(layer), load.microbatches))
+
+    def add(sends: Sends, times: int = 1) -> None:
+        for sent, nbytes in sends:
+            total[sent] += nbytes * times
+
+    layers = list(_layers(plan, load))
+    for layer in layers:
+        with predicting(layer.name):
+            add(layer.forward(), load.microbatches * (1 + load.recomputes(layer.name)))
+            add(layer.backward(), load.microbatches)
     for other in plan.others:
-        total.update(_times(_embedding(plan, other, load), load.microbatches))
-    total.update(_cached_weights(plan, load))
-    total.update(dict(_delayed(plan, load)))
-    total.update(_partial_gradients(plan, load))
-    total.update(fsdp_traffic(plan, load))
+        add(_embedding(plan, other, load), load.microbatches)
+    add(_cached_weights(layers, load))
+    add(_delayed(plan, load))
+    add(_partial_gradients(plan, load))
+
+    linears = linear_weights(plan)
+    for unit, own in _units(plan, load).items():
+        for parameter in own:
+            with predicting(f"the gathers of {parameter.name}"):
+                add(_gathers(linears.get(parameter.name), parameter, load, bool(unit)), load.microbatches)
+    total.update(fsdp_gradients(plan, load))
+    with predicting("what the casts of shards agree on"):
+        add(_agreements(plan, load))
     return {sent: nbytes for sent, nbytes in total.items() if nbytes}
 
 
@@ -66,29 +217,35 @@ def in_bf16(plan: Plan) -> Plan:
     return replace(plan, layers=tuple(replace(row, recipe=bf16) for row in plan.layers))
 
 
-def _times(sent: Iterator[tuple[Sent, int]], count: int) -> Counter[Sent]:
-    total: Counter[Sent] = Counter()
-    for key, nbytes in sent:
-        total[key] += nbytes * count
-    return total
+# Layers
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear, or siblings, as one rank runs it. `features` K and `outs` N_i of its shard of the weights; `dtype` of x;
-    `overlap`: the name of each GEMM's strategy; `cached`: weights are cast once, at the step boundary; `at_use`: those
-    that are cast where they are used, by what is cast together."""
+    """A linear, or siblings, as one rank runs it.
 
-    name: str
-    style: ParallelStyle
-    recipe: Recipe
-    features: int
-    outs: tuple[int, ...]
-    dtype: torch.dtype
-    overlap: Mapping[str, str]
+    rows      of the plan, one a weight; `shapes`: w_i [N_i, K] on this rank
+    cached    weights are cast once, at the step boundary
+    at_use    those that are cast where they are used, by what is cast together
+    """
+
+    rows: Sequence[LayerPlan]
+    shapes: Sequence[Shape]
     cached: bool
-    at_use: tuple[tuple[tuple[int, int], ...], ...]
+    at_use: Sequence[Sequence[Shape]]
     load: Workload
+
+    @property
+    def name(self) -> str:
+        return self.rows[0].name
+
+    @property
+    def style(self) -> ParallelStyle:
+        return self.rows[0].row
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.rows[0].recipe
 
     @cached_property
     def transfers(self) -> TransferPlan:
@@ -98,82 +255,94 @@ class _Layer:
         """Rows of x or dy, or of y or dx, on this rank."""
         return self.load.tokens // (self.load.ranks(TP) if self.style.cut(tensor) == 0 else 1)
 
-    def weight_shapes(self) -> list[tuple[int, int]]:
-        return [(out, self.features) for out in self.outs]
+    def dtype(self, tensor: str) -> torch.dtype:
+        """Of x or dy, or of y or dx where they are reduced."""
+        gemm = {"x": None, "dy": self.recipe.fprop, "y": self.recipe.fprop, "dx": self.recipe.dgrad}[tensor]
+        return (gemm and gemm.out_dtype) or self.load.dtypes.get(self.name, self.load.dtype)
 
-    def agreement(
-        self, tensor: str, shapes: Sequence[tuple[int, int]], cast: Orientations, *, whole: bool = False
-    ) -> Iterator[tuple[Sent, int]]:
+    def forward(self) -> Sends:
+        """With a wgrad to come: x as its transfers say, and y_i is reduced."""
+        features = self.shapes[0][1]
+        yield from self._routed(self.transfers.x[True], [features])
+        for shapes in self.at_use:
+            yield from self._agreement("w", shapes, ROWWISE)
+        unit = fit.units(self.recipe)[1]
+        for out, _ in self.shapes:
+            yield from self._reduced("fprop", self.transfers.fprop, "y", out + -out % unit)
+            yield from self._rounded("y", out)
+
+    def backward(self) -> Sends:
+        """dy_i and x as their transfers say, and dx is reduced."""
+        features = self.shapes[0][1]
+        yield from self._routed(self.transfers.dy(True, True), [out for out, _ in self.shapes])
+        yield from self._routed(self.transfers.x_again, [features])
+        for shapes in self.at_use:
+            yield from self._agreement("w", shapes, COLUMNWISE)
+        unit = fit.units(self.recipe)[2]
+        yield from self._reduced("dgrad", self.transfers.dgrad, "dx", features + -features % unit)
+        yield from self._rounded("dx", features)
+
+    def _routed(self, route: Route, features: Sequence[int]) -> Sends:
+        """Matrices [tokens, features] that go this way: agreed on and cast here, gathered, agreed on and cast there."""
+        tensor, tokens, dtype = route.tensor, self.tokens(route.tensor), self.dtype(route.tensor)
+        yield from self._agreement(tensor, [(tokens, size) for size in features], route.here)
+        for each in route.gathers:
+            (size,) = features  # siblings share x, and a layer that gathers dy has none
+            self._strategy(each.gemm)  # whichever it is, the shard goes to each other rank
+            if each.columnwise is None:
+                precision, nbytes = observer.dtype_name(dtype), tokens * size * dtype.itemsize
+            else:
+                operand = fit.quantizers(self.recipe, tensor)
+                assert operand is not None
+                fmt = (operand.columnwise if each.columnwise else operand.rowwise).format
+                shape = operand_shape(self.recipe, tensor, (tokens, size), each.columnwise)
+                precision, nbytes = precision_of(fmt, dtype), moved(fmt, shape, each.dim, dtype)
+            sent = Sent(self.load.named(TP), self.name, each.gemm, precision)
+            yield sent, observer.gathered(nbytes, self.load.ranks(TP))
+        if any(route.there):
+            yield from self._agreement(tensor, [(self.load.tokens, features[0])], route.there, whole=True)
+
+    def _agreement(self, tensor: str, shapes: Sequence[Shape], cast: Orientations, *, whole: bool = False) -> Sends:
         """The all-reduce of what the casts of values of these shapes observe. `whole`: they have been gathered."""
-        group = self.load.amax_group or TP
-        nbytes = observer.reduced(self.observed(tensor, shapes, cast, whole), 4, self.load.ranks(group))
+        group, elements = self.load.amax_group or TP, self.agreed(tensor, shapes, cast, whole)
+        nbytes = observer.reduced(elements, 4, self.load.ranks(group))
         yield Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
 
-    def observed(
-        self, tensor: str, shapes: Sequence[tuple[int, int]], cast: Orientations, whole: bool = False
-    ) -> int:  # fmt: skip
+    def agreed(self, tensor: str, shapes: Sequence[Shape], cast: Orientations, whole: bool = False) -> int:
         """How many numbers ranks agree on before those casts."""
-        own_group = self.load.amax_group is not None
-        return sum(_numbers_agreed(self.style, self.recipe, tensor, cast, shape, whole, own_group) for shape in shapes)
+        asked = self.style, self.recipe, tensor, cast, whole, self.load.amax_group is not None
+        return sum(_numbers_agreed(shape, *asked) for shape in shapes)
 
-    def gather(self, gemm: str, tensor: str, columnwise: bool, features: int) -> tuple[Sent, int]:
-        """An operand of x or dy [tokens, features] that travels quantized for `gemm`."""
-        quantizers = fit.quantizers(self.recipe, tensor)
-        assert quantizers is not None
-        fmt = (quantizers.columnwise if columnwise else quantizers.rowwise).format
-        shape = operand_shape(self.recipe, tensor, (self.tokens(tensor), features), columnwise)
-        dtype = self.dtype if tensor == "x" else self.y_dtype
-        return self._over_tp(gemm, precision_of(fmt, dtype), moved(fmt, shape, int(columnwise), dtype))
-
-    def gather_hp(self, gemm: str, tensor: str, features: int) -> tuple[Sent, int]:
-        """x or dy itself that travels for `gemm`, and perhaps for another."""
-        dtype = self.dtype if tensor == "x" else self.y_dtype
-        return self._over_tp(gemm, observer.dtype_name(dtype), self.tokens(tensor) * features * dtype.itemsize)
-
-    def _over_tp(self, gemm: str, precision: str, shard: int) -> tuple[Sent, int]:
-        """A gather by any strategy: the shard goes to each other rank."""
-        self._reduction(gemm)
-        return Sent(self.load.named(TP), self.name, gemm, precision), observer.gathered(shard, self.load.ranks(TP))
-
-    def _reduction(self, gemm: str) -> Callable[..., overlaps.Sent]:
-        """`sent` of the GEMM's strategy. Raises ValueError where there is none."""
-        found: Callable[..., overlaps.Sent] | None = getattr(overlaps.load(self.overlap[gemm]), "sent", None)
-        if found is None:
-            raise ValueError(f"the overlap strategy {self.overlap[gemm]!r} does not say what it sends")
-        return found
-
-    def reduction(self, gemm: str, reduce: Reduction | None, features: int) -> Iterator[tuple[Sent, int]]:
-        """The sum over tp of fprop's or dgrad's result, the tokens of a microbatch x `features`."""
+    def _reduced(self, gemm: str, reduce: Reduction | None, tensor: str, features: int) -> Sends:
+        """The sum over tp of y or dx, the tokens of a microbatch x `features`."""
         if reduce is None:
             return
-        y = nothing((self.load.tokens, features), self.result_dtype(gemm))
-        sent = self._reduction(gemm)(y, self.load.ranks(TP), reduce=reduce.how, codec=WIRES[reduce.codec])
-        for dtype, nbytes in sent:
+        partial = nothing((self.load.tokens, features), self.dtype(tensor))
+        send = self._strategy(gemm)
+        for dtype, nbytes in send(partial, self.load.ranks(TP), reduce=reduce.how, codec=WIRES[reduce.codec]):
             yield Sent(self.load.named(TP), self.name, gemm, observer.dtype_name(dtype)), nbytes
 
-    def result_dtype(self, gemm: str) -> torch.dtype:
-        """What a reduction of this GEMM's result carries."""
-        chosen: torch.dtype | None = getattr(self.recipe, gemm).out_dtype
-        return chosen or self.dtype
+    def _strategy(self, gemm: str) -> Callable[..., overlaps.Sent]:
+        """`sent` of the GEMM's strategy. Raises ValueError where there is none."""
+        chosen = self.rows[0].overlap
+        name = chosen if isinstance(chosen, str) else chosen.get(gemm, "serial")
+        found: Callable[..., overlaps.Sent] | None = getattr(overlaps.load(name), "sent", None)
+        if found is None:
+            raise ValueError(f"the overlap strategy {name!r} does not say what it sends")
+        return found
 
-    @property
-    def y_dtype(self) -> torch.dtype:
-        """Also that of dy."""
-        return self.result_dtype("fprop")
-
-    def rounding(self, tensor: str, features: int) -> Iterator[tuple[Sent, int]]:
+    def _rounded(self, tensor: str, features: int) -> Sends:
         """The agreement for a result that its recipe rounds."""
         quantizers = fit.quantizers(self.recipe, tensor)
         if quantizers is not None:
             padded = quantizers.rowwise.format.padded(nothing((self.tokens(tensor), features)))
-            yield from self.agreement(tensor, [(padded.shape[0], padded.shape[1])], ROWWISE)
+            yield from self._agreement(tensor, [(padded.shape[0], padded.shape[1])], ROWWISE)
 
 
 @cache
 def _numbers_agreed(
-    style: ParallelStyle, recipe: Recipe, tensor: str, cast: Orientations, shape: tuple[int, int], whole: bool,
-    own_group: bool,
-) -> int:  # fmt: skip
+    shape: Shape, style: ParallelStyle, recipe: Recipe, tensor: str, cast: Orientations, whole: bool, own_group: bool
+) -> int:
     plan = cast_plan(style, recipe, tensor, cast, shape[0], whole=whole, own_group=own_group)
     return plan.numbers_agreed(nothing(shape))
 
@@ -182,60 +351,18 @@ def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
     rows, weights = {row.name: row for row in plan.layers}, linear_weights(plan)
     by_fsdp = bool(load.units) and load.ranks(DP_SHARD) > 1
     for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
-        members: list[LayerPlan] = [rows[name] for name in names]
-        first, tp = members[0], load.ranks(TP)
-        sizes = tuple(shard_sizes(row.row, *row.shape, tp, row.name) for row in members)
+        members = [rows[name] for name in names]
+        shapes = [shard_sizes(row.row, *row.shape, load.ranks(TP), row.name) for row in members]
         cached = not by_fsdp and load.weight_cache == "step"
-        at_use: tuple[tuple[tuple[int, int], ...], ...] = () if cached else (sizes,)
+        at_use = [] if cached else [shapes]
         if by_fsdp:  # each by itself, unless its shards have been cast
-            found = [weights.get(row.weight) for row in members]
-            with foretelling(first.name):
-                apart = [not (its and travels_as(*its, load)) for its in found]
-            at_use = tuple((size,) for size, whole in zip(sizes, apart, strict=True) if whole)
-        overlap = first.overlap if isinstance(first.overlap, dict) else dict.fromkeys(GEMMS, first.overlap)
-        yield _Layer(
-            first.name, first.row, first.recipe, sizes[0][1], tuple(n for n, _ in sizes),
-            load.dtypes.get(first.name, load.dtype), dict.fromkeys(GEMMS, "serial") | overlap, cached, at_use, load,
-        )  # fmt: skip
+            with predicting(names[0]):
+                found = [weights.get(row.weight) for row in members]
+                at_use = [[s] for s, its in zip(shapes, found, strict=True) if not (its and travels_as(*its, load))]
+        yield _Layer(members, shapes, cached, at_use, load)
 
 
-def _forward(layer: _Layer) -> Iterator[tuple[Sent, int]]:
-    """One forward of a layer with a wgrad to come: x as its transfers say, and y is reduced."""
-    yield from _routed(layer, layer.transfers.x[True], [layer.features])
-    for shapes in layer.at_use:
-        yield from layer.agreement("w", shapes, ROWWISE)
-    unit = fit.units(layer.recipe)[1]
-    for out in layer.outs:
-        yield from layer.reduction("fprop", layer.transfers.fprop, out + -out % unit)
-        yield from layer.rounding("y", out)
-
-
-def _backward(layer: _Layer) -> Iterator[tuple[Sent, int]]:
-    """One backward of a layer: dy and x as its transfers say, and dx is reduced."""
-    yield from _routed(layer, layer.transfers.dy(True, True), layer.outs)
-    yield from _routed(layer, layer.transfers.x_again, [layer.features])
-    for shapes in layer.at_use:
-        yield from layer.agreement("w", shapes, COLUMNWISE)
-    features = layer.features + -layer.features % fit.units(layer.recipe)[2]
-    yield from layer.reduction("dgrad", layer.transfers.dgrad, features)
-    yield from layer.rounding("dx", layer.features)
-
-
-def _routed(layer: _Layer, route: Route, features: Sequence[int]) -> Iterator[tuple[Sent, int]]:
-    """Matrices [tokens, features] that go this way."""
-    tensor, tokens = route.tensor, layer.tokens(route.tensor)
-    yield from layer.agreement(tensor, [(tokens, size) for size in features], route.here)
-    for each in route.gathers:
-        (size,) = features  # siblings share x, and a layer that gathers dy has none
-        if each.columnwise is None:
-            yield layer.gather_hp(each.gemm, tensor, size)
-        else:
-            yield layer.gather(each.gemm, tensor, each.columnwise, size)
-    if any(route.there):
-        yield from layer.agreement(tensor, [(layer.load.tokens, features[0])], route.there, whole=True)
-
-
-def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Iterator[tuple[Sent, int]]:
+def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
     """A vocab-parallel embedding: rows that one rank has are summed over tp; their gradients are gathered."""
     if other.style != "vocab":
         return
@@ -250,18 +377,21 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Iterator[tuple[S
     yield Sent(*key, "dgrad", precision), observer.gathered(numel // ranks * size, ranks)
 
 
-def _cached_weights(plan: Plan, load: Workload) -> dict[Sent, int]:
-    """The step boundary of weights that are whole on a rank: what all their casts observe, agreed on at once."""
+# The step boundary
+
+
+def _cached_weights(layers: Sequence[_Layer], load: Workload) -> Sends:
+    """Weights that are whole on a rank: what all their casts observe, agreed on at once."""
     elements = 0
-    for layer in _layers(plan, load):
-        with foretelling(layer.name):
-            elements += layer.observed("w", layer.weight_shapes(), BOTH) if layer.cached else 0
+    for layer in layers:
+        with predicting(layer.name):
+            elements += layer.agreed("w", layer.shapes, BOTH) if layer.cached else 0
     group = load.amax_group or TP
-    return {Sent(load.named(group), "", "amax", "float32"): observer.reduced(elements, 4, load.ranks(group))}
+    yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))
 
 
-def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:
-    """The step boundary of delayed scaling: one amax a slot, all slots of the model at once."""
+def _delayed(plan: Plan, load: Workload) -> Sends:
+    """Delayed scaling: one amax a slot, all slots of the model at once."""
     sets = dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
     recipe = {row.name: row.recipe for row in plan.layers}
     slots = [(recipe[names[0]], delayed_slots(recipe[names[0]], names)) for names in sets]
@@ -271,10 +401,104 @@ def _delayed(plan: Plan, load: Workload) -> Iterator[tuple[Sent, int]]:
         yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))
 
 
-def _partial_gradients(plan: Plan, load: Workload) -> dict[Sent, int]:
+def _partial_gradients(plan: Plan, load: Workload) -> Sends:
     """Gradients that cover a rank's own tokens, summed over tp in fp32 at the end of each backward that leaves some, with a
     word for each parameter that says whether it has one. Under FSDP those do that reduce."""
     partial = [p for p in plan.weights if p.partial]
+    if not partial:
+        return
     numel = len(partial) + sum(prod(load.shard(p.shape)) if load.units else prod(p.shape) for p in partial)
     nbytes = observer.reduced(numel, 4, load.ranks(TP)) * (load.reductions if load.units else load.microbatches)
-    return {Sent(load.named(TP), "", "grads", "float32"): nbytes if partial else 0}
+    yield Sent(load.named(TP), "", "grads", "float32"), nbytes
+
+
+# FSDP. A pass that needed more than its transfer brought has gathered it apart, once; from then on both travel together,
+# and that is what is predicted.
+
+
+def _units(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
+    """FSDP's units and the parameters that lie in each."""
+    units: dict[str, list[ParameterPlan]] = {unit: [] for unit in load.units}
+    for parameter in plan.weights if units else ():
+        units[load.unit_of(parameter.name)].append(parameter)
+    return units
+
+
+def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
+    """The weights of linears, by parameter name."""
+    weights = {p.name: p for p in plan.weights}
+    named = ((row.weight, row) for row in plan.layers)
+    return {name: (row, weights[name]) for name, row in named if name in weights}
+
+
+def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Ways | None:
+    """How the orientations of a linear's weight travel; None: as values."""
+    refused = "other modules share it" if parameter.shared else None if load.gather else "it was asked for"
+    shape, own_group = (parameter.shape[0], parameter.shape[1]), load.amax_group is not None
+    return travel(row.recipe, shape, load.ranks(DP_SHARD), refused=refused, own_group=own_group)[0]
+
+
+def _gathers(
+    found: tuple[LayerPlan, ParameterPlan] | None, parameter: ParameterPlan, load: Workload, again: bool
+) -> Sends:
+    """A parameter's shard on its way to all ranks, in forward and backward of a microbatch. `found`: its linear, if it is the
+    weight of one; `again`: backward gathers it once more, in the other orientation and in that of a forward that runs again."""
+    row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
+    passes = [(row,), (col, row) if load.recomputes(parameter.name) else (col,)] if again else [(row, col)]
+    first, *rest = load.shard(parameter.shape, padded=True)
+    for way in (way for ways in passes for way in dict.fromkeys(ways)):
+        shape = way.of((first, prod(rest)))
+        nbytes = moved(way.format, shape, int(way.flipped), load.weight_dtype)
+        precision = precision_of(way.format, load.weight_dtype)
+        yield Sent(load.named(DP_SHARD), "", "weights", precision), observer.gathered(nbytes, load.ranks(DP_SHARD))
+
+
+def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
+    """The reductions of all units' gradients, over dp_shard, then over dp_replicate."""
+    total: Counter[Sent] = Counter()
+    ranks, dtype = load.ranks(DP_SHARD), load.reduce_dtype
+    for own in _units(plan, load).values():
+        numel = sum(prod(load.shard(p.shape, padded=True)) for p in own)  # for each rank
+        flat = nothing((ranks, numel), dtype)
+        parts: tuple[Tensor, ...] = (flat,) if load.grad_wire is None else WIRES[load.grad_wire].pack(flat)
+        scattered = Sent(load.named(DP_SHARD), "", "grads", observer.dtype_name(parts[0].dtype))
+        total[scattered] += observer.gathered(collectives.record(parts), ranks) * load.reductions
+        summed = Sent(load.named(DP_REPLICATE), "", "grads", observer.dtype_name(dtype))
+        total[summed] += observer.reduced(numel, dtype.itemsize, load.ranks(DP_REPLICATE)) * load.reductions
+    return total
+
+
+def _agreements(plan: Plan, load: Workload) -> Sends:
+    """The step boundary's all-reduces of what the casts of all shards observed: over dp_shard, over the group that has a
+    wider say, and over dp_shard of delayed amaxes that no wider group agrees on."""
+    shards, wider, staged = 0, 0, 0
+    for (style, recipe, ways, shape), count in Counter(_reads(plan, load)).items():
+        delayed = [caps_of(way.quantizer).slot is not None for way in ways if way is not None]
+        covered = recipe.reduce_amax and load.amax_group in (None, WORLD, DP_SHARD)
+        staged += count * (delayed[0] and not covered)
+        shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both ways
+        by_row, by_col = (None if way is None else way.quantizer for way in ways)
+        amaxes = Read(by_row, by_col).observe(nothing(shape))
+        own_group = load.amax_group is not None
+        for way, amax in zip(ways, amaxes, strict=True):
+            if way is not None and amax is not None:
+                agreed = agrees(style, recipe, "w", way.quantizer, way.flipped, own_group=own_group)
+                shard |= {id(amax): amax} if way.spans_rows else {}
+                wide |= {id(amax): amax} if agreed else {}
+        shards += count * sum(amax.numel() for amax in shard.values())
+        wider += count * sum(amax.numel() for amax in wide.values())
+    for group, elements in ((DP_SHARD, shards), (load.amax_group or TP, wider), (DP_SHARD, staged)):
+        yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))
+
+
+def _reads(
+    plan: Plan, load: Workload
+) -> Iterator[tuple[ParallelStyle, Recipe, tuple[Way | None, Way | None], tuple[int, ...]]]:
+    """The casts that a step boundary makes of weights over dp_shard: style and recipe of the linear, the ways, and the
+    shape of the shard. Those of equal layers are equal."""
+    if not load.units or load.ranks(DP_SHARD) == 1:
+        return
+    for row, parameter in linear_weights(plan).values():
+        shape = load.shard(parameter.shape, padded=True)
+        for ways in reads(travels_as(row, parameter, load) or ()):
+            yield row.row, row.recipe, ways, shape
