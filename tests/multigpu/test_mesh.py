@@ -83,6 +83,13 @@ def test_a_mesh_with_other_axes_is_refused(names, said):
         ParallelDims.from_mesh(mesh)
 
 
+def test_data_parallel_ranks_count_shards_first():
+    place = {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    mesh = SimpleNamespace(mesh_dim_names=AXES, shape=(2, 4, 2), get_local_rank=place.__getitem__)
+    dims = ParallelDims.from_mesh(mesh)
+    assert (dims.dp_rank, dims.dp_size, dims.world_size) == (1 * 4 + 2, 8, 16)
+
+
 def places(**sizes: int) -> tuple[Any, ...]:
     dims = ParallelDims.from_mesh(worker.mesh(**sizes))
     groups = {axis: dist.get_process_group_ranks(dims.group(axis)) for axis in AXES}
