@@ -1,0 +1,113 @@
+"""Plans of casts and batches of them: what is agreed on in one launch, what is predicted of it, and where operands are written.
+No ranks: groups only have a name and a size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlp.parallel import casts
+from dlp.parallel.casts import BOTH, COLUMNWISE, NOBODY, ROWWISE, Cast, CastBatch, Read, cast_plan, make_casts
+from dlp.parallel.linear import operands
+from dlp.parallel.style import STYLES
+from dlp.quant import recipe as recipes
+from dlp.quant.fp8 import CurrentScaling
+from dlp.quant.quantizer import Wrapped
+from dlp.quant.recipe import both
+from tests.cases import RECIPES
+from tests.quantizers import assert_same
+from tests.test_operands import FakeGroup, make_bound
+
+QUANTIZER = CurrentScaling()
+DP, TP = (FakeGroup(name) for name in ("dp_shard", "tp"))
+
+
+class Spy:
+    """Replaces `agree`: notes who agrees on how many numbers; all others have twice as much."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def __call__(self, observed: list[Tensor], group: Any) -> list[Tensor]:
+        self.calls.append((group.name, sum(amax.numel() for amax in observed)))
+        return [2 * amax for amax in observed]
+
+    def __enter__(self) -> list[tuple[str, int]]:
+        self._patch = patch.object(casts, "agree", self)
+        self._patch.start()
+        return self.calls
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.stop()
+
+
+def amax_of(made: Any) -> float:
+    """By which an operand of per-tensor scaling was cast."""
+    return float(made.parts[1] * 448)
+
+
+@pytest.mark.parametrize("make", [make_casts, lambda batch: CastBatch().make(batch)], ids=["once", "boundary"])
+def test_a_batch_agrees_once_a_group_and_on_rows_first(make):
+    """x of one layer, two dys of another and rows of a weight, whose scale other ranks of both groups have a say in."""
+    ones = torch.ones(32, 32)
+    agreed, rows = Read(QUANTIZER, QUANTIZER, ((None, TP),) * 2), Read(QUANTIZER, None, ((DP, TP), NOBODY))
+    alone = Read(None, QUANTIZER)
+    with Spy() as calls:
+        made = make([Cast(agreed, ones), Cast(rows, ones), Cast(agreed, ones), Cast(agreed, ones), Cast(alone, ones)])
+    assert calls == [("dp_shard", 1), ("tp", 4)], "one value serves both orientations of a read"
+    assert [amax_of(row or col) for row, col in made] == pytest.approx([2, 4, 2, 2, 1])
+    assert made[0][1] is not None and made[1][1] is None and made[4][0] is None
+
+
+def test_a_group_of_one_rank_is_nobody():
+    for size, calls_wanted in ((1, []), (2, [("mine", 1)])):
+        with Spy() as calls:
+            bound = make_bound(STYLES["local", False], recipes.load("fp8_current"), FakeGroup("mine", size))
+            operands.quantize(bound, "x", [torch.ones(32, 32)], BOTH)
+        assert calls == calls_wanted
+
+
+@pytest.mark.parametrize("scope", ["table", "all"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
+def test_what_a_plan_predicts_is_what_casts_agree_on(row, recipe, scope):
+    loaded = recipes.load(recipe, amax_scope=scope)
+    for tensor in ("x", "w", "dy"):
+        for wanted in (ROWWISE, COLUMNWISE, BOTH):
+            plan = cast_plan(row, loaded, tensor, wanted, 64)
+            with Spy() as calls:
+                operands.quantize(make_bound(row, loaded), tensor, [torch.randn(64, 96)], wanted)
+            assert sum(count for _, count in calls) == plan.numbers_agreed(torch.empty(64, 96, device="meta"))
+            assert len(calls) <= 1
+
+
+class OneByOne(Wrapped):
+    """A quantizer that offers no read of both orientations: the columnwise operand is the transposed rowwise one."""
+
+    def cast(self, x: Tensor, amax: Tensor | None, **options: Any) -> Any:
+        options.pop("out", None)  # what it does not write into
+        return self.inner.cast(x, amax, **options)
+
+
+@pytest.mark.parametrize("given", [ROWWISE, COLUMNWISE, BOTH], ids=["rowwise", "columnwise", "both"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "derived"])
+def test_operands_lie_where_they_were_leased(recipe, given):
+    loaded = recipes.load("fp8_current" if recipe == "derived" else recipe)
+    if recipe == "derived":
+        loaded = replace(loaded, x=both(OneByOne(QUANTIZER)))
+    x = torch.randn(128, 256, dtype=torch.bfloat16)
+
+    def quantized(into: Any) -> Any:
+        return operands.quantize(make_bound(STYLES["local", False], loaded), "x", [x], BOTH, into=into)[0]
+
+    expected = quantized((None, None))
+    leases = tuple(q.format.empty(q.shape, dtype=x.dtype, device=x.device) for q in expected)
+    found = quantized(tuple(lease if wanted else None for lease, wanted in zip(leases, given, strict=True)))
+    for lease, made, alone, wanted in zip(leases, found, expected, given, strict=True):
+        assert_same(made, alone)
+        assert not wanted or [p.data_ptr() for p in made.parts] == [p.data_ptr() for p in lease.parts]
