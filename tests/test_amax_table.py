@@ -32,6 +32,10 @@ def test_amaxes_are_agreed_where_the_table_says(name, row):
         for flipped, quantizer in ((False, operand.rowwise), (True, operand.columnwise)):
             spans = name in PER_TENSOR or (name in COLUMNWISE_ONLY and flipped)
             assert agrees(row, recipe, tensor, quantizer, flipped) == (in_table and spans), (tensor, flipped)
+            assert not agrees(row, recipe, tensor, quantizer, flipped, whole=True), "no rank has a part of it"
+            assert agrees(row, recipe, tensor, quantizer, flipped, whole=True, own_group=True), (
+                "the user's group always does"
+            )
 
 
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
