@@ -36,9 +36,9 @@ from bench.files import add_files, write_files
 from dlp.comm import collectives
 from dlp.comm.mesh import ParallelDims, init_process_group, shutdown, world_size
 from dlp.parallel.casts import ROWWISE
+from dlp.parallel.linear.core import BoundTransfers
 from dlp.parallel.linear.operands import quantize
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.linear.travel import x_of_forward
 from dlp.parallel.overlap import names as strategies
 from dlp.parallel.traffic.predict import moved
 from dlp.parallel.wires import WIRES
@@ -126,7 +126,8 @@ def column(bench: Bench, recipe: str, features: int) -> BoundSpec:
 
 def gathered(bound: BoundSpec, x: Tensor) -> QuantizedTensor:
     """What a linear does with x before its fprop."""
-    operand, _ = x_of_forward(bound, x, keep=False, record=True)
+    operand = BoundTransfers(bound, bound.transfers(len(x))).x[False].send(x).rowwise
+    assert operand is not None
     assert not isinstance(operand, QuantizedTensor)
     return operand.whole()
 

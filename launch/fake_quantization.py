@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from dlp.kernels.reference import random_bytes
-from dlp.parallel.linear.core import y_shape
 from dlp.parallel.model.runtime import runtime_of
 from dlp.parallel.model.swap import layer_modules
+from dlp.parallel.transfer import Result
 from dlp.parallel.weight.local import local
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
@@ -214,7 +214,8 @@ def faked(model: nn.Module, rounds: Rounds, layers: Callable[[str], bool] = lamb
         y: Tensor = _Linear.apply(
             x.reshape(-1, x.shape[-1]).float(), local(module.weight, module.name).float(), rounded
         )
-        return y.view(y_shape(module.core.spec, x, y.shape[1])).to(x.dtype)
+        plan = module.core.spec.transfers(x.numel() // x.shape[-1])
+        return y.view(plan.y(Result(x.shape, x.dtype), y.shape[1]).shape).to(x.dtype)
 
     chosen = [module for name, module in layer_modules(model).items() if layers(name)]
     for module in chosen:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import dlp
 from dlp.kernels import cuda, program
 from dlp.kernels.program import NotPlain, Program
-from dlp.parallel.linear import direct
+from dlp.parallel.linear import autograd
 from dlp.parallel.linear.capture import DIRECTIONS, FORWARD
 from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.prologue import PROLOGUES
@@ -352,7 +352,7 @@ def test_programs_of_the_old_scales_go_with_them(cache: str):
 
 
 def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(direct, "LIMIT", 2)
+    monkeypatch.setattr(autograd, "LIMIT", 2)
     twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     for seed in range(12):
         twins.step(lambda m, s: forward_backward(m, s, (16 * (1 + s % 6),)), seed)

@@ -10,7 +10,7 @@ import torch
 
 import dlp
 from dlp.parallel.linear.modules import make_spec
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.spec import LayerOptions, LinearSpec
 from dlp.parallel.linear.state import bound_of, spec_of
 from tests.cases import RECIPES
 
@@ -25,7 +25,8 @@ def test_specs_are_compared_by_value():
     for recipe in RECIPES:
         assert spec(recipe) == spec(recipe) and hash(spec(recipe)) == hash(spec(recipe)), recipe
     assert (
-        spec() != spec("bf16") != replace(spec("bf16"), delay_wgrad=True) and len({spec(), spec(), spec("bf16")}) == 2
+        spec() != spec("bf16") != replace(spec("bf16"), options=LayerOptions(delay_wgrad=True))
+        and len({spec(), spec(), spec("bf16")}) == 2
     )
     again = pickle.loads(pickle.dumps(spec()))
     assert copy.deepcopy(spec()) == spec() == replace(again, overlap=spec().overlap), "strategies are who they are"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dlp
 from dlp.kernels import program
 from dlp.kernels.program import Program
-from dlp.parallel.linear.capture import DIRECTIONS, Programs
+from dlp.parallel.linear.capture import DIRECTIONS, CapturedDirections
 from dlp.parallel.linear.modules import cores
 from tests.metrics import assert_bit_equal
 
@@ -95,8 +95,8 @@ def programs(model: nn.Module) -> dict[str, list[Program | str]]:
     for core in cores(model):
         calls = [*core.bound.calls.values(), *(core.weights.parts.calls.values() if core.weights.parts else ())]
         for call in calls:
-            kept = call if isinstance(call, Programs) else call.programs
-            for key, made in kept.made.items():
+            kept = call if isinstance(call, CapturedDirections) else call.captured
+            for key, made in kept.found.items():
                 found[key[0]].append(made)
     return found
 

@@ -25,12 +25,8 @@ LIMIT = 8
 EXEMPT = Path("dlp/kernels")
 MARK = re.compile(r"# many parameters: \S")
 SHRINKING = {  # by name, wherever it lies: the most that it may have
-    "Programs.backward": 11,
     "_backward_flops": 12,
-    "_linear_bwd_fake": 11,
-    "linear_bwd": 11,
     "make_spec": 11,
-    "run_backward": 10,
 }
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef

@@ -57,7 +57,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def train(config: Config, built: Built) -> Iterable[Tensor]:
     """Five steps -> losses, parameters and optimizer states of this rank."""
-    tokens = torch.Generator().manual_seed(built.dp_rank)
+    tokens = torch.Generator().manual_seed(built.dims.dp_rank)
     losses = []
     for _ in range(STEPS):
         text = torch.randint(0, config.model.vocab, (built.batch.micro, config.train.sequence + 1), generator=tokens)

@@ -9,8 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 from dlp.comm import observer
+
+_MAX = AllreduceOptions()
+_MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]
 
 
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
@@ -20,8 +24,18 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """
     if group.size() == 1 or not observed:
         return list(observed)
-    flat = torch.cat([value.reshape(-1) for value in observed])
-    with observer.label(direction="amax", precision=""):
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    if len(observed) == 1:
+        flat = observed[0].clone()
+    else:
+        flat = torch.cat([value.reshape(-1) for value in observed])
+    if observer.watched():
+        with observer.label(direction="amax", precision=""):
+            work = group.allreduce([flat], _MAX)
+    else:
+        work = group.allreduce([flat], _MAX)
+    if work is not None:
+        work.wait()
+    if len(observed) == 1:
+        return [flat]
     pieces = flat.split([value.numel() for value in observed])
     return [piece.view(value.shape) for piece, value in zip(pieces, observed, strict=True)]

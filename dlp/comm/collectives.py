@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, _coalescing_manager
 
 from dlp.comm import observer
 from dlp.kernels.ops import sum_in_order
@@ -33,7 +33,9 @@ FIELD = 256  # bytes: what the parts of a record are aligned to
 
 # renamed in torch 2.13; the old names warn there and the new ones do not exist before
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_all_to_all: Callable[..., Any] = getattr(dist, "all_to_all_single")  # noqa: B009  (the 2.13 stubs lack it)
+# what `torch.distributed` passes to a group, of which it asks much else first, in Python, at every call
+_GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
+_GATHER.asyncOp = _EXCHANGE.asyncOp = True
 
 
 class Pending(Generic[T]):
@@ -114,7 +116,10 @@ def all_gather(
         whole = storage[i]
         if whole is not None:
             pairs.append((whole.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)))
-    with observer.default_precision(parts[0].dtype):
+    if observer.watched():
+        with observer.default_precision(parts[0].dtype):
+            works = _launch_gathers(pairs, group)
+    else:
         works = _launch_gathers(pairs, group)
     return Pending(works, lambda: join(storage, parts, dims))
 
@@ -139,7 +144,7 @@ def _launch_gathers(pairs: Sequence[tuple[Tensor, Tensor]], group: ProcessGroup)
     """Start the all-gathers of (storage, part), both bytes: as one group on NCCL. One by one on gloo, whose grouped all-gather
     corrupts the heap when two are in flight (pytorch#65231; docs/log.md, 2026-11-22)."""
     if len(pairs) < 2 or not pairs[0][0].is_cuda:
-        return [_all_gather(whole, part, group=group, async_op=True) for whole, part in pairs]
+        return [group._allgather_base(whole, part, _GATHER) for whole, part in pairs]
     with _coalescing_manager(group, async_ops=True) as manager:
         for whole, part in pairs:
             _all_gather(whole, part, group=group)
@@ -203,8 +208,10 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
 def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[Any, Tensor]:
     """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: what the bytes are."""
     arrived = torch.empty_like(chunks)
-    with observer.default_precision(dtype):
-        return _all_to_all(arrived, chunks, group=group, async_op=True), arrived
+    if observer.watched():
+        with observer.default_precision(dtype):
+            return group.alltoall_base(arrived, chunks, [], [], _EXCHANGE), arrived
+    return group.alltoall_base(arrived, chunks, [], [], _EXCHANGE), arrived
 
 
 def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Parts]:
@@ -227,6 +234,10 @@ def _summed(chunks: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec) -
     """Chunks [R, ...] of each part -> this rank's, summed over ranks in rank order."""
     sizes: list[int] = []
     outgoing: list[Tensor] = []
+    if len(chunks) == 1:
+        (chunk,) = chunks
+        alone = all_to_all(codec.pack(chunk), group)
+        return Pending((), lambda: (codec.total(alone.wait(), chunk.dtype),))
     for chunk in chunks:
         packed = codec.pack(chunk)
         sizes.append(len(packed))

@@ -1,12 +1,13 @@
-"""TransferPlan: what of x and dy travels over tp, as which operand, and how results are reduced; decided once.
+"""TransferPlan: all that one layer with so many tokens casts, agrees on, sends and keeps; decided once.
 
     y  [M, N]   fprop of x rowwise [M, K], w rowwise [N, K]               x columnwise [K, M] is kept for wgrad
     dx [M, K]   dgrad of dy rowwise [M, N], w columnwise [K, N]
     dw [N, K]   wgrad of dy columnwise [N, M], x columnwise [K, M]
 
 A pure function of a recipe, a row of the style table, the number of tp ranks and the tokens of this rank. Layers carry it
-out (`travel`), the opaque ops read shapes from it, the plan's notes and its predicted bytes read the rest. Shards travel
-quantized where they concatenate to the quantized whole; otherwise the values travel and are cast on arrival.
+out (`dlp.parallel.linear.core`); the opaque ops read shapes and dtypes from it, the plan's notes and predicted bytes the rest.
+The observer of bytes does not know it. Shards travel quantized where they concatenate to the quantized whole; otherwise the
+values travel and are cast on arrival.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
+import torch
+from torch.distributed import ProcessGroup
+
 from dlp.parallel import fit
-from dlp.parallel.casts import COLUMNWISE, NEITHER, ROWWISE, Orientations
+from dlp.parallel.casts import COLUMNWISE, NEITHER, ROWWISE, CastPlan, Orientations, cast_plan, operand_shape
 from dlp.parallel.style import ParallelStyle
-from dlp.quant.recipe import Recipe
+from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.tensor import Format
 
 Reasons = tuple[str | None, str | None]
 
@@ -42,7 +47,7 @@ class Gathered(NamedTuple):
 class Route:
     """x or dy, from the tokens of this rank to the GEMMs that read it.
 
-    here      the orientations that are cast of this rank's tokens
+    here      the orientations that are cast of this rank's tokens (how, and agreed over whom: `TransferPlan.casts`)
     gathers   the transfers, in the order in which they start
     there     the orientations that are cast of the values of all ranks, when these have arrived
     why       of each orientation in `there`
@@ -53,6 +58,13 @@ class Route:
     gathers: tuple[Gathered, ...] = ()
     there: Orientations = NEITHER
     why: Reasons = (None, None)
+
+
+class Result(NamedTuple):
+    """What a tensor is like that a pass returns or keeps."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Reduction(NamedTuple):
@@ -66,14 +78,18 @@ class Reduction(NamedTuple):
 class TransferPlan:
     """Of one layer with so many tokens.
 
-    tokens     rows of x and dx on this rank; `y_tokens`: of y and dy
+    tokens     rows of x and dx on this rank; `y_tokens`: of y and dy, which are token shards [M, N] of their own where x is
+               gathered or y scattered, and else have x's own leading dimensions
     x          fprop's x, without and with a wgrad to come
     kept       what forward keeps of x for wgrad: "values" (x itself), or the operand that it is, "rowwise" or "columnwise"
     x_again    wgrad's x, from what is kept
     dys        dgrad's and wgrad's dy, by which of them is asked for: see `dy`
     fprop, dgrad   how y and dx are reduced; None: they are not
+    own_group  the user's own group agrees on every scale; `group`: of the ranks that agree, None where nothing is carried out
     """
 
+    recipe: Recipe
+    style: ParallelStyle
     tokens: int
     y_tokens: int
     x: tuple[Route, Route]
@@ -82,9 +98,44 @@ class TransferPlan:
     dys: tuple[Route, Route, Route, Route]
     fprop: Reduction | None
     dgrad: Reduction | None
+    own_group: bool = False
+    group: ProcessGroup | None = None
+
+    def casts(self, route: Route, *, arrived: bool = False) -> CastPlan:
+        """How the orientations `here` are cast, or those `there` of what has `arrived`."""
+        mine, gathered = (self.tokens, self.y_tokens) if route.tensor == "x" else (self.y_tokens, self.tokens)
+        orientations, rows = (route.there, gathered) if arrived else (route.here, mine)
+        return cast_plan(
+            self.style, self.recipe, route.tensor, orientations, rows, whole=arrived, own_group=self.own_group,
+            group=self.group,
+        )  # fmt: skip
+
+    def format(self, route: Route, gathered: Gathered) -> Format | None:
+        """That of an operand that travels; None: the values do."""
+        quantizers: Operand = getattr(self.recipe, route.tensor)
+        if gathered.columnwise is None:
+            return None
+        return (quantizers.columnwise if gathered.columnwise else quantizers.rowwise).format
 
     def dy(self, row: bool, col: bool) -> Route:
         return self.dys[2 * row + col]
+
+    def y(self, x: Result, out_features: int) -> Result:
+        """y, of x [..., K]."""
+        shape = x.shape[:-1] if self.style.gathers is None else (self.y_tokens,)
+        return Result((*shape, out_features), self.recipe.fprop.out_dtype or x.dtype)
+
+    def saved(self, x: Result, made: bool) -> list[Result]:
+        """What forward keeps of x [..., K] for wgrad: the parts of an operand, or none where that is x itself, and no prologue
+        has `made` it."""
+        values = self.tokens, x.shape[-1]
+        if self.kept == "values":
+            return [Result(values, x.dtype)] if made else []
+        shape, fmt = operand_shape(self.recipe, "x", values, self.kept == "columnwise"), self.recipe.x.columnwise.format
+        return list(map(Result, fmt.part_shapes(shape), fmt.part_dtypes(x.dtype)))
+
+    def dx(self, in_features: int, dtype: torch.dtype) -> Result:
+        return Result((self.tokens, in_features), dtype)
 
 
 def y_tokens_of(style: ParallelStyle, tp: int, tokens: int) -> int:
@@ -101,17 +152,22 @@ def x_tokens_of(style: ParallelStyle, tp: int, y_tokens: int) -> int:
     return y_tokens * tp if style.gathers == "dy" else y_tokens
 
 
-def transfer_plan(recipe: Recipe, style: ParallelStyle, tp: int, tokens: int | None) -> TransferPlan:
-    """`tokens`: of x on this rank; None where they are not known yet: as many as every block wants."""
+def transfer_plan(
+    recipe: Recipe, style: ParallelStyle, tp: int, tokens: int | None, *, own_group: bool = False,
+    group: ProcessGroup | None = None,
+) -> TransferPlan:  # fmt: skip
+    """`tokens`: of x on this rank; None where they are not known yet: as many as every block wants. `own_group`: the user's own
+    agrees on every scale. `group`: that of the ranks that agree; None where nothing is carried out."""
     if tokens is None:
         tokens = tp * _whole_blocks(recipe)
     y_tokens, kept = y_tokens_of(style, tp, tokens), _kept(recipe, style, tokens)
     return TransferPlan(
-        tokens, y_tokens,
+        recipe, style, tokens, y_tokens,
         (_x(recipe, style, tokens, ""), _x(recipe, style, tokens, kept)), kept,
         _x_again(recipe, style, tokens, kept),
         tuple(_dy(recipe, style, y_tokens, row, col) for row in (False, True) for col in (False, True)),  # type: ignore[arg-type]
         _reduction(style.fprop.reduce, recipe.fprop.wire, tp), _reduction(style.dgrad.reduce, recipe.dgrad.wire, tp),
+        own_group, group,
     )  # fmt: skip
 
 

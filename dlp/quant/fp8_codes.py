@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -33,7 +34,7 @@ class Fp8Codes(Format):
     def name(self) -> str:
         return f"{self.KIND}[{self.element}]"
 
-    @property
+    @cached_property  # asked for with every operand
     def parts(self) -> tuple[Part, ...]:
         return self.PARTS[self.element]
 

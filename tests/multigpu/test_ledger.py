@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 import dlp
-from dlp.parallel.linear import travel
+from dlp.parallel.linear.core import BoundGather
 from dlp.parallel.model.runtime import runtime_of
 from dlp.parallel.overlap.serial import Serial
 from dlp.parallel.traffic.ledger import Ledger, LedgerError, plan_of
 from dlp.parallel.traffic.predict import in_bf16, step_traffic
-from dlp.parallel.transfer import Gathered
 from dlp.parallel.weight.sharded import VALUES
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 from launch.config import Config
@@ -203,13 +202,13 @@ class Silent(Trainer):
     """In its third step fprop gathers in bf16, whatever the recipe says."""
 
     def train_step(self, step: int) -> Step:
-        start = travel._start
+        start = BoundGather.start
 
-        def silent(spec: Any, gathered: Gathered, mine: QuantizedTensor, lease: Any) -> Any:
+        def silent(gather: BoundGather, mine: QuantizedTensor, lease: Any = None) -> Any:
             whole = QuantizedTensor(HighPrecision(), (mine.dequantize(torch.bfloat16),))
-            return start(spec, gathered, *((whole, None) if gathered.gemm == "fprop" else (mine, lease)))
+            return start(gather, *((whole, None) if gather.gemm == "fprop" else (mine, lease)))
 
-        with patch.object(travel, "_start", silent if step == WARM else start):
+        with patch.object(BoundGather, "start", silent if step == WARM else start):
             return super().train_step(step)
 
 

@@ -13,6 +13,7 @@ The bits are the same with a program and without.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from dlp.kernels import gemms, program
 from dlp.kernels.program import ALIGNMENT, NotPlain, Program
-from dlp.parallel.linear.core import run_backward, run_forward
+from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward
 from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.quant.gemm import own_gemm
 from dlp.quant.quantizer import caps_of
@@ -33,19 +34,19 @@ Run = Callable[[], list[Tensor]]
 Key = tuple[Any, ...]
 
 
-class Programs:
+class CapturedDirections:
     """Those of a layer.
 
-    plain   whether a direction can be one
-    made    programs by direction and what they depend on beside addresses; a string where there is none: not yet, or for
-            the reason that it says
+    possible   whether a direction can be captured
+    found      captured launches by direction and what they depend on beside addresses; a string where there are none: not yet,
+               or for the reason that it says
     """
 
     def __init__(self, bound: BoundSpec, x: Tensor) -> None:
-        possible = program.possible(x)
+        device = program.possible(x)
         self.bound = bound
-        self.plain = {way: possible and _programmable(bound, way) for way in DIRECTIONS}
-        self.made: dict[Key, Program | str] = {}
+        self.possible = {direction: device and _can_be_captured(bound, direction) for direction in DIRECTIONS}
+        self.found: dict[Key, Program | str] = {}
 
     def forward(
         self, key: Key, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
@@ -63,44 +64,37 @@ class Programs:
 
     def backward(
         self, key: Key, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
-        dtype: torch.dtype, used: Sequence[int], needs_dx: bool, needs_dw: Sequence[bool], needs_db: Sequence[bool],
-        x_shape: Sequence[int] | None = None,
+        wanted: GradsWanted,
     ) -> list[Tensor]:  # fmt: skip
-        """`run_backward`, dx in this shape if one is given."""
-
-        def run() -> list[Tensor]:
-            made = run_backward(self.bound, dys, saved, weights, parts, dtype, used, needs_dx, needs_dw, needs_db)
-            if needs_dx and x_shape is not None and len(x_shape) != 2:
-                made[0] = made[0].view(x_shape)
-            return made
-
-        return self._run((BACKWARD, *key), [*dys, *saved, *((parts or weights) if needs_dx else ())], run)
+        """`run_backward`."""
+        run = partial(run_backward, self.bound, dys, saved, weights, parts, wanted)
+        return self._run((BACKWARD, *key), [*dys, *saved, *((parts or weights) if wanted.dx else ())], run)
 
     def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
         """What `run` returns, which reads the tensors given."""
         scales = self.bound.session.scales
         if scales is not None and scales.values is not None:  # a program reads those in the table
             return run()
-        found = self.made.get(key)
+        found = self.found.get(key)
         if isinstance(found, Program):
             return found(given)
-        if not self.plain[key[0]]:
+        if not self.possible[key[0]]:
             return run()
-        if found is None and len(self.made) < LIMIT:
-            self.made[key] = SEEN
+        if found is None and len(self.found) < LIMIT:
+            self.found[key] = SEEN
         if found is not SEEN or not program.apart(given):
             return run()
         try:
             made = program.record(run, given, self.bound.kept_memory())
         except NotPlain as why:
-            self.made[key] = str(why)
+            self.found[key] = str(why)
             return run()
-        self.made[key] = made
+        self.found[key] = made
         return made(given)
 
 
 @remembered
-def _programmable(bound: BoundSpec, direction: str) -> bool:
+def _can_be_captured(bound: BoundSpec, direction: str) -> bool:
     """Nothing is communicated in this direction, nothing waits, quantizers are pure and GEMMs those of this package."""
     spec = bound.spec
     style, recipe = spec.style, spec.recipe
@@ -119,11 +113,11 @@ def multiplies_tf32(x: Tensor) -> bool:
     return x.dtype is torch.float32 and gemms.tf32()
 
 
-def like(tensor: Tensor) -> Key:
+def shape_key(tensor: Tensor) -> Key:
     """What launches over a tensor depend on beside its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
 
 
-def lies(tensor: Tensor) -> Key:
+def layout_key(tensor: Tensor) -> Key:
     """The same of one whose shape and dtype are known."""
     return tensor.stride(), tensor.data_ptr() % ALIGNMENT

@@ -1,94 +1,117 @@
 """The parallel linear, forward and backward, for every style, recipe and overlap strategy.
 
-    y  = x @ w.T (+ b)      fprop     x [M, K]   w [N, K]   y [M, N]      M tokens, K in_features, N out_features
-    dx = dy @ w             dgrad     dy [M, N]
-    dw = dy.T @ x           wgrad     db = sum of dy over its rows
+    y  [M, N] = x [M, K] @ w [N, K].T + b [N]     fprop    x rowwise [M, K]      w rowwise [N, K]
+    dx [M, K] = dy [M, N] @ w [N, K]              dgrad    dy rowwise [M, N]     w columnwise [K, N]
+    dw [N, K] = dy [M, N].T @ x [M, K]            wgrad    dy columnwise [N, M]  x columnwise [K, M]
+    db [N]    = dy [M, N].sum(0)
 
-A layer with a prologue (`dlp.parallel.linear.prologue`) is called with what x is made of, and returns the gradients of that.
+    M  tokens of all ranks in operands that are gathered, else of this rank;   K  in_features, N  out_features, of this rank's w
+    x  [M/R, K] where sequence parallelism gathers it, dy [M/R, N] likewise, R ranks;   y, dx  [M/R, ...] where it scatters them
 
-Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved
-operand of x, and their dgrads accumulate into one fp32 buffer that is reduced once.
-
-    forward   quantize x, y = token_gemm(x rowwise, w rowwise), save this rank's tokens of x in low precision
-    backward  quantize dy; start the gathers in order of need (`dlp.parallel.linear.travel`)
+    forward   quantize x, start its gather;  y = token_gemm(x rowwise, w rowwise);  keep this rank's tokens of x, quantized
+    backward  quantize dy; start the gathers in order of need (what dgrad consumes first)
               dx = token_gemm(dy rowwise, w columnwise); its reduction runs under wgrad
               dw = contract_gemm(dy columnwise, x columnwise); now, or in `backward_dw`
 
-Autograd reaches these functions through `dlp.parallel.linear.direct`, and where something traces or watches through the opaque
-ops of `dlp.parallel.linear.opaque`.
+Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
+x, and their dgrads accumulate into one fp32 buffer that is reduced once. A layer with a prologue
+(`dlp.parallel.linear.prologue`) is called with what x is made of, and returns the gradients of that.
+
+What is cast, agreed on, sent and kept, the `TransferPlan` of the layer's tokens says; `BoundRoute` carries it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.comm.collectives import Pending, done
-from dlp.kernels.ops import Summed, rounded
-from dlp.parallel.casts import COLUMNWISE, ROWWISE, Values
-from dlp.parallel.linear.operands import quantize
+from dlp.comm import observer
+from dlp.comm.collectives import Pending
+from dlp.kernels.ops import Produced, Summed, rounded, stored
+from dlp.parallel import fit
+from dlp.parallel.casts import COLUMNWISE, NOWHERE, ROWWISE, Orientations, Values, operand_shape
+from dlp.parallel.linear.operands import Operands, cast, quantize
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.linear.travel import Columnwise, dy_of_backward, x_of_backward, x_of_forward
-from dlp.parallel.overlap import Gather, Overlap
-from dlp.parallel.transfer import Reduction
+from dlp.parallel.linear.state import BoundSpec, remembered
+from dlp.parallel.model.scales import check_gathered
+from dlp.parallel.overlap import Gather, Lease, Overlap
+from dlp.parallel.transfer import Gathered, Reduction, Route, TransferPlan
 from dlp.parallel.wires import WIRES
 from dlp.quant.gemm import Gemm
-from dlp.quant.tensor import QuantizedTensor
+from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
+
+Rowwise = QuantizedTensor | Gather
+Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
+VALUES = HighPrecision()
 
 
-def token_gemm(
-    spec: LinearSpec, reduce: Reduction | None, overlap: Overlap, operands: Sequence[QuantizedTensor | Gather],
-    gemms: Sequence[Gemm], dtype: torch.dtype,
-) -> Pending[Tensor]:  # fmt: skip
-    """fprop and dgrad, where tokens are rows of the result: the sum over i of GEMM i on operand i, reduced over tp once,
-    where `reduce` says how.
+class GradsWanted(NamedTuple):
+    """The gradients that one backward makes. used: the members whose y has a gradient (a sibling whose y nobody used has none);
+    dx: that of x, or those of what the prologue reads, in `dtype`, that of x; dw, db: by used member; shape: of dx, None for
+    [M, K]."""
 
-    `dtype`: of the result, and of the contributions to a reduction before they are packed for its wire.
+    used: tuple[int, ...]
+    dx: bool
+    dw: tuple[bool, ...]
+    db: tuple[bool, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
+
+
+# Forward
+
+
+def run_forward(
+    bound: BoundSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    parts: Sequence[Tensor], save: bool, record: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """x and w -> y.
+
+    inputs    x [..., K], or what the prologue reads
+    weights   w_i [N_i, K] and biases b_i [N_i] of this rank; parts: of their rowwise operands, none: they are cast here
+    save      there will be a wgrad
+    record    gradients are enabled, so amaxes count for delayed scales
+    returns   y_i [..., N_i] (token shards [M/R, N_i] where x is gathered or y scattered), and what is kept for backward: the
+              parts of x, none where wgrad reads x itself, and what the prologue keeps
     """
-    total: Tensor | None = None
-    for a, gemm in zip(operands[:-1], gemms[:-1], strict=True):
-        total = _run(a, gemm if total is None else replace(gemm, accumulate=total))
-    a, last = operands[-1], gemms[-1] if total is None else replace(gemms[-1], accumulate=total)
-    if reduce is None:
-        return done(rounded(_run(a, last), dtype))
-    assert isinstance(a, QuantizedTensor), "no style both gathers and reduces in one GEMM"
-    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=reduce.how, dtype=dtype, codec=WIRES[reduce.codec])
+    spec, x = bound.spec, inputs[0]
+    options, rows = spec.recipe.fprop, as_matrix(x)
+    transfers = _transfers(bound, x.shape)
+    plan, reduce = transfers.plan, transfers.plan.fprop
+    values = rows if spec.prologue is None else spec.prologue.make(spec.name, rows, inputs[1])
 
+    operand, _, mine = transfers.x[save].send(values, record)
+    assert operand is not None
+    kept: list[Tensor] = []
+    if save and plan.kept == "values":
+        kept = [values.value] if isinstance(values, Produced) else []
+    elif save:
+        kept = list(mine.at(columnwise=plan.kept == "columnwise").parts)
+    if spec.prologue is not None and record:
+        kept += spec.prologue.kept(values)
 
-def _run(a: QuantizedTensor | Gather, gemm: Gemm) -> Tensor:
-    """The GEMM on an operand that is here, or on its way."""
-    return gemm(a) if isinstance(a, QuantizedTensor) else a.gemm(gemm)
-
-
-def contract_gemm(bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
-    """wgrad, where tokens are contracted: dy columnwise [N, M], x columnwise [K, M] -> [N, K], one GEMM over all tokens."""
-    options = bound.spec.recipe.wgrad
-    return Gemm("wgrad", x, options.out_dtype or out_dtype, options=options)(dy)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """[..., K] -> [M, K]."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
-def _part(values: Tensor, rows: int, columns: int) -> Tensor:
-    """The values without what was appended to their operands; they are contiguous."""
-    if values.shape[0] == rows and values.shape[1] == columns:
-        return values.contiguous()
-    return values[:rows, :columns].contiguous()
-
-
-def _made(spec: LinearSpec, inputs: Sequence[Tensor]) -> Values:
-    """What the layer is called with -> x [M, K]."""
-    rows = _tokens_as_rows(spec, inputs[0])
-    return rows if spec.prologue is None else spec.prologue.make(spec.name, rows, inputs[1])
+    ws = _weight_operands(bound, spec.members, weights, parts, x.dtype, ROWWISE, record)
+    dtype, ys = options.out_dtype or x.dtype, []
+    for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
+        features, inside = weight.shape[0], None
+        if bias is not None and reduce is None:  # else it is added once, behind the sum
+            appended = w.shape[0] - features
+            inside = F.pad(bias, (0, appended)) if appended else bias
+        gemm = Gemm("fprop", w, dtype, bias=inside, options=options)
+        y = trimmed(arrived(token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype)), features)
+        if bias is not None and reduce is not None:
+            y = y + bias.to(y.dtype)
+        if spec.recipe.y is not None:
+            y = _through_format(bound, "y", member, y, record)
+        ys.append(y if x.dim() == 2 or spec.style.gathers is not None else y.view(*x.shape[:-1], features))
+    return ys, kept
 
 
 def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> list[Tensor]:
@@ -99,129 +122,68 @@ def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> lis
     return list(kept or inputs) if save else []
 
 
-def _beside(spec: LinearSpec, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """`to_save` -> what wgrad reads, what the prologue reads."""
-    count = 0 if spec.prologue is None else spec.prologue.keeps + len(spec.prologue.reads)
-    return saved[: len(saved) - count], saved[len(saved) - count :]
-
-
-def _tokens_as_rows(spec: LinearSpec, x: Tensor) -> Tensor:
-    """x [..., K] -> [M, K]. ValueError where sequence parallelism gets something else than equal token shards."""
-    rows, style = _matrix(x), spec.style
-    unsplit = spec.tokens is not None and len(rows) * spec.tp != spec.tokens
-    if style.cut_x == 0 and (x.dim() != 2 or unsplit):
-        expected = "B*S/tp" if spec.tokens is None else f"{spec.tokens // spec.tp}"
-        raise ValueError(
-            f"{spec.name}: sequence parallelism over tp {spec.tp} expects token shards [{expected}, K]; got x of shape "
-            f"{tuple(x.shape)}. Split the tokens with dlp.scatter_tokens before the first sequence-parallel layer, join "
-            f"them with dlp.gather_tokens after the last, and view heads with B and S from configuration"
-        )
-    if style.fprop.reduce == "scatter" and len(rows) % spec.tp:
-        raise ValueError(
-            f"{spec.name}: sequence parallelism cuts {len(rows)} tokens over tp {spec.tp}, which does not divide them; "
-            f"choose micro_batch x sequence divisible by tp"
-        )
-    return rows
-
-
-def y_shape(spec: LinearSpec, x: Tensor, out_features: int) -> tuple[int, ...]:
-    """y of x [..., K]: token shards [M, N] where sequence parallelism gathers x or scatters y; else x's own shape."""
-    if spec.style.gathers is None:
-        return *x.shape[:-1], out_features
-    return spec.transfers(x.numel() // x.shape[-1]).y_tokens, out_features
-
-
-def _weight_operands(
-    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
-    *, row: bool, record: bool,
-) -> list[QuantizedTensor]:  # fmt: skip
-    """One orientation of the weights: of flat parts that exist, or cast here."""
-    if not parts:
-        values, wanted = [w.to(dtype) for w in weights], ROWWISE if row else COLUMNWISE
-        made = quantize(bound, "w", values, wanted, members=members, record=record)
-        return [operands.at(columnwise=not row) for operands in made]
-    formats, sizes = bound.spec.weight_formats
-    fmt, size = formats[not row], sizes[not row]
-    return [fmt.wrap(parts[i * size :]) for i in range(len(weights))]
-
-
-def _rounded(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
-    """The result y or dx, rounded by its quantizer where the recipe has one."""
-    quantizers = bound.quantizers(tensor)
-    if quantizers is None:
-        return values
-    padded = quantizers.rowwise.format.padded(values)
-    (operands,) = quantize(bound, tensor, [padded], ROWWISE, members=[member], record=record)
-    return _part(operands.at(columnwise=False).dequantize(values.dtype), *values.shape)
-
-
-def run_forward(
-    bound: BoundSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
-    parts: Sequence[Tensor], save: bool, record: bool,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`inputs`: x [..., K], or what the prologue reads; weights [N_i, K] -> (y_i, what is kept for backward: the parts of
-    x, none where wgrad reads x itself, and what the prologue keeps).
-
-    `parts`: of the rowwise weights; none: they are cast here. `save`: there will be a wgrad. `record`: gradients are
-    enabled, so amaxes count for delayed scales.
-    """
-    spec, x = bound.spec, inputs[0]
-    options, made = spec.recipe.fprop, _made(spec, inputs)
-    reduce = bound.transfers(len(made)).fprop
-    operand, kept = x_of_forward(bound, made, save, record)
-    if spec.prologue is not None and record:
-        kept += spec.prologue.kept(made)
-    ws = _weight_operands(bound, spec.members, weights, parts, x.dtype, row=True, record=record)
-    dtype = options.out_dtype or x.dtype
-    ys = []
-    for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
-        features, padded = weight.shape[0], w.shape[0]
-        inside = None if bias is None or reduce else bias if padded == features else F.pad(bias, (0, padded - features))
-        gemm = Gemm("fprop", w, dtype, bias=inside, options=options)
-        y = token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype).wait()
-        y = _part(y, y.shape[0], features)
-        y = y + bias.to(y.dtype) if bias is not None and reduce else y
-        y = _rounded(bound, "y", member, y, record)
-        ys.append(y if x.dim() == 2 else y.view(y_shape(spec, x, features)))
-    return ys, kept
+# Backward
 
 
 def run_backward(
-    bound: BoundSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor],
-    parts: Sequence[Tensor], dtype: torch.dtype, used: Sequence[int], needs_dx: bool, needs_dw: Sequence[bool],
-    needs_db: Sequence[bool],
+    bound: BoundSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
+    wanted: GradsWanted,
 ) -> list[Tensor]:  # fmt: skip
-    """dy_i [..., N_i] of the `used` members and what forward saved (`to_save`) -> those gradients that are needed, in the
-    order dx [M, K] in `dtype`, that of x (with a prologue: of what that read), dw_i, db_i. Without dw_i that its weight
-    takes otherwise (`Weight.take_grad`). `parts`: of the columnwise weights of these members."""
-    spec = bound.spec
-    members = [spec.members[i] for i in used]
+    """dy -> dx, dw and db.
+
+    dys       dy_i [..., N_i] of the used members, as their y are
+    saved     what forward saved (`to_save`)
+    weights   w_i [N_i, K] of the used members; parts: of their columnwise operands, none: they are cast here
+    returns   what is wanted, in the order dx [M, K] (with a prologue: the gradients of what that read), dw_i [N_i, K], db_i
+              [N_i]; without dw_i that its weight takes otherwise (`Weight.take_grad`)
+    """
+    spec, learns = bound.spec, any(wanted.dw)
+    members = [spec.members[i] for i in wanted.used]
     saved, beside = _beside(spec, saved)
-    rows = [Summed(_matrix(dy)) if need else _matrix(dy) for dy, need in zip(dys, needs_db, strict=True)]
-    dy_rows, dy_cols = _start_dy(bound, members, rows, needs_dx, any(needs_dw))
-    x_col = x_of_backward(bound, saved, len(rows[0])) if any(needs_dw) else None
-    grads, dx = [], None
-    if needs_dx:
+    rows: list[Any] = [as_matrix(dy) for dy in dys]
+    if any(wanted.db):  # the cast of dy sums its rows on the way
+        rows = [Summed(dy) if needed else dy for dy, needed in zip(rows, wanted.db, strict=True)]
+    transfers = _transfers_back(bound, rows[0].shape[0])
+    plan = transfers.plan
+
+    dy_rows: Sequence[Any]
+    dy_cols: Sequence[Columnwise | None]
+    if spec.style.gathers == "dy":  # of such a layer there are no siblings
+        sent = transfers.dy(wanted.dx, learns).send(rows[0])
+        dy_rows, dy_cols = [sent.rowwise], [sent.columnwise]
+    else:
+        made = quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
+        dy_rows, dy_cols = [dy.rowwise for dy in made], [dy.columnwise for dy in made]
+    x_col = transfers.x_kept(saved) if learns else None
+
+    dx: Tensor | Pending[Tensor] | None = None
+    if wanted.dx:
         options = spec.recipe.dgrad
-        out = options.out_dtype or dtype
-        ws = _weight_operands(bound, members, weights, parts, dtype, row=False, record=True)
-        gemms = [Gemm("dgrad", w, out if len(rows) == 1 else torch.float32, options=options) for w in ws]
-        reduce = bound.transfers_back(len(rows[0])).dgrad
-        dx = token_gemm(spec, reduce, spec.overlap.dgrad, dy_rows, gemms, out)
+        dtype = options.out_dtype or wanted.dtype
+        ws = _weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
+        gemms = [Gemm("dgrad", w, dtype if len(rows) == 1 else torch.float32, options=options) for w in ws]
+        dx = token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)
+
+    grads: list[Tensor] = []
     if x_col is not None:
-        x_whole = x_col()
-        for i, dy_col, w, needed in zip(used, dy_cols, weights, needs_dw, strict=True):
+        x = _here(x_col)
+        for i, dy, w, needed in zip(wanted.used, dy_cols, weights, wanted.dw, strict=True):
             if needed:
-                wgrad = partial(_wgrad, bound, dy_col(), x_whole, w.shape, w.dtype)
-                dw = bound.weights.members[i].take_grad(wgrad, may_wait=needs_dx)
+                assert dy is not None
+                wgrad = partial(contract_gemm, bound, _here(dy), x, w.shape, w.dtype)
+                dw = bound.weights.members[i].take_grad(wgrad, may_wait=wanted.dx)
                 grads += [] if dw is None else [dw]
     grads += [rounded(dy.sums(), w.dtype) for dy, w in zip(rows, weights, strict=True) if isinstance(dy, Summed)]
     if dx is None:
         return grads
-    whole = dx.wait()
-    whole = _part(whole, whole.shape[0], weights[0].shape[1])
-    whole = _rounded(bound, "dx", spec.members[0], whole).to(dtype)
-    return [*(_of_inputs(bound.spec, whole, beside) if beside else [whole]), *grads]
+
+    whole = trimmed(arrived(dx), weights[0].shape[1])
+    if spec.recipe.dx is not None:
+        whole = _through_format(bound, "dx", spec.members[0], whole)
+    whole = whole.to(wanted.dtype)
+    if spec.prologue is None:
+        return [whole if wanted.shape is None else whole.view(wanted.shape), *grads]
+    return [*_of_inputs(spec, whole, beside), *grads]
 
 
 def _of_inputs(spec: LinearSpec, dx: Tensor, beside: Sequence[Tensor]) -> list[Tensor]:
@@ -230,26 +192,257 @@ def _of_inputs(spec: LinearSpec, dx: Tensor, beside: Sequence[Tensor]) -> list[T
     return spec.prologue.gradients(dx, beside[:-2], beside[-2], beside[-1])
 
 
-def _wgrad(
-    bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    """The gradient of a weight of this shape [N, K] and dtype, from operands that may be padded."""
-    return _part(contract_gemm(bound, dy, x, dtype), shape[0], shape[1]).to(dtype)
-
-
 def waits(delay: bool | None, needs_dx: bool) -> bool:
     """Whether wgrad is left to `backward_dw`. Nobody waits for a layer without dx, and an op without a result would be
     dropped from a compiled graph."""
     return bool(delay) and needs_dx
 
 
-def _start_dy(
-    bound: BoundSpec, members: Sequence[str], rows: Sequence[Values], row: bool, col: bool
-) -> tuple[list[Any], list[Columnwise]]:
-    """dgrad's operands, and wgrad's when they are asked for; a travelling dy starts here."""
-    if bound.spec.style.gathers == "dy":
-        (dy,) = rows
-        rowwise, columnwise = dy_of_backward(bound, dy, row, col)
-        return [rowwise], [columnwise]
-    made = quantize(bound, "dy", rows, (row, col), members=members)
-    return [operands.rowwise for operands in made], [partial(operands.at, columnwise=True) for operands in made]
+def _beside(spec: LinearSpec, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """`to_save` -> what wgrad reads, what the prologue reads."""
+    count = 0 if spec.prologue is None else spec.prologue.keeps + len(spec.prologue.reads)
+    return saved[: len(saved) - count], saved[len(saved) - count :]
+
+
+# GEMMs
+
+
+def token_gemm(
+    spec: LinearSpec, reduce: Reduction | None, overlap: Overlap, operands: Sequence[Rowwise], gemms: Sequence[Gemm],
+    dtype: torch.dtype,
+) -> Tensor | Pending[Tensor]:  # fmt: skip
+    """fprop and dgrad, where tokens are rows of the result: the sum over i of GEMM i on operand i, reduced over tp once,
+    where `reduce` says how.
+
+    `dtype`: of the result, and of the contributions to a reduction before they are packed for its wire.
+    """
+    total: Tensor | None = None
+    for a, gemm in zip(operands[:-1], gemms[:-1], strict=True):
+        total = _run(a, gemm if total is None else replace(gemm, accumulate=total))
+    a, last = operands[-1], gemms[-1] if total is None else replace(gemms[-1], accumulate=total)
+    if reduce is None:
+        return rounded(_run(a, last), dtype)
+    assert isinstance(a, QuantizedTensor), "no style both gathers and reduces in one GEMM"
+    return overlap.gemm_reduce(a, last, spec.tp_group, reduce=reduce.how, dtype=dtype, codec=WIRES[reduce.codec])
+
+
+def arrived(result: Tensor | Pending[Tensor]) -> Tensor:
+    return result if isinstance(result, Tensor) else result.wait()
+
+
+def _run(a: Rowwise, gemm: Gemm) -> Tensor:
+    """The GEMM on an operand that is here, or on its way."""
+    return gemm(a) if isinstance(a, QuantizedTensor) else a.gemm(gemm)
+
+
+def contract_gemm(
+    bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """wgrad, where tokens are contracted: dy columnwise [N, M], x columnwise [K, M], which may be padded -> the gradient of a
+    weight of this shape [N, K] and dtype, one GEMM over all tokens."""
+    options = bound.spec.recipe.wgrad
+    return trimmed(Gemm("wgrad", x, options.out_dtype or dtype, options=options)(dy), shape[1], shape[0]).to(dtype)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """The values without what was appended to their operands; they are contiguous."""
+    if values.shape[1] != columns or (rows is not None and values.shape[0] != rows):
+        values = values[:rows, :columns]
+    return values.contiguous()
+
+
+def _weight_operands(
+    bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
+    wanted: Orientations, record: bool,
+) -> list[QuantizedTensor]:  # fmt: skip
+    """One orientation of the weights: of flat parts that exist, or cast here, with one agreement."""
+    columnwise = wanted == COLUMNWISE
+    if not parts:
+        made = quantize(bound, "w", [w.to(dtype) for w in weights], wanted, members=members, record=record)
+        return [operands.at(columnwise=columnwise) for operands in made]
+    formats, sizes = bound.spec.weight_formats
+    fmt, size = formats[columnwise], sizes[columnwise]
+    return [QuantizedTensor(fmt, tuple(parts[i : i + size])) for i in range(0, len(parts), size)]
+
+
+def _through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
+    """The result y or dx, rounded by its quantizer."""
+    quantizers = bound.quantizers(tensor)
+    assert quantizers is not None
+    padded = quantizers.rowwise.format.padded(values)
+    (operands,) = quantize(bound, tensor, [padded], ROWWISE, members=[member], record=record)
+    return trimmed(operands.at(columnwise=False).dequantize(values.dtype), values.shape[1], values.shape[0])
+
+
+# Transfers
+
+
+class Sent(NamedTuple):
+    """An operand that is here or on its way, in the orientations that were asked for, and this rank's own part of it."""
+
+    rowwise: Rowwise | None
+    columnwise: Columnwise | None
+    mine: Operands
+
+
+def _here(operand: Columnwise) -> QuantizedTensor:
+    return operand if isinstance(operand, QuantizedTensor) else operand()
+
+
+class BoundGather:
+    """One transfer of a route: whose strategy moves it, over whom, as which format (None: the values travel)."""
+
+    def __init__(self, bound: BoundSpec, tensor: str, gathered: Gathered, fmt: Format | None) -> None:
+        self.bound, self.tensor, self.dim, self.columnwise = bound, tensor, gathered.dim, bool(gathered.columnwise)
+        self.overlap: Overlap = getattr(bound.spec.overlap, gathered.gemm)
+        self.group, self.format, self.gemm = bound.spec.tp_group, fmt, gathered.gemm
+        self.leased = gathered.leased and fmt is not None and not fmt.keeps_source
+        self._shapes: dict[Any, tuple[int, int]] = {}
+
+    def lease(self, values: Values) -> Lease | None:
+        """This rank's segment of what is gathered of the operand of values [M/R, features]; None where it is not leased."""
+        if not self.leased:
+            return None
+        assert self.format is not None
+        shape = self._shapes.get(values.shape)
+        if shape is None:
+            shape = operand_shape(self.bound.spec.recipe, self.tensor, values.shape, self.columnwise)
+            self._shapes[values.shape] = shape
+        return self.overlap.lease(self.format, shape, self.dim, self.group, dtype=values.dtype, device=values.device)
+
+    def start(self, mine: QuantizedTensor, lease: Lease | None = None) -> Gather:
+        """Start gathering an operand: where it has been leased, or from where it is."""
+        if self.bound.session.watches_scales:
+            check_gathered(self.bound.spec, self.gemm, mine, self.dim)
+        if not observer.watched():
+            return lease.gather() if lease else self.overlap.gather(mine, self.dim, self.group)
+        with observer.label(direction=self.gemm, precision="" if mine.format.keeps_source else mine.format.name):
+            return lease.gather() if lease else self.overlap.gather(mine, self.dim, self.group)
+
+
+class BoundRoute:
+    """A route of one layer's x or dy with so many tokens: how it is cast here and on arrival, and its transfers. Made once."""
+
+    def __init__(self, bound: BoundSpec, plan: TransferPlan, route: Route) -> None:
+        self.bound, self.route = bound, route
+        self.casts = plan.casts(route) if any(route.here) else None
+        self.arrived = plan.casts(route, arrived=True) if any(route.there) else None
+        self.gathers = [BoundGather(bound, route.tensor, each, plan.format(route, each)) for each in route.gathers]
+        self.leases = any(gather.leased for gather in self.gathers)
+        self.remarks = [
+            f"{route.tensor} {orientation} ({bound.spec.recipe.name}) travels in high precision: {why}"
+            for orientation, why in zip(("rowwise", "columnwise"), route.why, strict=True) if why not in (None, fit.ASKED)
+        ]  # fmt: skip
+
+    def send(self, values: Values, record: bool = True) -> Sent:
+        """Values [M/R, features] of this rank: cast what is cast of them, straight into leases, and start all transfers."""
+        bound, route = self.bound, self.route
+        leases: list[Lease | None] = [None] * len(self.gathers)
+        into: list[QuantizedTensor | None] = [None, None]
+        if self.leases:
+            leases = [gather.lease(values) for gather in self.gathers]
+            for gather, lease in zip(self.gathers, leases, strict=True):
+                if lease is not None:
+                    into[gather.columnwise] = lease.mine
+        mine = NOTHING
+        if self.casts is not None:
+            room = (into[0], into[1]) if self.leases else NOWHERE
+            (mine,) = cast(bound, self.casts, route.here, [values], record=record, into=room)
+        rowwise: Rowwise | None = mine.rowwise
+        columnwise: Columnwise | None = mine.columnwise
+        for gather, lease in zip(self.gathers, leases, strict=True):
+            if gather.format is None:
+                operands = self._on_arrival(gather, stored(values), record)
+                rowwise = operands().rowwise if route.there[0] else rowwise
+                columnwise = partial(_columnwise_of, operands) if route.there[1] else columnwise
+                continue
+            started = gather.start(mine.at(gather.columnwise), lease)
+            rowwise = rowwise if gather.columnwise else started
+            columnwise = started.whole if gather.columnwise else partial(_transposed, started)
+        return Sent(rowwise, columnwise, mine)
+
+    def _on_arrival(self, gather: BoundGather, values: Tensor, record: bool) -> Callable[[], Operands]:
+        """Start gathering values; they are quantized when they are first asked for."""
+        bound, route, casts = self.bound, self.route, self.arrived
+        assert casts is not None
+        for remark in self.remarks:
+            bound.session.note(remark)
+        started = gather.start(QuantizedTensor(VALUES, (values,)))
+
+        @cache
+        def operands() -> Operands:
+            whole = started.whole().payload
+            return cast(bound, casts, route.there, [whole], record=record)[0]
+
+        return operands
+
+
+NOTHING = Operands(None, None)
+
+
+def _columnwise_of(operands: Callable[[], Operands]) -> QuantizedTensor:
+    return operands().at(columnwise=True)
+
+
+def _transposed(gather: Gather) -> QuantizedTensor:
+    return gather.whole().transpose()
+
+
+class BoundTransfers:
+    """The routes of one layer with so many tokens."""
+
+    def __init__(self, bound: BoundSpec, plan: TransferPlan) -> None:
+        self.bound, self.plan = bound, plan
+        self.x = [BoundRoute(bound, plan, route) for route in plan.x]
+        self.x_again = BoundRoute(bound, plan, plan.x_again)
+        self._dys: dict[Orientations, BoundRoute] = {}
+
+    def dy(self, row: bool, col: bool) -> BoundRoute:
+        found = self._dys.get((row, col))
+        if found is None:
+            found = self._dys[row, col] = BoundRoute(self.bound, self.plan, self.plan.dy(row, col))
+        return found
+
+    def x_kept(self, saved: Sequence[Tensor]) -> Columnwise:
+        """wgrad's operand of x from what forward kept: parts, or x itself [..., K]; it may travel again."""
+        if self.plan.kept == "values":
+            columnwise = self.x_again.send(as_matrix(saved[0])).columnwise
+            assert columnwise is not None
+            return columnwise
+        kept = self.bound.spec.recipe.x.columnwise.format.wrap(saved)
+        if not self.x_again.gathers:
+            return kept
+        gather = self.x_again.gathers[0]
+        started = gather.start(kept)
+        return started.whole if gather.columnwise else partial(_transposed, started)
+
+
+@remembered
+def _transfers(bound: BoundSpec, shape: torch.Size) -> BoundTransfers:
+    """Of x of this shape [..., K]. ValueError where sequence parallelism gets something else than equal token shards."""
+    spec, style, tokens = bound.spec, bound.spec.style, prod(shape[:-1])
+    unsplit = spec.tokens is not None and tokens * spec.tp != spec.tokens
+    if style.cut_x == 0 and (len(shape) != 2 or unsplit):
+        expected = "B*S/tp" if spec.tokens is None else f"{spec.tokens // spec.tp}"
+        raise ValueError(
+            f"{spec.name}: sequence parallelism over tp {spec.tp} expects token shards [{expected}, K]; got x of shape "
+            f"{tuple(shape)}. Split the tokens with dlp.scatter_tokens before the first sequence-parallel layer, join "
+            f"them with dlp.gather_tokens after the last, and view heads with B and S from configuration"
+        )
+    if style.fprop.reduce == "scatter" and tokens % spec.tp:
+        raise ValueError(
+            f"{spec.name}: sequence parallelism cuts {tokens} tokens over tp {spec.tp}, which does not divide them; "
+            f"choose micro_batch x sequence divisible by tp"
+        )
+    return BoundTransfers(bound, bound.transfers(tokens))
+
+
+@remembered
+def _transfers_back(bound: BoundSpec, dy_tokens: int) -> BoundTransfers:
+    """Of dy with so many rows."""
+    return BoundTransfers(bound, bound.transfers_back(dy_tokens))

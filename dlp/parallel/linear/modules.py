@@ -14,13 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.linear import prologue as prologues
-from dlp.parallel.linear.direct import DirectLinearFn, call_of, forward
-from dlp.parallel.linear.inputs import autocasts, check_inputs, in_autocast_dtype, no_autocast
-from dlp.parallel.linear.opaque import OpaqueLinearFn, opaque
+from dlp.parallel.linear.autograd import (
+    ACTIVATIONS,
+    DirectLinearFn,
+    OpaqueLinearFn,
+    call_of,
+    forward,
+    no_autocast,
+    opaque,
+)
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import OFF, LayerOptions, LinearSpec, Overlaps, num_inputs
 from dlp.parallel.linear.state import BoundSpec
@@ -32,6 +39,39 @@ from dlp.parallel.weight.local import LayerWeights, Member, fill, local, place
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, measured
+from dlp.quant.tensor import QuantizedTensor
+
+
+def check_inputs(spec: LinearSpec, inputs: Sequence[Any]) -> None:
+    """ValueError for another number of tensors than the layer reads, TypeError for what is no plain tensor."""
+    prologue = spec.prologue
+    reads = ("x",) if prologue is None else prologue.reads
+    if len(inputs) != num_inputs(spec):
+        said = "x" if prologue is None else f"{', '.join(reads)} (prologue {prologue.name})"
+        raise ValueError(f"{spec.name}: it is called with {said}; got {len(inputs)} tensors")
+    for name, given in zip(reads, inputs, strict=True):
+        if isinstance(given, QuantizedTensor):
+            raise TypeError(
+                f"{spec.name}: {name} is a QuantizedTensor ({given.format.name}), but a layer quantizes {name} itself, as "
+                f"its recipe says; pass the tensor it was made of, or its dequantize(dtype)"
+            )
+        if isinstance(given, DTensor):
+            raise TypeError(
+                f"{spec.name}: {name} is a DTensor, but layers read this rank's plain tensor; pass to_local() of it"
+            )
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{spec.name}: {name} must be a tensor; got {type(given).__name__}")
+
+
+def autocasts(inputs: Sequence[Tensor]) -> bool:
+    """Whether torch.autocast is on for the device of these tensors."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(inputs[0].device.type)
+
+
+def in_autocast_dtype(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What nn.Linear does under torch.autocast: activations in its dtype, in which y comes, too."""
+    dtype = torch.get_autocast_dtype(inputs[0].device.type)
+    return [given.to(dtype) if given.dtype in ACTIVATIONS else given for given in inputs]
 
 
 def moment(inputs: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -45,10 +45,18 @@ def quantize(
     into       storage of `operand_shape` for the one operand there is, in the orientations that have some
     """
     plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
+    return cast(bound, plan, orientations, values, members=members, record=record, into=into)
+
+
+def cast(
+    bound: BoundSpec, plan: CastPlan, orientations: Orientations, values: Sequence[Values], *,
+    members: Sequence[str] | None = None, record: bool = True, into: Wanted = NOWHERE,
+) -> list[Operands]:  # fmt: skip
+    """`quantize` by the plan that there is for these values in these orientations."""
     if not plan.reads:
         return [Operands(None, None)] * len(values)
     casts = []
-    for value, member in zip(values, members or bound.spec.owners(tensor), strict=True):
+    for value, member in zip(values, members or bound.spec.owners(plan.tensor), strict=True):
         casts += _casts(bound, plan, member, plan.matrices(value), value.shape, into, record)
     made = make_casts(casts)
     row, col = orientations

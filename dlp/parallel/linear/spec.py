@@ -157,7 +157,11 @@ class LinearSpec:
 
     def transfers(self, tokens: int) -> TransferPlan:
         """What travels, with so many rows of x on this rank."""
-        return transfer_plan(self.recipe, self.style, self.tp, tokens)
+        group = self.amax_group or self.group
+        return transfer_plan(
+            self.recipe, self.style, self.tp, tokens, own_group=self.amax_group is not None,
+            group=None if group is None or group.size() == 1 else group,
+        )  # fmt: skip
 
     def transfers_back(self, dy_tokens: int) -> TransferPlan:
         """The same, with so many rows of dy on this rank."""

@@ -64,7 +64,7 @@ class BoundSpec:
     weights    `LayerWeights` of the layer
     spec_id    names it to the opaque ops, int64 []; `trace_id`: see above
     cache      what has been decided for calls of it (`remembered`)
-    calls      bound calls and captured directions (`dlp.parallel.linear.direct`)
+    calls      bound calls and captured directions (`dlp.parallel.linear.autograd`)
     """
 
     def __init__(self, spec: LinearSpec, session: Runtime, weights: Any = None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dlp.parallel.linear.inputs import no_autocast
+from dlp.parallel.linear.autograd import no_autocast
 from dlp.parallel.model.grads import local_grad, set_grad
 from dlp.parallel.model.runtime import Runtime, runtime_of
 

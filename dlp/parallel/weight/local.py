@@ -126,7 +126,7 @@ class Weight(Protocol):
 
 class WeightParts:
     """Flat parts of the persistent operands of a layer's weights, by orientation. `calls`: what reads them and keeps to their
-    addresses (see `dlp.parallel.linear.direct`)."""
+    addresses (see `dlp.parallel.linear.autograd`)."""
 
     def __init__(self, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
         self.parts, self._sizes, both = parts, sizes, sum(sizes)

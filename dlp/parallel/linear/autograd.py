@@ -1,0 +1,461 @@
+"""The linear as autograd sees it: where nothing traces or watches one function, elsewhere two opaque ops.
+
+    eager     `DirectLinearFn`   a `BoundCall` keeps what is the same from call to call; either direction of it may run as
+                                 captured launches (`dlp.parallel.linear.capture`)
+    watched   `OpaqueLinearFn`   `dlp::linear_fwd` and `dlp::linear_bwd`: what torch.compile, a dispatch mode or fake tensors
+                                 see. They take tensors and two names (`dlp.parallel.linear.state`), their shapes are those of
+                                 the `TransferPlan`; streams, groups and collectives stay inside
+
+Both run `run_forward` and `run_backward`. Passing the ops by spares the host more than it needs for a tiny linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dlp.comm import observer
+from dlp.kernels import gemms
+from dlp.parallel.linear.capture import (
+    BACKWARD,
+    FORWARD,
+    LIMIT,
+    CapturedDirections,
+    Key,
+    layout_key,
+    multiplies_tf32,
+    shape_key,
+)
+from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward, to_save, waits
+from dlp.parallel.linear.spec import LinearSpec, num_inputs
+from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of
+from dlp.parallel.model.autocast import check_compiled
+from dlp.parallel.transfer import Result
+from dlp.parallel.weight.local import WeightParts, check_whole, held, num_axes
+from dlp.quant.quantizer import caps_of
+
+ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
+
+
+def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
+    """ValueError for x [..., K] of another K than this rank's weight [N, K] has."""
+    found, wanted = x.shape[-1] if x.dim() else 0, weight.shape[1]
+    if found != wanted:
+        part = f", a rank's part of {wanted * spec.tp}" if spec.style.cut_x == 1 and spec.tp > 1 else ""
+        raise ValueError(
+            f"{spec.name}: x of shape {tuple(x.shape)} ends in {found} features, and its weight takes {wanted}{part}; "
+            f"{spec.style.name} reads {'what a column leaves' if part else 'whole features'}: check the style of what makes x"
+        )
+
+
+def no_autocast(tensors: Sequence[Tensor | None]) -> torch.autocast:
+    """Inside, torch.autocast does not touch the sums and products that a layer is made of."""
+    return torch.autocast(next(tensor.device.type for tensor in tensors if tensor is not None), enabled=False)
+
+
+# Eager
+
+
+class BoundCall:
+    """A layer, called with tensors like those at hand: what does not change between such calls. It holds no tensors.
+
+    first            the place of the first weight among the arguments of `DirectLinearFn`
+    differentiable   there will be a backward; `save`: with a wgrad
+    layouts          of parameters that are DTensors
+    captured         its directions, as launches
+    """
+
+    def __init__(self, bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any]) -> None:
+        x, self.first = inputs[0], X + len(inputs)
+        self.bound, self.record, self.count = bound, record, len(bound.spec.members)
+        self.everyone = range(self.count)
+        self.x_shape, self.x_dtype = x.shape, x.dtype
+        learns = [p is not None and p.requires_grad for p in parameters]
+        self.differentiable = record and (any(given.requires_grad for given in inputs) or any(learns))
+        self.save = self.differentiable and any(learns[: self.count])
+        self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
+        self.distributed = any(layout is not None for layout in self.layouts)
+        self.captured = CapturedDirections(bound, x)
+        self.wanted: dict[Key, tuple[GradsWanted, list[int]]] = {}
+
+    def wants(self, needs: tuple[bool, ...], there: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
+        """What a backward makes, and where it goes among the gradients of `DirectLinearFn`, in the order dx, dw, db. `needs`:
+        those of `DirectLinearFn`; `there`: which y have a gradient."""
+        found = self.wanted.get((needs, there))
+        if found is None:
+            used = tuple([i for i, dy in enumerate(there) if dy])
+            weights, biases, dx = self.first, self.first + self.count, any(needs[X : self.first])
+            dw, db = (tuple([needs[first + i] for i in used]) for first in (weights, biases))
+            now = () if waits(self.bound.spec.options.delay_wgrad, dx) else dw
+            places = [*range(X, self.first)] if dx else []
+            places += [weights + i for i, need in zip(used, now, strict=False) if need]
+            places += [biases + i for i, need in zip(used, db, strict=True) if need]
+            shape = self.x_shape if len(self.x_shape) != 2 and self.bound.spec.prologue is None else None
+            found = self.wanted[needs, there] = GradsWanted(used, dx, dw, db, self.x_dtype, shape), places
+        return found
+
+
+def _check(bound: BoundSpec, given: Sequence[Any]) -> None:
+    """ValueError for x in a dtype that nothing computes in, and for tensors that do not lie where x does."""
+    spec, x = bound.spec, given[0]
+    if x.dtype not in ACTIVATIONS:
+        raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
+    elsewhere = [other.device for other in given if other is not None and other.device != x.device]
+    if elsewhere:
+        raise ValueError(f"{spec.name}: x lies on {x.device} and its parameters on {elsewhere[0]}: move one of them")
+    if (
+        gemms.available(x)
+        and x.dtype == torch.float16
+        and any(caps_of(quantizer).op for quantizer in spec.recipe.quantizers())
+    ):
+        bound.session.note("casts of fp16 run the plain-torch reference: kernels read bf16 and fp32")
+
+
+def call_of(
+    bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any], sides: WeightParts | None
+) -> BoundCall:
+    """The call that this one is like. It is kept with the operands that it reads, and goes with them, or with the spec."""
+    if sides is None:
+        calls, alike = bound.calls, [None if p is None else _parameter_key(p) for p in parameters]
+    else:
+        calls = sides.calls
+        alike = [None if p is None else (num_axes(p), p.dtype, p.requires_grad) for p in parameters]
+    x = inputs[0]
+    key = (bound, record, x.requires_grad, *shape_key(x), *alike, multiplies_tf32(x))
+    if len(inputs) > 1:
+        key += (inputs[1].requires_grad, *shape_key(inputs[1]))
+    found: BoundCall | None = calls.get(key)
+    if found is None:
+        spec = bound.spec
+        _check(bound, (*inputs, *(parameters if sides is None else ())))
+        for parameter in parameters:
+            if parameter is not None:
+                check_whole(parameter, spec.num_axes, spec.name)
+        check_features(spec, x, held(parameters[0]))
+        found = BoundCall(bound, record, inputs, parameters)
+        if len(calls) < LIMIT:
+            calls[key] = found
+    return found
+
+
+def _parameter_key(parameter: Any) -> Key:
+    """`shape_key` of what this rank has of it, and on how many axes it is spread: FSDP may have resharded it."""
+    return num_axes(parameter), *shape_key(held(parameter)), parameter.requires_grad
+
+
+def forward(
+    call: BoundCall, sides: WeightParts | None, inputs: Sequence[Tensor], parameters: Sequence[Any]
+) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:  # fmt: skip
+    """x [..., K], or what the prologue reads -> y_i [..., N_i], what is kept for backward (see `run_forward`), and this
+    rank's weights."""
+    bound, count, record = call.bound, call.count, call.record
+    bound.session.begin_forward(bound, record)
+    tensors = [held(p) for p in parameters] if call.distributed else parameters
+    weights, biases = tensors[:count], tensors[count:]
+    parts: Sequence[Tensor]
+    if sides is not None:
+        parts = sides.rowwise
+    else:
+        parts = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
+    if not call.captured.possible[FORWARD]:
+        return *run_forward(bound, inputs, weights, biases, parts, call.save, record), weights
+    key: Key = () if sides is not None else tuple(map(shape_key, parts))
+    return *call.captured.forward(key, inputs, weights, biases, parts, call.save, record), weights
+
+
+class DirectLinearFn(torch.autograd.Function):
+    """`apply(call, sides, *inputs, *weights, *biases)` -> a tuple of y_i; `inputs`: x, or what the prologue reads. Weights
+    and biases are parameters as modules hold them: DTensors are taken apart here, since a function that did it for each
+    would cost as much as the layer."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BoundCall, sides: WeightParts | None, *tensors: Any) -> tuple[Tensor, ...]:
+        inputs, parameters = tensors[: call.first - X], tensors[call.first - X :]
+        ys, kept, weights = forward(call, sides, inputs, parameters)
+        ctx.call, ctx.sides, ctx.scales = call, sides, call.bound.session.scales
+        ctx.save_for_backward(*weights, *to_save(inputs, kept, call.save))
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        run = _backward_once if torch.is_grad_enabled() else _backward
+        if torch._C._is_any_autocast_enabled():
+            with no_autocast(dys):
+                return run(ctx, *dys)
+        return run(ctx, *dys)
+
+
+def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+    call, needs, saved = ctx.call, ctx.needs_input_grad, ctx.saved_tensors
+    wanted, places = call.wants(needs, tuple([dy is not None for dy in dys]))
+    weights, saved = saved[: call.count], saved[call.count :]
+    if len(wanted.used) != call.count:
+        dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
+    grads: list[Any] = [None] * len(needs)
+    for place, grad in zip(places, _gradients(call, wanted, dys, weights, saved, ctx), strict=True):
+        grads[place] = grad
+    for place, layout in enumerate(call.layouts, call.first) if call.distributed else ():
+        if layout is not None and grads[place] is not None:
+            grads[place] = DTensor(grads[place], layout, requires_grad=False)
+    return tuple(grads)
+
+
+_backward_once = once_differentiable(_backward)
+
+
+def _gradients(
+    call: BoundCall,
+    wanted: GradsWanted,
+    dys: Sequence[Any],
+    weights: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    ctx: Any,
+) -> list[Tensor]:
+    """Those that are wanted, in the order dx, dw_i, db_i."""
+    bound, used, sides = call.bound, wanted.used, ctx.sides
+    bound.session.scales = ctx.scales
+    if torch._C._len_torch_dispatch_stack() > 0:  # something watches that did not watch the forward
+        cached, names = [] if sides is None else sides.both_of(used), (bound.spec_id, bound.trace_id)
+        grads: list[Tensor] = torch.ops.dlp.linear_bwd(
+            dys, saved, weights, cached, *names, call.x_dtype, flags_of(wanted, call.count)
+        )
+        if wanted.dx and wanted.shape is not None:
+            grads[0] = grads[0].view(wanted.shape)
+    else:
+        bound.session.in_layer_backward(bound)
+        parts: Sequence[Tensor] = ()
+        if wanted.dx and sides is not None:
+            parts = sides.columnwise_of(used)
+        elif wanted.dx:
+            parts = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
+        if call.captured.possible[BACKWARD]:
+            key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
+            key += tuple(map(shape_key, parts)) if sides is None else ()
+            grads = call.captured.backward(key, dys, saved, weights, parts, wanted)
+        else:
+            grads = run_backward(bound, dys, saved, weights, parts, wanted)
+        bound.session.scales = None
+    return grads
+
+
+# The opaque ops
+
+
+def flags_of(wanted: GradsWanted, count: int) -> list[int]:
+    """What a backward makes, as `linear_bwd` takes it: whether dx, then of each of `count` members 1 if it is used, 2 if dw, 4
+    if db is wanted."""
+    flags = [int(wanted.dx)] + [0] * count
+    for i, dw, db in zip(wanted.used, wanted.dw, wanted.db, strict=True):
+        flags[1 + i] = 1 + 2 * dw + 4 * db
+    return flags
+
+
+def _wanted(flags: Sequence[int], dtype: torch.dtype) -> GradsWanted:
+    """The inverse of `flags_of`."""
+    used = tuple([i for i, each in enumerate(flags[1:]) if each])
+    dw, db = (tuple([bool(flags[1 + i] & bit) for i in used]) for bit in (2, 4))
+    return GradsWanted(used, bool(flags[0]), dw, db, dtype)
+
+
+def _parts(
+    bound: BoundSpec, used: Sequence[int], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
+    *, columnwise: bool, record: bool,
+) -> Sequence[Tensor]:  # fmt: skip
+    """One orientation of the `used` weights, as far as it is there before the pass."""
+    if not cached:
+        found: Sequence[Tensor] = bound.weights.read(bound, used, weights, dtype, columnwise=columnwise, record=record)
+        return found
+    parts = WeightParts(cached, bound.spec.weight_formats[1])
+    return parts.columnwise if columnwise else parts.rowwise
+
+
+def linear_fwd(
+    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
+    trace_id: int, save: bool, record: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """`run_forward` as an op."""
+    bound = bound_of(spec_id)
+    check_compiled(bound)
+    check_features(bound.spec, inputs[0], weights[0])
+    bound.session.begin_forward(bound, record)
+    parts = _parts(bound, range(len(weights)), weights, cached, inputs[0].dtype, columnwise=False, record=record)
+    keys = [None if bias is None else shape_key(bias) for bias in biases]
+    key = (save, record, *keys, *map(shape_key, (*inputs, *weights, *parts)))
+    return _captured_of(bound, inputs[0]).forward(key, inputs, weights, biases, parts, save, record)
+
+
+def linear_bwd(
+    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
+    dtype: torch.dtype, flags: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """`run_backward` as an op; `flags`: of `flags_of`."""
+    bound, wanted = bound_of(spec_id), _wanted(flags, dtype)
+    bound.session.in_layer_backward(bound)
+    used = wanted.used
+    parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if wanted.dx else ()
+    key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
+    grads = _captured_of(bound, dys[0]).backward(key, dys, saved, weights, parts, wanted)
+    bound.session.scales = None
+    return grads
+
+
+def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
+    """Those of a layer that is called as ops, for x or dy in this dtype."""
+    key = CapturedDirections, x.get_device(), multiplies_tf32(x)
+    found: CapturedDirections | None = bound.calls.get(key)
+    if found is None:
+        found = bound.calls[key] = CapturedDirections(bound, x)
+    return found
+
+
+def _linear_fwd_fake(
+    inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
+    trace_id: int, save: bool, record: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Shapes and dtypes only, of the plan, for torch.compile."""
+    spec, x = spec_of(trace_id), inputs[0]
+    tokens, like = x.numel() // x.shape[-1], Result(x.shape, x.dtype)
+    plan = spec.transfers(tokens)
+    kept = plan.saved(like, spec.prologue is not None) if save else []
+    if spec.prologue is not None and record:
+        kept += [Result((tokens,), torch.float32)] * spec.prologue.keeps
+    return _empty(x, [plan.y(like, w.shape[0]) for w in weights]), _empty(x, kept)
+
+
+def _linear_bwd_fake(
+    dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
+    dtype: torch.dtype, flags: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """Shapes and dtypes only, of the plan, for torch.compile."""
+    spec, dy, wanted = spec_of(trace_id), dys[0], _wanted(flags, dtype)
+    grads: list[Result] = []
+    if wanted.dx and spec.prologue is not None:
+        grads = [Result(given.shape, given.dtype) for given in saved[-num_inputs(spec) :]]
+    elif wanted.dx:
+        grads = [spec.transfers_back(dy.numel() // dy.shape[-1]).dx(weights[0].shape[1], dtype)]
+    now = not waits(spec.options.delay_wgrad, wanted.dx)
+    grads += [Result(w.shape, w.dtype) for w, needed in zip(weights, wanted.dw, strict=True) if needed and now]
+    grads += [Result(w.shape[:1], w.dtype) for w, needed in zip(weights, wanted.db, strict=True) if needed]
+    return _empty(dy, grads)
+
+
+def _empty(like: Tensor, results: Sequence[Result]) -> list[Tensor]:
+    return [like.new_empty(each.shape, dtype=each.dtype) for each in results]
+
+
+def _forward_flops(
+    inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]], biases: Any, cached: Any, spec_id: Any,
+    trace_id: int, *args: Any, out_shape: Any = None,
+) -> int:  # fmt: skip
+    """Of fprop, for torch's FlopCounterMode: 2 M K N for all tokens that are multiplied on this rank. Of tensors it is given
+    shapes."""
+    spec = spec_of(trace_id)
+    tokens = prod(inputs[0][:-1]) * (spec.tp if spec.style.gathers == "x" else 1)
+    return sum(2 * tokens * prod(weight) for weight in weights)
+
+
+def _backward_flops(
+    dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], cached: Any, spec_id: Any, trace_id: int,
+    dtype: Any, flags: Sequence[int], *, out_shape: Any = None,
+) -> int:  # fmt: skip
+    """Of dgrad and wgrad, now or in `backward_dw`."""
+    spec, wanted = spec_of(trace_id), _wanted(flags, dtype)
+    tokens = prod(dys[0][:-1]) * (spec.tp if spec.style.gathers == "dy" else 1)
+    return sum(2 * tokens * prod(weight) * (wanted.dx + dw) for weight, dw in zip(weights, wanted.dw, strict=True))
+
+
+def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
+    """The op, whose transfers belong to its layer and, where nothing finer is said, to this GEMM."""
+
+    @wraps(op)
+    def labelled(*args: Any) -> Any:
+        with observer.label(layer=bound_of(args[4]).spec.members[0], direction=gemm):
+            return op(*args)
+
+    return labelled
+
+
+_LIBRARY = torch.library.Library("dlp", "DEF")
+_LIBRARY.define(
+    "linear_fwd(Tensor[] inputs, Tensor[] weights, Tensor?[] biases, Tensor[] cached, Tensor spec_id, int trace_id, bool save,"
+    " bool record) -> (Tensor[], Tensor[])"
+)
+_LIBRARY.define(
+    "linear_bwd(Tensor[] dys, Tensor[] saved, Tensor[] weights, Tensor[] cached, Tensor spec_id, int trace_id,"
+    " ScalarType dtype, int[] flags) -> Tensor[]"
+)
+for _name, _real, _fake, _flops, _gemm in (
+    ("linear_fwd", linear_fwd, _linear_fwd_fake, _forward_flops, "fprop"),
+    ("linear_bwd", linear_bwd, _linear_bwd_fake, _backward_flops, "dgrad"),
+):
+    _LIBRARY.impl(_name, _labelled(_real, _gemm), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dlp::{_name}", _fake, lib=_LIBRARY)
+    register_flop_formula(getattr(torch.ops.dlp, _name))(_flops)
+
+
+def opaque() -> bool:
+    """Whether a linear has to be the opaque ops: where something traces or watches. Elsewhere they are passed by, which
+    spares the host more than it needs for a tiny linear (`DirectLinearFn`)."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+FIRST = 7  # the place of x among the arguments of `OpaqueLinearFn`
+
+
+class OpaqueLinearFn(torch.autograd.Function):
+    """`apply(spec_id, trace_id, reads, count, save, record, delay, *inputs, *weights, *biases, *cached)` -> a tuple of y_i;
+    `reads` inputs, `count` weights and biases; `delay`: the spec's `delay_wgrad`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, spec_id: Tensor, trace_id: int, reads: int, count: int, save: bool, record: bool, delay: bool, *tensors: Any
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        inputs, tensors = list(tensors[:reads]), tensors[reads:]
+        weights, biases, cached = list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])
+        ys, kept = torch.ops.dlp.linear_fwd(inputs, weights, biases, cached, spec_id, trace_id, save, record)
+        saved = to_save(inputs, kept, save)
+        ctx.trace_id, ctx.reads, ctx.count, ctx.delay, ctx.num_saved = trace_id, reads, count, delay, len(saved)
+        ctx.x_shape, ctx.x_dtype = inputs[0].shape, inputs[0].dtype
+        traced = torch.compiler.is_dynamo_compiling()  # no region reaches into that
+        ctx.scales = None if traced else bound_of(spec_id).session.scales
+        ctx.save_for_backward(spec_id, *saved, *weights, *cached)
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        with no_autocast(dys):
+            return _backward_by_op(ctx, dys)
+
+
+def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    reads, count, (spec_id, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
+    saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
+    cached = list(tensors[ctx.num_saved + count :])
+    used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
+    needs_dx, needs = any(ctx.needs_input_grad[FIRST : FIRST + reads]), ctx.needs_input_grad[FIRST + reads :]
+    flags = [int(needs_dx)] + [(1 + 2 * needs[i] + 4 * needs[count + i]) if i in used else 0 for i in range(count)]
+    size = len(cached) // count
+    if ctx.scales is not None:
+        bound_of(spec_id).session.scales = ctx.scales
+    grads = iter(torch.ops.dlp.linear_bwd(
+        [dys[i] for i in used], saved, [weights[i] for i in used],
+        [part for i in used for part in cached[i * size : (i + 1) * size]], spec_id, ctx.trace_id, ctx.x_dtype, flags,
+    ))  # fmt: skip
+    dx = next(grads).view(ctx.x_shape) if needs_dx else None
+    more = [next(grads) if needs_dx else None for _ in range(1, reads)]
+    now = not waits(ctx.delay, needs_dx)
+    dws = [next(grads) if i in used and needs[i] and now else None for i in range(count)]
+    dbs = [next(grads) if i in used and needs[count + i] else None for i in range(count)]
+    return *[None] * FIRST, dx, *more, *dws, *dbs, *(None for _ in cached)
