@@ -76,6 +76,7 @@ class VocabParallelEmbedding(nn.Embedding):
     `weight` [V, H], cut over tp along V. The row `padding_idx` gets no gradient.
     """
 
+    dlp_made = "vocabulary"
     tp_partial: tuple[str, ...] = ()
     name: str
     group: ProcessGroup
@@ -115,20 +116,6 @@ class VocabParallelEmbedding(nn.Embedding):
         vocabulary, size, device = self.num_embeddings, self.embedding_dim, self.weight.device
         fill(
             self.weight, nn.Embedding(vocabulary, size, self.padding_idx, device=device, dtype=self.weight.dtype).weight
-        )
-
-
-def check_cut(name: str, module: nn.Embedding, tp: int) -> None:
-    """ValueError for an embedding that tp cannot cut along the vocabulary without changing what it does."""
-    if module.num_embeddings % tp:
-        raise ValueError(
-            f"{name}: a vocabulary of {module.num_embeddings} cannot be cut over tp {tp}, which does not divide it; pad it"
-        )
-    more = ["scale_grad_by_freq"] * module.scale_grad_by_freq
-    more += [key for key, _ in module.named_parameters() if key != "weight"]
-    if more:
-        raise ValueError(
-            f"{name}: an embedding with {more[0]} cannot be cut along the vocabulary; style = 'local' for it"
         )
 
 

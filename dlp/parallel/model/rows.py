@@ -27,7 +27,6 @@ from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LayerOptions
-from dlp.parallel.model.embedding import check_cut
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.parallel.transfer import transfer_plan
@@ -217,7 +216,7 @@ def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> Other
     count = sum(p.numel() for p in module._parameters.values() if p is not None)
     sequence_parallel = bool(chosen.sequence_parallel)
     if chosen.convert is not False and isinstance(module, nn.Embedding) and chosen.style == "column":
-        check_cut(name, module, tp)
+        _check_vocabulary(name, module, tp)
         return OtherPlan(name, type(module).__name__, "vocab", sequence_parallel, count // tp)
     if chosen.style == "row" or (isinstance(module, nn.EmbeddingBag) and chosen.style == "column"):
         raise ValueError(
@@ -227,6 +226,20 @@ def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> Other
     reads_cut = chosen.style == "column"  # behind a column-parallel linear, where tokens are whole
     style = "left out" if chosen.convert is False else "replicated"
     return OtherPlan(name, type(module).__name__, style, sequence_parallel and not reads_cut, count, reads_cut)
+
+
+def _check_vocabulary(name: str, module: nn.Embedding, tp: int) -> None:
+    """ValueError for an embedding that tp cannot cut along the vocabulary without changing what it does."""
+    if module.num_embeddings % tp:
+        raise ValueError(
+            f"{name}: a vocabulary of {module.num_embeddings} cannot be cut over tp {tp}, which does not divide it; pad it"
+        )
+    more = ["scale_grad_by_freq"] * module.scale_grad_by_freq
+    more += [key for key, _ in module.named_parameters() if key != "weight"]
+    if more:
+        raise ValueError(
+            f"{name}: an embedding with {more[0]} cannot be cut along the vocabulary; style = 'local' for it"
+        )
 
 
 def plan_parameters(

@@ -6,7 +6,8 @@
     anything with parameters     replicated on tp: its forward sees plain tensors
     convert = false              left out: the same, for the module and all that is in it
 
-A module that reads the parameters of another one would see DTensors there. Where the class tells, it is refused by name;
+Modules of dlp say what they are by `dlp_made`: "by hand", "by convert" or, an embedding, "vocabulary"; so that nothing here
+imports a layer. A module that reads the parameters of another one would see DTensors there. Where the class tells, it is refused by name;
 elsewhere the error of the first forward is given a note (`explain`).
 
 What torch does to a model from outside that a converted one cannot bear is refused as well (`guard`):
@@ -29,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from dlp.parallel.model.embedding import VocabParallelEmbedding
 from dlp.parallel.model.groups import OF_LINEARS, LayerGroup, Resolved
 
 LEAVE_OUT = "a layer group with convert = false leaves it out"
@@ -80,7 +80,7 @@ def made_by_hand(module: nn.Module) -> bool:
 def _owns_parameters(module: nn.Module) -> bool:
     """Also one whose weight is computed of others' parameters, as by a parametrization; an embedding of dlp made by hand is
     left as it is."""
-    if isinstance(module, VocabParallelEmbedding):
+    if getattr(module, "dlp_made", None) == "vocabulary":
         return False
     return isinstance(module, nn.Linear) or any(parameter is not None for parameter in module._parameters.values())
 
