@@ -29,8 +29,8 @@ from bench.quantize import host_us
 from dlp.kernels import loader
 from dlp.kernels.timing import device_ms
 from dlp.parallel.linear.modules import cores
-from dlp.parallel.model.runtime import runtime_of
-from dlp.parallel.model.session import end_step
+from dlp.parallel.model.attach import end_step
+from dlp.parallel.model.session import session_of
 from dlp.parallel.weight.boundary import Values
 
 LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))  # in, out of siblings
@@ -70,7 +70,7 @@ def model_of(recipe: str, held: str, blocks: int, layers: Sequence[tuple[int, tu
 
 def boundary_alone(model: nn.Module) -> Run:
     """The step boundary with each weight cast by itself."""
-    runtime, kept = runtime_of(model), {core.weights: Values() for core in cores(model)}
+    runtime, kept = session_of(model), {core.weights: Values() for core in cores(model)}
 
     def run() -> None:
         runtime.end_step()

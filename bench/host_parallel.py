@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 import dlp
 from bench.files import add_files, write_files
 from dlp.comm.mesh import init_process_group, shutdown
-from dlp.parallel.model.session import end_step
+from dlp.parallel.model.attach import end_step
 from dlp.quant.recipe import names
 
 # renamed in torch 2.13; the old names warn there and the new ones do not exist before

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dlp.parallel.model.flags import Name, first
-from dlp.parallel.model.runtime import in_backward
+from dlp.parallel.model.session import in_backward
 
 
 class Layer(NamedTuple):

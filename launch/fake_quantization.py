@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dlp.kernels.reference import random_bytes
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.parallel.model.swap import layer_modules
 from dlp.parallel.transfer import Result
 from dlp.parallel.weight.local import local
@@ -204,7 +204,7 @@ class _Linear(torch.autograd.Function):
 @contextmanager
 def faked(model: nn.Module, rounds: Rounds, layers: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
     """Inside, these layers of a converted model run by `rounds`."""
-    runtime = runtime_of(model)
+    runtime = session_of(model)
 
     def forward(module: Any, x: Tensor) -> Tensor:
         def rounded(values: Tensor, operand: str, flipped: bool) -> Rounded:

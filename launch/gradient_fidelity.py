@@ -26,7 +26,7 @@ from torch import Tensor
 import dlp
 from dlp.comm.mesh import shutdown, world_size
 from dlp.kernels.gemms import device_kind
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import support
 from dlp.quant.quantizer import Wrapped
@@ -128,7 +128,7 @@ def gradients(trainer: Trainer, batches: int) -> Found:
     """Mean loss, and the weight gradients of the blocks' linears summed over batches, in fp64, by layer; always with the same
     random bits."""
     model, total = trainer.built.model, 0.0
-    runtime_of(model).counter.zero_()
+    session_of(model).counter.zero_()
     for step in range(batches):
         for tokens, targets in trainer.batches(trainer.train_data, 10**6 + step):
             loss = dlp.cross_entropy(model(tokens), targets, trainer.built.mesh) / targets.numel()
@@ -149,7 +149,7 @@ def under(trainer: Trainer, recipe: Any, batches: int) -> Found:
     """`gradients` under a recipe; delayed scales have seen the same batches before, in high precision."""
     model = trainer.built.model
     dlp.set_recipe(model, LAYERS, recipe)
-    if runtime_of(model).has_slots():
+    if session_of(model).has_slots():
         with dlp.autocast(enabled=False, calibrating=True):
             gradients(trainer, batches)
     dlp.end_step(model)

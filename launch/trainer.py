@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 import dlp
 from dlp.comm import observer
 from dlp.parallel.model.embedding import IGNORED
-from dlp.parallel.model.late import OnTheWay
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.flags import OnTheWay
+from dlp.parallel.model.session import session_of
 from launch import checkpoint, manifest, together
 from launch.baseline import baseline
 from launch.build import Built
@@ -82,7 +82,7 @@ class Trainer:
         )
         self.gradient_norm = GradientNorm(built.model.parameters())
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
-        self.recipes = runtime_of(built.model)
+        self.recipes = session_of(built.model)
         self.wire = WireWatch(config, built)
         self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
         self.wants_stop = False
@@ -104,7 +104,7 @@ class Trainer:
 
     def place(self) -> str:
         """Where this rank is, for whoever watches it from another thread."""
-        layer = "none yet" if self.recipes.last is None else ", ".join(self.recipes.last.spec.members)
+        layer = "none yet" if self.recipes.last is None else ", ".join(self.recipes.last.members)
         return f"step {self.recipes.steps + 1}, last layer {layer}"
 
     def replace_later(self, done: int) -> None:

@@ -15,7 +15,7 @@ from dlp import Plan
 from dlp.comm import observer
 from dlp.comm.mesh import DP_SHARD, GROUPS, TP, WORLD
 from dlp.parallel.model.plan import table
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.ledger import Ledger, activation_dtypes, plan_of
 from dlp.parallel.traffic.predict import (
     Sent,
@@ -134,7 +134,7 @@ class WireWatch:
             workload(config, world, built.accumulation.reductions),
             dp_shard_rank=built.dims.rank(DP_SHARD),
         )
-        self._runtime, self._ledger = runtime_of(built.model), Ledger(built.mesh)
+        self._runtime, self._ledger = session_of(built.model), Ledger(built.mesh)
         self._ran = self._swaps = 0
         self.watches = False  # the step that runs or has just run
         self._told = False  # whether `_traffic` is that of the model as it is now

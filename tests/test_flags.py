@@ -166,7 +166,7 @@ def test_high_precision_has_no_flags():
     model = model_of("bf16")
     for into in ("x", "dy", ""):
         step(model, into)
-    assert model.dlp_runtime.flags.now == []
+    assert model.dlp_session.flags.now == []
 
 
 class Watching(TorchDispatchMode):
@@ -217,7 +217,7 @@ def test_programs_tell_it_too(recipe: str, kind: str, emulated: None):  # noqa: 
     name = "0.linear" if prologue else "0.weight_0" if kind == "siblings" else "0"
 
     def run(x: Tensor, into_dy: bool) -> list[str]:
-        for flag in model.dlp_runtime.flags.now:
+        for flag in model.dlp_session.flags.now:
             flag.zero_()
         ys = model(x.requires_grad_())
         ys = ys if isinstance(ys, tuple) else (ys,)

@@ -30,7 +30,7 @@ def layer(recipe: Any = DELAYED) -> Linear:
 
 
 def scale(linear: Linear, tensor: str) -> float:
-    table = linear.core.session.slots.table
+    table = linear.core.session.scaling.table
     return table.scale[table.index(f"linear.{tensor}")].item()
 
 
@@ -138,7 +138,7 @@ def test_a_forward_before_a_step_boundary_keeps_its_scales(region):
             dlp.end_step(linear)
         x = matrix("gauss", SIZE, SIZE, 2).requires_grad_()
         y = (outside(linear, again) if region else linear)(x)
-        linear.core.session.slots.table.staging[:2] = torch.tensor([1e3, 1e-8])
+        linear.core.session.scaling.table.staging[:2] = torch.tensor([1e3, 1e-8])
         if late:
             dlp.end_step(linear)
             assert scale(linear, "x") != 1.0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, Member, make_spec
-from dlp.parallel.model.runtime import Runtime
+from dlp.parallel.model.session import Session
 from tests.metrics import assert_bit_equal, assert_close
 
 NAMES = ("q", "k", "v")
@@ -28,7 +28,7 @@ class Three(nn.Module):
         members = [Member(getattr(self, name), "weight", "bias") for name in NAMES]
         self.runs = 0
         self.core = Counted(
-            make_spec("q and siblings", "local", False, recipe, "serial", None, NAMES), Runtime(lone=True), members
+            make_spec("q and siblings", "local", False, recipe, "serial", None, NAMES), Session(lone=True), members
         )
         for name in NAMES:
             getattr(self, name).core = self.core

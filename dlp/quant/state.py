@@ -1,16 +1,23 @@
 """The state of delayed scaling: one table of slots, one slot a tensor that is cast with a delayed scale.
 
-`scale` and `staging` are one fp32 tensor each over all slots, so that one all-reduce agrees on everything and casts
-read and max views into them. Histories are kept per length and algorithm, [L, n] each, so that an update is a few
-vectorised passes however many slots there are, and on a GPU one launch. No process group: who calls `update` has
-reduced the staging row.
+    scale      fp32 [slots]   what casts multiply by
+    staging    fp32 [slots]   the amaxes that casts have met since the last update; 0 where nothing was cast
+    history    fp32 [L, n]    per history length and algorithm, n slots each
+
+`scale` and `staging` are one tensor each over all slots, so that one all-reduce agrees on everything and casts read and max
+views into them. An update is a few vectorised passes however many slots there are, and on a GPU one launch.
+
+`ScalingState` is all of it for one model. It knows neither layers nor process groups: names in, slots out; who calls
+`update` brings the reduction of the staging row. Casts that backward makes of x and w, and those of a recomputation, use
+the scales of their own forward (`ForwardScales`), whether or not the table has changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,3 +145,131 @@ class SlotTable:
                         f"slot {name!r} was saved with amax_history_len {saved}, the recipe has {wanted}; "
                         f"set amax_history_len = {saved}"
                     )
+
+
+class SlotUse(NamedTuple):
+    """Who uses one delayed scale. `forward`: a forward casts with it, else a backward; `agreed`: ranks share it."""
+
+    options: SlotOptions
+    forward: bool
+    agreed: bool
+
+
+class ScalingState:
+    """The delayed scales of one model. `forward`, `agreed`: bool [slots], as `SlotUse` says of each.
+
+    From one step boundary to the next, staging begins with the amaxes of the weights that the first of them cast.
+    """
+
+    def __init__(self, slots: Mapping[str, SlotUse], device: torch.device | str = "cpu") -> None:
+        self.table = SlotTable({name: use.options for name, use in slots.items()}, device)
+        uses = [slots[name] for name in self.table.names]
+        self.forward = torch.tensor([use.forward for use in uses], dtype=torch.bool).to(device)
+        self.agreed = torch.tensor([use.agreed for use in uses], dtype=torch.bool).to(device)
+        self.any_agreed = any(use.agreed for use in uses)
+        self._cast_by_forward = frozenset(name for name, use in slots.items() if use.forward)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Nothing has read these scales yet."""
+        self._views: dict[str, ScaleSlot] = {}  # of the table, by name
+        self._masks: dict[tuple[bool, ...], Tensor] = {}  # bool [slots], as they were needed
+        self._held: dict[Hashable, ForwardScales] = {}  # of forwards that have run with these scales
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has scales of its own; forwards that are still to be differentiated do not go along."""
+        return vars(self) | {"_views": {}, "_masks": {}, "_held": {}}
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What casts read and write."""
+        return [self.table.scale, self.table.staging]
+
+    def slot(self, name: str, record: bool, scales: ForwardScales | None = None) -> ScaleSlot:
+        """What a cast of one tensor reads and writes. `record`: its amax counts. `scales`: those of the forward that runs,
+        or is run again or differentiated; what it cast keeps to them."""
+        if scales is not None and scales.values is not None and name in scales.state._cast_by_forward:
+            return scales.slot(name)
+        slot = self._views.get(name)
+        if slot is None:
+            slot = self._views[name] = self.table.slot(name)
+        return slot if record else ScaleSlot(slot.scale, torch.zeros_like(slot.staging))
+
+    def hold(self, behind: Hashable) -> ForwardScales:
+        """For a forward that runs now; see `ForwardScales`."""
+        found = self._held.get(behind)
+        if found is None:
+            found = self._held[behind] = ForwardScales(self, behind)
+        return found
+
+    def _release(self) -> None:
+        """The scales are about to change: forwards that ran with them keep theirs."""
+        if self._held:
+            values = self.table.scale.clone()
+            for each in self._held.values():
+                each.values = values
+            self._held.clear()
+
+    def forget(self, names: Collection[str]) -> None:
+        """What was staged of these slots does not count."""
+        if not names:
+            return
+        chosen = tuple(name in names for name in self.table.names)
+        if (
+            chosen not in self._masks
+        ):  # kept, so that a step like others copies nothing to the device and can be captured
+            self._masks[chosen] = torch.tensor(chosen).to(self.table.staging.device)
+        self.table.staging.masked_fill_(self._masks[chosen], 0.0)
+
+    @contextmanager
+    def restaging(self) -> Iterator[None]:
+        """Tensors are cast again inside: their amaxes take the place of those that were staged of them before."""
+        staging = self.table.staging
+        before = staging.clone()
+        staging.zero_()
+        yield
+        staging.copy_(torch.where(staging > 0, staging, before))
+
+    @torch.no_grad()
+    def update(self, agree: Callable[[Tensor], Tensor] | None = None, forward: bool | None = None) -> None:
+        """Let the scales follow what was staged: of all slots, or of those that forward (or backward) casts.
+
+        `agree`: amaxes fp32 [slots] -> their maxima over the ranks that share scales; None: nobody else does.
+        """
+        table, staging = self.table, self.table.staging
+        if forward is not False:
+            self._release()
+        if forward is None:
+            table.update(self._agreed(staging, agree))
+            return
+        chosen = self.forward == forward
+        kept, mine = torch.where(chosen, 0.0, staging), torch.where(chosen, staging, 0.0)
+        table.update(self._agreed(mine, agree))
+        staging.copy_(kept)
+
+    def _agreed(self, staged: Tensor, agree: Callable[[Tensor], Tensor] | None) -> Tensor:
+        if agree is None or not self.any_agreed:
+            return staged
+        return torch.where(self.agreed, agree(staged), staged)
+
+    def replaced_by(self, new: ScalingState) -> ScalingState:
+        """`new`, for other slots; those that stay keep their state."""
+        self._release()
+        new.table.adopt(self.table)
+        return new
+
+
+@dataclass(eq=False)
+class ForwardScales:
+    """The delayed scales that a forward casts with, for its backward and its recomputation: those in the table as long as
+    that has not changed, then `values` fp32 [slots]. `behind`: what its backward is followed by, as its holder says."""
+
+    state: ScalingState
+    behind: Hashable
+    values: Tensor | None = None
+
+    def slot(self, name: str) -> ScaleSlot:
+        """What a cast reads once the table has changed; its amax has counted."""
+        assert self.values is not None
+        scale = self.values[self.state.table.index(name)]
+        return ScaleSlot(scale, torch.zeros_like(scale))

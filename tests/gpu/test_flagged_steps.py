@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.model.replicas import ALWAYS
+from dlp.parallel.model.checks import ALWAYS
 from tests.twins import K, M, check_used, values
 
 BAD = ALWAYS + 2  # the step with the Inf; in the first ones somebody takes a look for which the device is waited for

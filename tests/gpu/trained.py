@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from dlp.parallel.linear.modules import Linear
-from dlp.parallel.model.runtime import Runtime, runtime_of
-from dlp.parallel.model.session import attach, end_step
+from dlp.parallel.model.attach import attach, end_step
+from dlp.parallel.model.session import Session, session_of
 from dlp.quant.recipe import load
 from tests.gpu.inputs import values
 
 
 def trained(
     recipe: str, steps: int = 4, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, features: int = 160
-) -> tuple[Tensor, Runtime]:
+) -> tuple[Tensor, Session]:
     """The losses fp32 [steps] of two linears with weights of `dtype` on bf16 activations, and their runtime; a load halves
     the weights after two steps."""
     torch.manual_seed(0)
@@ -31,4 +31,4 @@ def trained(
         if step == 1:
             model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
             end_step(model)
-    return torch.stack(losses).cpu(), runtime_of(model)
+    return torch.stack(losses).cpu(), session_of(model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import dlp
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.metrics import assert_close
 from tests.multigpu.test_grads import Attention, batch, gradients, loss_of, make, run
@@ -40,7 +40,7 @@ def wrapped() -> dict[str, Tensor]:
     loss_of(outer(batch(0))).backward()
     found = gradients(dict(model.named_parameters()))
     optimizer.step()
-    assert runtime_of(outer) is model.dlp_runtime and model.dlp_runtime.steps == 1
+    assert session_of(outer) is model.dlp_session and model.dlp_session.steps == 1
     assert dlp.state_dict(outer).keys() == dlp.state_dict(model).keys()
     return found
 
@@ -137,7 +137,7 @@ def test_steps_are_counted_after_an_optimizer_was_replaced():
     for optimizer in (first, second, first, second, second, second):
         model(x_of(0)).sum().backward()
         optimizer.step()
-        counted.append(model.dlp_runtime.steps)
+        counted.append(model.dlp_session.steps)
     assert counted == [1, 1, 2, 2, 3, 4]
 
 

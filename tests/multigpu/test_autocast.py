@@ -99,7 +99,7 @@ def test_delayed_scales_follow_the_region_and_give_the_bits_of_the_step_boundary
 
 def scale(linear: Linear, tensor: str) -> float:
     runtime = linear.core.session
-    return runtime.slots.table.scale[runtime.slots.table.index(f"linear.{tensor}")].item()
+    return runtime.scaling.table.scale[runtime.scaling.table.index(f"linear.{tensor}")].item()
 
 
 def test_x_and_w_scale_when_the_outermost_region_ends_and_dy_after_its_backward():
@@ -122,7 +122,7 @@ def test_with_an_optimizer_the_step_boundary_counts_and_a_region_changes_nothing
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     dlp.attach(model, optimizer)
     run(model)
-    table = linear.core.session.slots.table
+    table = linear.core.session.scaling.table
     assert table.scale.tolist() == [1.0, 1.0, 1.0]
     optimizer.step()
     assert 1.0 not in table.scale.tolist()
@@ -167,7 +167,7 @@ def with_groups() -> list[tuple[float, int]]:
         x = torch.full((SIZE, SIZE), 1.0 + dist.get_rank(), device=worker.device())
         with Collectives() as seen, dlp.autocast(recipe=DELAYED, amax_reduction_group=group):
             linear(x)
-        table = linear.core.session.slots.table
+        table = linear.core.session.scaling.table
         (scale_of_x,) = [table.scale[i].item() for i, each in enumerate(table.names) if each.startswith("linear.x")]
         found.append((scale_of_x, seen.count("allreduce")))
     return found

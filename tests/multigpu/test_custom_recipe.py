@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dlp
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.fp8 import CurrentScaling, DelayedScaling
 from dlp.quant.quantizer import KeepHighPrecision
@@ -62,7 +62,7 @@ def trained(recipe: str, sizes: dict[str, int], fsdp: bool) -> tuple[dict[str, T
     made = {"silent": CustomRecipe(silent), "mixed": CustomRecipe(mixed)}[recipe]
     model = net(made, mesh, fsdp=fsdp)
     train(model, mesh, range(3))
-    return weights(model), "\n".join(sorted(runtime_of(model).noted))
+    return weights(model), "\n".join(sorted(session_of(model).noted))
 
 
 def mixed(role: str, layer: str) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.quant.fp8 import DelayedScaling
 from tests import pool as worker
 from tests.metrics import assert_bit_equal
@@ -35,7 +35,7 @@ def scales(module: nn.Module) -> dict[str, float]:
     """The scale of each slot of a module's layers."""
     found = {}
     for core in (each.core for each in module.modules() if isinstance(each, Linear)):
-        table = core.session.slots.table
+        table = core.session.scaling.table
         found |= dict(zip(table.names, table.scale.tolist(), strict=True))
     return found
 
@@ -300,7 +300,7 @@ def load_with(sizes: dict[str, int], group: str, state: dict[str, Tensor]) -> tu
     mesh = worker.mesh(**sizes)
     model = net(SHORT, mesh, amax_group=group)
     told = dlp.load_state_dict(model, state)
-    assert runtime_of(model).steps == 3
+    assert session_of(model).steps == 3
     return dlp.state_dict(model), told
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dlp
 from dlp.parallel.model.grads import local_grad
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.cases import RECIPES
 from tests.metrics import assert_bit_equal
@@ -36,7 +36,7 @@ def two_microbatches(recipe: Any, sizes: dict[str, int], delay: bool, each: bool
         before = before or grads(model)
         if each or step == 1:
             waited.append(dlp.backward_dw(model))
-    return {"grads": grads(model), "before": before, "waited": waited, "said": sorted(runtime_of(model).noted)}
+    return {"grads": grads(model), "before": before, "waited": waited, "said": sorted(session_of(model).noted)}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import dlp
 from dlp.comm.collectives import all_gather
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel.linear.operands import quantize
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.parallel.weight import sharded as shards
 from dlp.parallel.weight.local import Use
 from tests import pool as worker
@@ -102,7 +102,7 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
         with patch.object(shards, "in_backward", lambda now=backwards: now):
             for block in model.blocks:
                 block.unshard()
-        for shard in runtime_of(model).weights():
+        for shard in session_of(model).weights():
             assert shard.why is None, shard.why
             assert len(shard.layout.shard()) * 2 == shard.layout.shape[0]
             (values,) = all_gather((shard.layout.shard(),), (0,), shard.layout.group).wait()
@@ -141,7 +141,7 @@ def scenario(name: str, recipe: Any, sizes: dict[str, int], on: bool, options: d
     mesh = worker.mesh(**sizes)
     model = shardnet(recipe, mesh, quantized_gather=on, **options)
     losses = SCENARIOS[name](model, mesh)
-    runtime = runtime_of(model)
+    runtime = session_of(model)
     why = {shard.name: shard.why for shard in runtime.weights()}
     return {"losses": losses, "tensors": tensors(model), "why": why, "said": sorted(runtime.noted)}
 
@@ -376,7 +376,7 @@ def staged_after_loading() -> tuple[dict[str, float], dict[str, float]]:
     mesh = worker.mesh(dp_shard=2)
     model = shardnet({"name": "fp8_delayed", "amax_history_len": 2}, mesh)
     train(model, mesh, range(1))
-    table, found = runtime_of(model).slots.table, []
+    table, found = session_of(model).scaling.table, []
     for factor in (1.0, 0.1):
         x = torch.full((BATCH // 2, SEQUENCE, model.size), factor, device=worker.device())
         (model(x.bfloat16()).float() * factor).sum().backward()
@@ -439,7 +439,7 @@ def tied(on: bool) -> tuple[dict[str, Tensor], dict[str, str | None]]:
         model(torch.arange(step, 16 + step, device=worker.device())).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return tensors(model), {shard.name: shard.why for shard in runtime_of(model).weights()}
+    return tensors(model), {shard.name: shard.why for shard in session_of(model).weights()}
 
 
 @pytest.mark.ranks(2)
@@ -508,7 +508,7 @@ def unattached() -> list[str]:
     dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)
     dlp.fully_shard(model, mesh=mesh)
     model(torch.ones(4, 32, device=worker.device()))
-    return sorted(runtime_of(model).noted)
+    return sorted(session_of(model).noted)
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dlp
 from dlp.parallel.linear.core import BoundGather
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.parallel.overlap.serial import Serial
 from dlp.parallel.traffic.ledger import Ledger, LedgerError, plan_of
 from dlp.parallel.traffic.predict import in_bf16, step_traffic
@@ -227,7 +227,7 @@ class SilentWeights(Trainer):
 
     def train_step(self, step: int) -> Step:
         if step == WARM:
-            weights = {weight.name: weight for weight in runtime_of(self.built.model).weights()}
+            weights = {weight.name: weight for weight in session_of(self.built.model).weights()}
             weight = weights["model.layers.1.mlp.down_proj"]
             weight.travel, weight.why = (VALUES, VALUES), "this test asks for it"
         return super().train_step(step)

@@ -14,7 +14,7 @@ import dlp
 from dlp.comm import observer
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel import casts
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from tests import pool as worker
 
 HIDDEN, TOKENS = 64, 128
@@ -91,9 +91,9 @@ def kept(recipe: Any, amax_group: str, spoil: bool) -> tuple[int, str]:
     step(made, mesh)
     dlp.end_step(made)
     step(made, mesh)
-    runtime = runtime_of(made)
+    runtime = session_of(made)
     if spoil and mesh["tp"].get_local_rank() == 1:
-        scales = [runtime.slots.table.scale] if runtime.has_slots() else runtime.cores[0].weights.parts.parts[1:2]
+        scales = [runtime.scaling.table.scale] if runtime.has_slots() else runtime.cores[0].weights.parts.parts[1:2]
         for scale in scales:
             scale.mul_(2)
     try:
@@ -126,7 +126,7 @@ def kept_over_shards(recipe: str, spoil: bool) -> tuple[int, str]:
     dlp.fully_shard(made, mesh=mesh)
     dlp.attach(made, torch.optim.SGD(made.parameters(), lr=0.1))
     dlp.end_step(made)
-    (weight,) = runtime_of(made).weights()
+    (weight,) = session_of(made).weights()
     if spoil and mesh["dp_shard"].get_local_rank() == 1:
         for mine in weight.mine.values():
             mine.parts[-1].mul_(2)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import dlp
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.linear.operands import quantize
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.cases import matrix
 from tests.metrics import assert_bit_equal
@@ -74,7 +74,7 @@ def test_seed_and_name_choose_the_bits():
     for name, seed in (("a", 0), ("b", 0), ("a", 1), ("a", 0)):
         model = torch.nn.ModuleDict({name: layer()})
         dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=seed)
-        runtime_of(model).advance()
+        session_of(model).advance()
         grads.append(weight_grad(model[name]))
     assert_bit_equal(grads[3], grads[0])
     assert not torch.equal(grads[1], grads[0]) and not torch.equal(grads[2], grads[0])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.parallel.linear.modules import Linear
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.parallel.model.swap import layer_modules, recipes_of, schedule
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.fp8 import CurrentScaling
@@ -77,7 +77,7 @@ def test_patterns_that_match_nothing_recipes_that_do_not_exist_and_steps_that_ar
         dlp.set_recipe(model, "0", "fp7")
     with pytest.raises(ValueError, match="^a swap at step 0 is in the past: 0 steps are done"):
         schedule(model, ["0"], 0, "bf16")
-    assert set(recipes_of(model).values()) == {"bf16"} and not runtime_of(model).swaps
+    assert set(recipes_of(model).values()) == {"bf16"} and not session_of(model).swaps
 
 
 def test_a_scheduled_swap_happens_by_itself():
@@ -88,7 +88,7 @@ def test_a_scheduled_swap_happens_by_itself():
         step(model, seed)
         said.append(recipes_of(model)["2"])
     assert said == ["bf16", "fp8_current", "fp8_current"] and recipes_of(model)["1"] == "bf16"
-    (swap,) = runtime_of(model).swaps
+    (swap,) = session_of(model).swaps
     assert (swap.step, swap.layers, swap.said) == (2, ("0", "2"), "fp8_current")
     assert model[0].core.weights.parts.parts[0].dtype == torch.float8_e4m3fn, "cast at the same boundary"
 
@@ -142,7 +142,7 @@ def uninterrupted(sizes: dict[str, int]) -> tuple[dict[str, Tensor], list[float]
     model = net("fp8_current", mesh)
     swapping(model)
     losses = train(model, mesh, range(8))
-    return weights(model), losses, [f"{swap.step} {swap.said}" for swap in runtime_of(model).swaps]
+    return weights(model), losses, [f"{swap.step} {swap.said}" for swap in session_of(model).swaps]
 
 
 def interrupted(sizes: dict[str, int], at: int) -> tuple[dict[str, Tensor], list[float], list[str]]:
@@ -158,7 +158,7 @@ def interrupted(sizes: dict[str, int], at: int) -> tuple[dict[str, Tensor], list
     assert dlp.load_state_dict(second, saved) == []
     dlp.end_step(second)
     losses += train(second, mesh, range(at, 8))
-    return weights(second), losses, [f"{swap.step} {swap.said}" for swap in runtime_of(second).swaps]
+    return weights(second), losses, [f"{swap.step} {swap.said}" for swap in session_of(second).swaps]
 
 
 @pytest.mark.ranks(2)

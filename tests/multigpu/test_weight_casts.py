@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dlp
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.cases import RECIPES
 from tests.metrics import assert_bit_equal, relative_error
@@ -84,7 +84,7 @@ def trained(recipe: Any, held: str, optimizer: str, cached: bool) -> Trained:
                 with torch.no_grad():
                     losses.append(model(x).float().square().sum().cpu())
                 dlp.end_step(model)
-        batch = runtime_of(model).weight_batch
+        batch = session_of(model).weight_batch
         assert bool(batch and batch.casts._prepared.launches) == cached, (
             "prepared where weights are cast at the boundary"
         )
@@ -120,8 +120,8 @@ def kept(cache: str) -> tuple[int, list[str]]:
         model(torch.ones(64, SIZES[0][0], device=worker.device()).bfloat16()).sum().backward()
         chosen.step()
         found.append(model)
-    parts = sum(len(weight.parts) for weight in runtime_of(found[0]).weights())
-    return parts, sorted(note for note in runtime_of(found[1]).noted if "weight_cache" in note)
+    parts = sum(len(weight.parts) for weight in session_of(found[0]).weights())
+    return parts, sorted(note for note in session_of(found[1]).noted if "weight_cache" in note)
 
 
 @pytest.mark.ranks(2)

@@ -40,7 +40,7 @@ from dlp.parallel.casts import COLUMNWISE, NOWHERE, ROWWISE, Orientations, Value
 from dlp.parallel.linear.operands import Operands, cast, quantize
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, remembered
-from dlp.parallel.model.scales import check_gathered
+from dlp.parallel.model.checks import check_gathered
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import Gathered, Reduction, Route, TransferPlan
 from dlp.parallel.wires import WIRES
@@ -318,7 +318,7 @@ class BoundGather:
     def start(self, mine: QuantizedTensor, lease: Lease | None = None) -> Gather:
         """Start gathering an operand: where it has been leased, or from where it is."""
         if self.bound.session.watches_scales:
-            check_gathered(self.bound.spec, self.gemm, mine, self.dim)
+            check_gathered(self.bound.spec.name, self.gemm, mine, self.dim, self.bound.spec.tp_group)
         if not observer.watched():
             return lease.gather() if lease else self.overlap.gather(mine, self.dim, self.group)
         with observer.label(direction=self.gemm, precision="" if mine.format.keeps_source else mine.format.name):

@@ -31,8 +31,8 @@ from dlp.parallel.linear.autograd import (
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import OFF, LayerOptions, LinearSpec, Overlaps, num_inputs
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.model.autocast import active_region, active_spec
-from dlp.parallel.model.runtime import Runtime
+from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
+from dlp.parallel.model.session import Session
 from dlp.parallel.style import shard_sizes, style
 from dlp.parallel.weight.held import hold_quantized
 from dlp.parallel.weight.local import LayerWeights, Member, fill, local, place
@@ -120,10 +120,10 @@ class SharedCall:
 class LinearCore:
     """Computes y_i = x @ w_i.T + b_i for its members."""
 
-    def __init__(self, spec: LinearSpec, session: Runtime, members: Sequence[Member]) -> None:
+    def __init__(self, spec: LinearSpec, session: Session, members: Sequence[Member]) -> None:
         self.bound = BoundSpec(spec, session)
         self.variants: dict[Any, BoundSpec] = {}  # by what an autocast region asks for
-        self.ran_in_region = False
+        self.ran_under = LayerRuns()
         self.stats: StatsTable | None = None
         self.members = list(members)
         self.weights = self.bound.weights = LayerWeights(self)
@@ -131,7 +131,7 @@ class LinearCore:
         hold_quantized(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        anew = {"variants": {}, "ran_in_region": False, "stats": None}
+        anew: dict[str, Any] = {"variants": {}, "stats": None}
         return vars(self) | anew | {"shared": SharedCall()}
 
     @property
@@ -140,7 +140,7 @@ class LinearCore:
         return self.bound.spec
 
     @property
-    def session(self) -> Runtime:
+    def session(self) -> Session:
         return self.bound.session
 
     def parameters(self) -> list[Any]:
@@ -181,7 +181,7 @@ class LinearCore:
         chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
         return replace(self.spec, recipe=chosen)
 
-    def set_spec(self, spec: LinearSpec, session: Runtime | None = None) -> None:
+    def set_spec(self, spec: LinearSpec, session: Session | None = None) -> None:
         """Change the layer's own spec, at a step boundary. `session`: another than it has been in."""
         self.bound = BoundSpec(spec, session or self.session, self.weights)
         self.variants.clear()
@@ -320,7 +320,7 @@ class Linear(ParallelLinear):
     ) -> None:  # fmt: skip  # many parameters: those of nn.Linear, and of the layers of other tensor-parallel libraries
         super().__init__()
         mesh = _as_mesh(tp, device)
-        runtime = Runtime(lone=True, amax_group=None if mesh is None else mesh.get_group())
+        runtime = Session(lone=True, amax_group=None if mesh is None else mesh.get_group())
         members = (
             ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
         )

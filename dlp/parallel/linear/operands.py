@@ -84,13 +84,13 @@ def _casts(
 ) -> list[Cast]:  # fmt: skip
     """Those of one tensor, of which each read is given a matrix; `shape`: before zeros were appended."""
     session, tensor = bound.session, plan.tensor
-    flag = session.flag(bound, tensor, member, matrices[0].device) if plan.quantizes else None
+    flag = session.flag(bound.spec.members, tensor, member, matrices[0].device) if plan.quantizes else None
     casts = []
     for read, matrix in zip(plan.reads, matrices, strict=True):
         slot: ScaleSlot | None = None
         at: tuple[Origin, ...] = ()
         if read.has_slot:
-            slot = session.slot(bound, tensor, member, read.rowwise is None, record)
+            slot = session.slot(bound.slot_name(tensor, member, read.rowwise is None), record)
         if read.origins:
             at = tuple([_origin(bound, plan, member, shape, matrix.shape, columnwise) for columnwise in read.origins])
         casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else _of_read(read, into), flag))

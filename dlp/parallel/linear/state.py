@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dlp.parallel import fit
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.model.runtime import Runtime, cannot_pickle
+from dlp.parallel.model.session import Session, cannot_pickle
 from dlp.parallel.transfer import TransferPlan
 from dlp.quant.recipe import Operand
 from dlp.quant.stats import plain
@@ -67,7 +67,7 @@ class BoundSpec:
     calls      bound calls and captured directions (`dlp.parallel.linear.autograd`)
     """
 
-    def __init__(self, spec: LinearSpec, session: Runtime, weights: Any = None) -> None:
+    def __init__(self, spec: LinearSpec, session: Session, weights: Any = None) -> None:
         self.spec, self.session, self.weights = spec, session, weights
         if spec.slots:
             spec.check_group(session.amax_group)
@@ -128,10 +128,7 @@ class BoundSpec:
 
     def kept_memory(self) -> list[Tensor]:
         """What kernels of this layer read and write that is no operand; it stays where it is while `calls` do."""
-        session = self.session
-        table = session.slots.table if self.spec.slots else None
-        kept = [*session.flags.now, *([] if table is None else [table.scale, table.staging])]
-        return [*kept, session.counter] if self.spec.draws else kept
+        return self.session.kept_memory(self.spec)
 
 
 def bound_of(spec_id: Tensor) -> BoundSpec:

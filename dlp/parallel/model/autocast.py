@@ -6,37 +6,45 @@
 
 The region is a context variable, looked up once per forward of a layer; regions nest, the innermost decides. A forward
 that backward runs again (activation checkpointing) uses what the first one used, wherever backward is, and whatever has
-run since (`dlp.parallel.model.recompute`).
+run since.
 
 Where no optimizer is attached, there is no step boundary. Delayed scales are then updated as Transformer Engine does:
 those of x and w when the outermost region ends, if gradients are enabled, and those of dy at the end of the backward of
 what ran in it. What runs in no region waits for `dlp.end_step`.
+
+**Which forward a recomputation repeats.** A layer that runs in an activation checkpoint runs again in backward, perhaps after
+other forwards, and then under what the first run had: its spec, and its delayed scales. What a layer ran under is kept for
+each checkpoint it ran in, in the order of its calls, and goes with the checkpoint. This is the only file that touches what is
+private in torch.utils.checkpoint. One with `use_reentrant=False` works by hooks on saved tensors, on a stack of this thread
+while its function runs, and they know its frame. One with `use_reentrant=True` leaves nothing to know it by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from inspect import unwrap
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils import checkpoint
 
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.model import recompute
-from dlp.parallel.model.runtime import ForwardScales, Runtime, in_backward
+from dlp.parallel.model.session import Layer, Session, UpdateBehind, in_backward
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
 from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.state import ForwardScales
 from dlp.quant.stats import plain
 from dlp.quant.tensor import QuantizedTensor
 
-if TYPE_CHECKING:
-    from dlp.parallel.linear.modules import LinearCore
+_FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"  # what the hooks of a first run and of a recomputation refer to
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
 
 @dataclass
 class Region:
-    """What one `with` block asks for, and the runtimes of the layers that ran in it. `learns`: it was entered with
+    """What one `with` block asks for, and the sessions of the layers that ran in it. `learns`: it was entered with
     gradients enabled."""
 
     enabled: bool
@@ -80,25 +88,25 @@ class Region:
     calibrating: bool
     group: ProcessGroup | None
     learns: bool
-    touched: dict[Runtime, None] = field(default_factory=dict)
+    touched: dict[Session, None] = field(default_factory=dict)
     resolved: set[BoundSpec] = field(default_factory=set)
 
-    def spec_for(self, core: LinearCore) -> BoundSpec:
+    def spec_for(self, core: Layer) -> BoundSpec:
         """The layer's own spec, or the variant of it that this region asks for."""
-        runtime = core.session
-        runtime.regions = True
-        core.ran_in_region |= self.learns
-        self.touched[runtime] = None
+        session = core.session
+        session.regions = True
+        core.ran_under.learned_in_region |= self.learns
+        self.touched[session] = None
         key = (self.enabled, self.recipe, self.calibrating, self.group)
         if key not in core.variants and key != (True, None, self.calibrating, None):
-            for each in runtime.cores:  # of all layers, so that ranks that run other layers have the same slots
-                each.variants[key] = BoundSpec(self._variant(each), runtime, each.weights)
-            runtime.rebuild()
-        bound = core.variants.get(key, core.bound)
+            for each in session.cores:  # of all layers, so that ranks that run other layers have the same slots
+                each.variants[key] = BoundSpec(self._variant(each), session, each.weights)
+            session.rebuild()
+        bound: BoundSpec = core.variants.get(key, core.bound)
         self.resolved.add(bound)
         return bound
 
-    def _variant(self, core: LinearCore) -> LinearSpec:
+    def _variant(self, core: Layer) -> LinearSpec:
         own, its = core.spec, plain(core.spec.recipe)
         recipe = its if self.recipe is None else self.recipe.for_layer(own.members[0])
         suffix = "" if recipe == its else f"[{recipe}]"
@@ -115,6 +123,40 @@ def active_region() -> Region | None:
     return _REGION.get()
 
 
+class Checkpoint(NamedTuple):
+    """A checkpoint whose function is running. `hook` stands for this run of it; `again`: it is a recomputation."""
+
+    frame: Any
+    hook: Any
+    again: bool
+
+
+def _checkpoints() -> list[Checkpoint]:
+    """The checkpoints around what runs now, outermost first."""
+    hooks = torch._C._autograd
+    if hooks._top_saved_tensors_default_hooks(True) is None:
+        return []
+    pairs = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        pairs.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(pairs):
+        hooks._push_saved_tensors_default_hooks(pack, unpack)
+    return [found for pack, _ in reversed(pairs) if (found := _checkpoint(pack)) is not None]
+
+
+def _checkpoint(pack: Any) -> Checkpoint | None:
+    """That of a hook, if it is one of a checkpoint."""
+    inner = unwrap(pack)
+    code, cells = getattr(inner, "__code__", None), getattr(inner, "__closure__", None)
+    if code is None or not cells or inner.__module__ != checkpoint.__name__:
+        return None
+    held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    if _FRAME_AGAIN in held:
+        return Checkpoint(held[_FRAME_AGAIN](), pack, True)
+    return Checkpoint(held[_FRAME], pack, False) if _FRAME in held else None
+
+
 class Ran(NamedTuple):
     """What a forward of a layer ran under."""
 
@@ -122,32 +164,61 @@ class Ran(NamedTuple):
     scales: ForwardScales | None
 
 
-def active_spec(core: LinearCore) -> BoundSpec:
-    """The spec that a forward of this layer runs under, here and now; the runtime has its scales."""
-    region, own, runtime = _REGION.get(), core.bound, core.session
-    if region is None and not runtime.regions and (runtime.attached or not own.spec.slots):
+class LayerRuns:
+    """What the forwards of one layer ran under. `learned_in_region`: one ran in an autocast region that was entered with
+    gradients enabled."""
+
+    def __init__(self) -> None:
+        self.learned_in_region = False
+        self._ran: WeakKeyDictionary[Any, list[Ran]] = WeakKeyDictionary()  # by checkpoint, in the order of its calls
+        self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by recomputation: how many it has repeated
+
+    def __reduce__(self) -> Any:
+        """A copied layer has run nothing."""
+        return LayerRuns, ()
+
+    def keep(self, ran: Ran, checkpoints: Sequence[Checkpoint]) -> None:
+        """A forward ran in these checkpoints."""
+        for each in checkpoints:
+            if not each.again:
+                self._ran.setdefault(each.frame, []).append(ran)
+
+    def next(self, checkpoints: Sequence[Checkpoint]) -> Ran | None:
+        """What the innermost recomputation now repeats; None where nobody can tell."""
+        again = next((each for each in reversed(checkpoints) if each.again), None)
+        if again is None:
+            return None
+        kept, place = self._ran.get(again.frame, ()), self._calls.get(again.hook, 0)
+        self._calls[again.hook] = place + 1
+        return kept[place] if place < len(kept) else None
+
+
+def active_spec(core: Layer) -> BoundSpec:
+    """The spec that a forward of this layer runs under, here and now; the session has its scales."""
+    region, own, session = _REGION.get(), core.bound, core.session
+    if region is None and not session.regions and (session.attached or not own.spec.slots):
         return own  # no forward can have run under anything else
-    checkpoints = recompute.running()
+    checkpoints = _checkpoints()
     ran = _again(core, checkpoints) if in_backward() else _first(core, region)
-    runtime.recomputations.keep(core, ran, checkpoints)
-    runtime.scales = ran.scales
+    core.ran_under.keep(ran, checkpoints)
+    session.scales = ran.scales
     return ran.bound
 
 
-def _first(core: LinearCore, region: Region | None) -> Ran:
+def _first(core: Layer, region: Region | None) -> Ran:
     """What a forward that no backward asks for runs under."""
-    bound, runtime = core.bound if region is None else region.spec_for(core), core.session
-    if runtime.attached or not bound.spec.slots:
+    bound, session = core.bound if region is None else region.spec_for(core), core.session
+    if session.attached or not bound.spec.slots:
         return Ran(bound, None)
-    return Ran(bound, runtime.slots.hold(region is not None, None if region is None else region.group))
+    return Ran(bound, session.scaling.hold(None if region is None else UpdateBehind(region.group)))
 
 
-def _again(core: LinearCore, checkpoints: list[recompute.Checkpoint]) -> Ran:
+def _again(core: Layer, checkpoints: list[Checkpoint]) -> Ran:
     """What the forward ran under that is run again now."""
-    ran: Ran | None = core.session.recomputations.next(core, checkpoints)
+    ran = core.ran_under.next(checkpoints)
     if ran is not None:
         return ran
-    if core.ran_in_region and not any(each.again for each in checkpoints):
+    if core.ran_under.learned_in_region and not any(each.again for each in checkpoints):
         raise ValueError(
             f"{core.spec.name}: backward runs it again, and nothing says under which dlp.autocast region it ran: pass "
             f"use_reentrant=False to torch.utils.checkpoint, or set recipes by layer groups"
@@ -190,5 +261,5 @@ def autocast(
     if outer is not None:
         outer.touched.update(region.touched)
     elif torch.is_grad_enabled():
-        for runtime in region.touched:
-            runtime.leave_region(amax_reduction_group)
+        for session in region.touched:
+            session.leave_region(amax_reduction_group)

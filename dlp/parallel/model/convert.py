@@ -42,7 +42,7 @@ from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
-from dlp.parallel.model.runtime import Runtime, give_runtime
+from dlp.parallel.model.session import Session, give_session
 from dlp.parallel.model.survey import explain, guard
 from dlp.parallel.weight.held import check_untied
 from dlp.parallel.weight.local import Member, local, num_axes, place
@@ -56,7 +56,7 @@ class _Target:
     tp: DeviceMesh
     amax_group: ProcessGroup | None
     tokens: int | None
-    runtime: Runtime
+    runtime: Session
     shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old one: ties stay tied
 
     def move(self, module: nn.Module, key: str, shard_dim: int | None) -> None:
@@ -110,7 +110,7 @@ def convert(
     plan = make_plan(model, groups, dims.tp, device_type=mesh.device_type, batch=batch)
     tokens = batch[0] * batch[1] if batch is not None else None
     group = amax_process_group(dims, amax_group)
-    runtime = Runtime(seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size))
+    runtime = Session(seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size))
     target = _Target(model, tp, group, tokens, runtime)
     names = {id(module): name for name, module in model.named_modules()}
     sets = _layers_that_run_as_one(plan)
@@ -126,7 +126,7 @@ def convert(
     runtime.plan = plan
     for warning in plan.warnings:
         runtime.note(warning)
-    give_runtime(model, runtime)
+    give_session(model, runtime)
     save_whole(model)
     guard(model, runtime)
     return plan

@@ -2,19 +2,28 @@
 
 A scale makes something finite of an Inf, so a run may go on with it and nothing shows. Hence a number on the device for
 each tensor that a layer casts, 0, which the cast itself turns into NaN where a value is NaN or Inf: no launch more, and
-nobody waits. The step boundary sets them aside and begins anew; whoever wants to know reads them later.
+nobody waits.
+
+    Flags            of a model; casts write to them
+    step boundary    sets those of the step aside, and begins anew with 0
+    NonFiniteWatch   reads them one step later, so that nobody waits, and raises or warns (`dlp.attach(on_nonfinite=...)`)
 
 Operands in high precision have no flag: they hand Inf and NaN on, which the loss or the gradients then show.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+ACTIONS = ("raise", "warn", "ignore")
+LOG = logging.getLogger("dlp")
 
 FORWARD = ("w", "x", "y")  # tensors that forward casts, in the order in which a layer's flags lie
 BACKWARD = ("dx", "dy")  # as backward finds them when it goes from the last to the first
@@ -91,6 +100,11 @@ class Flags:
         """The flags of the last step, on the device until the next one ends."""
         return [piece.closed for piece in self._pieces]
 
+    def bad_now(self) -> list[str]:
+        """What was not finite in the last step or since its boundary. Waits for the device."""
+        both = [flag for now, closed in zip(self.now, self.closed, strict=True) for flag in (now + closed).tolist()]
+        return [str(name) for _, name in bad(self.names, both)]
+
 
 class First(NamedTuple):
     """Of the casts of a step that met a NaN or Inf, the first: in forward, if one did there, else in backward. The least of
@@ -122,3 +136,59 @@ def first(names: Sequence[Name | None], flags: Sequence[float], rank: int) -> Fi
     if forward:
         return First(False, forward[0][0], rank, forward[0][1], len(forward))
     return First(True, len(flags) - found[-1][0], rank, found[-1][1], len(found)) if found else None
+
+
+class OnTheWay:
+    """A few numbers, as they are now, that start for the host and are read later: `read` waits for them, and for nothing
+    launched after them (`tensor.tolist()` would wait for all that was launched since)."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._arrival: torch.cuda.Event | None = None
+        if not numbers.is_cuda:
+            self._host = numbers.clone()
+        else:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def read(self) -> list[float]:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
+
+class NonFiniteWatch:
+    """Reads the flags of a model at step boundaries. `action`: one of ACTIONS."""
+
+    def __init__(self, flags: Flags, action: str) -> None:
+        self._flags, self._action = flags, action
+        self._coming: tuple[int, list[OnTheWay]] | None = None
+
+    def close(self) -> None:
+        """A step is over."""
+        self._flags.close()
+
+    def look(self, steps: int) -> None:
+        """After the boundary of step number `steps`: look at the flags of the one before. Raises FloatingPointError. Where
+        the boundary is being captured nothing is read, as nothing could be in a replay."""
+        if self._action == "ignore" or _capturing():
+            return
+        before = self._coming
+        self._coming = steps, [OnTheWay(closed) for closed in self._flags.closed]
+        if before is not None:
+            step, coming = before
+            self._tell(step, [flag for part in coming for flag in part.read()])
+
+    def _tell(self, step: int, flags: list[float]) -> None:
+        found = first(self._flags.names, flags, dist.get_rank() if dist.is_initialized() else 0)
+        if found is None:
+            return
+        if self._action == "raise":
+            raise FloatingPointError(f"step {step}: {found}; to go on after it, dlp.attach(..., on_nonfinite='warn')")
+        LOG.warning("step %d: %s", step, found)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

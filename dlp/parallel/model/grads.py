@@ -1,4 +1,6 @@
-"""tp-partial gradients: one coalesced sum over tp at the end of every backward.
+"""Gradients that backward leaves incomplete: parts of sums over tp, and wgrads that wait.
+
+**tp-partial gradients**: one coalesced sum over tp at the end of every backward (`PartialGradients`).
 
 Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient of
 its own tokens; norms on features that tp cuts have that of their own features. Summing each where it is made would cost one
@@ -13,6 +15,14 @@ clears what is already there when a backward begins:
 
 A backward begins where it reaches an output of the model. One that does not, or that takes gradients without leaving them
 in `grad`, is refused where it makes the first partial gradient.
+
+**Wgrads that wait**: layers with `delay_wgrad` queue them in backward, `backward_dw` runs them.
+
+    backward       dx of every such layer, and both operands of its wgrad, quantized and gathered
+    backward_dw    dw = dy.T @ x of all that wait, in the order of their backwards, into the parameters' gradients
+
+A pipeline stage so hands dx to the stage before it and multiplies again while that one works. What waits holds dy and x
+as wgrad reads them, in the low precision of the recipe. The gradients have the bits they would have had in backward.
 """
 
 from __future__ import annotations
@@ -29,7 +39,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, observer
-from dlp.parallel.model.runtime import cannot_pickle, in_backward
+from dlp.parallel.linear.autograd import no_autocast
+from dlp.parallel.model.session import Session, cannot_pickle, in_backward, session_of
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import held
 
@@ -219,3 +230,41 @@ class PartialGradients:
         if there not in self._there:
             self._there[there] = torch.tensor(there, dtype=torch.float32, device=device)
         return self._there[there]
+
+
+@torch.no_grad()
+def backward_dw(model: nn.Module) -> int:
+    """Run all wgrads that wait in `model` and add them to its parameters' `grad`, as backward would have; returns how
+    many there were. Hooks on a parameter's gradient are not called.
+
+    Call it after backward, of one microbatch or of several, and before gradients are clipped or read. ValueError for a
+    model that was not converted.
+    """
+    session = session_of(model)
+    count = len(session.waiting)
+    if count == 0:
+        return 0
+    while session.waiting:
+        weight, wgrad = session.waiting.popleft()
+        parameter = getattr(weight.member.module, weight.member.weight)
+        with no_autocast([parameter]):
+            _accumulate(parameter, wgrad())
+    return count
+
+
+def _accumulate(parameter: Tensor, dw: Tensor) -> None:
+    """As autograd does: the first gradient is kept, later ones are added in place."""
+    grad = local_grad(parameter)
+    if grad is not None:
+        grad.add_(dw)
+    else:
+        set_grad(parameter, dw)
+
+
+def check_none_waits(session: Session) -> None:
+    """Before an optimizer step: RuntimeError when gradients are not complete."""
+    if session.waiting:
+        raise RuntimeError(
+            f"{len(session.waiting)} wgrads still wait, the first of {session.waiting[0][0].name} (delay_wgrad = true): call "
+            f"dlp.backward_dw(model) between backward and the optimizer's step"
+        )

@@ -1,164 +1,421 @@
-"""end_step: the one place where anything changes between steps; forward and backward only read.
+"""Session: what the layers of one model share. Forward and backward read it; the step boundary changes it.
 
-    delayed scales are updated, all together, after one all-reduce of the amaxes of all microbatches
-    recipe swaps that are due are made
-    weights that are whole on this rank are cast, in both orientations, into their persistent operands, and of weights that
-    FSDP gathers this rank's rows, all together, with one agreement on all their amaxes
+    scaling    the scales of delayed scaling, one table over all layers (`dlp.quant.state`); casts read scales and max amaxes
+               into its staging row
+    flags      which tensors were not finite when they were cast (`dlp.parallel.model.flags`)
+    counter    microbatches so far, int64 [] on the device: the random bits of stochastic rounding depend on it
+    steps      optimizer steps so far; `swaps`, `scheduled`: the recipe swaps made and to come (`dlp.parallel.model.swap`)
+    stale      which weights are others than those that the boundary has cast (`dlp.parallel.model.checks`)
 
-Swaps come before the casts, so that no weight is cast for a recipe it is about to leave.
+A layer is given its session and asks it, in forward and backward, for no more than
 
-`attach` installs it behind the optimizer's step. Without it nothing is kept between calls: weights are cast where they
-are used.
+    begin_forward, in_layer_backward      it says that it runs
+    slot, flag                            where a cast reads its scale, and tells its amax and that a value was not finite
+    seed, dp, counter                     where in the stream of random bits a cast begins
+    scales                                the delayed scales of the forward that runs, is run again or is differentiated
+    kept_memory                           all of that which captured launches refer to by address
+    waiting                               wgrads that are left to `backward_dw`
+    note                                  a line that amends the printed plan
+
+A session knows its layers as `Layer`, and imports none: a layer made by hand makes its own, which knows no other layer, and
+gets that of the model around it from `convert` or `attach` (`dlp.parallel.model.attach`, where the step boundary is).
+
+The table of scales is made when it is first needed, for every layer of the model, whether or not it runs on this rank:
+tables are equal on all ranks, so one all-reduce of the staging row agrees on everything and waits for nobody. Scales change
+at the step boundary. A model without one, used under `autocast`, updates those of x and w when the region ends and those of
+dy at the end of the backward of what ran in it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+import copy
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
-from dlp.parallel.linear.modules import LinearCore, ParallelLinear, cores
-from dlp.parallel.model.grads import PartialGradients
-from dlp.parallel.model.nonfinite import ACTIONS, Watch
-from dlp.parallel.model.optimizers import AttachedOptimizer, check_owns
-from dlp.parallel.model.replicas import Replicas
-from dlp.parallel.model.runtime import Runtime, converted_root, give_runtime, runtime_of
-from dlp.parallel.model.survey import check_no_fsdp1, guard
-from dlp.parallel.model.swap import make_due_swaps
-from dlp.parallel.weight.boundary import refresh
-from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
-from dlp.parallel.weight.held import masters_of
+from dlp.comm.amax import agree
+from dlp.parallel.model.checks import Replicas, StaleWeights
+from dlp.parallel.model.flags import Flags
+from dlp.parallel.weight.boundary import WeightBatch
+from dlp.quant.quantizer import ScaleSlot
+from dlp.quant.recipe import Recipe
+from dlp.quant.state import ForwardScales, ScalingState, SlotUse
+from dlp.quant.stats import StatsTable
 
+if TYPE_CHECKING:
+    from dlp.parallel.linear.spec import LinearSpec
 
-def end_step(model: nn.Module) -> None:
-    """Run the step boundary now. Call it yourself after anything but an optimizer step has changed the weights."""
-    model = converted_root(model) or model
-    layers = list(cores(model))
-    for core in layers:
-        core.shared.forget()
-    runtimes = list(dict.fromkeys(core.session for core in layers))
-    for runtime in runtimes:
-        runtime.end_step()
-        make_due_swaps(model, runtime)
-    _cast_weights(model)
+FORWARD = ("x", "w", "y")  # tensors that forward casts
+LOG = logging.getLogger("dlp")
+_ENGINE: Any = torch.autograd.Variable._execution_engine
 
 
-def _cast_weights(model: nn.Module) -> None:
-    layers = list(cores(model))
-    for runtime in dict.fromkeys(core.session for core in layers):
-        refresh(runtime, [weight for core in layers if core.session is runtime for weight in core.weights])
+class Bound(Protocol):
+    """A spec as one layer runs it: `dlp.parallel.linear.state.BoundSpec`."""
+
+    spec: LinearSpec
+    calls: dict[Any, Any]
 
 
-WEIGHT_CACHES = ("step", "forward")
+class Layer(Protocol):
+    """What a session knows of a layer. `bound`: its own spec; `specs`: with those it has run under in autocast regions."""
+
+    bound: Any
+    variants: dict[Any, Any]
+    ran_under: Any  # `dlp.parallel.model.autocast.LayerRuns`
+    members: Any
+    weights: Any  # `dlp.parallel.weight.local.LayerWeights`
+    stats: StatsTable | None
+
+    @property
+    def session(self) -> Session: ...
+
+    @property
+    def spec(self) -> LinearSpec: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def specs(self) -> list[LinearSpec]: ...
+
+    def with_recipe(self, recipe: Recipe) -> LinearSpec: ...
+
+    def set_spec(self, spec: LinearSpec, session: Any = None) -> None: ...
 
 
-def attach(
-    model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step",
-    on_nonfinite: str = "raise",
-) -> None:  # fmt: skip
-    """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
+class PartialSums(Protocol):
+    """Gradients that are parts of a sum over tp: `dlp.parallel.model.grads.PartialGradients`."""
 
-    Call it after `convert` and `fully_shard`, with parameters in memory, once for each optimizer. `model`: what `convert`
-    was given, or a module around it. From here on FSDP gathers weights as the step boundary quantized them (see
-    `fully_shard`). ValueError for an optimizer that holds none of its parameters or is attached already, and for layers
-    that are no part of what was converted.
+    group: ProcessGroup
+    num_sums: int
+    slots: Any
 
-    A step then raises RuntimeError inside of a backward, when tp-partial gradients were not summed, wgrads still wait (see
-    `backward_dw`), or the gradients of replicated parameters differ between tp ranks, looked at until each has had one.
+    def check_announced(self) -> None: ...
 
-    weight_cache   "step": weights are cast once a step, both orientations, and kept. "forward": for want of memory nothing
-                   is kept, and they are cast wherever they are used, rowwise in forward and columnwise in backward, with
-                   the same bits. Of weights that FSDP gathers casts are kept unless its `quantized_gather` is False.
-
-    on_nonfinite   a cast met a NaN or Inf, of which scales may make something finite. "raise": FloatingPointError at the end
-                   of the next step, on the ranks that saw it, naming layer, tensor, rank and step; "warn": a line in the log
-                   each time; "ignore": nothing (see `not_finite`). What is kept in high precision is not looked at.
-
-    For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
-    this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks. ValueError for another
-    `weight_cache` or `on_nonfinite`.
-    """
-    if weight_cache not in WEIGHT_CACHES:
-        raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
-    check_no_fsdp1(model)
-    if on_nonfinite not in ACTIONS:
-        raise ValueError(f"on_nonfinite must be one of {', '.join(ACTIONS)}; got {on_nonfinite!r}")
-    root, held = converted_root(model), list(masters_of(model).values())
-    _check_whole(model, root)
-    check_owns(root or model, optimizer, held)
-    runtime = _adopt_layers(model, mesh, seed) if root is None else runtime_of(root)
-    root = root or model
-    if optimizer in runtime.optimizers:
-        raise ValueError("dlp.attach: this optimizer is attached to this model already; once is enough")
-    runtime.optimizers.add(optimizer)
-    records = _records(model)
-    for core, its in records.items():
-        core.weights.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
-        if core.weights.caches:
-            cast_managed(core.weights, its)
-    if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
-        runtime.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
-    gather_quantized(model)
-    if runtime.sums is not None and runtime.replicas is None:
-        runtime.replicas = Replicas(root, {slot.path for slot in runtime.sums.slots}, runtime.sums.group)
-    fsdp, end = [record for _, _, record in managed(model)], partial(_after_step, root, Watch(runtime, on_nonfinite))
-    AttachedOptimizer(optimizer, runtime, fsdp, partial(_cast_weights, root), end)
-    runtime.attached = True
+    def check_summed(self, since: int) -> int: ...
 
 
-def _after_step(model: nn.Module, watch: Watch) -> None:
-    """The boundary behind an optimizer's step. The weights that it casts are the next step's."""
-    watch.close()
-    end_step(model)
-    watch.look()
+class UpdateBehind(NamedTuple):
+    """A forward ran in an autocast region: at the end of its backward dy's scales follow, agreed over `group`, None for the
+    model's own."""
+
+    group: ProcessGroup | None
 
 
-def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
-    """FSDP2's records of the weights of each layer, None where it does not manage one."""
-    found = {(id(module), name): record for module, name, record in managed(model)}
-    return {core: [found.get((id(m.module), m.weight)) for m in core.members] for core in cores(model)}
+@dataclass(frozen=True)
+class Swap:
+    """Layers by name that get a recipe after so many optimizer steps. `asked`: a recipe's name or table, from which the
+    swap can be repeated; None where it was made in Python. `said`: how it prints."""
+
+    step: int
+    layers: tuple[str, ...]
+    asked: Any
+    said: str
 
 
-def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
-    """ValueError for layers outside of the converted `root` (None: all are made by hand, and have had no step boundary), and
-    for those that FSDP shards from outside of `model`."""
-    inside = set(cores(root or model))
-    for core, records in _records(model).items():
-        name = core.spec.members[0]
-        if root is None and not core.session.lone:
-            raise ValueError(
-                f"dlp.attach: {name} is a layer of a larger model that was converted or attached: attach that one"
+class Session:
+    """`seed`: of stochastic rounding. `dp` = (rank, size): which tokens of a global microbatch this rank has.
+    `amax_group`: who shares delayed scales, None for this rank alone. `lone`: of a single layer, which has no model
+    around it that would count microbatches."""
+
+    def __init__(
+        self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False
+    ) -> None:
+        self.seed, self.dp = seed, dp
+        self.amax_group, self.lone = amax_group, lone
+        # its layers, and what conversion made of them
+        self.cores: list[Layer] = []
+        self.made: list[Bound] = []  # all that refer to it, for a backward that is still to come
+        self.plan: Any = None  # as `convert` printed it; None: layers made by hand
+        self.noted: set[str] = set()
+        # what casts read and write
+        self._scaling: ScalingState | None = None
+        self.scales: ForwardScales | None = None  # None: those in the table
+        self.flags = Flags()
+        self.stats: StatsTable | None = None
+        self.draws = False  # a layer rounds by chance, so microbatches are counted
+        self.watches_scales = False  # gathers first compare what they do not send
+        # what ran since the last step boundary
+        self.ran: set[tuple[str, ...]] = set()  # layers, with gradients
+        self.last: LinearSpec | None = None  # the layer that ran last
+        self.waiting: deque[tuple[Any, Callable[[], Tensor]]] = deque()  # wgrads of weights (see `backward_dw`)
+        self.regions = False  # a layer has run in an autocast region
+        self._task: int | None = None  # the backward whose end will update dy's scales
+        # the step boundary
+        self.steps = 0
+        self.attached = False  # an optimizer's step is the step boundary
+        self.optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # attached; whether it took its turn
+        self.swaps: list[Swap] = []
+        self.scheduled: list[tuple[Swap, Any]] = []  # swaps to come, with their recipes
+        self.weight_batch: WeightBatch | None = None
+        self.stale = StaleWeights()
+        self.sums: PartialSums | None = None
+        self.replicas: Replicas | None = None
+
+    # ---- asked by layers, in forward and backward
+
+    def begin_forward(self, bound: Bound, record: bool) -> None:
+        """A layer runs; `record`: with gradients."""
+        self.last = bound.spec
+        if record:
+            self.ran.add(bound.spec.members)
+            if self.lone and self.draws:
+                self.advance()
+
+    def in_layer_backward(self, bound: Bound) -> None:
+        """A layer differentiates a forward that ran with `scales`. If that was in a region, the end of the backward that is
+        running now updates what it staged; every layer asks for it, it is done once. RuntimeError where partial gradients
+        would not be summed."""
+        self.last = bound.spec
+        if self.sums is not None:
+            self.sums.check_announced()
+        if self.scales is None or self.attached or not isinstance(self.scales.behind, UpdateBehind):
+            return
+        task, group = torch._C._current_graph_task_id(), self.scales.behind.group
+        if task != self._task:
+            self._task = task
+            _ENGINE.queue_callback(lambda: self.update_scales(False, group))
+
+    def slot(self, name: str, record: bool) -> ScaleSlot:
+        """What a cast of one tensor reads and writes. `record`: its amax counts."""
+        return self.scaling.slot(name, record, None if self.attached else self.scales)
+
+    def flag(self, members: tuple[str, ...], tensor: str, member: str, device: torch.device) -> Tensor:
+        """What a cast of one tensor, of the layer of these members, tells in whether it was finite."""
+        flag = self.flags.views.get((member, tensor, device))
+        if flag is None:
+            self.flags.reserve(members, device, sum(len(core.members) for core in self.cores))
+            flag = self.flags.views[member, tensor, device]
+        return flag
+
+    @cached_property
+    def counter(self) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros((), dtype=torch.int64, device=self.cores[0].device)
+
+    def kept_memory(self, spec: LinearSpec) -> list[Tensor]:
+        """What kernels of a layer read and write that is no operand. It stays where it is until `rebuild`."""
+        kept = [*self.flags.now, *(self.scaling.memory if spec.slots else ())]
+        return [*kept, self.counter] if spec.draws else kept
+
+    def note(self, text: str) -> None:
+        """Amend the plan: said once, on the first rank, however many layers it holds for."""
+        if text not in self.noted:
+            self.noted.add(text)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                LOG.warning("plan: %s", text)
+
+    # ---- microbatches
+
+    def advance(self) -> None:
+        """The next microbatch begins; not where backward runs a forward again."""
+        if not in_backward():
+            self.counter.add_(1)
+
+    def before_forward(self, model: nn.Module, args: Any) -> None:
+        """The hook of the model that this is the session of."""
+        if self.attached and not torch.compiler.is_dynamo_compiling() and not in_backward():
+            self.stale.drop_moved()
+            if not torch.is_grad_enabled():
+                self.stale.check_values()
+        if self.stats is not None:
+            self.stats.recording = torch.is_grad_enabled()
+        if self.draws and torch.is_grad_enabled() and self.cores:
+            self.advance()
+
+    # ---- delayed scales
+
+    def specs(self) -> list[LinearSpec]:
+        return [spec for core in self.cores for spec in core.specs()]
+
+    def weights(self) -> list[Any]:
+        """Those of all layers, as `dlp.parallel.weight.local.Weight`."""
+        return [weight for core in self.cores for weight in core.weights]
+
+    def has_slots(self) -> bool:
+        return any(spec.slots for spec in self.specs())
+
+    @property
+    def scaling(self) -> ScalingState:
+        if self._scaling is None:
+            self._scaling = self._make_scaling()
+        return self._scaling
+
+    @torch.inference_mode(False)
+    def _make_scaling(self) -> ScalingState:
+        uses = {
+            name: SlotUse(options, tensor in FORWARD, spec.recipe.reduce_amax)
+            for spec in self.specs()
+            for name, (tensor, options) in spec.slots.items()
+        }
+        return ScalingState(uses, self.cores[0].device)
+
+    def rebuild(self) -> None:
+        """Layers got another recipe: a table for them, in which slots that stay keep their state."""
+        if self._scaling is None:
+            return
+        self._scaling = self._scaling.replaced_by(self._make_scaling())
+        for bound in self.made:  # whose captured launches read the old one
+            bound.calls.clear()
+        for core in self.cores:
+            if core.weights.parts is not None:
+                core.weights.parts.calls.clear()
+
+    def update_scales(self, forward: bool | None = None, group: ProcessGroup | None = None) -> None:
+        """Agree on what was staged and let the scales follow: of all slots, or of those that forward (or backward)
+        casts. Every rank of the amax group calls it, whatever it ran. `group`: that of an autocast region."""
+        shared = group or self.amax_group
+        self.scales = None
+        if shared is None or shared.size() == 1:
+            self.scaling.update(None, forward)
+        else:
+            self.scaling.update(lambda staged: agree([staged], shared)[0], forward)
+
+    def leave_region(self, group: ProcessGroup | None) -> None:
+        """The outermost autocast region ends: forward is over. `group`: that of the region."""
+        if not self.attached and self.has_slots():
+            self.update_scales(True, group)
+
+    # ---- the step boundary
+
+    def end_step(self) -> None:
+        """Close the step's statistics, and update delayed scales. The amax of a weight that was cast at the last boundary
+        counts if its layer has run since."""
+        if self.stats is not None:
+            self.stats.close()
+        if self.has_slots():
+            idle = [spec for spec in self.specs() if spec.members not in self.ran]
+            self.scaling.forget({name for spec in idle for name, (tensor, _) in spec.slots.items() if tensor == "w"})
+            self.update_scales()
+        self.ran.clear()
+
+    def count_step(self, optimizer: Optimizer) -> None:
+        """An attached optimizer has stepped. Of several, that take turns, one counts the steps."""
+        if self.optimizers[optimizer] or not any(self.optimizers.values()):
+            self.steps += 1
+            for each in list(self.optimizers):
+                self.optimizers[each] = False
+        self.optimizers[optimizer] = True
+
+    def after_any_step(self, optimizer: Optimizer) -> None:
+        """Behind the step of any optimizer."""
+        foreign, layers = optimizer not in self.optimizers, [core.weights for core in self.cores]
+        if foreign and self.stale.count_step(optimizer, layers) and self.attached:
+            self.note(
+                f"an {type(optimizer).__name__} that is not attached steps on weights, which are cast where they are used "
+                f"until an attached one steps: call dlp.attach for it too"
             )
-        if core not in inside:
-            raise ValueError(
-                f"dlp.attach: {name} is no part of what dlp.convert, or dlp.attach, was given within this model, so that its "
-                f"weights would not be cast with the rest: convert the whole, or attach its parts one by one"
-            )
-        if None in records and placement_on(DP_SHARD, core.parameters()[0]) is not None:
-            raise ValueError(
-                f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach that module"
-            )
+
+    # ---- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        new = Session(seed=self.seed, dp=self.dp, amax_group=self.amax_group, lone=self.lone)
+        memo |= {id(self): new, id(self.plan): self.plan}
+        vars(new).update(copy.deepcopy(self._taken(), memo))
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """ValueError, where a model is pickled, for one that is spread over ranks."""
+        if self.amax_group is not None:
+            cannot_pickle(self.cores[0].spec.name)
+        made = [core.bound for core in self.cores]
+        return self._taken() | {"seed": self.seed, "dp": self.dp, "lone": self.lone, "made": made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(Session()) | state)
+
+    def _taken(self) -> dict[str, Any]:
+        """What goes along when a model is copied: its layers and their scales; not the optimizer that it is attached to, and
+        nothing that is prepared for its next calls."""
+        names = ("cores", "sums", "steps", "swaps", "scheduled", "plan", "noted", "draws", "_scaling")
+        return {name: getattr(self, name) for name in (*names, *(["counter"] if "counter" in vars(self) else []))}
 
 
-def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Runtime:
-    """One runtime for layers made by hand, which go by their names in the model from now on."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    dims = None if mesh is None else ParallelDims.from_mesh(mesh)
-    runtime = Runtime(seed=seed, amax_group=world, dp=(0, 1) if dims is None else (dims.dp_rank, dims.dp_size))
-    for name, module in model.named_modules():
-        if isinstance(module, ParallelLinear) and module.core not in runtime.cores:
-            core, weights = module.core, [member.weight for member in module.core.members]
-            members = (name,) if len(weights) == 1 else tuple(f"{name}.{weight}" for weight in weights)
-            core.set_spec(replace(core.spec, name=name or core.spec.name, members=members), runtime)
-            runtime.cores.append(core)
-    give_runtime(model, runtime)
-    guard(model, runtime)
-    tp_groups = [core.spec.tp_group for core in runtime.cores if core.spec.tp > 1]
-    if tp_groups:
-        model.partial_gradients = runtime.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
-    return runtime
+# ---- the session of a model
+
+
+def session_of(model: nn.Module) -> Session:
+    """The session that `convert` or `attach` gave this model, or one inside of it. ValueError where neither has run."""
+    root = converted_root(model)
+    if root is None:
+        raise ValueError("this model has no step boundary yet: call dlp.convert or dlp.attach on it first")
+    found: Session = root.dlp_session  # type: ignore[assignment]
+    return found
+
+
+def converted_root(model: nn.Module) -> nn.Module | None:
+    """What `convert` or `attach` was given: this model, or the one module of it that has a session; None: there is none.
+    ValueError where there are several."""
+    if "dlp_session" in vars(model):
+        return model
+    roots = {name: module for name, module in model.named_modules() if "dlp_session" in vars(module)}
+    if len(roots) > 1:
+        raise ValueError(f"{' and '.join(roots)} are converted models of their own: call this for each of them")
+    return next(iter(roots.values()), None)
+
+
+def give_session(model: nn.Module, session: Session) -> None:
+    """Make this the session of `model`, whose forward begins a microbatch."""
+    model.dlp_session = session  # type: ignore[assignment]
+    model.register_forward_pre_hook(session.before_forward)
+    _watch_optimizers(model, session.after_any_step)
+
+
+def _watch_optimizers(model: nn.Module, after: Callable[[Optimizer], None]) -> None:
+    """Call `after`, a method, behind the step of any optimizer, as long as there is this model. It keeps neither alive."""
+    method = weakref.WeakMethod(after)
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        call = method()
+        if call is not None:
+            call(optimizer)
+
+    weakref.finalize(model, register_optimizer_step_post_hook(hook).remove)
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """The tensors that held a NaN or Inf when this rank cast them, in the last step or since its boundary, such as
+    "x of model.layers.3.mlp.up_proj", in the order of forward. Waits for the device. What is kept in high precision is not
+    cast: it hands NaN and Inf on. ValueError before `convert` or `attach`."""
+    return session_of(model).flags.bad_now()
+
+
+@contextmanager
+def watch_scales(model: nn.Module) -> Iterator[None]:
+    """Inside, each gather first compares the parts that are not sent because all ranks have them. Raises RuntimeError
+    on all ranks of the tp group where they differ. For debugging: one small reduction, and a wait for the device, a gather;
+    all ranks enter it together."""
+    session = session_of(model)
+    session.watches_scales = True
+    try:
+        yield
+    finally:
+        session.watches_scales = False
+
+
+# ---- where this is
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread: a forward inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def cannot_pickle(name: str) -> NoReturn:
+    raise ValueError(
+        f"{name}: a model that is spread over ranks cannot be pickled, since process groups cannot; save its state_dict(), or "
+        f"pickle the model before dlp.convert"
+    )

@@ -10,6 +10,8 @@
 Slots are equal on all ranks where all ranks share scales (the default), so that a checkpoint loads on any mesh. With a
 narrower amax group they have a dimension of ranks in front; the same ranks take back their own, others the maximum of
 the histories and the scales that follow from it.
+
+What is saved once must be equal on the ranks that share it, which `check_scales` and `check_replicas` look at first.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import all_gather
-from dlp.parallel.model.replicas import check_equal
-from dlp.parallel.model.runtime import Runtime, converted_root, runtime_of
-from dlp.parallel.model.scales import check_scales
-from dlp.parallel.model.swap import Swap, repeat
+from dlp.parallel.linear.operands import unflatten, weights_agree
+from dlp.parallel.model.checks import Named, check_replicas, compare, not_sent
+from dlp.parallel.model.session import Layer, Session, Swap, converted_root, session_of
+from dlp.parallel.model.swap import repeat
 from dlp.parallel.weight.held import load_masters, masters_of
+from dlp.parallel.weight.sharded import ShardedWeight
 from dlp.quant.recipe import source
 from dlp.quant.state import SlotState, SlotTable
+from dlp.quant.tensor import SHARED
 
 PREFIX, MASTERS = "slots.", "masters."
 
@@ -38,20 +43,20 @@ PREFIX, MASTERS = "slots.", "masters."
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Copies, on the model's device; all ranks call it together. ValueError before `convert` or `attach`; RuntimeError
     where ranks that share scales hold different ones, or replicas of a parameter on tp have drifted apart."""
-    runtime = runtime_of(model)
+    session = session_of(model)
     check_scales(model)
-    if runtime.sums is not None:
-        check_equal(model, runtime.sums.group)
-    swaps = json.dumps([asdict(swap) for swap in runtime.swaps]).encode()
+    if session.sums is not None:
+        check_replicas(model, session.sums.group)
+    swaps = json.dumps([asdict(swap) for swap in session.swaps]).encode()
     state = {
-        "steps": torch.tensor(runtime.steps),
-        "microbatch": runtime.counter.clone(),
+        "steps": torch.tensor(session.steps),
+        "microbatch": session.counter.clone(),
         "swaps": torch.tensor(list(swaps), dtype=torch.uint8),
     }
-    if runtime.has_slots():
-        slots = runtime.slots.table.state_dict()
+    if session.has_slots():
+        slots = session.scaling.table.state_dict()
         flat = {f"{PREFIX}{name}.{key}": tensor for name, slot in slots.items() for key, tensor in slot.items()}
-        state |= _by_rank(flat) if _differs_by_rank(runtime) else flat
+        state |= _by_rank(flat) if _differs_by_rank(session) else flat
     return state | {f"{MASTERS}{name}": master.detach().clone() for name, master in masters_of(model).items()}
 
 
@@ -63,18 +68,18 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
     than when it was saved; held weights whose masters are not there. Raises ValueError for a swap that cannot be repeated.
     """
     model = converted_root(model) or model
-    runtime = runtime_of(model)
+    session = session_of(model)
     swaps = _saved_swaps(state["swaps"], recipe_files)
-    runtime.steps = int(state["steps"])
-    runtime.counter.copy_(state["microbatch"])
-    told = repeat(model, runtime, swaps)
+    session.steps = int(state["steps"])
+    session.counter.copy_(state["microbatch"])
+    told = repeat(model, session, swaps)
     slots: SlotState = {}
     for key, tensor in state.items():
         if key.startswith(PREFIX):
             name, _, part = key.removeprefix(PREFIX).rpartition(".")
-            slots.setdefault(name, {})[part] = tensor.to(runtime.counter.device)
-    if runtime.has_slots():
-        told += _load_slots(runtime, runtime.slots.table, slots)
+            slots.setdefault(name, {})[part] = tensor.to(session.counter.device)
+    if session.has_slots():
+        told += _load_slots(session, session.scaling.table, slots)
     saved_masters = {key.removeprefix(MASTERS): value for key, value in state.items() if key.startswith(MASTERS)}
     rounded = load_masters(model, saved_masters)
     if rounded:
@@ -100,13 +105,13 @@ def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
     return swaps
 
 
-def _load_slots(runtime: Runtime, table: SlotTable, saved: SlotState) -> list[str]:
+def _load_slots(session: Session, table: SlotTable, saved: SlotState) -> list[str]:
     """Load the slots that both have; returns a sentence on those that the checkpoint lacks."""
     fresh = table.state_dict()
     known = {name for name in fresh if name in saved and _fits(saved[name], fresh[name])}
     ranks = max((slot["scale"].dim() and len(slot["scale"]) for slot in saved.values()), default=0)
     states = [saved] if not ranks else [_of_rank(saved, rank) for rank in range(ranks)]
-    if ranks == _world() and _differs_by_rank(runtime):
+    if ranks == _world() and _differs_by_rank(session):
         states = [states[dist.get_rank()]]
     table.load_merged([{name: state[name] if name in known else fresh[name] for name in fresh} for state in states])
     missing = sorted(fresh.keys() - known)
@@ -127,10 +132,10 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _differs_by_rank(runtime: Runtime) -> bool:
+def _differs_by_rank(session: Session) -> bool:
     """Whether some ranks do not share delayed scales."""
-    group = runtime.amax_group
-    alone = any(spec.slots and not spec.recipe.reduce_amax for spec in runtime.specs())
+    group = session.amax_group
+    alone = any(spec.slots and not spec.recipe.reduce_amax for spec in session.specs())
     return _world() > 1 and (alone or group is None or group.size() < _world())
 
 
@@ -141,3 +146,52 @@ def _by_rank(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
     (everyone,) = all_gather((mine[None],), (0,), dist.group.WORLD).wait()
     pieces = everyone.split([tensor.numel() for tensor in flat.values()], dim=1)
     return {key: piece.reshape(-1, *tensor.shape) for (key, tensor), piece in zip(flat.items(), pieces, strict=True)}
+
+
+def check_scales(model: nn.Module) -> int:
+    """Compare what ranks keep between steps and must share: delayed scales, cast weights whose scale is agreed, and of cast
+    shards of weights what is not sent because all ranks have it; returns how many. All ranks call it together; one reduction
+    a group. Raises RuntimeError, on all ranks of the group, for one that differs."""
+    session = session_of(model)
+    by_group: dict[ProcessGroup, Named] = {}
+    if session.amax_group is not None and session.has_slots():
+        by_group.setdefault(session.amax_group, {}).update(_delayed(session))
+    for core in session.cores:
+        group = core.spec.amax_group or core.spec.group
+        if group is not None and weights_agree(core.spec):
+            by_group.setdefault(group, {}).update(_weights(core))
+    for weight in session.weights():
+        if isinstance(weight, ShardedWeight):
+            by_group.setdefault(weight.layout.group, {}).update(_shards(weight))
+    for group, scales in by_group.items():
+        compare(scales, group)
+    return sum(len(scales) for scales in by_group.values())
+
+
+def _delayed(session: Session) -> Named:
+    """The delayed scales that the group agrees on, by name."""
+    table, agreed = session.scaling.table, session.scaling.agreed.tolist()
+    return {name: table.scale[i] for i, name in enumerate(table.names) if agreed[i]}
+
+
+def _weights(core: Layer) -> Named:
+    """The scales of persistent weights that span the whole tensor."""
+    found: Named = {}
+    kept = core.weights.parts
+    held = [] if kept is None else unflatten(core.spec.recipe.w, kept.parts, len(core.members))
+    for member, operands in zip(core.spec.members if kept else (), held, strict=True):
+        for columnwise, way in enumerate(("rowwise", "columnwise")):
+            operand = operands.at(bool(columnwise))
+            for part, tensor in zip(operand.format.parts, operand.parts, strict=True):
+                if part.rows is SHARED and part.contraction is SHARED:
+                    found[f"{member}.w {way} {part.name}"] = tensor
+    return found
+
+
+def _shards(weight: ShardedWeight) -> Named:
+    """What ranks that gather a weight take for equal."""
+    return {
+        f"{weight.name}.w {name} of {mine.format.name}": tensor
+        for way, mine in weight.mine.items()
+        for name, tensor in not_sent(mine, int(way.flipped)).items()
+    }

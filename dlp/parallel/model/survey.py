@@ -55,7 +55,7 @@ def survey(model: nn.Module) -> Survey:
     first: dict[int, str] = {}
     every = list(model.named_modules(remove_duplicate=False))
     for name, module in every:
-        runtime = getattr(module, "dlp_runtime", None)
+        runtime = getattr(module, "dlp_session", None)
         part = f"{name} of it" if name else "this model"
         if runtime is not None and runtime.plan is None:
             raise ValueError(f"dlp.attach has been called on {part} already: dlp.convert comes first")

@@ -27,7 +27,7 @@ from dlp.comm import observer
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, ParallelDims
 from dlp.parallel.linear.modules import cores
 from dlp.parallel.model.plan import Plan
-from dlp.parallel.model.runtime import runtime_of
+from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.predict import Traffic, Workload, step_traffic
 
 # FSDP's collectives say nothing of themselves
@@ -98,7 +98,7 @@ def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
 
 def plan_of(model: nn.Module) -> Plan:
     """The plan that `convert` made, with the recipes that its layers have by now. ValueError where it has not run."""
-    plan = runtime_of(model).plan
+    plan = session_of(model).plan
     if plan is None:
         raise ValueError("this model has no plan: its layers were made by hand, not by dlp.convert")
     recipes = {name: core.spec.recipe for core in cores(model) for name in core.spec.members}

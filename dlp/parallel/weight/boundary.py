@@ -83,7 +83,7 @@ def refresh(runtime: Any, weights: Sequence[Castable]) -> None:
     _share([staged for weight, _ in wanted if (staged := weight.staged()) is not None])
     for weight in weights:
         weight.fresh = True
-    runtime.watch.cast(list(dict.fromkeys(weight.owner for weight, _ in wanted)))
+    runtime.stale.cast(list(dict.fromkeys(weight.owner for weight, _ in wanted)))
 
 
 def _share(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:

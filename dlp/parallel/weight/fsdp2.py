@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.parallel.linear.modules import cores
-from dlp.parallel.model.runtime import Runtime, in_backward
+from dlp.parallel.model.session import Session, in_backward
 from dlp.parallel.weight.boundary import refresh
 from dlp.parallel.weight.local import LayerWeights, LocalWeight, ManagedWeight, Weight, placeholder, show, tell
 from dlp.parallel.weight.sharded import Layout, ShardedWeight
@@ -218,7 +218,7 @@ class _Gather:
     ) -> tuple[tuple[Tensor, ...], tuple[Way, ...]]:
         """FSDP2's question what to gather; its records are one for each set of ways that travels together."""
         runtime = self.weight.bound.session
-        if not in_backward() and runtime.watch.moved(self.weight.owner):
+        if not in_backward() and runtime.stale.moved(self.weight.owner):
             self.weight.fresh = False
         if not self.weight.fresh:
             _cast_late(runtime)
@@ -248,18 +248,15 @@ class _Strided:
         return tensor
 
 
-def _cast_late(runtime: Runtime) -> None:
+def _cast_late(runtime: Session) -> None:
     """Weights are gathered before any step boundary has cast them, or after they were loaded: do it now, all of them.
     Their delayed amaxes take the place of those that the last boundary staged."""
     stale: list[Weight] = [weight for weight in runtime.weights() if weight.gathered and not weight.fresh]
     if not runtime.has_slots():
         refresh(runtime, stale)
         return
-    staging = runtime.slots.table.staging
-    before = staging.clone()
-    staging.zero_()
-    refresh(runtime, stale)
-    staging.copy_(torch.where(staging > 0, staging, before))
+    with runtime.scaling.restaging():
+        refresh(runtime, stale)
 
 
 class Managed:

@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from dlp.parallel.casts import BOTH, Cast
 from dlp.parallel.linear.operands import quantize, unflatten
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.model.closures import Arguments, closure_of, with_closure
 from dlp.parallel.weight.boundary import Values
 from dlp.parallel.weight.local import Layer, LayerWeights, LocalWeight, local_values, placeholder, show
 from dlp.quant import recipe as recipes
@@ -210,6 +209,23 @@ class HeldWeight(LocalWeight):
     def _show(self, values: Tensor | None) -> None:
         local = local_values(self.parameter)
         show(self.parameter, placeholder(local.shape, local.dtype, local.device) if values is None else values)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Closure = Callable[[], Any]
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
+    """The closure that `step` is called with, of what hooks of optimizers see: `args` begin with the optimizer."""
+    closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure) -> Arguments:
+    """The same arguments with another closure."""
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
 
 
 def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:

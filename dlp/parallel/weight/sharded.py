@@ -31,7 +31,7 @@ from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, 
 from dlp.parallel.linear.operands import quantize
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.model.runtime import in_backward
+from dlp.parallel.model.session import in_backward
 from dlp.parallel.weight.boundary import Values
 from dlp.parallel.weight.local import LayerWeights, Use
 from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
@@ -119,7 +119,7 @@ class ShardedWeight:
         rows = layout.shard().detach()
         dtype = rows.dtype if layout.from_master else layout.dtype
         matrix = values.of(self.name, rows, dtype, (rows.shape[0], rows.shape[1]))
-        flag, made = bound.session.flag(bound, "w", self.name, matrix.device), []
+        flag, made = bound.session.flag(bound.spec.members, "w", self.name, matrix.device), []
         for ways in self.reads:
             row, col = (None if way is None else way.quantizer for way in ways)
             out, out_t = (None if way is None else self.mine.get(way) for way in ways)
@@ -141,7 +141,7 @@ class ShardedWeight:
         """The delayed scale that one cast reads, if it has one."""
         if way is None or caps_of(way.quantizer).slot is None:
             return None
-        return self.bound.session.slot(self.bound, "w", self.name, way.columnwise, True)
+        return self.bound.session.slot(self.bound.slot_name("w", self.name, way.columnwise), True)
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
         """Those of this rank's rows, where the ranks that share delayed scales are not all those that share the weight."""

@@ -1,0 +1,236 @@
+"""attach, end_step: the step boundary, the one place where anything changes between steps; forward and backward only read.
+
+    before a step   no backward runs; no wgrad waits; partial gradients are summed; replicas got equal gradients
+    step            of a closure: the same behind each evaluation, before which weights are cast as they are
+    after it        tensors that a backward may still want count as modified, as torch counts them; then the boundary:
+
+    scales          delayed ones are updated, all together, after one all-reduce of the amaxes of all microbatches
+    swaps           of recipes that are due are made; before the casts, so that no weight is cast for one it is about to leave
+    casts           weights that are whole on this rank are cast, in both orientations, into their persistent operands, and of
+                    weights that FSDP gathers this rank's rows, all together, with one agreement on all their amaxes
+    flags           of what was not finite are set aside, and read one step later
+
+`attach` installs it behind the optimizer's step. Without it nothing is kept between calls: weights are cast where they
+are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
+from dlp.parallel.linear.modules import LinearCore, ParallelLinear, cores
+from dlp.parallel.model.checks import Replicas, looks
+from dlp.parallel.model.flags import ACTIONS, NonFiniteWatch
+from dlp.parallel.model.grads import PartialGradients, check_none_waits
+from dlp.parallel.model.session import Session, converted_root, give_session, in_backward, session_of
+from dlp.parallel.model.survey import check_no_fsdp1, guard
+from dlp.parallel.model.swap import make_due_swaps
+from dlp.parallel.weight.boundary import refresh
+from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
+from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
+
+WEIGHT_CACHES = ("step", "forward")
+
+
+def end_step(model: nn.Module) -> None:
+    """Run the step boundary now. Call it yourself after anything but an optimizer step has changed the weights."""
+    model = converted_root(model) or model
+    layers = list(cores(model))
+    for core in layers:
+        core.shared.forget()
+    sessions = list(dict.fromkeys(core.session for core in layers))
+    for session in sessions:
+        session.end_step()
+        make_due_swaps(model, session)
+    _cast_weights(model)
+
+
+def _cast_weights(model: nn.Module) -> None:
+    layers = list(cores(model))
+    for session in dict.fromkeys(core.session for core in layers):
+        refresh(session, [weight for core in layers if core.session is session for weight in core.weights])
+
+
+def attach(
+    model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step",
+    on_nonfinite: str = "raise",
+) -> None:  # fmt: skip
+    """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
+
+    Call it after `convert` and `fully_shard`, with parameters in memory, once for each optimizer. `model`: what `convert`
+    was given, or a module around it. From here on FSDP gathers weights as the step boundary quantized them (see
+    `fully_shard`). ValueError for an optimizer that holds none of its parameters or is attached already, and for layers
+    that are no part of what was converted.
+
+    A step then raises RuntimeError inside of a backward, when tp-partial gradients were not summed, wgrads still wait (see
+    `backward_dw`), or the gradients of replicated parameters differ between tp ranks, looked at until each has had one.
+
+    weight_cache   "step": weights are cast once a step, both orientations, and kept. "forward": for want of memory nothing
+                   is kept, and they are cast wherever they are used, rowwise in forward and columnwise in backward, with
+                   the same bits. Of weights that FSDP gathers casts are kept unless its `quantized_gather` is False.
+
+    on_nonfinite   a cast met a NaN or Inf, of which scales may make something finite. "raise": FloatingPointError at the end
+                   of the next step, on the ranks that saw it, naming layer, tensor, rank and step; "warn": a line in the log
+                   each time; "ignore": nothing (see `not_finite`). What is kept in high precision is not looked at.
+
+    For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
+    this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks. ValueError for another
+    `weight_cache` or `on_nonfinite`.
+    """
+    if weight_cache not in WEIGHT_CACHES:
+        raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
+    check_no_fsdp1(model)
+    if on_nonfinite not in ACTIONS:
+        raise ValueError(f"on_nonfinite must be one of {', '.join(ACTIONS)}; got {on_nonfinite!r}")
+    root, held = converted_root(model), list(masters_of(model).values())
+    _check_whole(model, root)
+    _check_owns(root or model, optimizer, held)
+    session = _adopt_layers(model, mesh, seed) if root is None else session_of(root)
+    root = root or model
+    if optimizer in session.optimizers:
+        raise ValueError("dlp.attach: this optimizer is attached to this model already; once is enough")
+    session.optimizers[optimizer] = False
+    records = _records(model)
+    for core, its in records.items():
+        core.weights.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
+        if core.weights.caches:
+            cast_managed(core.weights, its)
+    if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
+        session.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
+    gather_quantized(model)
+    if session.sums is not None and session.replicas is None:
+        session.replicas = Replicas(root, {slot.path for slot in session.sums.slots}, session.sums.group)
+    end = partial(_after_step, root, session, NonFiniteWatch(session.flags, on_nonfinite))
+    fsdp = [record for _, _, record in managed(model)]
+    AttachedOptimizer(optimizer, session, fsdp, partial(_cast_weights, root), end)
+    session.attached = True
+
+
+def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> None:
+    """The boundary behind an optimizer's step. The weights that it casts are the next step's."""
+    watch.close()
+    end_step(model)
+    watch.look(session.steps)
+
+
+class AttachedOptimizer:
+    """The hooks of one optimizer. `recast`: casts the model's weights as they are; `end`: the step boundary. `fsdp`:
+    FSDP2's records of the model's parameters."""
+
+    def __init__(
+        self, optimizer: Optimizer, session: Session, fsdp: Sequence[Managed], recast: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._session, self._fsdp = session, fsdp
+        self._recast, self._end = recast, end
+        self._sums = 0 if session.sums is None else session.sums.num_sums
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if in_backward():
+            raise RuntimeError(
+                "an attached optimizer steps inside of a backward, where gradients are not complete and layers still need "
+                "their weights as they were: step after backward()"
+            )
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self._check()
+            return None
+        return with_closure(args, kwargs, self._checked(closure))
+
+    def _checked(self, closure: Closure) -> Closure:
+        """The closure; an optimizer may call it several times, at other weights each time."""
+
+        def evaluate() -> Any:
+            self._recast()
+            loss = closure()
+            self._check()
+            return loss
+
+        return evaluate
+
+    def _check(self) -> None:
+        if looks(self._session.steps):
+            self._session.stale.check_values()
+        check_none_waits(self._session)
+        if self._session.sums is not None:
+            self._sums = self._session.sums.check_summed(self._sums)
+        if self._session.replicas is not None:
+            self._session.replicas.look(self._session.steps)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        changed = [p for group in optimizer.param_groups for p in group["params"]]
+        known = {id(parameter) for parameter in changed}
+        changed += [record.gathered for record in self._fsdp if id(record.stored) in known]
+        torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
+        self._session.count_step(optimizer)
+        self._end()
+
+
+def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
+    """FSDP2's records of the weights of each layer, None where it does not manage one."""
+    found = {(id(module), name): record for module, name, record in managed(model)}
+    return {core: [found.get((id(m.module), m.weight)) for m in core.members] for core in cores(model)}
+
+
+def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
+    """ValueError for layers outside of the converted `root` (None: all are made by hand, and have had no step boundary), and
+    for those that FSDP shards from outside of `model`."""
+    inside = set(cores(root or model))
+    for core, records in _records(model).items():
+        name = core.spec.members[0]
+        if root is None and not core.session.lone:
+            raise ValueError(
+                f"dlp.attach: {name} is a layer of a larger model that was converted or attached: attach that one"
+            )
+        if core not in inside:
+            raise ValueError(
+                f"dlp.attach: {name} is no part of what dlp.convert, or dlp.attach, was given within this model, so that its "
+                f"weights would not be cast with the rest: convert the whole, or attach its parts one by one"
+            )
+        if None in records and placement_on(DP_SHARD, core.parameters()[0]) is not None:
+            raise ValueError(
+                f"dlp.attach: {name} is sharded by a fully_shard of a module around this model: attach that module"
+            )
+
+
+def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) -> None:
+    """ValueError for an optimizer that would train nothing of a model. `held`: what stands for parameters there."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()} | {id(master): "" for master in held}
+    if own and not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"dlp.attach: this {type(optimizer).__name__} holds none of the model's {len(own)} parameters "
+            f"({next(iter(own.values()))}, ...), so that its step trains nothing; dlp.convert and dlp.fully_shard replace "
+            f"parameters: make the optimizer after them"
+        )
+
+
+def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Session:
+    """One session for layers made by hand, which go by their names in the model from now on."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    dims = None if mesh is None else ParallelDims.from_mesh(mesh)
+    session = Session(seed=seed, amax_group=world, dp=(0, 1) if dims is None else (dims.dp_rank, dims.dp_size))
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear) and module.core not in session.cores:
+            core, weights = module.core, [member.weight for member in module.core.members]
+            members = (name,) if len(weights) == 1 else tuple(f"{name}.{weight}" for weight in weights)
+            core.set_spec(replace(core.spec, name=name or core.spec.name, members=members), session)
+            session.cores.append(core)
+    give_session(model, session)
+    guard(model, session)
+    tp_groups = [core.spec.tp_group for core in session.cores if core.spec.tp > 1]
+    if tp_groups:
+        model.partial_gradients = session.sums = PartialGradients(model, tp_groups[0])  # type: ignore[assignment]
+    return session
