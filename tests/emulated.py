@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dlp.comm import transport
 from dlp.kernels import codes, cuda, cuda_producers, dispatch, gemms, loader, ops, program, reference
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import capture as programs
+from tests.played_transport import STEPS, PlayedSlot
 
 ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -221,6 +223,10 @@ class Module:
         at(words[5], given.shape[::-1], torch.uint8).copy_(given.t())
 
     @staticmethod
+    def transpose_words(given: int, out: int, rows: int, cols: int, stream: int) -> None:
+        at(out, (cols, rows), torch.float32).copy_(at(given, (rows, cols), torch.float32).t())
+
+    @staticmethod
     def sum_in_order(given: int, out: int, contributions: int, count: int, wide: bool, stream: int) -> None:
         dtype = torch.float32 if wide else torch.bfloat16
         at(out, (count,), dtype).copy_(reference.sum_in_order(at(given, (contributions, count), dtype)))
@@ -259,8 +265,12 @@ def emulation() -> Iterator[None]:
         (gemms, "scales_blocks", lambda device: True), (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (program, "possible", lambda x: True),
+        (transport, "reach", lambda group, device: None), (transport, "CudaSlot", PlayedSlot),
+        (transport, "_OF_GROUP", {}),
         (program, "ALIGNMENT", ALIGNMENT), (programs, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
+    for name, step in STEPS.items():
+        patches.append((Module, name, step))
     with pytest.MonkeyPatch.context() as patch:
         for where, name, value in patches:
             patch.setattr(where, name, value, raising=False)

@@ -1,4 +1,4 @@
-"""agree: one coalesced MAX all-reduce for everything observed so far.
+"""agree: the maxima over ranks of everything observed so far, in one transfer.
 
 The reduction sits between a quantizer's `observe` and its `cast`, so every rank of the group derives the same scale.
 """
@@ -12,18 +12,24 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from dlp.comm import observer
+from dlp.comm.transport import MAXIMA, transport_of
 
 _MAX = AllreduceOptions()
 _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]
 
 
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """fp32 tensors of any shapes, the same shapes on all ranks -> their elementwise maxima over `group`; one all-reduce.
+    """fp32 tensors of any shapes, the same shapes on all ranks -> their elementwise maxima over `group`: by one kernel
+    where its ranks map each other's memory (`dlp.comm.transport`), by one all-reduce elsewhere.
 
     The inputs are left as they are. Every rank of the group must call it, one with an empty shard too.
     """
     if group.size() == 1 or not observed:
         return list(observed)
+    transport = transport_of(group, observed[0].device)
+    if transport is not None and all(value.numel() <= MAXIMA for value in observed):
+        with observer.label(direction="amax", precision=""):
+            return transport.agree(observed)
     if len(observed) == 1:
         flat = observed[0].clone()
     else:

@@ -78,6 +78,15 @@ def transpose_e2m1(packed: Tensor) -> Tensor:
     return out
 
 
+def transposed(matrix: Tensor) -> Tensor:
+    """fp32 [rows, C] -> contiguous [C, rows]; a scale of each block, say."""
+    if not _has_kernel(matrix) or not matrix.numel():
+        return matrix.t().contiguous()
+    out = matrix.new_empty(matrix.shape[::-1])
+    cuda_codes.transpose_words(matrix, out)
+    return out
+
+
 def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
     """fp32 []: what the sums of a GEMM of operands with these amaxes are multiplied by."""
     if not _has_kernel(a_amax, b_amax):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlp.kernels import loader
 from dlp.kernels.cuda import INPUTS, Batch, Words, _batch, _output, _scalar
-from dlp.kernels.launches import launch, stream_of
+from dlp.kernels.launches import launch
 
 # Codes and scales, numbered as in csrc/kernels.h.
 ENCODINGS = {
@@ -113,9 +113,15 @@ def delayed_update_batch(jobs: Sequence[DelayedJob]) -> Batch:
     return _batch(loader.load().delayed_update, len(words[0]), words, [-(-row[2] // 32) for row in words], jobs)
 
 
+def transpose_words(matrix: Tensor, out: Tensor) -> None:
+    """fp32 [rows, C] -> out [C, rows]."""
+    pointer = _output(matrix, matrix.shape, [torch.float32], "matrix")
+    launch("transpose_words", out, pointer, _output(out, matrix.shape[::-1], [torch.float32], "out"), *matrix.shape)
+
+
 def sum_in_order(contributions: Tensor, out: Tensor) -> None:
     """contributions bf16 or fp32 [R, ...] -> out [...]: their fp32 sum, first to last, rounded once."""
     pointer = _output(contributions, contributions.shape, INPUTS, "contributions")
     target = _output(out, contributions.shape[1:], [contributions.dtype], "out")
     wide = contributions.dtype == torch.float32
-    loader.load().sum_in_order(pointer, target, len(contributions), out.numel(), wide, stream_of(out))
+    launch("sum_in_order", out, pointer, target, len(contributions), out.numel(), wide)

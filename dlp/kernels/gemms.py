@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.kernels import loader, reference
+from dlp.kernels.codes import transposed
 from dlp.kernels.launches import run_plan
 
 WORKSPACE = 32 * 2**20  # bytes, what cuBLAS advises for Hopper
@@ -431,4 +432,4 @@ def block_scales(scale_inv: Tensor, tile: bool) -> Tensor:
         return reference.block_2d_layout(scale_inv)
     if scale_inv.stride() == (1, lines + -lines % 4):
         return scale_inv.t()
-    return scale_inv.t().contiguous() if lines % 4 == 0 else reference.block_1d_layout(scale_inv)
+    return transposed(scale_inv) if lines % 4 == 0 else reference.block_1d_layout(scale_inv)

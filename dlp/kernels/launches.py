@@ -59,3 +59,8 @@ def recording() -> Iterator[Launched]:
         yield launched
     finally:
         _RECORDING.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether launches are taken down on this thread."""
+    return _RECORDING.get() is not None

@@ -43,7 +43,7 @@ from dlp.quant.quantizer import (
     one_read,
 )
 from dlp.quant.recipe import OPERANDS, Recipe
-from dlp.quant.tensor import QuantizedTensor
+from dlp.quant.tensor import Format, QuantizedTensor
 
 Orientations = tuple[bool, bool]  # rowwise, columnwise
 NEITHER: Orientations = (False, False)
@@ -169,10 +169,14 @@ class Cast(NamedTuple):
         if both is not None:
             if at:
                 more["at"] = at
-            if out is not None and out_t is not None:
-                more["outs"] = out, out_t
+            if out is not None or out_t is not None:  # where one of them travels, the other one is made like it
+                rowwise, columnwise = both.rowwise.format, both.columnwise.format
+                more["outs"] = (
+                    out or compact(rowwise, matrix.shape, matrix.dtype, matrix.device),
+                    out_t or compact(columnwise, matrix.shape[::-1], matrix.dtype, matrix.device),
+                )
             row, col = both.cast(matrix, amaxes, **more)
-            return row if out is None else placed(row, out), col if out_t is None else placed(col, out_t)
+            return placed(row, out), placed(col, out_t)
         if at:
             more["at"] = at[0]
         if read.rowwise is not None:
@@ -200,6 +204,13 @@ class Cast(NamedTuple):
         beside = [] if self.slot is None else [self.slot.scale, self.slot.staging]
         beside += [] if self.flag is None else [self.flag]
         return tuple(tensor.data_ptr() for tensor in (self.matrix, *parts, *beside))
+
+
+def compact(fmt: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
+    """Storage for an operand as it travels, where `Format.empty` may lay scales out for a GEMM."""
+    rows, contraction = shape
+    parts = zip(fmt.part_shapes((rows, contraction)), fmt.part_dtypes(dtype), strict=True)
+    return fmt.wrap([torch.empty(part, dtype=of, device=device) for part, of in parts])
 
 
 def placed(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:

@@ -3,13 +3,17 @@ none. On the CPU the device is emulated."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import dlp
+from dlp.comm import transport
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
@@ -53,23 +57,39 @@ def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
         assert min(made.values()) > 0 and not any(none.values())
 
 
-def one_way(kind: str) -> tuple[dict[str, int], list[tuple[Tensor, Tensor]]]:
-    """A layer over two tp ranks that communicates in one direction, with programs and without."""
+@contextmanager
+def without_transport() -> Iterator[None]:
+    """Transfers by NCCL or gloo, and so no programs of directions that communicate."""
+    with (
+        patch.object(transport, "_OF_GROUP", {}),
+        patch.object(transport, "reach", lambda group, device: "not in this test"),
+    ):
+        yield
+
+
+def over_two_ranks(
+    kind: str, recipe: str, sequence_parallel: bool
+) -> tuple[dict[str, int], list[tuple[Tensor, Tensor]]]:
+    """A layer over two tp ranks, with programs and without."""
     mesh, found = worker.mesh(tp=2), []
-    for off in (nullcontext(), without_programs()):
+    for off in (nullcontext(), without_transport()):
         with device(), off:  # type: ignore[attr-defined]
             torch.manual_seed(0)
-            layer = getattr(dlp, kind)(K, N, tp=mesh["tp"], recipe="fp8_current", dtype=torch.bfloat16).to(
-                worker.device()
-            )
+            options = {"tp": mesh["tp"], "recipe": recipe, "sequence_parallel": sequence_parallel}
+            sizes = (N, K) if kind == "siblings" else N
+            made = dlp.RowParallelLinear if kind == "row" else dlp.ColumnParallelLinear
+            layer = made(2 * K, sizes, dtype=torch.bfloat16, **options).to(worker.device())
             results = []
             for seed in range(4):
-                cut = kind == "RowParallelLinear"
-                x = values(seed, M, K // (1 + cut)).to(worker.device()).requires_grad_()
-                y = layer(x)
-                y.backward(values(9 + seed, *y.shape).to(worker.device()))
-                results += [y.detach(), x.grad, layer.weight.grad._local_tensor]
-                layer.weight.grad = None
+                columns = 2 * K // (1 + (kind == "row"))
+                tokens = 2 * M if kind == "row" or not sequence_parallel else M
+                x = values(10 * seed + dist.get_rank(), tokens, columns).to(worker.device()).requires_grad_()
+                ys = layer(x) if kind == "siblings" else (layer(x),)
+                dys = [values(100 + 10 * seed + dist.get_rank(), *y.shape).to(worker.device()) for y in ys]
+                torch.autograd.backward(ys, dys)
+                results += [*(y.detach() for y in ys), x.grad]
+                results += [weight.grad._local_tensor for weight in layer.parameters()]
+                layer.zero_grad()
             found.append((count(layer), results))
     (made, with_programs), (_, without) = found
     return made, list(zip(with_programs, without, strict=True))
@@ -106,9 +126,12 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
             assert_bit_equal(result, wanted)
 
 
-@pytest.mark.parametrize(("kind", "way"), [("ColumnParallelLinear", "forward"), ("RowParallelLinear", "backward")])
-def test_the_direction_that_communicates_nothing(ranks, kind: str, way: str):
-    for made, pairs in ranks(2).run(one_way, kind):
-        assert {name for name, number in made.items() if number} == {way}
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("kind", ["column", "siblings", "row"])
+def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, recipe: str):
+    """Transfers, agreements and sums are launches like others: both directions are one call, with the bits of collectives."""
+    for made, pairs in ranks(2).run(over_two_ranks, kind, recipe, sequence_parallel):
+        assert min(made.values()) > 0, made
         for result, expected in pairs:
             assert_bit_equal(result, expected)

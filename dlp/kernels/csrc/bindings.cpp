@@ -150,6 +150,9 @@ void bind_loss(pybind11::module_& m) {
 }
 
 void bind_codes(pybind11::module_& m) {
+    bind_step(m, "transpose_words", [](uintptr_t from, uintptr_t to, int64_t rows, int64_t cols, Stream stream) {
+        transpose_words(from, to, rows, cols, stream);
+    });
     bind_step(m, "transpose_bytes", transpose_codes(transpose_bytes));
     bind_step(m, "transpose_nibbles", transpose_codes(transpose_nibbles));
     bind_step(m, "decode", [](const Words<DecodeJob>& one, int32_t encoding, Stream stream) {
@@ -223,6 +226,34 @@ std::unique_ptr<Program> make_program(const std::vector<std::pair<std::string, p
     return std::make_unique<Program>(std::move(steps), pieces, bases);
 }
 
+// `slots`: the table of a slot's addresses on all ranks. Addresses on other ranks are plain numbers:
+// they are no memory of a call, and stay as they are.
+void bind_transport(pybind11::module_& m) {
+    m.attr("SLOT_HEADER") = kSlotHeader;
+    m.attr("SLOT_RANKS") = kSlotRanks;
+    m.attr("AGREED") = kAgreed;
+    const auto table = [](int64_t slots) { return reinterpret_cast<const uint64_t*>(slots); };
+    bind_step(m, "begin_use", [table](int64_t slots, const Words<Waiting>& waiting, Stream stream) {
+        begin_use(table(slots), make_job<Waiting>(waiting), stream);
+    });
+    bind_step(m, "meet", [table](int64_t slots, const Words<Waiting>& waiting, Stream stream) {
+        meet(table(slots), make_job<Waiting>(waiting), stream);
+    });
+    bind_step(m, "release_use", [table](int64_t slots, int64_t rank, int64_t world, Stream stream) {
+        release_use(table(slots), uint32_t(rank), uint32_t(world), stream);
+    });
+    bind_step(m, "agree", [table](int64_t slots, const Words<AgreeJob>& job, const Words<Waiting>& waiting, Stream stream) {
+        agree(table(slots), make_job<AgreeJob>(job), make_job<Waiting>(waiting), stream);
+    });
+    bind_step(m, "pull_part", [](int64_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width,
+                                 int64_t height, Stream stream) {
+        copy_part(uintptr_t(from), from_pitch, to, to_pitch, width, height, stream);
+    });
+    bind_step(m, "push_part", [](uintptr_t from, int64_t bytes, int64_t to, Stream stream) {
+        copy_part(from, bytes, uintptr_t(to), bytes, bytes, 1, stream);
+    });
+}
+
 void bind_program(pybind11::module_& m) {
     step_makers()["gemm"] = [](const pybind11::tuple& arguments) { return std::make_unique<GemmStep>(arguments); };
     pybind11::class_<Program>(m, "Program").def(pybind11::init(&make_program)).def("run", &Program::run, Unlocked());
@@ -259,7 +290,7 @@ PYBIND11_MODULE(dlp_kernels, m) {
     bind(m, "delayed_update", [](const Row<DelayedJob>& one, uintptr_t many, int64_t count, int64_t items, Stream stream) {
         delayed_update(make_work<DelayedJob>(one, many, count, items), stream);
     });
-    bind(m, "sum_in_order", [](uintptr_t from, uintptr_t to, int64_t contributions, int64_t count, bool wide, Stream stream) {
+    bind_step(m, "sum_in_order", [](uintptr_t from, uintptr_t to, int64_t contributions, int64_t count, bool wide, Stream stream) {
         const void* contributed = reinterpret_cast<const void*>(from);
         sum_in_order(contributed, reinterpret_cast<void*>(to), contributions, count, input_of(wide), stream);
     });
@@ -274,6 +305,7 @@ PYBIND11_MODULE(dlp_kernels, m) {
         .def("choose", &GemmPlan::choose)
         .def("run", &run_gemm, Unlocked());
     bind_program(m);
+    bind_transport(m);
     bind(m, "pack_fp8_wire", [](const std::array<int64_t, 5>& words, float least, bool wide, Stream stream) {
         WireMatrix job{};
         std::memcpy(&job, words.data(), sizeof(words));

@@ -260,6 +260,26 @@ struct BlockGemmJob {         // D = A @ B.T, contraction last; strides are elem
     static constexpr uint32_t addresses = words(0, 1, 2, 3, 4, 5);
 };
 
+constexpr int kSlotRanks = 32;      // at most so many ranks share a slot
+constexpr int64_t kSlotHeader = 512;  // bytes before its payload
+constexpr int kAgreed = 8;          // tensors in one agreement
+
+struct Waiting {              // who waits, how long, and what is said if it is too long (transport.cu)
+    int64_t patience;         // milliseconds
+    uint32_t* report;         // [7] words of the host: 1, rank, peer, what, wanted, seen, tag
+    uint32_t* said;           // []: on the device; one thread writes the report
+    int64_t rank, world, tag;
+    static constexpr uint32_t addresses = 0;
+};
+
+struct AgreeJob {             // fp32 values that are not negative -> their maxima over ranks
+    const float* from[kAgreed];
+    float* to[kAgreed];
+    int64_t length[kAgreed];
+    int64_t count, capacity;  // how many tensors; values of a rank that the slot has room for
+    static constexpr uint32_t addresses = (1u << 2 * kAgreed) - 1;
+};
+
 struct ScaleRule {            // how a scale is made from an amax, see scale.cuh
     float largest;            // of the element type
     float epsilon;            // amaxes below it count as it
@@ -301,6 +321,7 @@ void transpose_nibbles(const Work<CodesJob>& work, Stream stream);
 void decode(const DecodeJob& job, Encoding encoding, Stream stream);
 void nvfp4_alpha(const AlphaJob& job, Stream stream);
 void round_to_bf16(const RoundJob& job, Stream stream);
+void transpose_words(uintptr_t from, uintptr_t to, int64_t rows, int64_t cols, Stream stream);  // of 4 bytes each
 void set_zero(uintptr_t at, int64_t bytes, Stream stream);
 // Sets a few fp32 to 0, by a kernel beside which the next one may begin (`launch`, kEarly).
 void few_zeros(uintptr_t at, int64_t count, Stream stream);
@@ -318,5 +339,11 @@ void tile_sums(const Work<MatrixJob>& work, float* sums, Input input, Stream str
 void log_sum_exp(const LossJob& job, Input input, Stream stream);
 void softmax_gradient(const LossGradJob& job, Input input, Stream stream);
 void sum_parts(const float* parts, int64_t count, int64_t cols, float* out, Stream stream);
+
+void begin_use(const uint64_t* slots, const Waiting& waiting, Stream stream);
+void meet(const uint64_t* slots, const Waiting& waiting, Stream stream);
+void release_use(const uint64_t* slots, uint32_t rank, uint32_t world, Stream stream);
+void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream);
+void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream);
 
 }  // namespace dlp

@@ -31,6 +31,19 @@ __global__ void __launch_bounds__(kThreads) zeros_kernel(float* at, int64_t coun
     for (int64_t i = threadIdx.x; i < count; i += kThreads) at[i] = 0.0f;
 }
 
+constexpr int kSide = 32;
+
+__global__ void __launch_bounds__(kThreads) transpose_words_kernel(const uint32_t* from, uint32_t* to, int64_t rows, int64_t cols) {
+    __shared__ uint32_t tile[kSide][kSide + 1];
+    const int64_t across = (cols + kSide - 1) / kSide, top = blockIdx.x / across * kSide, left = blockIdx.x % across * kSide;
+    const int lane = threadIdx.x % kSide, warp = threadIdx.x / kSide;
+    for (int i = warp; i < kSide; i += kThreads / kSide)
+        if (top + i < rows && left + lane < cols) tile[i][lane] = from[(top + i) * cols + left + lane];
+    __syncthreads();
+    for (int i = warp; i < kSide; i += kThreads / kSide)
+        if (left + i < cols && top + lane < rows) to[(left + i) * rows + top + lane] = tile[lane][i];
+}
+
 }  // namespace
 
 void nvfp4_alpha(const AlphaJob& job, Stream stream) { launch<nvfp4_alpha_kernel>(1, 1, 0, stream, job); }
@@ -40,6 +53,13 @@ void round_to_bf16(const RoundJob& job, Stream stream) {
     DLP_CHECK_EQ((reinterpret_cast<uintptr_t>(job.x) | reinterpret_cast<uintptr_t>(job.out)) % 16, 0u);
     const int64_t blocks = (job.count + 8 * kThreads - 1) / (8 * kThreads);
     if (blocks) launch<round_to_bf16_kernel>(blocks, kThreads, 0, stream, job.x, static_cast<__nv_bfloat16*>(job.out), job.count);
+}
+
+void transpose_words(uintptr_t from, uintptr_t to, int64_t rows, int64_t cols, Stream stream) {
+    const int64_t tiles = (rows + kSide - 1) / kSide * ((cols + kSide - 1) / kSide);
+    if (tiles == 0) return;
+    launch<transpose_words_kernel>(tiles, kThreads, 0, stream, reinterpret_cast<const uint32_t*>(from),
+                                   reinterpret_cast<uint32_t*>(to), rows, cols);
 }
 
 void few_zeros(uintptr_t at, int64_t count, Stream stream) {

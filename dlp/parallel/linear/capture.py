@@ -1,7 +1,8 @@
 """A direction of a linear as a program.
 
-A layer that communicates nothing in a direction, and casts and multiplies by kernels of this package, launches the same for
-tensors of the same shapes; only addresses differ. Such a direction becomes a program (`dlp.kernels.program`):
+A layer that casts and multiplies by kernels of this package, and communicates through memory that ranks map
+(`dlp.comm.transport`) or not at all, launches the same for tensors of the same shapes; only addresses differ. Such a direction
+becomes a program (`dlp.kernels.program`):
 
     first call      the functions of `linear_fn`, as everywhere else; plans, workspaces and tables come to be
     second call     the same functions are taken down as a program, which runs
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlp.comm.transport import reach, transport_of
 from dlp.kernels import gemms, program
 from dlp.kernels.program import ALIGNMENT, NotPlain, Program
 from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward
@@ -45,7 +47,7 @@ class CapturedDirections:
     def __init__(self, bound: BoundSpec, x: Tensor) -> None:
         device = program.possible(x)
         self.bound = bound
-        self.possible = {direction: device and _can_be_captured(bound, direction) for direction in DIRECTIONS}
+        self.possible = {direction: device and _can_be_captured(bound, direction, x.device) for direction in DIRECTIONS}
         self.found: dict[Key, Program | str] = {}
 
     def forward(
@@ -94,18 +96,37 @@ class CapturedDirections:
 
 
 @remembered
-def _can_be_captured(bound: BoundSpec, direction: str) -> bool:
-    """Nothing is communicated in this direction, nothing waits, quantizers are pure and GEMMs those of this package."""
+def _can_be_captured(bound: BoundSpec, direction: str, device: torch.device) -> bool:
+    """What is communicated in this direction is launches, too, nothing waits, quantizers are pure and GEMMs those of this
+    package."""
     spec = bound.spec
-    style, recipe = spec.style, spec.recipe
-    steps = (style.fprop,) if direction == FORWARD else (style.dgrad, style.wgrad)
-    alone = spec.tp == 1 or (recipe.amax_scope == "table" and not any(step.gather or step.reduce for step in steps))
-    agreed = spec.amax_group is not None and spec.amax_group.size() > 1
-    formats = [[quantizer.format for quantizer in recipe.operands(which)] for which in GEMMS]
+    recipe, formats = spec.recipe, [[quantizer.format for quantizer in spec.recipe.operands(which)] for which in GEMMS]
     known = all(caps_of(quantizer).pure for quantizer in recipe.quantizers()) and not any(
         own_gemm(*pair) for pair in formats
     )
-    return alone and not agreed and known and not spec.options.delay_wgrad
+    return known and not spec.options.delay_wgrad and _communicates_by_launches(bound, direction, device)
+
+
+def _communicates_by_launches(bound: BoundSpec, direction: str, device: torch.device) -> bool:
+    """Whether all transfers of a direction, if there are any, go through memory that ranks map, in the order they start."""
+    spec = bound.spec
+    gemms = ("fprop",) if direction == FORWARD else ("dgrad", "wgrad")
+    steps = [getattr(spec.style, gemm) for gemm in gemms]
+    communicates = spec.tp > 1 and (
+        spec.recipe.amax_scope != "table" or any(step.gather or step.reduce for step in steps)
+    )
+    groups = [spec.amax_group] if spec.amax_group is not None else []
+    groups += [spec.tp_group] if communicates else []
+    for group in groups:
+        if group.size() > 1 and transport_of(group, device) is None:
+            if device.type == "cuda":
+                bound.session.note(
+                    f"transfers of group {group.group_name} go by NCCL, outside of programs: {reach(group, device)}"
+                )
+            return False
+    if not communicates:
+        return True
+    return all(getattr(spec.overlap, gemm).launches_only and getattr(spec.recipe, gemm).wire == "hp" for gemm in gemms)
 
 
 def multiplies_tf32(x: Tensor) -> bool:

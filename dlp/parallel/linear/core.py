@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.comm import observer
+from dlp.comm import observer, transport
 from dlp.comm.collectives import Pending
 from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.parallel import fit
@@ -82,6 +82,7 @@ def run_forward(
               parts of x, none where wgrad reads x itself, and what the prologue keeps
     """
     spec, x = bound.spec, inputs[0]
+    transport.start(spec.group)
     options, rows = spec.recipe.fprop, as_matrix(x)
     transfers = _transfers(bound, x.shape)
     plan, reduce = transfers.plan, transfers.plan.fprop
@@ -138,6 +139,7 @@ def run_backward(
               [N_i]; without dw_i that its weight takes otherwise (`Weight.take_grad`)
     """
     spec, learns = bound.spec, any(wanted.dw)
+    transport.start(spec.group)
     members = [spec.members[i] for i in wanted.used]
     saved, beside = _beside(spec, saved)
     rows: list[Any] = [as_matrix(dy) for dy in dys]

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from dlp.comm.transport import mapped_memory
 from dlp.parallel import fit
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.session import Session, cannot_pickle
@@ -128,7 +129,9 @@ class BoundSpec:
 
     def kept_memory(self) -> list[Tensor]:
         """What kernels of this layer read and write that is no operand; it stays where it is while `calls` do."""
-        return self.session.kept_memory(self.spec)
+        groups = {group for group in (self.spec.group, self.spec.amax_group) if group is not None}
+        mapped = [span for group in groups for span in mapped_memory(group)]
+        return [*self.session.kept_memory(self.spec), *mapped]
 
 
 def bound_of(spec_id: Tensor) -> BoundSpec:

@@ -47,7 +47,10 @@ class Lease(Protocol):
 
 
 class Overlap(Protocol):
+    """`launches_only`: through a transport it only launches, in order, so that a direction can be captured."""
+
     name: str
+    launches_only: bool
 
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,

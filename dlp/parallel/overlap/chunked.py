@@ -83,6 +83,7 @@ class ChunkedLease:
 
 class Chunked:
     name = "chunked"
+    launches_only = False
 
     def __init__(self, exchanges: dict[str, Callable[..., Exchange]] = EXCHANGES) -> None:
         self.exchanges = exchanges

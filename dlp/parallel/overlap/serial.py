@@ -3,12 +3,14 @@
     gather ──────►│ gemm
                     gemm │ reduce ──────►
 
-Transfers are asynchronous all the same, so a gather started early (wgrad's, before dgrad runs) and a reduction awaited
-late (dgrad's, after wgrad) run under the GEMM between.
+Collectives are asynchronous all the same, so a gather started early (wgrad's, before dgrad runs) and a reduction awaited
+late (dgrad's, after wgrad) run under the GEMM between. Where ranks map each other's memory, transfers are copies in the
+stream that computes, so that a direction can be captured as a whole (`dlp.comm.transport`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import Parts, Pending, ReduceCodec
+from dlp.comm.collectives import Parts, Pending, ReduceCodec, done
+from dlp.comm.transport import Transport, transport_of
+from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
@@ -38,48 +42,66 @@ class SerialGather:
 
 @dataclass(frozen=True)
 class SerialLease:
+    """`start`: gathers the parts of `mine`, which have been written."""
+
     mine: QuantizedTensor
-    dims: list[int | None]
-    group: ProcessGroup
-    storage: list[Tensor | None] | None = None
+    start: Callable[[], Pending[Parts]]
 
     def gather(self) -> SerialGather:
-        pending = collectives.all_gather(self.mine.parts, self.dims, self.group, self.storage)
-        return SerialGather(self.mine.format, pending)
+        return SerialGather(self.mine.format, self.start())
 
 
 class Serial:
     name = "serial"
+    launches_only = True  # where ranks map each other's memory
 
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,
     ) -> SerialLease:  # fmt: skip
-        dims = fmt.moves_along(dim)
-        storage, mine = collectives.room(fmt.part_shapes(shape), fmt.part_dtypes(dtype), dims, group, device)
-        return SerialLease(fmt.wrap(mine), dims, group, storage)
+        dims, shapes, dtypes = fmt.moves_along(dim), fmt.part_shapes(shape), fmt.part_dtypes(dtype)
+        transport = transport_of(group, device)
+        if transport is not None:
+            leased = transport.lease(shapes, dtypes, dims)
+            return SerialLease(fmt.wrap(leased.mine), lambda: done(leased.gather()))
+        storage, mine = collectives.room(shapes, dtypes, dims, group, device)
+        return SerialLease(fmt.wrap(mine), lambda: collectives.all_gather(mine, dims, group, storage))
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> SerialGather:
-        return SerialLease(a, a.format.moves_along(dim), group).gather()
+        dims, transport = a.format.moves_along(dim), transport_of(group, a.payload.device)
+        if transport is not None:
+            return SerialGather(a.format, done(transport.gather(a.parts, dims)))
+        return SerialGather(a.format, collectives.all_gather(a.parts, dims, group))
 
     def gemm_reduce(
-        self,
-        a: QuantizedTensor,
-        gemm: Gemm,
-        group: ProcessGroup,
-        *,
-        reduce: str,
-        dtype: torch.dtype,
-        codec: ReduceCodec,
-    ) -> Pending[Tensor]:
-        reduced = _REDUCE[reduce]((gemm(a).to(dtype),), group, codec)
+        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, codec: ReduceCodec
+    ) -> Pending[Tensor]:  # fmt: skip
+        y, transport = rounded(gemm(a), dtype), transport_of(group, a.payload.device)
+        if transport is not None:
+            return done(_summed(y, transport, reduce, codec))
+        reduced = _REDUCE[reduce]((y,), group, codec)
         return Pending((), lambda: reduced.wait()[0])
 
     def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
-        chunks = collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
-        packed = codec.pack(chunks)
-        whole = [(y.dtype, (ranks - 1) * chunks[0].nbytes)] if reduce == "all" else []
-        return [(packed[0].dtype, (ranks - 1) * collectives.record(packed)), *whole]
+        packed, whole = codec.pack(_chunks(y, ranks, reduce)), _chunks(y, ranks, reduce)[0].nbytes
+        gathered = [(y.dtype, (ranks - 1) * whole)] if reduce == "all" else []
+        return [(packed[0].dtype, (ranks - 1) * collectives.record(packed)), *gathered]
+
+
+def _chunks(y: Tensor, ranks: int, reduce: str) -> Tensor:
+    """y [M, N] -> what each rank sums, [R, ...]."""
+    return collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
+
+
+def _summed(y: Tensor, transport: Transport, reduce: str, codec: ReduceCodec) -> Tensor:
+    """Contributions y [M, N] -> their sum over ranks: this rank's rows, or all of them."""
+    parts = codec.pack(_chunks(y, transport.world, reduce))
+    total = codec.total(transport.exchange(parts), y.dtype)
+    transport.release()
+    if reduce == "scatter":
+        return total
+    (whole,) = transport.gather((total,), (0,))
+    return whole.view(-1)[: y.numel()].view(y.shape)
 
 
 STRATEGY = Serial()

@@ -1,0 +1,153 @@
+// Transfers between ranks that map each other's memory: when memory may be read and written, and agreements. The bytes
+// themselves are moved by copy engines (`copy_part`), which take no part of a running GEMM.
+//
+// A slot is a piece of memory that every rank of a group has, mapped on all of them, with a header:
+//
+//     released[r]   the last use of this slot that rank r has done with
+//     met[r]        the last use for which rank r has come to the meeting
+//     uses          how many uses this rank has come to the meeting of
+//
+// All three count and are never reset, so that a launch that was recorded, or captured in a CUDA graph, is the same every
+// time: what it compares with lies in memory. They are compared cyclically, as 32-bit numbers.
+//
+//     begin      until every rank has released the use before: slots may be written again
+//     meet       this rank has written what it had to write, its own slot or its peers'; goes on when all have: slots may be read
+//     release    this rank has read what it had to read
+//
+// These run on the stream that computes. Copies never signal: what one engine writes to a peer may arrive after what it writes
+// next, and only a kernel that is ordered behind the copy can tell (a flag copied behind its data came too early in one of ten
+// replays of a CUDA graph). Nobody holds up what it waits for: ranks publish before they wait, and all use their slots in the
+// same order. A wait that lasts longer than `patience` writes who waits for whom into memory of the host, and ends the program.
+#include <cstdint>
+
+#include "jobs.cuh"
+#include "launch.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kReleased = 0, kMet = kSlotRanks, kUses = 2 * kSlotRanks;  // words of a slot's header
+constexpr int kAgreeThreads = 512;
+
+__host__ __device__ inline uint32_t* header(uint64_t slot) { return reinterpret_cast<uint32_t*>(slot); }
+
+__device__ inline uint32_t load_acquire(const uint32_t* at) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ inline void store_release(uint32_t* at, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+__device__ inline uint64_t nanoseconds() {
+    uint64_t time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+    return time;
+}
+
+// Until *at has reached `wanted`. `report`: [6] words of the host: 1, rank, peer, what is waited for, wanted, seen.
+__device__ void await(const uint32_t* at, uint32_t wanted, const Waiting& waiting, uint32_t peer, uint32_t what) {
+    const uint64_t began = nanoseconds();
+    uint32_t seen;
+    while (int32_t((seen = load_acquire(at)) - wanted) < 0) {
+        if (nanoseconds() - began < uint64_t(waiting.patience) * 1000000) continue;
+        volatile uint32_t* report = waiting.report;
+        if (atomicExch(waiting.said, 1u) == 0) {
+            report[1] = waiting.rank, report[2] = peer, report[3] = what, report[4] = wanted, report[5] = seen;
+            report[6] = uint32_t(waiting.tag);
+            __threadfence_system();
+            report[0] = 1;
+            __threadfence_system();
+        }
+        __trap();
+    }
+}
+
+__global__ void begin_kernel(const uint64_t* slots, Waiting waiting) {
+    const uint32_t* mine = header(slots[waiting.rank]);
+    const uint32_t peer = threadIdx.x;
+    if (peer < waiting.world && peer != waiting.rank) await(mine + kReleased + peer, mine[kUses], waiting, peer, 0);
+}
+
+__global__ void meet_kernel(const uint64_t* slots, Waiting waiting) {
+    uint32_t* mine = header(slots[waiting.rank]);
+    const uint32_t use = mine[kUses] + 1, peer = threadIdx.x;
+    if (peer < waiting.world && peer != waiting.rank) {
+        __threadfence_system();  // before this, copies and kernels in front of this one have written
+        store_release(header(slots[peer]) + kMet + waiting.rank, use);
+        await(mine + kMet + peer, use, waiting, peer, 1);
+    }
+    __syncwarp();
+    if (threadIdx.x == 0) mine[kUses] = use;
+}
+
+__global__ void release_kernel(const uint64_t* slots, uint32_t rank, uint32_t world) {
+    const uint32_t peer = threadIdx.x;
+    if (peer < world && peer != rank) store_release(header(slots[peer]) + kReleased + rank, header(slots[rank])[kUses]);
+}
+
+// The largest of the values of all ranks, as bits: amaxes are not negative, and NaN is larger than all. Use e lies in half
+// e % 2 of the slot; a rank that begins e + 2 has seen that all began e + 1, and so that all have read e.
+__global__ void __launch_bounds__(kAgreeThreads) agree_kernel(const uint64_t* slots, AgreeJob job, Waiting waiting) {
+    uint32_t* mine = header(slots[waiting.rank]);
+    const uint32_t use = mine[kUses] + 1, rank = waiting.rank, world = waiting.world;
+    const int64_t half = job.capacity * world;
+    const auto values = [&](uint32_t owner, uint32_t of) {
+        return reinterpret_cast<uint32_t*>(slots[owner] + kSlotHeader) + (use & 1) * half + of * job.capacity;
+    };
+    int64_t first = 0;
+    for (int i = 0; i < job.count; first += job.length[i++])
+        for (int64_t k = threadIdx.x; k < job.length[i]; k += kAgreeThreads) {
+            const uint32_t value = reinterpret_cast<const uint32_t*>(job.from[i])[k];
+            for (uint32_t peer = 0; peer < world; ++peer)
+                if (peer != rank) __stcg(values(peer, rank) + first + k, value);
+        }
+    __threadfence_system();
+    __syncthreads();
+    const uint32_t peer = threadIdx.x;
+    if (peer < world && peer != rank) {
+        store_release(header(slots[peer]) + kMet + rank, use);
+        await(mine + kMet + peer, use, waiting, peer, 2);
+    }
+    __syncthreads();
+    first = 0;
+    for (int i = 0; i < job.count; first += job.length[i++])
+        for (int64_t k = threadIdx.x; k < job.length[i]; k += kAgreeThreads) {
+            uint32_t largest = reinterpret_cast<const uint32_t*>(job.from[i])[k];
+            for (uint32_t other = 0; other < world; ++other)
+                if (other != rank) largest = max(largest, __ldcv(values(rank, other) + first + k));
+            reinterpret_cast<uint32_t*>(job.to[i])[k] = largest;
+        }
+    if (threadIdx.x == 0) mine[kUses] = use;
+}
+
+cudaStream_t stream_of(Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+}  // namespace
+
+void begin_use(const uint64_t* slots, const Waiting& waiting, Stream stream) {
+    launch<begin_kernel>(1, 32, 0, stream, slots, waiting);
+}
+
+void meet(const uint64_t* slots, const Waiting& waiting, Stream stream) { launch<meet_kernel>(1, 32, 0, stream, slots, waiting); }
+
+void release_use(const uint64_t* slots, uint32_t rank, uint32_t world, Stream stream) {
+    launch<release_kernel>(1, 32, 0, stream, slots, rank, world);
+}
+
+void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream) {
+    launch<agree_kernel>(1, kAgreeThreads, 0, stream, slots, job, waiting);
+}
+
+void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream) {
+    void* target = reinterpret_cast<void*>(to);
+    const void* source = reinterpret_cast<const void*>(from);
+    if (height == 1 || (from_pitch == width && to_pitch == width))
+        DLP_CHECK_CUDA(cudaMemcpyAsync(target, source, width * height, cudaMemcpyDeviceToDevice, stream_of(stream)));
+    else
+        DLP_CHECK_CUDA(cudaMemcpy2DAsync(target, to_pitch, source, from_pitch, width, height, cudaMemcpyDeviceToDevice, stream_of(stream)));
+}
+
+}  // namespace dlp

@@ -1,0 +1,240 @@
+"""Transfers and agreements through memory that ranks share: on CPU ranks through the stand-in, on GPUs by copy engines.
+
+What arrives is compared with what every rank would have sent, which all can compute from a seed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlp.comm import transport
+from dlp.comm.transport import CudaSlot, Gathering, SharedSlot, Transport
+from dlp.kernels import ops, program
+from tests import pool as worker
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
+
+
+def make_transport() -> Transport:
+    make = SharedSlot if worker.device().type == "cpu" else CudaSlot
+    return Transport(dist.group.WORLD, worker.device(), make)
+
+
+def content(seed: int, shape: tuple[int, ...], dtype: torch.dtype, *who: int) -> Tensor:
+    """What a rank sends: the same on all ranks, from a seed and whose it is."""
+    draw = torch.Generator().manual_seed(hash((seed, *who)) % (1 << 31))
+    return torch.randint(0, 200, shape, generator=draw).to(dtype).to(worker.device())
+
+
+Kinds = list[tuple[tuple[int, ...], torch.dtype, int | None]]
+
+
+def lease(moves: Transport, seed: int, kinds: Kinds) -> Gathering:
+    """Memory for this rank's parts, with its content; parts without a dimension are equal on all ranks."""
+    shapes, dtypes, dims = zip(*kinds, strict=True)
+    made = moves.lease(shapes, dtypes, dims)
+    for i, (mine, (shape, dtype, dim)) in enumerate(zip(made.mine, kinds, strict=True)):
+        mine.copy_(content(seed, shape, dtype, i, 0 if dim is None else moves.rank))
+    return made
+
+
+def gathered(moves: Transport, seed: int, kinds: Kinds) -> list[Tensor]:
+    found = []
+    for i, (shape, dtype, dim) in enumerate(kinds):
+        parts = [content(seed, shape, dtype, i, rank) for rank in range(moves.world)]
+        found.append(parts[0] if dim is None else torch.cat(parts, dim))
+    return found
+
+
+def outgoing(moves: Transport, seed: int, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
+    """What a rank sends to all, [R, *shape]."""
+    return torch.stack([content(seed, shape, dtype, rank, to) for to in range(moves.world)])
+
+
+def random_operations(seed: int, count: int) -> int:
+    """Directions of one to three transfers, of which gathers may be leased before another one starts, and agreements, with
+    delays on single ranks; returns how much was wrong."""
+    moves, draw, mine = make_transport(), random.Random(seed), random.Random(seed + dist.get_rank() + 1)
+    wrong = 0
+    for turn in range(0, 10 * count, 10):
+        moves.start()
+        leased = []
+        for step in range(draw.randint(1, 3)):
+            if mine.random() < 0.03:
+                time.sleep(mine.random() / 50)
+            name, now = draw.choice(["gather", "exchange", "agree"]), turn + step
+            shape, dtype = (draw.randint(1, 40), draw.randint(1, 40)), draw.choice(DTYPES)
+            if name == "agree":
+                values = [content(now, size, torch.float32, moves.rank) for size in ((), shape[:1])]
+                largest = moves.agree(values)
+                for size, one in zip(((), shape[:1]), largest, strict=True):
+                    every = [content(now, size, torch.float32, rank) for rank in range(moves.world)]
+                    wrong += not torch.equal(one, torch.stack(every).amax(0))
+            elif name == "exchange":
+                arrived = moves.exchange([outgoing(moves, now, shape, dtype, moves.rank)])
+                expected = [content(now, shape, dtype, rank, moves.rank) for rank in range(moves.world)]
+                wrong += not torch.equal(arrived[0], torch.stack(expected))
+                moves.release()
+            else:
+                kinds: Kinds = [(shape, dtype, draw.choice([0, 1])), ((draw.randint(1, 9),), torch.float32, 0),
+                                ((), torch.float32, None)]  # fmt: skip
+                leased.append((lease(moves, now, kinds), gathered(moves, now, kinds)))
+            while leased and draw.random() < 0.6:
+                wrong += arrives(leased.pop(0))
+        wrong += sum(map(arrives, leased))
+    return wrong
+
+
+def arrives(leased: tuple[Gathering, list[Tensor]]) -> int:
+    made, expected = leased
+    return sum(not torch.equal(there, here) for there, here in zip(made.gather(), expected, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_transfers_arrive(ranks, world):
+    assert ranks(world).run(random_operations, 1, 250) == [0] * world
+
+
+def a_late_reader(careful: bool) -> int:
+    """Rank 1 reads an exchange late, and rank 0 follows with the next. Without `careful` nobody waits for readers."""
+    moves, wrong = make_transport(), 0
+    careless = [] if careful else [patch.object(SharedSlot, "begin", lambda slot: None)]
+    with ExitStack() as stack:
+        for each in careless:
+            stack.enter_context(each)
+        for turn in range(10):
+            moves.start()
+            arrived = moves.exchange([outgoing(moves, turn, (8,), torch.float32, moves.rank)])
+            if moves.rank == 1:
+                time.sleep(0.01)
+            expected = [content(turn, (8,), torch.float32, rank, moves.rank) for rank in range(moves.world)]
+            wrong += not torch.equal(arrived[0], torch.stack(expected))
+            moves.release()
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.ranks(2)
+def test_a_slot_is_not_written_before_its_readers_are_done(ranks, device_type):
+    assert ranks(2).run(a_late_reader, True) == [0, 0]
+    if device_type == "cpu":
+        assert ranks(2).run(a_late_reader, False)[1] > 0, "a late reader would see what comes next"
+
+
+def nan_and_inf() -> list[Tensor]:
+    moves = make_transport()
+    mine = torch.tensor([[1.0, 2.0, float("nan"), 4.0], [3.0, float("inf"), 0.0, 4.0]])[moves.rank].to(worker.device())
+    return moves.agree([mine, mine[1]])
+
+
+@pytest.mark.ranks(2)
+def test_an_agreement_is_the_largest_and_nan_is_larger_than_all(ranks):
+    for all_of, one in ranks(2).run(nan_and_inf):
+        assert all_of[:2].tolist() == [3.0, float("inf")] and bool(all_of[2].isnan()) and all_of[3] == 4.0
+        assert one == float("inf")
+
+
+def one_stays_away() -> str:
+    with patch.object(transport, "PATIENCE", 0.3):
+        moves = make_transport()
+        lease(moves, 1, [((4,), torch.float32, 0)]).gather()
+        moves.start()
+        if moves.rank == 1:
+            return ""
+        try:
+            lease(moves, 2, [((4,), torch.float32, 0)]).gather()
+        except RuntimeError as error:
+            return str(error)
+        return "nobody complained"
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_stays_away_is_named(ranks, device_type):
+    if device_type == "cuda":
+        pytest.skip("a wait that is too long ends the process: tests/gpu")
+    said, _ = ranks(2).run(one_stays_away)
+    assert (
+        "rank 0 of a group has waited 0.3 s for its rank 1, which has not written its part (slot 0, use 2, last seen 1)"
+        in said
+    )
+
+
+def sum_of(moves: Transport, x: Tensor) -> Tensor:
+    """x [R, m, n] -> the sum over ranks of this rank's rows: a reduce-scatter as steps that can be recorded."""
+    total = ops.sum_in_order(moves.exchange([x])[0], x.dtype)
+    moves.release()
+    return total
+
+
+def recorded_and_captured() -> list[bool]:
+    """A reduce-scatter and an agreement as one call, then in a CUDA graph, each replayed on other values."""
+    moves, found = make_transport(), []
+    x, amax = torch.empty(moves.world, 64, 256, device="cuda"), torch.empty((), device="cuda")
+
+    def run() -> list[Tensor]:
+        moves.start()
+        return [sum_of(moves, x), *moves.agree([amax])]
+
+    def refill(turn: int) -> list[Tensor]:
+        every = [content(turn, tuple(x.shape), torch.float32, rank) for rank in range(moves.world)]
+        x.copy_(every[moves.rank])
+        amax.fill_(float(turn + moves.rank))
+        rows = slice(4 * moves.rank, 4 * moves.rank + 4)
+        return [
+            torch.stack([one[rows] for one in every]).sum(0),
+            torch.tensor(float(turn + moves.world - 1), device="cuda"),
+        ]
+
+    def check(turn: int, run: Callable[[], Sequence[Tensor]]) -> None:
+        expected = refill(turn)
+        found.extend(map(torch.equal, run(), expected))
+
+    for turn in range(3):
+        check(turn, run)
+    made = program.record(run, [x, amax], moves.memory)
+    for turn in range(10, 20):
+        check(turn, lambda: made([x, amax]))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        results = made([x, amax])
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return results
+
+    for turn in range(30, 40):
+        check(turn, replay)
+        check(turn + 100, lambda: made([x, amax]))
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_transfers_are_recorded_and_captured(ranks, device_type):
+    if device_type != "cuda":
+        pytest.skip("needs GPUs: launches are recorded")
+    for found in ranks(2).run(recorded_and_captured):
+        assert found == [True] * 66
+
+
+def mapped_memory() -> list[int]:
+    moves = make_transport()
+    for turn in range(30):
+        moves.start()
+        lease(moves, turn, [((1000 + turn,), torch.float32, 0)]).gather()
+    return [memory.nbytes for memory in moves.memory]
+
+
+@pytest.mark.ranks(2)
+def test_memory_does_not_grow_with_use(ranks):
+    for sizes in ranks(2).run(mapped_memory):
+        assert sizes == [1 << 16]

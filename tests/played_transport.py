@@ -1,0 +1,102 @@
+"""The transport of GPUs, played on the CPU: `CudaSlot` over files that ranks map, and its kernels as functions of addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm.transport import AGREED, HEADER, MAXIMA, RANKS, CudaSlot, SharedSlot
+
+RELEASED, MET, USES = 0, RANKS, 2 * RANKS  # words of a header
+PATIENCE = 60.0
+
+
+class PlayedSlot(CudaSlot):
+    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int) -> None:
+        shared = SharedSlot(nbytes, group, device, tag)
+        self.payload, self._shared = shared.payload, shared
+        self._payloads = [payload.data_ptr() for payload in shared._payloads]
+        self._table = torch.tensor([address - HEADER for address in self._payloads])
+        self._slots, self._who = self._table.data_ptr(), (group.rank(), group.size())
+        self._waiting = (0, 0, 0, *self._who, tag)
+
+    def spans(self) -> list[Tensor]:
+        """All that launches name: headers and payloads of all ranks, and the table."""
+        return [*self._shared._payloads, self._table]
+
+
+def header(address: int) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * (HEADER // 4)).from_address(address)
+
+
+def bases(slots: int, world: int) -> list[int]:
+    return list((ctypes.c_int64 * world).from_address(slots))
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < deadline, "a rank waits for another"
+        time.sleep(0)
+
+
+def begin_use(slots: int, waiting: Sequence[int], stream: int) -> None:
+    rank, world = waiting[3:5]
+    mine = header(bases(slots, world)[rank])
+    until(lambda: all(mine[RELEASED + peer] >= mine[USES] for peer in range(world) if peer != rank))
+
+
+def meet(slots: int, waiting: Sequence[int], stream: int) -> None:
+    rank, world = waiting[3:5]
+    headers = [header(base) for base in bases(slots, world)]
+    mine, use = headers[rank], headers[rank][USES] + 1
+    for peer in range(world):
+        if peer != rank:
+            headers[peer][MET + rank] = use
+    until(lambda: all(mine[MET + peer] >= use for peer in range(world) if peer != rank))
+    mine[USES] = use
+
+
+def release_use(slots: int, rank: int, world: int, stream: int) -> None:
+    headers = [header(base) for base in bases(slots, world)]
+    for peer in range(world):
+        if peer != rank:
+            headers[peer][RELEASED + rank] = headers[rank][USES]
+
+
+def pull_part(source: int, source_pitch: int, to: int, to_pitch: int, width: int, height: int, stream: int) -> None:
+    for row in range(height):
+        ctypes.memmove(to + row * to_pitch, source + row * source_pitch, width)
+
+
+def push_part(part: int, nbytes: int, to: int, stream: int) -> None:
+    ctypes.memmove(to, part, nbytes)
+
+
+def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int) -> None:
+    rank, world = waiting[3:5]
+    sources, targets, lengths = words[:AGREED], words[AGREED : 2 * AGREED], words[2 * AGREED : 3 * AGREED]
+    every, use = bases(slots, world), header(bases(slots, world)[rank])[USES] + 1
+    half = HEADER + use % 2 * world * MAXIMA * 4
+    numbers = lambda address, count: (ctypes.c_uint32 * count).from_address(address)  # noqa: E731
+    mine = [value for at, count in zip(sources, lengths, strict=True) if at for value in numbers(at, count)]
+    for peer in range(world):
+        if peer != rank:
+            numbers(every[peer] + half + rank * MAXIMA * 4, len(mine))[:] = mine
+    meet(slots, waiting, stream)
+    for peer in range(world):
+        if peer != rank:
+            mine = [
+                max(pair) for pair in zip(mine, numbers(every[rank] + half + peer * MAXIMA * 4, len(mine)), strict=True)
+            ]
+    for at, count in zip(targets, lengths, strict=True):
+        if at:
+            numbers(at, count)[:], mine = mine[:count], mine[count:]
+
+
+STEPS = {each.__name__: staticmethod(each) for each in (begin_use, meet, release_use, pull_part, push_part, agree)}
