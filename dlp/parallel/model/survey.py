@@ -7,8 +7,8 @@
     convert = false              left out: the same, for the module and all that is in it
 
 Modules of dlp say what they are by `dlp_made`: "by hand", "by convert" or, an embedding, "vocabulary"; so that nothing here
-imports a layer. A module that reads the parameters of another one would see DTensors there. Where the class tells, it is refused by name;
-elsewhere the error of the first forward is given a note (`explain`).
+imports a layer. A module that reads the parameters of another one would see DTensors there. Where the class tells, it is
+refused by name; elsewhere the error of the first forward is given a note (`explain`).
 
 What torch does to a model from outside that a converted one cannot bear is refused as well (`guard`):
 
