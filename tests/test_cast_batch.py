@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from dlp.parallel import casts
-from dlp.parallel.casts import BOTH, COLUMNWISE, NOBODY, ROWWISE, Cast, CastBatch, Read, cast_plan, make_casts
+from dlp.parallel.casts import (
+    BOTH,
+    COLUMNWISE,
+    NOBODY,
+    ROWWISE,
+    Cast,
+    CastBatch,
+    Read,
+    cast_plan,
+    make_casts,
+    operand_shape,
+)
 from dlp.parallel.linear import operands
 from dlp.parallel.style import STYLES
 from dlp.quant import recipe as recipes
@@ -111,3 +122,13 @@ def test_operands_lie_where_they_were_leased(recipe, given):
     for lease, made, alone, wanted in zip(leases, found, expected, given, strict=True):
         assert_same(made, alone)
         assert not wanted or [p.data_ptr() for p in made.parts] == [p.data_ptr() for p in lease.parts]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operands_have_the_shape_that_is_said_of_them(recipe):
+    """Of features and tokens that fit no block, too: the opaque ops, leases and predicted bytes go by it."""
+    loaded = recipes.load(recipe)
+    for shape in ((40, 72), (64, 96), (1, 8)):
+        (made,) = operands.quantize(make_bound(STYLES["local", False], loaded), "x", [torch.randn(shape)], BOTH)
+        for columnwise in (False, True):
+            assert made.at(columnwise).shape == operand_shape(loaded, "x", shape, columnwise)
