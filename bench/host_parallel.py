@@ -103,12 +103,12 @@ def _scattered(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class PlainPair(nn.Module):
-    """What a user writes without dlp."""
+    """What a user writes without dlp: features -> inner -> features."""
 
-    def __init__(self, features: int, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, features: int, inner: int, group: ProcessGroup, device: torch.device) -> None:
         super().__init__()
         self.group = group
-        columns = features // group.size()
+        columns = inner // group.size()
         self.column = nn.Parameter(torch.randn(columns, features, device=device).bfloat16())
         self.row = nn.Parameter(torch.randn(features, columns, device=device).bfloat16())
 
@@ -121,7 +121,7 @@ class PlainPair(nn.Module):
 def pair(subject: str, features: int, group: ProcessGroup, device: torch.device) -> nn.Module:
     """A column and a row linear of a recipe, attached, so that weights are cast at the step boundary; or the plain pair."""
     if subject == PLAIN:
-        return PlainPair(features, group, device)
+        return PlainPair(features, features, group, device)
     made = [
         layer(features, features, tp=group, sequence_parallel=True, recipe=subject, device=device, dtype=torch.bfloat16)
         for layer in (dlp.ColumnParallelLinear, dlp.RowParallelLinear)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as bench
+from bench import tensor_parallel
 from dlp.kernels import loader
 
 SHAPES = ["8192x4096x4096", "512x128x64"]
@@ -69,3 +70,11 @@ def test_what_no_part_can_do(arguments: list[str], says: str, calls: Calls, caps
     with pytest.raises(SystemExit) as left:
         bench.main(arguments)
     assert left.value.code == 2 and says in capsys.readouterr().err and not calls
+
+
+def test_linears_over_gpus_say_that_they_need_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert tensor_parallel.main([]) == 2
+    assert "needs GPUs: torchrun" in capsys.readouterr().err
