@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+import dlp
+from dlp.parallel.linear.core import run_forward
 from dlp.parallel.style import COLUMN, COLUMN_SP, LOCAL, ROW, ROW_SP, STYLES
-from dlp.parallel.transfer import Gathered, Reduction, transfer_plan, x_tokens_of
+from dlp.parallel.transfer import Gathered, Reduction, Result, transfer_plan, x_tokens_of
 from dlp.quant import recipe as recipes
 from tests.cases import RECIPES
 
@@ -59,3 +62,27 @@ def test_every_style_has_a_plan_for_every_recipe(recipe):
             if tokens is None:  # as many as every block wants: nothing stands in the way
                 assert all(why is None for route in (*plan.x, plan.x_again, *plan.dys) for why in route.why)
     assert transfer_plan(recipes.load(recipe), LOCAL, 1, 64).kept in ("values", "columnwise")
+
+
+def test_who_agrees_is_part_of_the_plan():
+    """x of COLUMN_SP and dy of ROW_SP, whose scales span what tp cuts; with a group of the user's all, on arrival too."""
+    recipe = recipes.load("fp8_current")
+    column, row = (transfer_plan(recipe, style, 2, 128) for style in (COLUMN_SP, ROW_SP))
+    assert column.casts(column.x[True]).agreed == row.casts(row.dy(True, True)).agreed == (True, True)
+    assert column.casts(column.dy(True, True)).agreed == row.casts(row.x[True]).agreed == (False, False)
+    arriving = transfer_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)
+    route = arriving.dy(True, True)
+    assert not any(arriving.casts(route, arrived=True).agreed) and arriving.casts(route, arrived=True).whole
+    own = replace(arriving, own_group=True)
+    assert all(own.casts(route).agreed) and all(own.casts(route, arrived=True).agreed)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_plan_says_what_forward_returns_and_keeps(recipe):
+    for shape in ((96, 160), (2, 33, 160)):
+        layer, x = dlp.Linear(160, 64, recipe=recipe, dtype=torch.bfloat16), torch.randn(shape).bfloat16()
+        plan, given = layer.core.spec.transfers(x.numel() // 160), Result(x.shape, x.dtype)
+        ys, kept = run_forward(layer.core.bound, [x], [layer.weight.detach()], [None], (), True, True)
+        assert [Result(y.shape, y.dtype) for y in ys] == [plan.y(given, 64)]
+        assert [Result(part.shape, part.dtype) for part in kept] == plan.saved(given, made=False)
+        assert plan.dx(160, x.dtype) == Result((x.numel() // 160, 160), x.dtype)

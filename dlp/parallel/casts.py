@@ -11,12 +11,12 @@ when a matrix, an operand or a delayed scale has moved: in the first steps, afte
 only launches, so it can be captured in a CUDA graph. Where a quantizer offers no batch, where operands are still to be
 allocated, or where no kernel reads a matrix, it is observed and cast by itself, with the same bits.
 
-Nothing here knows a layer: `dlp.parallel.linear.operands` makes the casts of one, with its slots, origins and flags.
+Nothing here knows a layer: `dlp.parallel.linear.operands` says what casts of one take beside a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from dlp.parallel import fit
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import (
     Amaxes,
+    KeepHighPrecision,
     OneRead,
     Origin,
     Quantizer,
@@ -43,7 +44,7 @@ from dlp.quant.quantizer import (
     one_read,
 )
 from dlp.quant.recipe import OPERANDS, Recipe
-from dlp.quant.tensor import Format, QuantizedTensor
+from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
 
 Orientations = tuple[bool, bool]  # rowwise, columnwise
 NEITHER: Orientations = (False, False)
@@ -51,6 +52,7 @@ ROWWISE: Orientations = (True, False)
 COLUMNWISE: Orientations = (False, True)
 BOTH: Orientations = (True, True)
 
+HP = HighPrecision()
 Values = Tensor | Produced
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]  # that agree, the second on what the first has agreed on
 NOBODY: Groups = (None, None)
@@ -218,6 +220,31 @@ def placed(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTenso
     return made if out is None or made is out else made.format.fill(out, *made.parts)
 
 
+class Operands(NamedTuple):
+    """One tensor in the orientations that were asked for; None for another."""
+
+    rowwise: QuantizedTensor | None
+    columnwise: QuantizedTensor | None
+
+    def at(self, columnwise: bool) -> QuantizedTensor:
+        found = self[columnwise]
+        assert found is not None, "this orientation was not asked for"
+        return found
+
+
+class Beside(NamedTuple):
+    """What the casts of one matrix take beside it: where they tell that a value was not finite, and by read the delayed scale
+    and the origins of what they make."""
+
+    flag: Tensor | None
+    slots: Sequence[ScaleSlot | None]
+    origins: Sequence[tuple[Origin, ...]]
+
+
+# the plan, whose values they are, their shape, that of what each read is given, where they lie, and whether amaxes count
+AskBeside = Callable[["CastPlan", str, Sequence[int], Sequence[Sequence[int]], torch.device, bool], Beside]
+
+
 @dataclass(frozen=True)
 class CastPlan:
     """How matrices of one tensor become operands; the same for all with so many rows.
@@ -254,6 +281,30 @@ class CastPlan:
             return [value] * len(self.reads)
         padded = _pad(value, *self.units)
         return [padded if read.rowwise is not None else _pad(padded, self.contracted, 1) for read in self.reads]
+
+    @cached_property
+    def keeps(self) -> bool:
+        """All is kept as it is, and nothing is known of it."""
+        return all(type(q) is KeepHighPrecision for read in self.reads for q in (read.rowwise, read.columnwise) if q)
+
+    @cached_property
+    def draws(self) -> bool:
+        """A cast rounds by chance, and asks where its matrix lies."""
+        return any(read.origins for read in self.reads)
+
+    @cached_property
+    def bare(self) -> Beside | None:
+        """What casts take that want no delayed scales and no origins; None where they do."""
+        if self.draws or any(read.has_slot for read in self.reads):
+            return None
+        return Beside(None, (None,) * len(self.reads), ((),) * len(self.reads))
+
+    def casts(self, matrices: Sequence[Any], beside: Beside, into: Wanted = NOWHERE) -> list[Cast]:
+        """Those of one tensor, of which each read is given a matrix."""
+        casts = []
+        for read, matrix, slot, at in zip(self.reads, matrices, beside.slots, beside.origins, strict=True):
+            casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else _of_read(read, into), beside.flag))
+        return casts
 
     def numbers_agreed(self, value: Tensor) -> int:
         """How many numbers ranks agree on before these casts."""
@@ -312,6 +363,53 @@ def _pad(matrix: Values, rows: int, columns: int) -> Any:
     """Zeros appended up to multiples; the matrix itself where it fits."""
     below, right = -matrix.shape[0] % rows, -matrix.shape[1] % columns
     return F.pad(stored(matrix), (0, right, 0, below)) if below or right else matrix
+
+
+def cast(
+    plan: CastPlan, orientations: Orientations, values: Sequence[Values], members: Sequence[str], beside: AskBeside, *,
+    record: bool = True, into: Wanted = NOWHERE,
+) -> list[Operands]:  # fmt: skip
+    """Values [rows, cols] of the plan's tensor, one of each member -> their operands, with one amax agreement for all.
+
+    beside   says what casts take beside a matrix
+    record   their amaxes count for delayed scales
+    into     storage of `operand_shape` for the one operand there is, in the orientations that have some
+    """
+    row, col = orientations
+    if not plan.reads:
+        return [Operands(None, None)] * len(values)
+    if plan.keeps:
+        rows = (
+            [stored(value) for value in values]
+            if not plan.pads
+            else [stored(plan.matrices(value)[0]) for value in values]
+        )
+        return [Operands(_kept(x) if row else None, _kept(x.t()) if col else None) for x in rows]
+    casts: list[Cast] = []
+    for value, member in zip(values, members, strict=True):
+        matrices = plan.matrices(value)
+        padded = [matrix.shape for matrix in matrices] if plan.draws else ()
+        its = beside(plan, member, value.shape, padded, value.device, record)
+        casts += plan.casts(matrices, its, into)
+    made = make_casts(casts)
+    if len(plan.reads) == 1 and not plan.derived:
+        return [Operands(*operands) for operands in made]
+    if plan.derived:
+        return [Operands(q if row else None, placed(q.transpose(), into[1]) if col else None) for q, _ in made if q]
+    return [Operands(q, q_t) for (q, _), (_, q_t) in zip(made[::2], made[1::2], strict=True)]
+
+
+def _kept(matrix: Tensor) -> QuantizedTensor:
+    return QuantizedTensor(HP, (matrix,))
+
+
+def _of_read(read: Read, into: Wanted) -> Wanted:
+    """What a read writes into: nothing that is kept as it is."""
+    row, col = (
+        None if quantizer is None or quantizer.format.keeps_source else out
+        for quantizer, out in zip((read.rowwise, read.columnwise), into, strict=True)
+    )
+    return row, col
 
 
 def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[Wanted]:

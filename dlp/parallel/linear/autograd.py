@@ -24,16 +24,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dlp.comm import observer
 from dlp.kernels import gemms
-from dlp.parallel.linear.capture import (
-    BACKWARD,
-    FORWARD,
-    LIMIT,
-    CapturedDirections,
-    Key,
-    layout_key,
-    multiplies_tf32,
-    shape_key,
-)
+from dlp.kernels.program import ALIGNMENT
+from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key
 from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward, to_save, waits
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of
@@ -63,6 +55,21 @@ def no_autocast(tensors: Sequence[Tensor | None]) -> torch.autocast:
 
 
 # Eager
+
+
+def multiplies_tf32(x: Tensor) -> bool:
+    """Whether GEMMs of such an x are rounded to TF32, which torch lets change between two calls."""
+    return x.dtype is torch.float32 and gemms.tf32()
+
+
+def shape_key(tensor: Tensor) -> Key:
+    """What launches over a tensor depend on beside its address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
+
+
+def layout_key(tensor: Tensor) -> Key:
+    """The same of one whose shape and dtype are known."""
+    return tensor.stride(), tensor.data_ptr() % ALIGNMENT
 
 
 class BoundCall:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dlp.comm.transport import reach, transport_of
-from dlp.kernels import gemms, program
-from dlp.kernels.program import ALIGNMENT, NotPlain, Program
+from dlp.kernels import program
+from dlp.kernels.program import NotPlain, Program
 from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward
 from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.quant.gemm import own_gemm
@@ -127,18 +127,3 @@ def _communicates_by_launches(bound: BoundSpec, direction: str, device: torch.de
     if not communicates:
         return True
     return all(getattr(spec.overlap, gemm).launches_only and getattr(spec.recipe, gemm).wire == "hp" for gemm in gemms)
-
-
-def multiplies_tf32(x: Tensor) -> bool:
-    """Whether GEMMs of such an x are rounded to TF32, which torch lets change between two calls."""
-    return x.dtype is torch.float32 and gemms.tf32()
-
-
-def shape_key(tensor: Tensor) -> Key:
-    """What launches over a tensor depend on beside its address."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
-
-
-def layout_key(tensor: Tensor) -> Key:
-    """The same of one whose shape and dtype are known."""
-    return tensor.stride(), tensor.data_ptr() % ALIGNMENT

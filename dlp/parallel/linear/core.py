@@ -36,8 +36,8 @@ from dlp.comm import observer, transport
 from dlp.comm.collectives import Pending
 from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.parallel import fit
-from dlp.parallel.casts import COLUMNWISE, NOWHERE, ROWWISE, Orientations, Values, operand_shape
-from dlp.parallel.linear.operands import Operands, cast, quantize
+from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
+from dlp.parallel.linear.operands import beside, quantize
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.parallel.model.checks import check_gathered
@@ -45,11 +45,10 @@ from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import Gathered, Reduction, Route, TransferPlan
 from dlp.parallel.wires import WIRES
 from dlp.quant.gemm import Gemm
-from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
+from dlp.quant.tensor import Format, QuantizedTensor
 
 Rowwise = QuantizedTensor | Gather
 Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
-VALUES = HighPrecision()
 
 
 class GradsWanted(NamedTuple):
@@ -335,6 +334,7 @@ class BoundRoute:
         self.casts = plan.casts(route) if any(route.here) else None
         self.arrived = plan.casts(route, arrived=True) if any(route.there) else None
         self.gathers = [BoundGather(bound, route.tensor, each, plan.format(route, each)) for each in route.gathers]
+        self.owner, self.beside = bound.spec.owners(route.tensor), partial(beside, bound)
         self.leases = any(gather.leased for gather in self.gathers)
         self.remarks = [
             f"{route.tensor} {orientation} ({bound.spec.recipe.name}) travels in high precision: {why}"
@@ -343,7 +343,7 @@ class BoundRoute:
 
     def send(self, values: Values, record: bool = True) -> Sent:
         """Values [M/R, features] of this rank: cast what is cast of them, straight into leases, and start all transfers."""
-        bound, route = self.bound, self.route
+        route = self.route
         leases: list[Lease | None] = [None] * len(self.gathers)
         into: list[QuantizedTensor | None] = [None, None]
         if self.leases:
@@ -354,7 +354,7 @@ class BoundRoute:
         mine = NOTHING
         if self.casts is not None:
             room = (into[0], into[1]) if self.leases else NOWHERE
-            (mine,) = cast(bound, self.casts, route.here, [values], record=record, into=room)
+            (mine,) = cast(self.casts, route.here, [values], self.owner, self.beside, record=record, into=room)
         rowwise: Rowwise | None = mine.rowwise
         columnwise: Columnwise | None = mine.columnwise
         for gather, lease in zip(self.gathers, leases, strict=True):
@@ -374,12 +374,12 @@ class BoundRoute:
         assert casts is not None
         for remark in self.remarks:
             bound.session.note(remark)
-        started = gather.start(QuantizedTensor(VALUES, (values,)))
+        started = gather.start(QuantizedTensor(HP, (values,)))
 
         @cache
         def operands() -> Operands:
             whole = started.whole().payload
-            return cast(bound, casts, route.there, [whole], record=record)[0]
+            return cast(casts, route.there, [whole], self.owner, self.beside, record=record)[0]
 
         return operands
 

@@ -7,30 +7,17 @@ handed to it, where one cast is all there is, and stored first elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from dlp.parallel.casts import BOTH, NOWHERE, Cast, CastPlan, Orientations, Read, Values, cast_plan, make_casts, placed
+from dlp.parallel.casts import BOTH, NOWHERE, Beside, Cast, CastPlan, Operands, Orientations, Values, cast, cast_plan
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.quant.quantizer import Origin, ScaleSlot, Wanted
 from dlp.quant.recipe import Operand
-from dlp.quant.tensor import QuantizedTensor
-
-
-class Operands(NamedTuple):
-    """One tensor in the orientations that were asked for; None for another."""
-
-    rowwise: QuantizedTensor | None
-    columnwise: QuantizedTensor | None
-
-    def at(self, columnwise: bool) -> QuantizedTensor:
-        found = self[columnwise]
-        assert found is not None, "this orientation was not asked for"
-        return found
 
 
 def quantize(
@@ -45,26 +32,8 @@ def quantize(
     into       storage of `operand_shape` for the one operand there is, in the orientations that have some
     """
     plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
-    return cast(bound, plan, orientations, values, members=members, record=record, into=into)
-
-
-def cast(
-    bound: BoundSpec, plan: CastPlan, orientations: Orientations, values: Sequence[Values], *,
-    members: Sequence[str] | None = None, record: bool = True, into: Wanted = NOWHERE,
-) -> list[Operands]:  # fmt: skip
-    """`quantize` by the plan that there is for these values in these orientations."""
-    if not plan.reads:
-        return [Operands(None, None)] * len(values)
-    casts = []
-    for value, member in zip(values, members or bound.spec.owners(plan.tensor), strict=True):
-        casts += _casts(bound, plan, member, plan.matrices(value), value.shape, into, record)
-    made = make_casts(casts)
-    row, col = orientations
-    if len(plan.reads) == 1 and not plan.derived:
-        return [Operands(*operands) for operands in made]
-    if plan.derived:
-        return [Operands(q if row else None, placed(q.transpose(), into[1]) if col else None) for q, _ in made if q]
-    return [Operands(q, q_t) for (q, _), (_, q_t) in zip(made[::2], made[1::2], strict=True)]
+    owners = members or bound.spec.owners(tensor)
+    return cast(plan, orientations, values, owners, partial(beside, bound), record=record, into=into)
 
 
 @remembered
@@ -78,39 +47,33 @@ def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool
     )  # fmt: skip
 
 
-def _casts(
-    bound: BoundSpec, plan: CastPlan, member: str, matrices: Sequence[Values], shape: Sequence[int], into: Wanted,
-    record: bool,
-) -> list[Cast]:  # fmt: skip
-    """Those of one tensor, of which each read is given a matrix; `shape`: before zeros were appended."""
-    session, tensor = bound.session, plan.tensor
-    flag = session.flag(bound.spec.members, tensor, member, matrices[0].device) if plan.quantizes else None
-    casts = []
-    for read, matrix in zip(plan.reads, matrices, strict=True):
-        slot: ScaleSlot | None = None
-        at: tuple[Origin, ...] = ()
-        if read.has_slot:
-            slot = session.slot(bound.slot_name(tensor, member, read.rowwise is None), record)
-        if read.origins:
-            at = tuple([_origin(bound, plan, member, shape, matrix.shape, columnwise) for columnwise in read.origins])
-        casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else _of_read(read, into), flag))
-    return casts
-
-
-def _of_read(read: Read, into: Wanted) -> Wanted:
-    """What a read writes into: nothing that is kept as it is."""
-    row, col = (
-        None if quantizer is None or quantizer.format.keeps_source else out
-        for quantizer, out in zip((read.rowwise, read.columnwise), into, strict=True)
-    )
-    return row, col
+def beside(
+    bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[Sequence[int]],
+    device: torch.device, record: bool,
+) -> Beside:  # fmt: skip
+    """What the casts of one matrix of this shape read and write of the layer's model. `padded`: the shapes of what each read is
+    given, with zeros appended, where it draws."""
+    session, tensor, bare = bound.session, plan.tensor, plan.bare
+    flag = session.flag(bound.spec.members, tensor, member, device) if plan.quantizes else None
+    if bare is not None:
+        return Beside(flag, bare.slots, bare.origins)
+    slots: list[ScaleSlot | None] = []
+    origins: list[tuple[Origin, ...]] = []
+    for i, read in enumerate(plan.reads):
+        slots.append(
+            session.slot(bound.slot_name(tensor, member, read.rowwise is None), record) if read.has_slot else None
+        )
+        origins.append(tuple([_origin(bound, plan, member, shape, padded[i], each) for each in read.origins]))
+    return Beside(flag, slots, origins)
 
 
 def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
     """What `quantize(bound, "w", [weight], BOTH)` casts and agrees on, to be made with the casts of other layers. `value`: the
     weight, padded to its `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
-    return _casts(bound, plan, member, [value] * len(plan.reads), weight.shape, into, True)
+    matrices = [value] * len(plan.reads)
+    its = beside(bound, plan, member, weight.shape, [value.shape] * len(matrices), value.device, True)
+    return plan.casts(matrices, its, into)
 
 
 @cache

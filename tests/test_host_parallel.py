@@ -1,0 +1,75 @@
+"""Host costs of layers under tp: the benchmark of a column and a row linear, and the files that x crosses. In this process, as
+one rank of two whose collectives move nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bench import host_parallel
+from bench.host_parallel import PLAIN
+from tools import forward_files
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_pair_is_measured_beside_plain_torch(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(host_parallel, "shutdown", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = [
+        "--quick",
+        "--recipes",
+        "bf16",
+        "--tokens",
+        "32",
+        "--features",
+        "64",
+        "--json",
+        str(tmp_path / "found"),
+    ]
+    assert host_parallel.main(arguments) == 0
+    plain, bf16 = json.loads((tmp_path / "found").read_text())
+    assert (plain["subject"], plain["calls_ratio"], plain["host_ratio"]) == (PLAIN, 1.0, 1.0) and plain["calls"] > 20
+    assert bf16["subject"] == "bf16" and bf16["calls_ratio"] > 1.0 and bf16["host"] > 0 and bf16["all"] > 0
+    assert bf16["calls"] < 560, "decided once: the pair made 932 Python calls before plans were bound"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("bf16")
+
+
+def test_without_ranks_it_starts_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(host_parallel.subprocess, "call", lambda command: started.append(command) or 7)
+    assert host_parallel.main(["--quick", "--recipes", "bf16"]) == 7
+    assert started[0][:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert started[0][-4:] == ["bench.host_parallel", "--quick", "--recipes", "bf16"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_x_crosses_five_files_at_most(recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    assert forward_files.main(["--recipe", recipe]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name}: " in said for name in ("alone", "column", "row")) and "linear/core.py" in said
+    monkeypatch.setattr(forward_files, "LIMIT", 4)
+    assert forward_files.main(["--recipe", recipe]) == 1
+
+
+def test_what_is_reached_through_lists_and_closures_counts():
+    x = torch.ones(2)
+    assert [*forward_files.tensors_in([{"a": (x, 1)}, lambda: x])] == [x, x]
+    assert not [*forward_files.tensors_in([1, "x", object()])]
