@@ -31,7 +31,7 @@ from dlp.kernels.timing import device_ms
 from dlp.parallel.linear.modules import cores
 from dlp.parallel.model.attach import end_step
 from dlp.parallel.model.session import session_of
-from dlp.parallel.weight.boundary import Values
+from dlp.parallel.weight.base import Values
 
 LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))  # in, out of siblings
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

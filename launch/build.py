@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import dlp
 from dlp import LayerGroup, Plan
 from dlp.comm.mesh import ParallelDims
-from dlp.parallel.weight.grad_wire import set_grad_wire
+from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch import schedule
 from launch.accumulate import Accumulation, accumulation, memory_here
 from launch.config import Batch, Config, ConfigError, validate_world

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -21,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import nn
+from torch.distributed import fsdp
 
 ROOT = Path(__file__).parent.parent
 
@@ -252,3 +256,49 @@ if __name__ == "__main__":
     if not circles(parallel):
         steps = longest_chain(parallel)
         print(f"longest chain of {len(steps)} (at most 10):", *steps, sep="\n  ")
+
+
+# What FSDP2 keeps for itself: its modules, and the attributes of the objects that these define.
+FSDP2 = "torch.distributed.fsdp._fully_shard"
+THE_FILE = Path("dlp/parallel/weight/fsdp2.py")
+
+
+def private_to_fsdp2() -> set[str]:
+    """Names that FSDP2's own objects have, their states included, and that its public module and tensors do not."""
+    found: set[str] = set()
+    for module, name in (
+        ("_fsdp_param", "FSDPParam"),
+        ("_fsdp_param_group", "FSDPParamGroup"),
+        ("_fsdp_state", "FSDPState"),
+    ):
+        tree = ast.parse(inspect.getsource(getattr(importlib.import_module(f"{FSDP2}.{module}"), name)))
+        found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
+    found |= {"_get_fsdp_state", "fsdp_pre_all_gather", "fsdp_post_all_gather"}
+    of_it = re.compile(r"_|.*(shard|gather|fsdp|mp_policy)")  # other names, as `device`, are everybody's
+    return {name for name in found if of_it.match(name) and not hasattr(nn.Module, name)} - set(dir(fsdp.FSDPModule))
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def uses_of_fsdp2(source: str, package: str, private: set[str]) -> list[str]:
+    """Imports from FSDP2's modules, and attributes of other objects than `self` that go by its private names."""
+    found = [target for _, target in imports(source, package) if target.startswith(FSDP2)]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and not is_self(node.value) and node.attr in private:
+            found.append(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            found += [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant) and arg.value in private]
+    return found
+
+
+def test_one_file_touches_what_is_private_in_fsdp2():
+    private = private_to_fsdp2()
+    uses = {
+        file.relative_to(ROOT): found
+        for file, _, package in sources()
+        if (found := uses_of_fsdp2(file.read_text(), package, private))
+    }
+    assert {"_sharded_param_data", "_unsharded_param", "_module_info", "_init_extensions"} <= set(uses[THE_FILE])
+    assert uses.keys() == {THE_FILE}, uses

@@ -173,7 +173,7 @@ def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, feature
         dtype=torch.bfloat16, prologue=prologue,
     )  # fmt: skip
     bound = layer.core.bound
-    weights = [w.detach() for w in layer.core.local_weights()]
+    weights = [w.detach() for w in layer.core.weight_tensors()]
     biases = [b.detach() for b in layer.core.biases() if b is not None]
     x = torch.randn(24, weights[0].shape[1], device=worker.device(), dtype=torch.bfloat16)
     beside = {None: [], "rms_norm": [torch.ones_like(x[0])], "swiglu": [torch.randn_like(x)]}

@@ -28,7 +28,7 @@ from dlp.comm.mesh import ParallelDims
 from dlp.parallel.linear.operands import quantize
 from dlp.parallel.model.session import session_of
 from dlp.parallel.weight import sharded as shards
-from dlp.parallel.weight.local import Use
+from dlp.parallel.weight.base import Use
 from tests import pool as worker
 from tests.cases import ON_RANKS, RECIPES
 from tests.metrics import assert_bit_equal
@@ -104,8 +104,8 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
                 block.unshard()
         for shard in session_of(model).weights():
             assert shard.why is None, shard.why
-            assert len(shard.layout.shard()) * 2 == shard.layout.shape[0]
-            (values,) = all_gather((shard.layout.shard(),), (0,), shard.layout.group).wait()
+            assert len(shard.rows.shard()) * 2 == shard.rows.shape[0]
+            (values,) = all_gather((shard.rows.shard(),), (0,), shard.rows.group).wait()
             use = Use(shard.bound, values.new_zeros(()), torch.bfloat16, False)
             orientations = (not backwards, backwards)
             (both,) = quantize(shard.bound, "w", [values.bfloat16()], orientations, members=[shard.name], record=False)

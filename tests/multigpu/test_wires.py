@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dlp
 from dlp.comm import collectives
 from dlp.parallel.overlap import load
-from dlp.parallel.weight.grad_wire import WireReduceScatter, set_grad_wire
+from dlp.parallel.weight.fsdp2 import CodecReduceScatter, set_grad_wire
 from dlp.parallel.wires import WIRES
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import Gemm
@@ -159,7 +159,7 @@ def refusals() -> list[str]:
     messages = []
     for wrong in (
         lambda: set_grad_wire(nn.Linear(2, 2), "fp4"),
-        lambda: WireReduceScatter(WIRES["fp8"])(torch.ones(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX),
+        lambda: CodecReduceScatter(WIRES["fp8"])(torch.ones(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX),
     ):
         try:
             wrong()

@@ -31,7 +31,8 @@ from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of
 from dlp.parallel.model.autocast import check_compiled
 from dlp.parallel.transfer import Result
-from dlp.parallel.weight.local import WeightParts, check_whole, held, num_axes
+from dlp.parallel.weight.base import WeightParts
+from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)

@@ -34,8 +34,9 @@ from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
 from dlp.parallel.model.session import Session
 from dlp.parallel.style import shard_sizes, style
+from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import hold_quantized
-from dlp.parallel.weight.local import LayerWeights, Member, fill, local, place
+from dlp.parallel.weight.local import fill, local, local_weights, place
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, measured
@@ -126,9 +127,9 @@ class LinearCore:
         self.ran_under = LayerRuns()
         self.stats: StatsTable | None = None
         self.members = list(members)
-        self.weights = self.bound.weights = LayerWeights(self)
+        self.weights = self.bound.weights = local_weights(self)
         self.shared = SharedCall()
-        hold_quantized(self)
+        hold_quantized(self.weights)
 
     def __getstate__(self) -> dict[str, Any]:
         anew: dict[str, Any] = {"variants": {}, "stats": None}
@@ -151,7 +152,7 @@ class LinearCore:
         except KeyError as missing:
             parameter_is_gone(self.spec.name, missing.args[0])
 
-    def local_weights(self) -> list[Tensor]:
+    def weight_tensors(self) -> list[Tensor]:
         return [self._local(getattr(m.module, m.weight)) for m in self.members]
 
     def biases(self) -> list[Tensor | None]:
@@ -210,7 +211,7 @@ class LinearCore:
     def _by_ops(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The same, for what traces or watches."""
         bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
-        kept, weights, biases = self.weights.kept(bound, inputs[0].dtype), self.local_weights(), self.biases()
+        kept, weights, biases = self.weights.kept(bound, inputs[0].dtype), self.weight_tensors(), self.biases()
         cached = [] if kept is None else kept.parts
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):

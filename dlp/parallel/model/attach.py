@@ -36,7 +36,7 @@ from dlp.parallel.model.grads import PartialGradients, check_none_waits
 from dlp.parallel.model.session import Session, converted_root, give_session, in_backward, session_of
 from dlp.parallel.model.survey import check_no_fsdp1, guard
 from dlp.parallel.model.swap import make_due_swaps
-from dlp.parallel.weight.boundary import refresh
+from dlp.parallel.weight.base import refresh
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
 from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
 

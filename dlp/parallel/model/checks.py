@@ -165,7 +165,7 @@ def _probe(parameter: DTensor) -> Tensor:
 
 
 class CastWeight(Protocol):
-    """What is read of a weight here; see `dlp.parallel.weight.local.Weight`."""
+    """What is read of a weight here; see `dlp.parallel.weight.base.Weight`."""
 
     managed: bool
 
@@ -177,7 +177,7 @@ class CastWeight(Protocol):
 
 
 class LayerWeights(Protocol):
-    """Those of one layer; see `dlp.parallel.weight.local.LayerWeights`."""
+    """Those of one layer; see `dlp.parallel.weight.base.LayerWeights`."""
 
     parts: Any
 

@@ -44,8 +44,9 @@ from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan, make_plan
 from dlp.parallel.model.session import Session, give_session
 from dlp.parallel.model.survey import explain, guard
+from dlp.parallel.weight.base import Member
 from dlp.parallel.weight.held import check_untied
-from dlp.parallel.weight.local import Member, local, num_axes, place
+from dlp.parallel.weight.local import local, num_axes, place
 
 
 @dataclass(frozen=True)

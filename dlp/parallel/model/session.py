@@ -49,7 +49,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dlp.comm.amax import agree
 from dlp.parallel.model.checks import Replicas, StaleWeights
 from dlp.parallel.model.flags import Flags
-from dlp.parallel.weight.boundary import WeightBatch
 from dlp.quant.quantizer import ScaleSlot
 from dlp.quant.recipe import Recipe
 from dlp.quant.state import ForwardScales, ScalingState, SlotUse
@@ -77,7 +76,7 @@ class Layer(Protocol):
     variants: dict[Any, Any]
     ran_under: Any  # `dlp.parallel.model.autocast.LayerRuns`
     members: Any
-    weights: Any  # `dlp.parallel.weight.local.LayerWeights`
+    weights: Any  # `dlp.parallel.weight.base.LayerWeights`
     stats: StatsTable | None
 
     @property
@@ -160,7 +159,7 @@ class Session:
         self.optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # attached; whether it took its turn
         self.swaps: list[Swap] = []
         self.scheduled: list[tuple[Swap, Any]] = []  # swaps to come, with their recipes
-        self.weight_batch: WeightBatch | None = None
+        self.weight_batch: Any = None  # `dlp.parallel.weight.base.WeightBatch`, once weights are cast
         self.stale = StaleWeights()
         self.sums: PartialSums | None = None
         self.replicas: Replicas | None = None

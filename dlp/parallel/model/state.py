@@ -162,7 +162,7 @@ def check_scales(model: nn.Module) -> int:
             by_group.setdefault(group, {}).update(_weights(core))
     for weight in session.weights():
         if isinstance(weight, ShardedWeight):
-            by_group.setdefault(weight.layout.group, {}).update(_shards(weight))
+            by_group.setdefault(weight.rows.group, {}).update(_shards(weight))
     for group, scales in by_group.items():
         compare(scales, group)
     return sum(len(scales) for scales in by_group.values())
@@ -192,6 +192,6 @@ def _shards(weight: ShardedWeight) -> Named:
     """What ranks that gather a weight take for equal."""
     return {
         f"{weight.name}.w {name} of {mine.format.name}": tensor
-        for way, mine in weight.mine.items()
-        for name, tensor in not_sent(mine, int(way.flipped)).items()
+        for layout, mine in weight.mine.items()
+        for name, tensor in not_sent(mine, int(layout.transposed)).items()
     }

@@ -32,12 +32,12 @@ from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, TP, WORLD, ParallelDims
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import BOTH, COLUMNWISE, ROWWISE, Orientations, Read, agrees, cast_plan, operand_shape
+from dlp.parallel.fit import VALUES, ShardLayouts, ShardRead, shard_reads, weight_layouts
 from dlp.parallel.linear.spec import delayed_slots
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan
 from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle, shard_sizes
 from dlp.parallel.transfer import Reduction, Route, TransferPlan, transfer_plan
-from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
 from dlp.parallel.wires import WIRES
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import caps_of
@@ -431,11 +431,11 @@ def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
     return {name: (row, weights[name]) for name, row in named if name in weights}
 
 
-def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Ways | None:
+def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> ShardLayouts | None:
     """How the orientations of a linear's weight travel; None: as values."""
     refused = "other modules share it" if parameter.shared else None if load.gather else "it was asked for"
     shape, own_group = (parameter.shape[0], parameter.shape[1]), load.amax_group is not None
-    return travel(row.recipe, shape, load.ranks(DP_SHARD), refused=refused, own_group=own_group)[0]
+    return weight_layouts(row.recipe, shape, load.ranks(DP_SHARD), refused=refused, own_group=own_group)[0]
 
 
 def _gathers(
@@ -446,10 +446,10 @@ def _gathers(
     row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
     passes = [(row,), (col, row) if load.recomputes(parameter.name) else (col,)] if again else [(row, col)]
     first, *rest = load.shard(parameter.shape, padded=True)
-    for way in (way for ways in passes for way in dict.fromkeys(ways)):
-        shape = way.of((first, prod(rest)))
-        nbytes = moved(way.format, shape, int(way.flipped), load.weight_dtype)
-        precision = precision_of(way.format, load.weight_dtype)
+    for layout in (each for layouts in passes for each in dict.fromkeys(layouts)):
+        shape = layout.of((first, prod(rest)))
+        nbytes = moved(layout.format, shape, int(layout.transposed), load.weight_dtype)
+        precision = precision_of(layout.format, load.weight_dtype)
         yield Sent(load.named(DP_SHARD), "", "weights", precision), observer.gathered(nbytes, load.ranks(DP_SHARD))
 
 
@@ -472,18 +472,18 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
     """The step boundary's all-reduces of what the casts of all shards observed: over dp_shard, over the group that has a
     wider say, and over dp_shard of delayed amaxes that no wider group agrees on."""
     shards, wider, staged = 0, 0, 0
-    for (style, recipe, ways, shape), count in Counter(_reads(plan, load)).items():
-        delayed = [caps_of(way.quantizer).slot is not None for way in ways if way is not None]
+    for (style, recipe, layouts, shape), count in Counter(_reads(plan, load)).items():
+        delayed = [caps_of(layout.quantizer).slot is not None for layout in layouts if layout is not None]
         covered = recipe.reduce_amax and load.amax_group in (None, WORLD, DP_SHARD)
         staged += count * (delayed[0] and not covered)
-        shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both ways
-        by_row, by_col = (None if way is None else way.quantizer for way in ways)
+        shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both orientations
+        by_row, by_col = (None if layout is None else layout.quantizer for layout in layouts)
         amaxes = Read(by_row, by_col).observe(nothing(shape))
         own_group = load.amax_group is not None
-        for way, amax in zip(ways, amaxes, strict=True):
-            if way is not None and amax is not None:
-                agreed = agrees(style, recipe, "w", way.quantizer, way.flipped, own_group=own_group)
-                shard |= {id(amax): amax} if way.spans_rows else {}
+        for layout, amax in zip(layouts, amaxes, strict=True):
+            if layout is not None and amax is not None:
+                agreed = agrees(style, recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
+                shard |= {id(amax): amax} if layout.spans_rows else {}
                 wide |= {id(amax): amax} if agreed else {}
         shards += count * sum(amax.numel() for amax in shard.values())
         wider += count * sum(amax.numel() for amax in wide.values())
@@ -491,14 +491,12 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
         yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))
 
 
-def _reads(
-    plan: Plan, load: Workload
-) -> Iterator[tuple[ParallelStyle, Recipe, tuple[Way | None, Way | None], tuple[int, ...]]]:
-    """The casts that a step boundary makes of weights over dp_shard: style and recipe of the linear, the ways, and the
+def _reads(plan: Plan, load: Workload) -> Iterator[tuple[ParallelStyle, Recipe, ShardRead, tuple[int, ...]]]:
+    """The casts that a step boundary makes of weights over dp_shard: style and recipe of the linear, the layouts, and the
     shape of the shard. Those of equal layers are equal."""
     if not load.units or load.ranks(DP_SHARD) == 1:
         return
     for row, parameter in linear_weights(plan).values():
         shape = load.shard(parameter.shape, padded=True)
-        for ways in reads(travels_as(row, parameter, load) or ()):
-            yield row.row, row.recipe, ways, shape
+        for layouts in shard_reads(travels_as(row, parameter, load) or ()):
+            yield row.row, row.recipe, layouts, shape

@@ -11,6 +11,8 @@ frees what is gathered, reduces gradients, prefetches and reshards as always.
     attached    local tensor.fsdp_pre_all_gather  ─► casts of the shard ─► one all-gather a unit ─► fsdp_post_all_gather
     unhooked    what FSDP does by itself: values, in `mp_policy.param_dtype`
 
+Gradients may be carried over dp_shard as less than the dtype of their reduction (`set_grad_wire`).
+
 All that is private in FSDP2 is touched in this file.
 """
 
@@ -21,19 +23,23 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from dlp.comm import collectives, observer
+from dlp.comm.collectives import ReduceCodec
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
-from dlp.parallel.linear.modules import cores
+from dlp.parallel.fit import ShardLayout
 from dlp.parallel.model.session import Session, in_backward
-from dlp.parallel.weight.boundary import refresh
-from dlp.parallel.weight.local import LayerWeights, LocalWeight, ManagedWeight, Weight, placeholder, show, tell
-from dlp.parallel.weight.sharded import Layout, ShardedWeight
-from dlp.parallel.weight.ways import Way, keeps_source
+from dlp.parallel.weight.base import LayerWeights, Weight, refresh, tell, weights_in
+from dlp.parallel.weight.local import LocalWeight, ManagedWeight, placeholder, show
+from dlp.parallel.weight.sharded import RowShards, ShardedWeight
+from dlp.parallel.wires import WIRES
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,10 @@ def fully_shard(
     dims = ParallelDims.from_mesh(mesh)
     _check_order(module)
     fsdp2_keywords = _with_integer(module, dims.dp_shard, quantize_from_master, fsdp2_keywords)
-    for core in cores(module):
-        if core.spec.options.delay_wgrad:
-            core.set_spec(replace(core.spec, options=replace(core.spec.options, delay_wgrad=False)))
-            core.session.note("wgrad does not wait under FSDP, which reduces gradients within backward")
+    for layer in [weights.layer for weights in weights_in(module)]:
+        if layer.spec.options.delay_wgrad:
+            layer.set_spec(replace(layer.spec, options=replace(layer.spec.options, delay_wgrad=False)))
+            layer.session.note("wgrad does not wait under FSDP, which reduces gradients within backward")
     sharded = fsdp.fully_shard(module, mesh=dims.fsdp_mesh, **fsdp2_keywords)
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     early = module.register_forward_pre_hook(_before_attach)
@@ -85,7 +91,8 @@ def fully_shard(
 
 def _check_order(module: nn.Module) -> None:
     """ValueError after `dlp.attach`, which made casts of weights that were whole."""
-    attached = next((core.spec.name for core in cores(module) if core.session.attached), None)
+    layers = [weights.layer for weights in weights_in(module)]
+    attached = next((layer.spec.name for layer in layers if layer.session.attached), None)
     if attached is not None:
         raise ValueError(f"{attached}: dlp.fully_shard comes before dlp.attach, which has been called on this model")
 
@@ -120,9 +127,9 @@ def _is_integer(reshard: Any) -> bool:
 @torch.compiler.disable
 def _before_attach(module: nn.Module, args: Any) -> None:
     """Until there is a step boundary nothing is kept between calls, so values travel."""
-    for core in cores(module):
-        if not keeps_source(core.spec.recipe.w):
-            core.session.note("w is gathered in high precision: dlp.attach has not been called")
+    for weights in weights_in(module):
+        if not weights.layer.spec.recipe.w.keeps_source:
+            weights.layer.session.note("w is gathered in high precision: dlp.attach has not been called")
 
 
 def _refused(keywords: dict[str, Any]) -> str | None:
@@ -135,7 +142,11 @@ def _refused(keywords: dict[str, Any]) -> str | None:
 
 def gather_quantized(model: nn.Module) -> None:
     """From now on the weights of this model's layers travel as `fully_shard` was asked to let them."""
-    owners = {(id(m.module), m.weight): (core.weights, i) for core in cores(model) for i, m in enumerate(core.members)}
+    owners = {
+        (id(member.module), member.weight): (weights, i)
+        for weights in weights_in(model)
+        for i, member in enumerate(weights.layer.members)
+    }
     gathers: list[_Gather] = []
     for module in model.modules():
         asked: Gathering | None = getattr(module, "dlp_gathering", None)
@@ -163,16 +174,16 @@ class _Gather:
 
     def __init__(self, module: nn.Module, param: Any, weights: LayerWeights, index: int, asked: Gathering) -> None:
         self._module, self._param = module, param
-        self._outputs: dict[tuple[Way, ...], list[Tensor]] = {}
+        self._outputs: dict[tuple[ShardLayout, ...], list[Tensor]] = {}
         whole, dtype = param._orig_size, param.mp_policy.param_dtype or param.sharded_param.dtype
         refused = asked.refused
         if len(_owners(param)) > 1:
             refused = "other modules share it"
         elif param.fsdp_placement.dim:
             refused = "dp_shard cuts its in_features"
-        layout = Layout((whole[0], whole[1]), asked.group, self._shard, dtype, asked.from_master, refused)
+        rows = RowShards((whole[0], whole[1]), asked.group, self._shard, dtype, asked.from_master, refused)
         self._hooked = False
-        self.weight = ShardedWeight(weights, index, layout, self._stored, self._update)
+        self.weight = ShardedWeight(weights, index, rows, self._stored, self._update)
         weights.set([*weights.members[:index], self.weight, *weights.members[index + 1 :]])
 
     def _stored(self) -> Tensor:
@@ -202,12 +213,12 @@ class _Gather:
         self._hooked = hook
 
     def _placeholder(self) -> Tensor:
-        return placeholder(self.weight.layout.shape, self.weight.layout.dtype, self._param.device)
+        return placeholder(self.weight.rows.shape, self.weight.rows.dtype, self._param.device)
 
     def _values(self) -> Tensor:
         """What FSDP2 makes of an unhooked parameter at its first gather: a view of memory that it then manages."""
-        size = self._param.padded_sharded_param_size.numel() * self.weight.layout.group.size()
-        out = torch.empty(size, dtype=self.weight.layout.dtype, device=self._param.device)
+        size = self._param.padded_sharded_param_size.numel() * self.weight.rows.group.size()
+        out = torch.empty(size, dtype=self.weight.rows.dtype, device=self._param.device)
         view = torch.as_strided(out, self._param._orig_size, self._param._contiguous_orig_stride, 0)
         self._param.all_gather_outputs = [out]
         out.untyped_storage().resize_(0)
@@ -215,23 +226,28 @@ class _Gather:
 
     def _pre(
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[Way, ...]]:
-        """FSDP2's question what to gather; its records are one for each set of ways that travels together."""
-        runtime = self.weight.bound.session
-        if not in_backward() and runtime.stale.moved(self.weight.owner):
+    ) -> tuple[tuple[Tensor, ...], tuple[ShardLayout, ...]]:
+        """FSDP2's question what to gather; its records are one for each set of layouts that travels together."""
+        session = self.weight.bound.session
+        if not in_backward() and session.stale.moved(self.weight.owner):
             self.weight.fresh = False
         if not self.weight.fresh:
-            _cast_late(runtime)
-        parts, ways = self.weight.depart()
-        self._param.all_gather_outputs = self._outputs.get(ways, [])
-        return parts, ways
+            _cast_late(session)
+        parts, layouts = self.weight.depart()
+        self._param.all_gather_outputs = self._outputs.get(layouts, [])
+        return parts, layouts
 
     def _post(
-        self, outputs: tuple[Tensor, ...], ways: tuple[Way, ...], param_dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        outputs: tuple[Tensor, ...],
+        layouts: tuple[ShardLayout, ...],
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Any, tuple[Tensor, ...]] | None:
         """FSDP2's question what was gathered: at first the parameter and the memory it shall manage beside its own."""
-        self._outputs[ways] = self._param.all_gather_outputs
-        self.weight.arrive(outputs, ways)
+        self._outputs[layouts] = self._param.all_gather_outputs
+        self.weight.arrive(outputs, layouts)
         return None if out is not None else (_Strided(self._placeholder()), ())
 
 
@@ -248,15 +264,15 @@ class _Strided:
         return tensor
 
 
-def _cast_late(runtime: Session) -> None:
+def _cast_late(session: Session) -> None:
     """Weights are gathered before any step boundary has cast them, or after they were loaded: do it now, all of them.
     Their delayed amaxes take the place of those that the last boundary staged."""
-    stale: list[Weight] = [weight for weight in runtime.weights() if weight.gathered and not weight.fresh]
-    if not runtime.has_slots():
-        refresh(runtime, stale)
+    stale: list[Weight] = [weight for weight in session.weights() if weight.gathered and not weight.fresh]
+    if not session.has_slots():
+        refresh(session, stale)
         return
-    with runtime.scaling.restaging():
-        refresh(runtime, stale)
+    with session.scaling.restaging():
+        refresh(session, stale)
 
 
 class Managed:
@@ -324,3 +340,42 @@ def _holders(param: Any) -> list[tuple[nn.Module, str]]:
 def _owners(param: Any) -> list[tuple[int, str]]:
     """The same, with modules by id."""
     return [(id(module), name) for module, name in _holders(param)]
+
+
+class CodecReduceScatter(ReduceScatter):
+    """FSDP2's reduce-scatter as an exchange and a sum of what `codec` packs.
+
+    FSDP hands over the gradients of a unit as one flat tensor, a part for each rank; blocks of 128 lie along it. Sums are
+    fp32 in rank order, divided by the number of ranks and rounded once to the dtype of the reduction (`reduce_dtype`).
+    """
+
+    def __init__(self, codec: ReduceCodec) -> None:
+        self.codec = codec
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """On the current stream, whatever `async_op`. Raises ValueError for another op than a sum or an average."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"gradients on a wire are summed or averaged; got {op}: leave the gradient divide factor as it is"
+            )
+        with observer.label(layer="", direction="grads"):
+            (total,) = collectives.reduce_scatter((input_tensor,), group, self.codec).wait()
+        output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
+
+
+def set_grad_wire(model: nn.Module, wire: str) -> None:
+    """Carry the gradients of every FSDP unit of `model` as one of WIRES; call it after `fully_shard`.
+
+    Raises ValueError for another wire.
+    """
+    if wire not in WIRES:
+        raise ValueError(f"unknown gradient wire {wire!r}: the wires are {', '.join(WIRES)}")
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_custom_reduce_scatter(CodecReduceScatter(WIRES[wire]))

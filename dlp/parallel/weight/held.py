@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from dlp.parallel.casts import BOTH, Cast
 from dlp.parallel.linear.operands import quantize, unflatten
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.weight.boundary import Values
-from dlp.parallel.weight.local import Layer, LayerWeights, LocalWeight, local_values, placeholder, show
+from dlp.parallel.weight.base import LayerWeights, Values, weights_in
+from dlp.parallel.weight.local import LocalWeight, local_values, placeholder, show
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
@@ -69,15 +69,16 @@ def quantized_model_init(
         _ASKED.reset(token)
 
 
-def hold_quantized(layer: Holding) -> None:
+def hold_quantized(weights: LayerWeights) -> None:
     """A layer is being made: where a region asks for it, quantize its weights and let go of their values."""
+    layer = weights.layer
     asked = _ASKED.get()
     if asked is None:
         return
     if asked.recipe is not None:
         layer.set_spec(layer.with_recipe(asked.recipe.for_layer(layer.spec.members[0])))
     if not layer.spec.recipe.w.keeps_source:
-        layer.weights.set([HeldWeight(layer.weights, i, asked.preserve) for i in range(len(layer.members))])
+        weights.set([HeldWeight(weights, i, asked.preserve) for i in range(len(layer.members))])
 
 
 def check_untied(model: nn.Module) -> None:
@@ -92,19 +93,6 @@ def check_untied(model: nn.Module) -> None:
                     f"quantized_model_init: {first} and {name} share a parameter, of which codes would be all that is "
                     f"left; untie them, or convert this model outside of the region"
                 )
-
-
-class Holding(Layer, Protocol):
-    """A layer that is being made."""
-
-    weights: LayerWeights
-
-    @property
-    def spec(self) -> LinearSpec: ...
-
-    def with_recipe(self, recipe: Recipe) -> LinearSpec: ...
-
-    def set_spec(self, spec: LinearSpec) -> None: ...
 
 
 class HeldWeight(LocalWeight):
@@ -315,5 +303,4 @@ def load_masters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
 
 
 def _held(model: nn.Module) -> list[HeldWeight]:
-    layers = dict.fromkeys(core.weights for module in model.modules() if (core := getattr(module, "core", None)))
-    return [weight for weights in layers for weight in weights if isinstance(weight, HeldWeight)]
+    return [weight for weights in weights_in(model) for weight in weights if isinstance(weight, HeldWeight)]

@@ -1,9 +1,4 @@
-"""Where w lives, what a layer reads of it, and what becomes of its gradient: `Weight`, and weights that are whole here.
-
-    LocalWeight                   values: cast at the step boundary into operands that passes only read, else by the pass
-    ManagedWeight                 the same, where FSDP manages the parameter on one rank and a layer may see a copy of it
-    HeldWeight      (held.py)     codes and scales, which are all there is
-    ShardedWeight   (sharded.py)  some rows on each rank, cast at the step boundary, gathered for the pass
+"""Weights that are whole on this rank, and how their parameters lie there.
 
 Every parameter of a converted model is a DTensor on the mesh's tp axis (FSDP adds its own axes), so clipping and
 checkpoints work by themselves. Layers compute on this rank's plain tensor, which `local` hands out.
@@ -11,13 +6,12 @@ checkpoints work by themselves. Layers compute on this rank's plain tensor, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -25,229 +19,17 @@ from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, operand_shape
 from dlp.parallel.linear.operands import Operands, flatten, quantize, unflatten, weight_casts
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.weight.boundary import Values
+from dlp.parallel.weight.base import Layer, LayerWeights, Member, Use, Values
 from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
 
 
-class Member(NamedTuple):
-    """One weight of a layer: the module that owns it, and the names of its weight and bias there."""
-
-    module: nn.Module
-    weight: str
-    bias: str
-
-
-class Layer(Protocol):
-    """What weights know of their layer: its own spec, its members, and all specs that it runs under now."""
-
-    bound: BoundSpec
-    members: list[Member]
-
-    def bounds(self) -> list[BoundSpec]: ...
-
-
-class Use(NamedTuple):
-    """A pass that reads a weight. value [N, K]: of its parameter on this rank, now; dtype: of x; record: gradients are
-    enabled, so amaxes count for delayed scales."""
-
-    bound: BoundSpec
-    value: Tensor
-    dtype: torch.dtype
-    record: bool
-
-
-class Weight(Protocol):
-    """One w [N, K] of a layer.
-
-    owner      the weights of its layer
-    name       of its member, under which scales are kept
-    stored     the parameter that optimizers step on; None where a parametrization has taken its place
-    parts      flat parts of operands that passes only read, `num_rowwise` of them of the rowwise one, which come first; none:
-               there are no such operands now
-    managed    FSDP has it, and the layer may see a copy of `stored`
-    gathered   its operands come to be before a pass, not inside of it
-    fresh      the casts in use, if there are some, are those of a step boundary
-    why, told  why its operands do not travel as the recipe says, if so, and what the log has said of that
-    """
-
-    owner: LayerWeights
-    parts: list[Tensor]
-    num_rowwise: int
-    managed: bool
-    gathered: bool
-    fresh: bool
-    why: str | None
-    told: str | None
-
-    @property
-    def bound(self) -> BoundSpec:
-        """The spec of its layer."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def stored(self) -> Tensor | None: ...
-
-    def rowwise(self, use: Use) -> QuantizedTensor:
-        """w [N, K], fprop's operand."""
-
-    def columnwise(self, use: Use) -> QuantizedTensor:
-        """w.T [K, N], dgrad's operand."""
-
-    def take_grad(self, wgrad: Callable[[], Tensor], *, may_wait: bool) -> Tensor | None:
-        """What autograd gets as dw [N, K] in this backward: that of `wgrad`; None where this one will come otherwise.
-        `may_wait`: somebody else waits for this backward."""
-
-    def casts(self, values: Values) -> list[Cast]:
-        """Those that the step boundary makes of it."""
-
-    def take(self, made: Sequence[Wanted]) -> None:
-        """What those casts have made."""
-
-    def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
-        """The amaxes that delayed scaling has recorded in those casts, and a group that must agree on them, where the update
-        of scales does not see to that."""
-
-    def check(self, recipe: Recipe) -> None:
-        """ValueError for a recipe that its layer cannot run under."""
-
-    def serves(self, spec: LinearSpec) -> bool:
-        """Whether `parts` are operands under a spec that is not the layer's own. ValueError as of `check`."""
-
-    def drop(self, *, retyped: bool = False) -> None:
-        """Forget casts: the recipe or the values changed other than by a step, or, `retyped`, the dtype of x did."""
-
-    def shown(self, *, written: bool) -> AbstractContextManager[None]:
-        """Inside, the parameter has its values; `written`: they may be overwritten there."""
-
-
-class WeightParts:
-    """Flat parts of the persistent operands of a layer's weights, by orientation. `calls`: what reads them and keeps to their
-    addresses (see `dlp.parallel.linear.autograd`)."""
-
-    def __init__(self, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
-        self.parts, self._sizes, both = parts, sizes, sum(sizes)
-        self.rowwise = [part for i, part in enumerate(parts) if i % both < sizes[0]]
-        self.columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
-        self.calls: dict[Any, Any] = {}
-
-    def both_of(self, used: Sequence[int]) -> list[Tensor]:
-        """The parts of some of the weights, in both orientations."""
-        size = sum(self._sizes)
-        return [part for i in used for part in self.parts[i * size : (i + 1) * size]]
-
-    def columnwise_of(self, used: Sequence[int]) -> list[Tensor]:
-        """The columnwise parts of some of the weights."""
-        size = self._sizes[1]
-        if len(used) * size == len(self.columnwise):
-            return self.columnwise
-        return [part for i in used for part in self.columnwise[i * size : (i + 1) * size]]
-
-
-class LayerWeights:
-    """The weights of one layer, in the order of its members.
-
-    caches   the step boundary casts weights that are whole here; else passes do
-    dtype    of x when the layer last ran: what values are rounded to before their cast
-    parts    of all of them, where each has some
-    """
-
-    def __init__(self, layer: Layer) -> None:
-        self.layer, self.caches = layer, False
-        self.dtype: torch.dtype | None = None
-        self.parts: WeightParts | None = None
-        self.set([LocalWeight(self, i) for i in range(len(layer.members))])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Those of a copied layer are cast by passes, until it is attached to an optimizer of its own."""
-        return vars(self) | {"caches": False, "dtype": None, "parts": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.collect()
-
-    def __iter__(self) -> Iterator[Weight]:
-        return iter(self.members)
-
-    def set(self, members: Sequence[Weight]) -> None:
-        """They live elsewhere from now on."""
-        self.members = list(members)
-        self._gathered = any(weight.gathered for weight in members)
-        self.collect()
-
-    def collect(self) -> None:
-        """The operands of a weight may be others, in other memory, than before."""
-        found = [part for weight in self.members for part in weight.parts]
-        if self.parts is None or list(map(id, found)) != list(map(id, self.parts.parts)):
-            whole, rowwise = all(weight.parts for weight in self.members), self.members[0].num_rowwise
-            sizes = rowwise, len(found) // len(self.members) - rowwise
-            self.parts = WeightParts(found, sizes) if whole else None
-
-    def kept(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
-        """The operands that there are for activations of `dtype`; None: `read` says what there is."""
-        if bound is not self.layer.bound:
-            return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
-        if self.dtype != dtype:  # the next step boundary casts for it
-            self.dtype = dtype
-            self.drop(retyped=True)
-        return self.parts
-
-    def read(
-        self, bound: BoundSpec, used: Sequence[int], values: Sequence[Tensor], dtype: torch.dtype, *, columnwise: bool,
-        record: bool,
-    ) -> Sequence[Tensor]:  # fmt: skip
-        """The flat parts of one orientation of the `used` weights, made before the pass that reads them; none where that
-        casts them all itself, with one agreement."""
-        if not self._gathered:
-            return ()
-        found: list[Tensor] = []
-        for i, value in zip(used, values, strict=True):
-            weight, use = self.members[i], Use(bound, value, dtype, record)
-            found += (weight.columnwise(use) if columnwise else weight.rowwise(use)).parts
-        return found
-
-    def stored(self) -> list[Tensor]:
-        """The parameters that optimizers step on, without those that a parametrization has taken the place of."""
-        return [stored for weight in self.members if (stored := weight.stored) is not None]
-
-    def in_use(self) -> bool:
-        """Whether passes compute with casts that a step boundary made."""
-        return self.parts is not None or all(weight.gathered and weight.fresh for weight in self.members)
-
-    def check(self, recipe: Recipe) -> None:
-        """ValueError for a recipe that the layer cannot run under."""
-        for weight in self.members:
-            weight.check(recipe)
-
-    def drop(self, *, retyped: bool = False) -> None:
-        """Forget casts, see `Weight.drop`."""
-        for weight in self.members:
-            weight.drop(retyped=retyped)
-        self.collect()
-        tell(self.members)
-
-    @contextmanager
-    def shown(self, *, written: bool = False) -> Iterator[None]:
-        """Inside, parameters have their values; `written`: which may be overwritten there."""
-        with ExitStack() as stack:
-            for weight in self.members:
-                stack.enter_context(weight.shown(written=written))
-            yield
-
-
-def tell(weights: Sequence[Weight]) -> None:
-    """Amend the plan by what travels otherwise than its recipe promises, once."""
-    reasons: dict[str, list[Weight]] = {}
-    for weight in weights:
-        if weight.why not in (None, weight.told):
-            reasons.setdefault(str(weight.why), []).append(weight)
-        weight.told = weight.why
-    for why, its in reasons.items():
-        some = its[0].name if len(its) == 1 else f"{its[0].name} and {len(its) - 1} more"
-        its[0].bound.session.note(f"w is gathered in high precision: {why} [{some}]")
+def local_weights(layer: Layer) -> LayerWeights:
+    """Those of a layer that is being made."""
+    weights = LayerWeights(layer)
+    weights.set([LocalWeight(weights, i) for i in range(len(layer.members))])
+    return weights
 
 
 class LocalWeight:

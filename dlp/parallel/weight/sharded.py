@@ -4,7 +4,7 @@
     forward         the casts are gathered rowwise                                       ─► fprop
     backward        they are gathered columnwise, or rowwise again and transposed here   ─► dgrad
 
-What is gathered equals the cast of the whole weight, bit for bit; a weight whose shards would not (see `ways.obstacle`)
+What is gathered equals the cast of the whole weight, bit for bit; a weight whose shards would not (see `fit.weight_obstacle`)
 travels in high precision and is cast where it is used. Who moves the bytes is not known here: a transfer asks `depart`
 for what to send in the pass that runs now, and hands `arrive` what came.
 
@@ -28,20 +28,19 @@ from torch.distributed import ProcessGroup
 from dlp.comm import observer
 from dlp.comm.collectives import all_gather
 from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, agrees
+from dlp.parallel.fit import VALUES, ShardLayout, ShardLayouts, ShardRead, shard_reads, weight_layouts
 from dlp.parallel.linear.operands import quantize
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.session import in_backward
-from dlp.parallel.weight.boundary import Values
-from dlp.parallel.weight.local import LayerWeights, Use
-from dlp.parallel.weight.ways import VALUES, Way, Ways, reads, travel
+from dlp.parallel.weight.base import LayerWeights, Use, Values
 from dlp.quant.quantizer import ScaleSlot, Wanted, caps_of
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import SHARED, QuantizedTensor, Shape
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowShards:
     """Where a weight is. shape: [N, K] on this tp rank. shard: hands out the rows of this rank, with zero rows up to the
     same number on all ranks. dtype: what shards are rounded to before their cast, and what they travel in otherwise.
     from_master: the cast reads them unrounded. refused: why they must not travel quantized."""
@@ -64,20 +63,20 @@ class ShardedWeight:
         self,
         owner: LayerWeights,
         index: int,
-        layout: Layout,
+        rows: RowShards,
         stored: Callable[[], Tensor],
         hook: Callable[[bool], None],
     ) -> None:
-        self.owner, self.index, self.layout, self._stored, self._hook = owner, index, layout, stored, hook
-        self.travel: Ways | None = None
+        self.owner, self.index, self.rows, self._stored, self._hook = owner, index, rows, stored, hook
+        self.travel: ShardLayouts | None = None
         self.parts: list[Tensor] = []  # nothing outlives a pass
         self.num_rowwise = 0
         self.why: str | None = None
         self.told: str | None = None
         self.fresh = False
-        self.mine: dict[Way, QuantizedTensor] = {}
-        self._arrived: dict[Way, tuple[Tensor, ...]] = {}
-        self._more: dict[bool, list[Way]] = {False: [], True: []}
+        self.mine: dict[ShardLayout, QuantizedTensor] = {}
+        self._arrived: dict[ShardLayout, tuple[Tensor, ...]] = {}
+        self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}
         self._backward = False
         self.decide()
 
@@ -113,40 +112,39 @@ class ShardedWeight:
 
     def casts(self, values: Values) -> list[Cast]:
         """Of this rank's rows, in the order of `reads`."""
-        layout, bound = self.layout, self.bound
         if not self.reads:
             return []
-        rows = layout.shard().detach()
-        dtype = rows.dtype if layout.from_master else layout.dtype
-        matrix = values.of(self.name, rows, dtype, (rows.shape[0], rows.shape[1]))
+        bound, mine = self.bound, self.rows.shard().detach()
+        dtype = mine.dtype if self.rows.from_master else self.rows.dtype
+        matrix = values.of(self.name, mine, dtype, (mine.shape[0], mine.shape[1]))
         flag, made = bound.session.flag(bound.spec.members, "w", self.name, matrix.device), []
-        for ways in self.reads:
-            row, col = (None if way is None else way.quantizer for way in ways)
-            out, out_t = (None if way is None else self.mine.get(way) for way in ways)
-            read = Read(row, col, (self._agree(ways[0]), self._agree(ways[1])))
-            made.append(Cast(read, matrix, self._slot(ways[0] or ways[1]), (), (out, out_t), flag))
+        for layouts in self.reads:
+            row, col = (None if each is None else each.quantizer for each in layouts)
+            out, out_t = (None if each is None else self.mine.get(each) for each in layouts)
+            read = Read(row, col, (self._agree(layouts[0]), self._agree(layouts[1])))
+            made.append(Cast(read, matrix, self._slot(layouts[0] or layouts[1]), (), (out, out_t), flag))
         return made
 
-    def _agree(self, way: Way | None) -> Groups:
+    def _agree(self, layout: ShardLayout | None) -> Groups:
         """Who agrees on what one cast observes: dp_shard, where it spans the rows of other ranks, then a group with a wider
         say."""
-        if way is None:
+        if layout is None:
             return NOBODY
         spec = self.bound.spec
         own_group = spec.amax_group is not None
-        wider = agrees(spec.style, spec.recipe, "w", way.quantizer, way.flipped, own_group=own_group)
-        return self.layout.group if way.spans_rows else None, (spec.amax_group or spec.group) if wider else None
+        wider = agrees(spec.style, spec.recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
+        return self.rows.group if layout.spans_rows else None, (spec.amax_group or spec.group) if wider else None
 
-    def _slot(self, way: Way | None) -> ScaleSlot | None:
+    def _slot(self, layout: ShardLayout | None) -> ScaleSlot | None:
         """The delayed scale that one cast reads, if it has one."""
-        if way is None or caps_of(way.quantizer).slot is None:
+        if layout is None or caps_of(layout.quantizer).slot is None:
             return None
-        return self.bound.session.slot(self.bound.slot_name("w", self.name, way.columnwise), True)
+        return self.bound.session.slot(self.bound.slot_name("w", self.name, layout.columnwise), True)
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
         """Those of this rank's rows, where the ranks that share delayed scales are not all those that share the weight."""
         slots = [slot for row, col in self.reads if (slot := self._slot(row or col)) is not None]
-        sharing, keeping = self.bound.session.amax_group, self.layout.group
+        sharing, keeping = self.bound.session.amax_group, self.rows.group
         if sharing is not None and self.bound.spec.recipe.reduce_amax:
             if set(dist.get_process_group_ranks(keeping)) <= set(dist.get_process_group_ranks(sharing)):
                 return None
@@ -155,51 +153,51 @@ class ShardedWeight:
     def decide(self) -> bool:
         """Read the layer's recipe, which is new or unchanged; whether the weight travels otherwise now. Casts are made
         anew in any case."""
-        recipe, layout, before = self.bound.spec.recipe, self.layout, self.travel
+        recipe, rows, before = self.bound.spec.recipe, self.rows, self.travel
         own_group = self.bound.spec.amax_group is not None
-        ways, why = travel(recipe, layout.shape, layout.group.size(), refused=layout.refused, own_group=own_group)
+        layouts, why = weight_layouts(recipe, rows.shape, rows.group.size(), refused=rows.refused, own_group=own_group)
         self.fresh, self.mine, self.why = False, {}, why
-        self.travel = (VALUES, VALUES) if why is not None and layout.from_master else ways
+        self.travel = (VALUES, VALUES) if why is not None and rows.from_master else layouts
         if self.travel != before:
             self._arrived, self._more = {}, {False: [], True: []}
         return self.travel != before
 
     @property
-    def reads(self) -> list[tuple[Way | None, Way | None]]:
+    def reads(self) -> list[ShardRead]:
         """What the step boundary casts."""
-        return reads(self.travel or ())
+        return shard_reads(self.travel or ())
 
-    def rows(self, as_stored: bool) -> Tensor:
+    def _values(self, as_stored: bool) -> Tensor:
         """This rank's rows, as they are or rounded."""
-        values = self.layout.shard().detach()
-        return values if as_stored else values.to(self.layout.dtype)
+        values = self.rows.shard().detach()
+        return values if as_stored else values.to(self.rows.dtype)
 
     def take(self, made: Sequence[Wanted]) -> None:
         """What the casts of `reads` have made."""
-        for ways, operands in zip(self.reads, made, strict=True):
-            self.mine |= {w: q for w, q in zip(ways, operands, strict=True) if w is not None and q is not None}
+        for layouts, operands in zip(self.reads, made, strict=True):
+            self.mine |= {w: q for w, q in zip(layouts, operands, strict=True) if w is not None and q is not None}
 
-    def _cast(self, way: Way) -> QuantizedTensor:
-        if not way.format.keeps_source:
-            return self.mine[way]
-        return way.quantizer.cast(self.rows(self.layout.from_master and way is VALUES), None)
+    def _cast(self, layout: ShardLayout) -> QuantizedTensor:
+        if not layout.format.keeps_source:
+            return self.mine[layout]
+        return layout.quantizer.cast(self._values(self.rows.from_master and layout is VALUES), None)
 
-    def depart(self) -> tuple[tuple[Tensor, ...], tuple[Way, ...]]:
-        """What this rank sends in the pass that runs now, and which ways that are."""
+    def depart(self) -> tuple[tuple[Tensor, ...], tuple[ShardLayout, ...]]:
+        """What this rank sends in the pass that runs now, and in which layouts."""
         assert self.travel is not None
         self._backward = in_backward()
-        ways = tuple(dict.fromkeys((self.travel[self._backward], *self._more[self._backward])))
-        return tuple(part for way in ways for part in self._moving(way)), ways
+        layouts = tuple(dict.fromkeys((self.travel[self._backward], *self._more[self._backward])))
+        return tuple(part for layout in layouts for part in self._moving(layout)), layouts
 
-    def _moving(self, way: Way) -> list[Tensor]:
+    def _moving(self, layout: ShardLayout) -> list[Tensor]:
         """The parts of the shard that travel; FP8 as bytes, since gloo carries no such type."""
-        parts = zip(self._cast(way).parts, way.dims, strict=True)
+        parts = zip(self._cast(layout).parts, layout.dims, strict=True)
         return [_as_wire(part) for part, dim in parts if dim is not SHARED]
 
-    def arrive(self, received: Sequence[Tensor], ways: Sequence[Way]) -> None:
+    def arrive(self, received: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> None:
         """What came of them: each moving part of all ranks along its first dimension. Valid until the next `depart`."""
         rest = iter(received)
-        self._arrived = {way: tuple(next(rest) for dim in way.dims if dim is not SHARED) for way in ways}
+        self._arrived = {layout: tuple(next(rest) for dim in layout.dims if dim is not SHARED) for layout in layouts}
 
     def rowwise(self, use: Use) -> QuantizedTensor:
         return self._read(use, columnwise=False)
@@ -220,33 +218,33 @@ class ShardedWeight:
             return self._at_use(use, use.value, columnwise)
         if VALUES in self.travel and self.why is not None:
             return self._at_use(use, self._operand(VALUES).payload, columnwise)
-        way = self.travel[columnwise]
-        made = self._operand(way)
-        return _kept_in(made.transpose() if columnwise and not way.flipped else made, use.dtype)
+        layout = self.travel[columnwise]
+        made = self._operand(layout)
+        return _kept_in(made.transpose() if columnwise and not layout.transposed else made, use.dtype)
 
     def _at_use(self, use: Use, values: Tensor, columnwise: bool) -> QuantizedTensor:
         """The whole weight, cast here."""
-        values = values if self.layout.from_master else values.to(use.dtype)
+        values = values if self.rows.from_master else values.to(use.dtype)
         orientations = COLUMNWISE if columnwise else ROWWISE
         (made,) = quantize(use.bound, "w", [values], orientations, members=[self.name], record=use.record)
         return _kept_in(made.at(columnwise=columnwise), use.dtype)
 
-    def _operand(self, way: Way) -> QuantizedTensor:
+    def _operand(self, layout: ShardLayout) -> QuantizedTensor:
         """What arrived, as one operand; gathered now where it did not travel."""
-        if way not in self._arrived:
-            self._more[self._backward].append(way)
-            return self._fetch(way)
-        for part in self._arrived[way]:
+        if layout not in self._arrived:
+            self._more[self._backward].append(layout)
+            return self._fetch(layout)
+        for part in self._arrived[layout]:
             self._check_there(part)
-        received, world = iter(self._arrived[way]), self.layout.group.size()
-        mine = self._cast(way) if SHARED in way.dims else None
+        received, world = iter(self._arrived[layout]), self.rows.group.size()
+        mine = self._cast(layout) if SHARED in layout.dims else None
         parts = [
             mine.parts[i]
             if dim is SHARED and mine
-            else _join(next(received), world, dim).view(part.dtype or self._dtype(way))
-            for i, (part, dim) in enumerate(zip(way.format.parts, way.dims, strict=True))
+            else _join(next(received), world, dim).view(part.dtype or self._dtype(layout))
+            for i, (part, dim) in enumerate(zip(layout.format.parts, layout.dims, strict=True))
         ]
-        return self._trim(way, parts)
+        return self._trim(layout, parts)
 
     def _check_there(self, gathered: Tensor) -> None:
         """Kernels would read memory that is no more."""
@@ -256,19 +254,19 @@ class ShardedWeight:
                 f"module returned that was given to fully_shard, or that must not reshard (reshard_after_forward=False)"
             )
 
-    def _dtype(self, way: Way) -> torch.dtype:
-        return self.layout.shard().dtype if self.layout.from_master and way is VALUES else self.layout.dtype
+    def _dtype(self, layout: ShardLayout) -> torch.dtype:
+        return self.rows.shard().dtype if self.rows.from_master and layout is VALUES else self.rows.dtype
 
-    def _fetch(self, way: Way) -> QuantizedTensor:
+    def _fetch(self, layout: ShardLayout) -> QuantizedTensor:
         """Gather one orientation now."""
-        with observer.label(direction="weights", precision="" if way.format.keeps_source else way.format.name):
-            return self._trim(way, all_gather(self._cast(way).parts, way.dims, self.layout.group).wait())
+        with observer.label(direction="weights", precision="" if layout.format.keeps_source else layout.format.name):
+            return self._trim(layout, all_gather(self._cast(layout).parts, layout.dims, self.rows.group).wait())
 
-    def _trim(self, way: Way, parts: Sequence[Tensor]) -> QuantizedTensor:
+    def _trim(self, layout: ShardLayout, parts: Sequence[Tensor]) -> QuantizedTensor:
         """Without the zero rows behind the last shard."""
-        shapes = way.format.part_shapes(way.of(self.layout.shape))
+        shapes = layout.format.part_shapes(layout.of(self.rows.shape))
         return QuantizedTensor(
-            way.format, tuple(_first(part, shape) for part, shape in zip(parts, shapes, strict=True))
+            layout.format, tuple(_first(part, shape) for part, shape in zip(parts, shapes, strict=True))
         )
 
 
