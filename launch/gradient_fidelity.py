@@ -25,7 +25,7 @@ from torch import Tensor
 
 import dlp
 from dlp.comm.mesh import shutdown, world_size
-from dlp.kernels.gemms import device_kind
+from dlp.kernels.table import device_kind
 from dlp.parallel.model.session import session_of
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import support

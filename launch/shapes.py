@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dlp.comm.observer import dtype_name
-from dlp.kernels.gemms import device_kind
+from dlp.kernels.table import device_kind
 from dlp.parallel.model.plan import LayerPlan
 from dlp.parallel.style import shard_sizes
 from dlp.quant.gemm import DECODES, decoded_dtype

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import dlp
 from dlp.comm.mesh import shutdown, world_size
-from dlp.kernels.gemms import device_kind
+from dlp.kernels.table import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
 from dlp.quant.gemm import DEVICES
 from launch import deterministic, wire

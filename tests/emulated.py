@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dlp.comm import transport
-from dlp.kernels import codes, cuda, cuda_producers, dispatch, gemms, loader, ops, program, reference
+from dlp.kernels import codes, cuda, cuda_producers, gemms, loader, ops, program, reference, table
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import capture as programs
 from tests.played_transport import STEPS, PlayedSlot
@@ -27,6 +27,7 @@ ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 TYPES = {number: dtype for dtype, number in gemms.TYPES.items()}
 PIECE = 2**30
+NOT_PLAYED = ("pack_fp8", "sum_fp8")  # whose kernels `Module` lacks
 TYPE = (torch.bfloat16, torch.float32)
 
 
@@ -259,10 +260,7 @@ def emulation() -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (torch._C, "_cuda_getDevice", lambda: -1), (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         (loader, "load", lambda: Module), (loader, "missing", lambda: ""),
-        (dispatch, "has_kernel", lambda x: x.dim() == 2 and x.dtype in cuda.INPUTS),
-        (codes, "_has_kernel", lambda *tensors: all(x.is_contiguous() for x in tensors)), (codes, "ON_DEVICE", ()),
-        (ops, "has_batches", lambda x: False), (gemms, "available", lambda a: True), (gemms, "is_hopper", lambda x: True),
-        (gemms, "scales_blocks", lambda device: True), (gemms, "_module", lambda: Module),
+        (codes, "ON_DEVICE", ()), (ops, "has_batches", lambda x: False), (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (program, "possible", lambda x: True),
         (transport, "reach", lambda group, device: None), (transport, "CudaSlot", PlayedSlot),
@@ -274,4 +272,7 @@ def emulation() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for where, name, value in patches:
             patch.setattr(where, name, value, raising=False)
+        patch.setitem(table.DEVICE_AT, -1, "sm_90")
+        for operation in NOT_PLAYED:
+            patch.setitem(table._ON[operation], "sm_90", table.entries(operation, "cpu"))
         yield

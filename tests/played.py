@@ -16,11 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlp.kernels import casts, cuda, cuda_fp4, cuda_producers, cuda_rowwise, dispatch, reference
+from dlp.kernels import casts, cuda, cuda_fp4, cuda_producers, cuda_rowwise, dispatch, reference, table
 from dlp.kernels.cuda import BlockJob, TensorJob
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.reference import Fp8Scale
+
+CASTS = ("cast_fp8_tensor", "cast_fp8_rowwise", "cast_fp8_block", "cast_mxfp8", "cast_nvfp4")
+PLAYED = (
+    "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", *CASTS, *(f"{cast}_both" for cast in CASTS), "rms_norm", "swiglu",
+    "column_sums",
+)  # fmt: skip
+
+
+@contextmanager
+def by_reference() -> Iterator[None]:
+    """Inside `playing`, the references run all the same."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dispatch, "has_kernel", lambda x: False)
+        for operation in PLAYED:
+            monkeypatch.setitem(table._ON[operation], "cpu", table.entries(operation, "cpu")[-1:])
+        yield
 
 
 @contextmanager
@@ -118,8 +134,10 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(cuda_rowwise, "cast_rowwise_batch", batched(cast_rowwise))
     monkeypatch.setattr(cuda_rowwise, "amax_lines_batch", amax_lines_batch)
     monkeypatch.setattr(cuda_fp4, "cast_nvfp4_batch", batched(cast_nvfp4))
-    monkeypatch.setattr(dispatch, "has_kernel", lambda x: True)
-    monkeypatch.setattr(dispatch, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(dispatch, "has_kernel", lambda x: x.dim() == 2 and x.dtype in cuda.INPUTS)
+    monkeypatch.setattr(table, "kind_of", lambda device: "sm_100")  # of a played kernel, whose scales no GEMM reads
+    for operation in PLAYED:
+        monkeypatch.setitem(table._ON[operation], "cpu", table.entries(operation, "sm_90"))
     _play_producers(monkeypatch)
     return jobs
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import gemms, ops
+from dlp.kernels import gemm_entries, gemms, ops, table
 from dlp.quant.gemm import Gemm, support
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe, load
 from tests.quantizers import matrix, quantize
@@ -46,7 +46,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
 
     def product(
         a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: gemms.Scales, *, bias: Any = None, accumulate: Any = None,
-        alpha: Any = None, how: Any,
+        alpha: Any = None, options: Any,
     ) -> Tensor:  # fmt: skip
         asked.append(scales)
         assert scales.a_mode == scales.b_mode in BLOCKS and b.shape[0] % 32 == 0
@@ -55,9 +55,9 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
         return gemms.finish((sums * (1 if alpha is None else alpha.double())).float(), out_dtype, bias, accumulate)
 
     monkeypatch.setattr(gemms, "product", product)
-    monkeypatch.setattr(gemms, "available", lambda a: True)
-    monkeypatch.setattr(gemms, "is_hopper", lambda x: False)
-    monkeypatch.setattr(gemms, "is_blackwell", lambda x: True)
+    monkeypatch.setitem(table.DEVICE_AT, -1, "sm_100")
+    for operation in table._ON.keys() - {table.GEMM}:  # what lies around the GEMM stays on the CPU
+        monkeypatch.setitem(table._ON[operation], "sm_100", table.entries(operation, "cpu"))
     return asked
 
 
@@ -93,7 +93,7 @@ def test_a_wrong_scale_is_noticed(blackwell, monkeypatch):
     a, b = operands(RECIPES[0], "fprop", (256, 128, 512))
     expected = Gemm("fprop", b, torch.float32)(a)
     swizzle = ops.swizzle_128x4
-    monkeypatch.setattr(ops, "swizzle_128x4", lambda scales, *more: swizzle(scales.roll(1, 1), *more))
+    monkeypatch.setattr(gemm_entries, "swizzle_128x4", lambda scales, *more: swizzle(scales.roll(1, 1), *more))
     assert not torch.allclose(Gemm("fprop", b, torch.float32)(a), expected, rtol=1e-2)
 
 

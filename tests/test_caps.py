@@ -73,7 +73,7 @@ def recipes_with(quantizer: Any) -> list[Any]:
         (QuantizerCaps(origin=True), "declares origin and its cast takes no argument at"),
         (QuantizerCaps(flag=True), "declares flag and its cast takes no argument flag"),
         (QuantizerCaps(one_read_with=(CurrentScaling(),)), "declares one_read_with and not one_read"),
-        (QuantizerCaps(op="cast_int6"), "declares op 'cast_int6', which dlp.kernels.ops lacks"),
+        (QuantizerCaps(op="cast_int6"), "declares op 'cast_int6', which the table of kernels lacks"),
         ({"flag": True}, "its caps must be a QuantizerCaps(...); got {'flag': True}"),
     ],
 )

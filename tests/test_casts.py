@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import casts, casts_fp4, cuda, dispatch, loader, ops
+from dlp.kernels import cuda, loader, ops, table
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel import casts as cast_engine
 from dlp.parallel.casts import BOTH
@@ -22,7 +22,7 @@ from tests.gpu.batched import BATCHED, check_batch
 from tests.gpu.inputs import views
 from tests.gpu.trained import trained
 from tests.metrics import assert_bit_equal
-from tests.played import playing
+from tests.played import CASTS, by_reference, playing
 from tests.quantizers import QUANTIZERS, RECIPES, a_slot, assert_same, matrix, origin
 from tests.test_operands import make_bound
 
@@ -83,8 +83,7 @@ def test_kernels_get_what_they_read_and_give_what_was_asked(pair, played):
         played.clear()
         mine, both = ways(pair, x), together(pair, x)
         assert played, how
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "has_kernel", lambda x: False)
+        with by_reference():
             expected = ways(pair, x)
         for made in (mine, both):
             assert_same(made[0], expected[0])
@@ -185,8 +184,7 @@ def test_what_is_transformed_or_rounded_by_chance_has_no_batch():
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 def test_weights_cast_together_are_those_cast_alone(recipe, played):
     losses, runtime = trained(recipe)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "has_kernel", lambda x: False)
+    with by_reference():
         expected, alone = trained(recipe)
     assert_bit_equal(losses, expected, recipe)
     assert len(expected.unique()) == len(expected), "the weights change"
@@ -230,11 +228,12 @@ def test_what_is_missing_is_said_once_and_in_the_plan(monkeypatch, caplog):
 
 def test_what_has_kernels_is_named(monkeypatch):
     monkeypatch.setattr(loader, "missing", lambda: "")
-    assert {ops.quantizer_kernels(op, "cuda") for op in casts.WITH_KERNELS} == {"kernel"}
-    assert ops.quantizer_kernels("cast_of_mine", "cuda") == ops.quantizer_kernels("amax", "cpu") == "reference"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert {table.cast_kernel(op, "cuda") for op in ("amax", *CASTS)} == {"kernel"}
+    assert table.cast_kernel("cast_of_mine", "cuda") == table.cast_kernel("amax", "cpu") == "reference"
     for quantizer in QUANTIZERS:
         assert bool(caps_of(quantizer).op) == (quantizer != KeepHighPrecision())
-        assert caps_of(quantizer).op in ("", *casts.WITH_KERNELS)
+        assert caps_of(quantizer).op in ("", *CASTS)
 
 
 @pytest.mark.parametrize("tile", [False, True])
@@ -242,8 +241,9 @@ def test_what_has_kernels_is_named(monkeypatch):
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_cast_of_nvfp4_is_named_where_its_kernel_takes_it(tile, rht, stochastic, played):
     quantizer = Nvfp4Scaling(tile, rht, stochastic)
-    takes = casts_fp4._kernel_takes(torch.ones(16, 16), quantizer.format.block, rht, stochastic)
-    assert bool(caps_of(quantizer).op) == takes
+    draw = object() if stochastic else None
+    found = table.choose("cast_nvfp4", torch.ones(16, 16), None, quantizer.format.block, rht=rht, draw=draw)
+    assert bool(caps_of(quantizer).op) == (found.name == "kernel")
 
 
 def test_a_build_that_fails_is_not_passed_over(monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dlp
-from dlp.kernels import gemms, ops, reference
-from dlp.kernels.ops import How
+from dlp.kernels import gemm_entries, gemms, ops, reference
+from dlp.kernels.ops import GemmLaunchOptions
 from dlp.quant.gemm import Gemm
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.quantizer import KeepHighPrecision
@@ -127,8 +127,8 @@ def test_the_reference_runs_on_a_gpu_only_where_that_was_allowed(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     operand: Any = SimpleNamespace(is_cuda=True, device=None)
     with pytest.raises(ValueError, match="some GPU has no kernel for this GEMM"):
-        ops.check_reference(operand, How())
-    ops.check_reference(operand, How(allow_reference=True))
+        gemm_entries.check_reference(operand, GemmLaunchOptions())
+    gemm_entries.check_reference(operand, GemmLaunchOptions(allow_reference=True))
 
 
 def test_a_gpu_without_fp8_tensor_cores_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -136,7 +136,7 @@ def test_a_gpu_without_fp8_tensor_cores_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     codes, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(())
     with pytest.raises(ValueError, match=r"some GPU has no FP8 tensor cores, which come with compute capability 8\.9"):
-        ops._scaled_mm(codes, codes, scale, scale, torch.float32, False)
+        gemm_entries._scaled_mm(codes, codes, scale, scale, torch.float32, False)
 
 
 @pytest.mark.usefixtures("emulated")

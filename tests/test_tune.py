@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import gemms, loader, tune
+from dlp.kernels import gemms, loader, table, tune
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, load
 from launch.config import load as load_config
@@ -68,9 +68,9 @@ class Ran:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
         self.words: list[gemms.Words] = []
-        monkeypatch.setattr(gemms, "available", lambda a: True)
-        monkeypatch.setattr(gemms, "is_hopper", lambda x: device == "sm_90")
-        monkeypatch.setattr(gemms, "is_blackwell", lambda x: device == "sm_100")
+        monkeypatch.setitem(table.DEVICE_AT, -1, device)
+        for operation in table._ON.keys() - {table.GEMM}:
+            monkeypatch.setitem(table._ON[operation], device, table.entries(operation, "cpu"))
         monkeypatch.setattr(gemms, "launch", self._launch)
         monkeypatch.setattr(loader, "missing", lambda: "casts run the reference")
 

@@ -3,7 +3,7 @@
     amax_nvfp4, amax_nvfp4_both     max |x|, of x as it is or after its Hadamard transform
     cast_nvfp4                      packed codes, E4M3 scales and the amax
 
-The kernel transforms along the columns of the matrix that it reads, which is the way a columnwise operand goes. Tiles
+The kernel transforms along the columns of the matrix that it reads, as a columnwise operand is. Tiles
 have kernels where they are rounded to nearest and not transformed, as weights are.
 
 Produced activations are computed apart: bound by instructions, these kernels were slower with a producer inside.
@@ -12,28 +12,35 @@ Produced activations are computed apart: bound by instructions, these kernels we
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_fp4, dispatch, reference
-from dlp.kernels.cuda import Words
+from dlp.kernels.cuda import INPUTS, Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted, into
 from dlp.kernels.produced import Produced, opened, stored
 from dlp.kernels.reference import Draw, watched
 from dlp.kernels.reference.scales import Block
+from dlp.kernels.table import kernel, operation, preparing
 
 TILE = (16, 16)
 Draws = tuple[Draw | None, Draw | None]  # of x, of x.t()
-Way = tuple[Parts, Tensor]  # of one orientation, with its amax
+Part = tuple[Parts, Tensor]  # of one orientation, with its amax
 
 
+@operation
 def amax_nvfp4(x: Tensor | Produced, *, rht: bool) -> Tensor:
     """max |x| of x [rows, C] as fp32 []; `rht`: of rht16(x)."""
     x = stored(x)
-    if not dispatch.has_kernel(x):
-        return reference.amax(reference.rht16(x) if rht else x)
+    return reference.amax(reference.rht16(x) if rht else x)
+
+
+@kernel("amax_nvfp4", reads=INPUTS)
+def _amax_nvfp4(x: Tensor | Produced, *, rht: bool) -> Tensor:
+    x = stored(x)
     if rht:
         return _amax_rht(_columns_of(x))[1]
     out = torch.empty((), device=x.device)
@@ -41,11 +48,16 @@ def amax_nvfp4(x: Tensor | Produced, *, rht: bool) -> Tensor:
     return out
 
 
+@operation
 def amax_nvfp4_both(x: Tensor | Produced) -> tuple[Tensor, Tensor]:
     """max |x| and max |rht16(x.t())|, in one read."""
     x = stored(x)
-    if not dispatch.has_kernel(x):
-        return reference.amax(x), reference.amax(reference.rht16(x.t()))
+    return reference.amax(x), reference.amax(reference.rht16(x.t()))
+
+
+@kernel("amax_nvfp4_both", reads=INPUTS)
+def _amax_nvfp4_both(x: Tensor | Produced) -> tuple[Tensor, Tensor]:
+    x = stored(x)
     amaxes = _amax_rht(x if cuda.readable(x) else x.contiguous())
     return amaxes[0], amaxes[1]
 
@@ -61,8 +73,12 @@ def _columns_of(x: Tensor) -> Tensor:
     return x.t() if cuda.readable(x.t()) else x.t().contiguous()
 
 
-def _kernel_takes(x: Tensor, block: Block, rht: bool, drawn: bool) -> bool:
-    return dispatch.has_kernel(x) and not (block == TILE and (rht or drawn))
+def _takes(x: Any, amax: Any, block: Block, *, rht: bool = False, draw: Draw | None = None, **_: Any) -> bool:
+    return block != TILE or not (rht or draw is not None)
+
+
+def _takes_both(x: Any, amaxes: Any, block: Block, *, rht: bool = False, draws: Draws = (None, None), **_: Any) -> bool:
+    return block != TILE or not (rht or draws != (None, None))
 
 
 def _empty(x: Tensor, block: Block, shape: Sequence[int]) -> Parts:
@@ -74,9 +90,9 @@ def _empty(x: Tensor, block: Block, shape: Sequence[int]) -> Parts:
     )
 
 
-def _job(x: Tensor, flag: Tensor | None, row: Way | None, col: Way | None) -> Nvfp4Job:
-    ways = [(None,) * 4 if way is None else (way[0][0], way[0][1], way[1], way[0][2]) for way in (row, col)]
-    return Nvfp4Job(x, *ways[0], *ways[1])._replace(flag=flag)
+def _job(x: Tensor, flag: Tensor | None, row: Part | None, col: Part | None) -> Nvfp4Job:
+    given = [(None,) * 4 if each is None else (each[0][0], each[0][1], each[1], each[0][2]) for each in (row, col)]
+    return Nvfp4Job(x, *given[0], *given[1])._replace(flag=flag)
 
 
 def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words) -> None:
@@ -92,15 +108,33 @@ def _by_reference(x: Tensor, amax: Tensor, block: Block, rht: bool, draw: Draw |
     return (*reference.cast_nvfp4(values, amax, block, random=random), amax)
 
 
+def _prepare(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block) -> Launches:
+    flat = torch.empty(len(xs), device=xs[0].device)
+    amaxes = flat.unbind()
+    given = [
+        [None if parts is None else (parts, amax) for parts in out] for out, amax in zip(outs, amaxes, strict=True)
+    ]
+    jobs = [_job(x, flag, *each) for x, each, flag in zip(xs, given, flags, strict=True)]
+    cast = cuda_fp4.cast_nvfp4_batch(jobs, tile=block == TILE)
+    return Launches([cuda.amax_batch(xs, flat)], [(amax, amax) for amax in amaxes], [cast])
+
+
+@operation
 def cast_nvfp4(
     x: Tensor | Produced, amax: Tensor, block: Block, *, rht: bool = False, draw: Draw | None = None,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
     amax. `rht`: of rht16(x); `draw`: the random bits of stochastic rounding, None rounds to nearest."""
+    return into(out, _by_reference(stored(x), amax, block, rht, draw, flag))
+
+
+@kernel("cast_nvfp4", reads=INPUTS, takes=_takes, prepare=_prepare)
+def _cast_nvfp4(
+    x: Tensor | Produced, amax: Tensor, block: Block, *, rht: bool = False, draw: Draw | None = None,
+    out: Parts | None = None, flag: Tensor | None = None,
+) -> Parts:  # fmt: skip
     x, words = opened(x, torch.uint8, makes=not rht and block != TILE)
-    if not _kernel_takes(x, block, rht, draw is not None):
-        return into(out, _by_reference(x, amax, block, rht, draw, flag))
     matrix, flipped = (_columns_of(x), True) if rht else dispatch.adjacent(x)
     made = out if out is not None else _empty(x, block, x.shape)
     job = _job(matrix, flag, *((None, (made, amax)) if flipped else ((made, amax), None)))
@@ -108,30 +142,33 @@ def cast_nvfp4(
     return made
 
 
+@operation
 def cast_nvfp4_both(
     x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
+    x = stored(x)
+    row, col = outs if outs is not None else (None, None)
+    made = _by_reference(x, amaxes[0], block, False, draws[0], flag)
+    return into(row, made), into(col, _by_reference(x.t(), amaxes[1], block, rht, draws[1], flag))
+
+
+@kernel("cast_nvfp4_both", reads=INPUTS, takes=_takes_both)
+def _cast_nvfp4_both(
+    x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
+    outs: Outs = None, flag: Tensor | None = None,
+) -> tuple[Parts, Parts]:  # fmt: skip
     x, words = opened(x, torch.uint8, makes=block != TILE)
-    if not _kernel_takes(x, block, rht, draws != (None, None)):
-        row, col = outs if outs is not None else (None, None)
-        made = _by_reference(x, amaxes[0], block, False, draws[0], flag)
-        return into(row, made), into(col, _by_reference(x.t(), amaxes[1], block, rht, draws[1], flag))
     matrix, flipped = (x if cuda.readable(x) else x.contiguous(), False) if rht else dispatch.adjacent(x)
     row, col = outs if outs is not None else (_empty(x, block, shape) for shape in (x.shape, x.shape[::-1]))
-    ways = (row, amaxes[0]), (col, amaxes[1])
+    given = (row, amaxes[0]), (col, amaxes[1])
     if flipped:
-        ways, draws = ways[::-1], draws[::-1]
-    _run(_job(matrix, flag, *ways), block, rht, draws, words)
+        given, draws = given[::-1], draws[::-1]
+    _run(_job(matrix, flag, *given), block, rht, draws, words)
     return row, col
 
 
 def cast_nvfp4_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block) -> Launches:
     """Prepares `cast_nvfp4_both` of many matrices, to nearest and not transformed."""
-    flat = torch.empty(len(xs), device=xs[0].device)
-    amaxes = flat.unbind()
-    ways = [[None if parts is None else (parts, amax) for parts in out] for out, amax in zip(outs, amaxes, strict=True)]
-    jobs = [_job(x, flag, *way) for x, way, flag in zip(xs, ways, flags, strict=True)]
-    cast = cuda_fp4.cast_nvfp4_batch(jobs, tile=block == TILE)
-    return Launches([cuda.amax_batch(xs, flat)], [(amax, amax) for amax in amaxes], [cast])
+    return preparing("cast_nvfp4", xs[0], None, block)(xs, outs, flags, block)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda, loader
+from dlp.kernels import cuda
+from dlp.kernels.table import DEVICE_AT, NATIVE
 
 Parts = Sequence[Tensor]
 Outs = tuple[Parts, Parts] | None  # of x, of x.t()
@@ -34,12 +35,7 @@ class Launches(NamedTuple):
 
 def has_kernel(x: Tensor) -> bool:
     """Whether kernels can read x, a matrix on a device that they run on."""
-    return x.is_cuda and x.dim() == 2 and x.dtype in cuda.INPUTS and not loader.missing()
-
-
-def runs_kernels(device: torch.device) -> bool:
-    """Whether casts of bf16 and fp32 matrices there run kernels."""
-    return device.type == "cuda" and not loader.missing()
+    return DEVICE_AT[x.get_device()] in NATIVE and x.dim() == 2 and x.dtype in cuda.INPUTS
 
 
 def adjacent(x: Tensor) -> tuple[Tensor, bool]:

@@ -11,8 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
-from dlp.kernels.gemms import ALIGNMENT, AS_USUAL, BLOCK_1D, BLOCK_2D, How, Scales
+from dlp.kernels.gemms import ALIGNMENT, Scales
 from dlp.kernels.launches import launch
+from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
 
 PAIR = (256, 192)  # rows and columns that a pair of multiprocessors computes at once
 FILLED = 0.9  # share of all tiles of all waves that is result, at the least
@@ -29,23 +30,24 @@ def is_large(rows: int, cols: int, contraction: int, sms: int) -> bool:
     return contraction >= CONTRACTION and pairs * contraction >= WORK * at_once and filled >= FILLED
 
 
-def takes(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
-          accumulate: Tensor | None = None, how: How = AS_USUAL) -> bool:  # fmt: skip
-    """Whether this GEMM on Hopper runs here. Asked for fewer multiprocessors (`how.sms`), it runs cuBLASLt."""
+def takes(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
+          options: GemmLaunchOptions = DEFAULT_OPTIONS) -> bool:  # fmt: skip
+    """Whether codes a [rows, C], b [cols, C] are multiplied here on Hopper. Asked for fewer multiprocessors (`options.sms`), it
+    is cuBLASLt that does."""
     rows, contraction = a.shape
-    if how.sms or contraction < CONTRACTION:  # most are refused here, without asking the device
+    if options.sms or contraction < CONTRACTION:  # most are refused here, without asking the device
         return False
     large = is_large(rows, b.shape[0], contraction, _multiprocessors(a.get_device()))
-    return large and can_take(a, b, out_dtype, scales, bias=bias, accumulate=accumulate)
+    return large and can_take(a, b, out_dtype, bias=bias, accumulate=accumulate)
 
 
-def can_take(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
+def can_take(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, bias: Tensor | None = None,
              accumulate: Tensor | None = None) -> bool:  # fmt: skip
     """Whether the kernel computes this GEMM: codes E4M3, A's also E5M2, lines aligned to 16 bytes and columns a multiple of 8;
     a result in bf16 or fp32, a bias in its dtype, an accumulator in fp32."""
-    if (scales.a_mode, scales.b_mode) != (BLOCK_1D, BLOCK_2D) or a.dtype not in CODES or b.dtype != CODES[0]:
+    if a.dtype not in CODES or b.dtype != CODES[0] or b.shape[0] % 8 or not all(map(_lies_well, (a, b))):
         return False
-    if b.shape[0] % 8 or not all(map(_lies_well, (a, b))) or out_dtype not in (torch.bfloat16, torch.float32):
+    if out_dtype not in (torch.bfloat16, torch.float32):
         return False
     if accumulate is not None and not (accumulate.dtype == torch.float32 and _lies_well(accumulate)):
         return False

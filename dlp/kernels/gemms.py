@@ -7,7 +7,7 @@
 A plan is cuBLASLt's descriptors and its algorithm for one problem: types, sizes, strides, scale modes, epilogue, flags.
 Plans are made once, by asking the heuristics, and kept; which of their candidates runs is the first, or the one that
 `python -m dlp.kernels.tune` measured to be the fastest on a device of this name. A measured choice may sum in another
-order, so it can be declined (`How.tuned`). Every stream has a workspace of its own.
+order, so it can be declined (`GemmLaunchOptions.tuned`). Every stream has a workspace of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from dlp.kernels import loader, reference
 from dlp.kernels.codes import transposed
 from dlp.kernels.launches import run_plan
+from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
 
 WORKSPACE = 32 * 2**20  # bytes, what cuBLAS advises for Hopper
 CANDIDATES = 8  # algorithms a choice is made among
@@ -43,20 +44,6 @@ TYPES = {
 }
 NONE, TENSOR, NVFP4_BLOCKS, MX_BLOCKS, ROWWISE, BLOCK_1D, BLOCK_2D = -1, 0, 1, 2, 3, 4, 5  # scale modes
 Words = tuple[int, ...]
-
-
-class How(NamedTuple):
-    """How a GEMM runs. `fast_accumulation`: FP8 products are summed in the tensor core only; of others it says nothing.
-    `tuned`: by the measured choice, if there is one. `allow_reference`: by the plain-torch reference on a GPU, where nothing
-    else can. `sms`: on so many multiprocessors, 0 for all."""
-
-    fast_accumulation: bool = False
-    tuned: bool = True
-    allow_reference: bool = False
-    sms: int = 0
-
-
-AS_USUAL = How()
 
 
 class Scales(NamedTuple):
@@ -95,39 +82,6 @@ def _module() -> ModuleType:
     return module
 
 
-def available(a: Tensor) -> bool:
-    """Whether operands like this can be multiplied here: on a GPU with kernels."""
-    return a.is_cuda and not loader.missing()
-
-
-def device_kind(device_type: str) -> str:
-    """What a device is to GEMMs: "cuda" for a GPU on which this package has no kernels, else sm_90 or sm_100 for the
-    current one; other names stand for themselves."""
-    if device_type != "cuda" or loader.missing():
-        return device_type
-    return "sm_100" if torch.cuda.get_device_capability() >= (10, 0) else "sm_90"
-
-
-def is_hopper(x: Tensor) -> bool:
-    """Whether x lies on a GPU that scales rows and blocks of FP8 operands itself."""
-    return _capability(x.get_device())[0] == 9
-
-
-def scales_blocks(device: torch.device) -> bool:
-    """Whether GEMMs there read the scales of blocks, in the layouts of `block_scales`."""
-    return device.type == "cuda" and not loader.missing() and _capability(device.index)[0] == 9
-
-
-def is_blackwell(x: Tensor) -> bool:
-    """Whether x lies on a GPU with units for MXFP8 and NVFP4 operands."""
-    return _capability(x.get_device())[0] == 10
-
-
-@functools.cache
-def _capability(device: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 # Problems
 
 
@@ -164,7 +118,7 @@ def _address(tensor: Tensor | None) -> int:
 
 def prepare(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales | None = None, *, bias: Tensor | None = None,
-    accumulate: Tensor | None = None, alpha: Tensor | None = None, how: How = AS_USUAL,
+    accumulate: Tensor | None = None, alpha: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Job:  # fmt: skip
     """A [rows, C], B [cols, C] (FP4: two codes an entry) -> the job that writes [rows, cols] of `out_dtype`, or adds to
     `accumulate`.
@@ -188,8 +142,8 @@ def prepare(
         TYPES[a.dtype], TYPES[b.dtype], TYPES[out.dtype], NONE if bias is None else TYPES[bias.dtype], rows, cols,
         contraction, a_stride, b_stride, out.stride(0), a_flipped, b_flipped,
         scales.a_mode if scales else NONE, scales.b_mode if scales else NONE,
-        int(accumulate is not None), int(alpha is not None), int(how.fast_accumulation and scales is not None),
-        int(a.dtype == torch.float32 and tf32()), how.sms, anywhere & -anywhere,
+        int(accumulate is not None), int(alpha is not None), int(options.fast_accumulation and scales is not None),
+        int(a.dtype == torch.float32 and tf32()), options.sms, anywhere & -anywhere,
     )  # fmt: skip
     return Job(words, at, out, (a, b, a_scale, b_scale))
 
@@ -324,18 +278,18 @@ def save_choices(device: int, measured: dict[str, int]) -> Path:
 
 def product(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales | None = None, *, bias: Tensor | None = None,
-    accumulate: Tensor | None = None, alpha: Tensor | None = None, how: How = AS_USUAL,
+    accumulate: Tensor | None = None, alpha: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
     """A [rows, C] @ B [cols, C].T, scaled, summed in fp32, plus bias [cols] -> [rows, cols], rounded once to `out_dtype`;
     or added to `accumulate`, which is returned. Bias and accumulator that cuBLASLt does not take are added apart."""
     if bias is None and accumulate is None:
-        return launch(prepare(a, b, out_dtype, scales, alpha=alpha, how=how), a.get_device(), how.tuned)
+        return launch(prepare(a, b, out_dtype, scales, alpha=alpha, options=options), a.get_device(), options.tuned)
     inside = bias is None or _takes_bias(bias, out_dtype if accumulate is None else accumulate.dtype)
     direct = accumulate is None or _takes_output(accumulate)
     if inside and direct:
-        job = prepare(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha, how=how)
-        return launch(job, a.get_device(), how.tuned)
-    wide = launch(prepare(a, b, torch.float32, scales, alpha=alpha, how=how), a.get_device(), how.tuned)
+        job = prepare(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha, options=options)
+        return launch(job, a.get_device(), options.tuned)
+    wide = launch(prepare(a, b, torch.float32, scales, alpha=alpha, options=options), a.get_device(), options.tuned)
     return finish(wide, out_dtype, bias, accumulate)
 
 
@@ -364,7 +318,7 @@ def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumula
 
 def product_fp8(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
-    accumulate: Tensor | None = None, how: How = AS_USUAL,
+    accumulate: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
     """`product` of FP8 codes of any size and alignment: zero codes are appended where it wants more."""
     (rows, contraction), cols = a.shape, b.shape[0]
@@ -373,28 +327,32 @@ def product_fp8(
     together = contraction | cols | a_stride | b_stride | a.data_ptr() | b.data_ptr()
     if together % ALIGNMENT == rows % unit == 0 and a_step == b_step == 1 and min(a_stride, b_stride) >= contraction:
         if bias is None and accumulate is None:
-            return launch(prepare(a, b, out_dtype, scales, how=how), a.get_device(), how.tuned)
-        return product(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
+            return launch(prepare(a, b, out_dtype, scales, options=options), a.get_device(), options.tuned)
+        return product(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
     whole_a, whole_b = _padded(a, unit), _padded(b, ALIGNMENT)
     if whole_a.shape[0] == rows and whole_b.shape[0] == cols:
-        return product(whole_a, whole_b, out_dtype, scales, bias=bias, accumulate=accumulate, how=how)
+        return product(whole_a, whole_b, out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
     wide = out_dtype if bias is None and accumulate is None else torch.float32
-    result = product(whole_a, whole_b, wide, _padded_scales(scales, whole_a, whole_b), how=how)
+    result = product(whole_a, whole_b, wide, _padded_scales(scales, whole_a, whole_b), options=options)
     return finish(result[:rows, :cols], out_dtype, bias, accumulate)
 
 
 def product_blocks(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
-    accumulate: Tensor | None = None, alpha: Tensor | None = None, how: How = AS_USUAL,
+    accumulate: Tensor | None = None, alpha: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
     """`product` of FP8 codes [lines, C] or packed FP4 codes [lines, C/2] with scales in tiles of 128x4, of any size: C and
     the lines of B are filled up with zero codes to multiples of 32. The tiles hold scales for them, and these are 0."""
     cols, along = b.shape[0], BLOCK_UNIT // (2 if a.dtype is FP4 else 1)
     whole_a, whole_b = _padded(a, 1, along), _padded(b, BLOCK_UNIT, along)
     if whole_b.shape[0] == cols:
-        return product(whole_a, whole_b, out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha, how=how)
+        return product(
+            whole_a, whole_b, out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha, options=options
+        )
     wide = out_dtype if bias is None and accumulate is None else torch.float32
-    return finish(product(whole_a, whole_b, wide, scales, alpha=alpha, how=how)[:, :cols], out_dtype, bias, accumulate)
+    return finish(
+        product(whole_a, whole_b, wide, scales, alpha=alpha, options=options)[:, :cols], out_dtype, bias, accumulate
+    )
 
 
 def _padded(codes: Tensor, lines: int, along: int = ALIGNMENT) -> Tensor:

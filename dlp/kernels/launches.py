@@ -21,6 +21,10 @@ GEMM = "gemm"  # what a recording calls the run of a plan; its arguments are the
 _RECORDING: ContextVar[Launched | None] = ContextVar("dlp_recording", default=None)
 
 
+class NotPlain(Exception):
+    """What is taken down does more than launch; the message says what."""
+
+
 def stream_of(tensor: Tensor) -> int:
     """The current stream, for kernels on the current device. ValueError where `tensor` lies on another one."""
     device = tensor.get_device()

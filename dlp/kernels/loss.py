@@ -6,31 +6,47 @@ torch.compile and fake tensors get the reference, too, which is plain torch for 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from dlp.kernels import cuda_loss, reference
-from dlp.kernels.producers import has_kernel
+from dlp.kernels.cuda import INPUTS, readable
+from dlp.kernels.table import kernel, operation
 
 
-def _by_kernel(logits: Tensor) -> bool:
-    return not (torch.compiler.is_compiling() or isinstance(logits, FakeTensor)) and has_kernel(logits)
+def _traced(logits: Tensor) -> bool:
+    return torch.compiler.is_compiling() or isinstance(logits, FakeTensor)
+
+
+def _readable(logits: Tensor, *_: Any) -> bool:
+    return readable(logits)
 
 
 def log_sum_exp(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """logits [M, C], target int64 [M] -> log(sum(exp(logits))) and the logit at the target, fp32 [M]; see the reference."""
-    if not _by_kernel(logits):
-        return reference.log_sum_exp(logits, target)
+    return (reference.log_sum_exp if _traced(logits) else _log_sum_exp)(logits, target)
+
+
+def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
+    """logits [M, C], target int64 [M], log_sum and weight fp32 [M] -> the gradient [M, C] in the dtype of logits."""
+    return (reference.softmax_gradient if _traced(logits) else _softmax_gradient)(logits, target, log_sum, weight)
+
+
+_log_sum_exp, _softmax_gradient = operation(reference.log_sum_exp), operation(reference.softmax_gradient)
+
+
+@kernel("log_sum_exp", reads=INPUTS, takes=_readable)
+def _log_sum_exp_kernel(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     log_sum, picked = (torch.empty(len(logits), device=logits.device) for _ in range(2))
     cuda_loss.log_sum_exp(logits, target.contiguous(), log_sum, picked)
     return log_sum, picked
 
 
-def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
-    """logits [M, C], target int64 [M], log_sum and weight fp32 [M] -> the gradient [M, C] in the dtype of logits."""
-    if not _by_kernel(logits):
-        return reference.softmax_gradient(logits, target, log_sum, weight)
+@kernel("softmax_gradient", reads=INPUTS, takes=_readable)
+def _softmax_gradient_kernel(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     cuda_loss.softmax_gradient(logits, target.contiguous(), log_sum, weight, gradient)
     return gradient

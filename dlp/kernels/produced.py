@@ -41,6 +41,12 @@ class Produced:
     def device(self) -> torch.device:
         return self.matrix.device
 
+    def dim(self) -> int:
+        return 2
+
+    def get_device(self) -> int:
+        return self.matrix.get_device()
+
     def __len__(self) -> int:
         return len(self.matrix)
 

@@ -4,10 +4,14 @@ has them, else by the reference. Matrices whose columns are not adjacent run the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dlp.kernels import cuda, cuda_producers, dispatch, reference
+from dlp.kernels.cuda import INPUTS
+from dlp.kernels.table import kernel, operation
 
 
 def has_kernel(*matrices: Tensor) -> bool:
@@ -15,46 +19,74 @@ def has_kernel(*matrices: Tensor) -> bool:
     return all(dispatch.has_kernel(x) and cuda.readable(x) for x in matrices)
 
 
+def _readable(x: Tensor, *_: Any) -> bool:
+    return cuda.readable(x)
+
+
+def _both_readable(dy: Tensor, x: Tensor, *_: Any) -> bool:
+    return has_kernel(dy, x)
+
+
+@operation
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [rows, C], weight [C] -> y [rows, C] in the dtype of x, rstd fp32 [rows]; see the reference."""
-    if not has_kernel(x):
-        return reference.rms_norm(x, weight, eps)
+    return reference.rms_norm(x, weight, eps)
+
+
+@kernel("rms_norm", reads=INPUTS, takes=_readable)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, rstd = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(len(x), device=x.device)
     cuda_producers.rms_norm(x, weight, eps, rstd, y=y)
     return y, rstd
 
 
+@operation
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """dy, x [rows, C], weight [C], rstd [rows] -> dx [rows, C] in the dtype of x, dweight fp32 [C]."""
-    if not has_kernel(dy, x):
-        return reference.rms_norm_backward(dy, x, weight, rstd)
+    return reference.rms_norm_backward(dy, x, weight, rstd)
+
+
+@kernel("rms_norm_backward", reads=INPUTS, takes=_both_readable)
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     dx, dweight = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape[1], device=x.device)
     cuda_producers.rms_norm_backward(dy, x, weight, rstd, dx, dweight)
     return dx, dweight
 
 
+@operation
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up [rows, C] -> silu(gate) * up in their dtype."""
-    if not has_kernel(gate, up):
-        return reference.swiglu(gate, up)
+    return reference.swiglu(gate, up)
+
+
+@kernel("swiglu", reads=INPUTS, takes=has_kernel)
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     cuda_producers.swiglu(gate, up, h=h)
     return h
 
 
+@operation
 def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """dh, gate, up [rows, C] -> dgate, dup [rows, C] in their dtype."""
-    if not has_kernel(dh, gate, up):
-        return reference.swiglu_backward(dh, gate, up)
+    return reference.swiglu_backward(dh, gate, up)
+
+
+@kernel("swiglu_backward", reads=INPUTS, takes=has_kernel)
+def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     cuda_producers.swiglu_backward(dh, gate, up, dgate, dup)
     return dgate, dup
 
 
+@operation
 def column_sums(x: Tensor) -> Tensor:
     """x [rows, C] -> fp32 [C], in the order of the reference."""
-    if not has_kernel(x):
-        return reference.column_sums(x)
+    return reference.column_sums(x)
+
+
+@kernel("column_sums", reads=INPUTS, takes=_readable)
+def _column_sums(x: Tensor) -> Tensor:
     out = torch.empty(x.shape[1], device=x.device)
     cuda_producers.column_sums(x, out)
     return out

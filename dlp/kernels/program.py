@@ -20,18 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlp.kernels import gemms, loader
-from dlp.kernels.launches import GEMM, Launched, recording, stream_of
+from dlp.kernels import gemms, loader, table
+from dlp.kernels.launches import GEMM, Launched, NotPlain, recording, stream_of
 
 ALIGNMENT = 512  # bytes, that of torch's allocations on CUDA
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
 _FIXED = -1
 Make = Callable[[], Tensor]
 Range = tuple[int, int]  # an address, and how many bytes lie there
-
-
-class NotPlain(Exception):
-    """The function cannot be made a program; the message says what it does."""
 
 
 class _Watch(TorchDispatchMode):
@@ -102,7 +98,7 @@ def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: 
 
 def possible(x: Tensor) -> bool:
     """Whether kernels run where x lies."""
-    return x.is_cuda and not loader.missing()
+    return table.runs_kernels(x)
 
 
 def apart(tensors: Sequence[Tensor]) -> bool:

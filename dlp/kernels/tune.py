@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlp.kernels import gemms, loader
+from dlp.kernels import gemm_entries, gemms, loader
+from dlp.kernels.table import GemmLaunchOptions
 from dlp.kernels.timing import device_ms, sustained_ms
 
 BURST, BATCH, ROUNDS = 3, 8, 5  # calls, calls, times of which the median counts
@@ -113,7 +114,6 @@ def by_candidates(chosen: Mapping[gemms.Words, int]) -> Iterator[None]:
 
 # Problems of a config
 
-KERNELS = ("cublaslt", "decode + bf16")  # how the names begin of those whose GEMM is cuBLASLt's
 READ = ("gemm", "kernel", "rows", "cols", "contraction", "a_dtype", "b_dtype", "out_dtype", "a_block", "b_block",
         "a_flipped", "b_flipped", "fast_accumulation", "accumulate", "alpha")  # fmt: skip
 FROM_SHAPES = "write one with python -m launch.shapes CONFIG --json"
@@ -149,13 +149,19 @@ def _block_scaled(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Te
 
 def by_cublaslt(problem: Mapping[str, Any]) -> bool:
     """Whether cuBLASLt runs this GEMM."""
-    return problem["kernel"].startswith(KERNELS)
+    return bool(multiplied(problem))
+
+
+def multiplied(problem: Mapping[str, Any]) -> str:
+    """What cuBLASLt multiplies in it (`GemmEntry.cublaslt`), by the table of kernels."""
+    entry = gemm_entries.entry_named(problem["kernel"])
+    return "" if entry is None else entry.cublaslt
 
 
 def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the GEMM itself is of a problem: it returns its fp32 sums where 16-bit results of fp32 operands are rounded
     apart, and where vectors of scales are applied to its result, for which it has a scale of 1 for each operand."""
-    if problem["kernel"].endswith("+ scales"):
+    if multiplied(problem) == "sums":
         return {**problem, "a_block": [0, 0], "b_block": [0, 0], "out_dtype": "float32", "accumulate": False}
     if problem["a_dtype"] == "float32" != problem["out_dtype"]:
         return {**problem, "out_dtype": "float32", "accumulate": False}
@@ -166,17 +172,17 @@ def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
     """A call that runs one GEMM of `python -m launch.shapes --json`, one that is `by_cublaslt`, on operands made here."""
     problem = _inside(problem)
     rows, cols, out_dtype = problem["rows"], problem["cols"], getattr(torch, problem["out_dtype"])
-    make = _block_scaled if problem["kernel"].endswith("block-scaled") else _operand
+    make = _block_scaled if multiplied(problem) == "tiles" else _operand
     (a, a_scale, a_mode), (b, b_scale, b_mode) = make(problem, "a", rows), make(problem, "b", cols)
     into = torch.zeros(rows, cols, dtype=out_dtype, device="cuda") if problem["accumulate"] else None
-    how = gemms.How(problem["fast_accumulation"])
+    options = GemmLaunchOptions(problem["fast_accumulation"])
     alpha = torch.ones((), device="cuda") if problem["alpha"] else None
     if a_scale is None or b_scale is None:
-        return lambda: gemms.product(a, b, out_dtype, accumulate=into, alpha=alpha, how=how)
+        return lambda: gemms.product(a, b, out_dtype, accumulate=into, alpha=alpha, options=options)
     scales = gemms.Scales(a_scale, b_scale, a_mode, b_mode)
     if make is _block_scaled:
-        return lambda: gemms.product_blocks(a, b, out_dtype, scales, accumulate=into, alpha=alpha, how=how)
-    return lambda: gemms.product_fp8(a, b, out_dtype, scales, accumulate=into, how=how)
+        return lambda: gemms.product_blocks(a, b, out_dtype, scales, accumulate=into, alpha=alpha, options=options)
+    return lambda: gemms.product_fp8(a, b, out_dtype, scales, accumulate=into, options=options)
 
 
 def problems_of(arguments: Sequence[str], world: int | None) -> list[dict[str, Any]]:

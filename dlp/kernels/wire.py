@@ -11,20 +11,29 @@ from torch import Tensor
 from dlp.kernels import cuda, loader
 from dlp.kernels.reference import wire as reference
 from dlp.kernels.reference.wire import BLOCK, E4M3, LEAST_AMAX
+from dlp.kernels.table import kernel, operation
 
 
-def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
-    return x.is_cuda and dtype in cuda.INPUTS and not loader.missing()
+def _packs(x: Tensor) -> bool:
+    return x.dtype in cuda.INPUTS
+
+
+def _sums(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> bool:
+    return dtype in cuda.INPUTS
 
 
 def _blocks(features: int) -> int:
     return -(-features // BLOCK)
 
 
+@operation
 def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., F] -> codes [..., F] in E4M3, fp32 scale_inv [..., ceil(F/128)]; the last block may be partial."""
-    if not _has_kernel(x, x.dtype):
-        return reference.pack_fp8(x)
+    return reference.pack_fp8(x)
+
+
+@kernel("pack_fp8", takes=_packs, captured=False)
+def _pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     x, (*lead, features) = x.contiguous(), x.shape
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scale_inv = torch.empty((*lead, _blocks(features)), device=x.device)
@@ -33,11 +42,15 @@ def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale_inv
 
 
+@operation
 def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """codes [R, ..., F] and their scales -> [..., F]: fp32 sum over ranks 0, 1, ..., rounded once to `dtype`. What came
     from one rank lies together."""
-    if not _has_kernel(codes, dtype):
-        return reference.sum_fp8(codes, scale_inv, dtype)
+    return reference.sum_fp8(codes, scale_inv, dtype)
+
+
+@kernel("sum_fp8", takes=_sums, captured=False)
+def _sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     assert codes[0].is_contiguous() and scale_inv[0].is_contiguous()
     ranks, *lead, features = codes.shape
     out = torch.empty((*lead, features), dtype=dtype, device=codes.device)

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dlp.quant.gemm import DEVICES, Support, support
+from dlp.kernels.table import GemmKernels
+from dlp.quant.gemm import DEVICES, support
 from dlp.quant.recipe import GEMMS, SHARED_OPTIONS, Recipe, factory, load, names
 
 
-def supports(recipe: Recipe, device: str) -> dict[str, Support]:
+def supports(recipe: Recipe, device: str) -> dict[str, GemmKernels]:
     """What `device`, one of DEVICES, does for each GEMM of the recipe."""
     pairs = {which: recipe.operands(which) for which in GEMMS}
     return {which: support(a.format, b.format, device) for which, (a, b) in pairs.items()}
@@ -33,7 +34,7 @@ def table(recipes_path: str | Path | None = None) -> str:
     )
 
 
-def _cell(by_gemm: dict[str, Support]) -> str:
+def _cell(by_gemm: dict[str, GemmKernels]) -> str:
     texts = {which: f"{support.status} ({support.kernel})" for which, support in by_gemm.items()}
     if len(set(texts.values())) == 1:
         return texts["fprop"]

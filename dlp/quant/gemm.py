@@ -1,19 +1,18 @@
-"""A GEMM as a value, and the table that says which kernel multiplies which formats on which device.
+"""A GEMM as a value, and what the table of kernels says of its formats.
 
 `Gemm` holds everything but the token operand, so that a scheduler may run it once, or chunk by chunk over the rows of
 A. D = A @ B.T with the contraction last in both operands.
 
-The kernel is looked up by the kinds of the two formats. A format that brings its own `gemm` runs that; a pair that is
-not in the table decodes both operands. Support says what a device does: "native" uses its unit for the format,
-"emulated" multiplies decoded values or runs the plain-torch reference, "own" runs the format's GEMM. The device "cuda"
-is a GPU on which this package's kernels cannot be built, so that GEMMs run torch's.
+The kernel is looked up by the kinds of the two formats in `dlp.kernels.table`, once for each pair and device. A format that
+brings its own `gemm` runs that; a pair that no entry names decodes both operands. Support says what a device does: "native"
+uses its unit for the format, "emulated" multiplies decoded values or runs the plain-torch reference, "own" runs a GEMM from
+outside. The device "cuda" is a GPU on which this package's kernels cannot be built, so that GEMMs run torch's.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,12 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.kernels import ops
-from dlp.kernels.gemms import device_kind
+from dlp.kernels import ops, table
+from dlp.kernels.gemm_entries import DECODES
+from dlp.kernels.table import (
+    DEVICE_AT,
+    DEVICES,
+    REFERENCE,
+    GemmEntry,
+    GemmKernels,
+    GemmLaunch,
+    GemmLaunchOptions,
+    device_kind,
+)
 from dlp.quant.tensor import Format, QuantizedTensor
 
-DEVICES = ("cpu", "cuda", "sm_90", "sm_100")
-REFERENCE = "reference"
+__all__ = [
+    "DECODES", "DEVICES", "Gemm", "GemmOptions", "check_kernel", "check_pair", "decoded_dtype", "kernel_name", "own_gemm",
+    "support",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,32 +68,22 @@ class Gemm:
     sms: int = 0
 
     def __call__(self, a: QuantizedTensor) -> Tensor:
-        return _way(a.format, self.b.format)(self, a)
+        return _multiply(a.format, self.b.format, DEVICE_AT[a.parts[0].get_device()])(self, a)
 
 
-@dataclass(frozen=True)
-class Support:
-    """What a device does with a pair of formats: `status` native, emulated or own, and the kernel's name."""
-
-    status: str
-    kernel: str
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """How a pair of formats is multiplied, and what that is on each of DEVICES; `inexact`: the same where decoded values
-    are not exact in bf16, if that makes a difference."""
-
-    run: Callable[[Gemm, QuantizedTensor], Tensor]
-    on: dict[str, Support]
-    inexact: dict[str, Support] | None = None
-
-
-@functools.cache
-def _way(a: Format, b: Format) -> Callable[[Gemm, QuantizedTensor], Tensor]:
-    """What multiplies operands of these formats."""
+@table.remembered
+def _multiply(a: Format, b: Format, device: str) -> Callable[[Gemm, QuantizedTensor], Tensor]:
+    """What multiplies operands of these formats on a device."""
     own = own_gemm(a, b)
-    return _kernel(a, b).run if own is None else partial(_own, own, _takes_options(own))
+    if own is not None:
+        return partial(_own, own, _takes_options(own))
+    return partial(_launch, table.gemm_kernels(a, b, device).bind(a, b))
+
+
+def _launch(launch: GemmLaunch, gemm: Gemm, a: QuantizedTensor) -> Tensor:
+    options = gemm.options
+    how = GemmLaunchOptions(options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms)
+    return launch(a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how)
 
 
 def _takes_options(own: Callable[..., Tensor]) -> bool:
@@ -97,17 +98,6 @@ def _own(own: Callable[..., Tensor], takes_options: bool, gemm: Gemm, a: Quantiz
     return own(gemm.which, a, gemm.b, **finish)
 
 
-def _finish(gemm: Gemm) -> dict[str, Any]:
-    """What every kernel takes beside its operands."""
-    options = gemm.options
-    how = ops.How(options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms)
-    return {"out_dtype": gemm.out_dtype, "bias": gemm.bias, "accumulate": gemm.accumulate, "how": how}
-
-
-def _hp(gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    return ops.gemm_hp(a.payload, gemm.b.payload, **_finish(gemm))
-
-
 def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
     """What operands, each a format and the dtype of its payload, are multiplied in once they are decoded: bf16 where that is
     exact for all."""
@@ -115,60 +105,21 @@ def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
     return torch.bfloat16 if exact else torch.float32
 
 
-def _decode(gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    dtype = decoded_dtype(*((q.format, q.payload.dtype) for q in (a, gemm.b)))
-    return ops.gemm_hp(a.dequantize(dtype), gemm.b.dequantize(dtype), **_finish(gemm))
+def _decode(a: Format, b: Format) -> GemmLaunch:
+    """Multiplies operands of any two formats, decoded."""
+
+    def launch(
+        a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], out_dtype: torch.dtype, bias: Tensor | None,
+        accumulate: Tensor | None, options: GemmLaunchOptions,
+    ) -> Tensor:  # fmt: skip
+        dtype = decoded_dtype((a, a_parts[0].dtype), (b, b_parts[0].dtype))
+        left, right = a.wrap(a_parts).dequantize(dtype), b.wrap(b_parts).dequantize(dtype)
+        return ops.gemm_hp(left, right, out_dtype=out_dtype, bias=bias, accumulate=accumulate, options=options)
+
+    return launch
 
 
-def _fp8(op: Callable[..., Tensor], gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    return op(a.parts[0], gemm.b.parts[0], a.parts[1], gemm.b.parts[1], **_finish(gemm))
-
-
-def _blocks(op: Callable[..., Tensor], gemm: Gemm, a: QuantizedTensor, **more: Any) -> Tensor:
-    """A's and B's parts in turn (a_codes, b_codes, a_scale, b_scale, ...), then both blocks."""
-    parts = [part for pair in zip(a.parts, gemm.b.parts, strict=True) for part in pair]
-    return op(*parts, a.format.block, gemm.b.format.block, **_finish(gemm), **more)
-
-
-def _fp8_block(gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    return _blocks(ops.gemm_fp8_block, gemm, a, power_of_two=a.format.bf16_exact and gemm.b.format.bf16_exact)
-
-
-def _on(status: str, *kernels: str) -> dict[str, Support]:
-    """The reference on a CPU, and `status` with a kernel for each other device."""
-    gpus = (Support(status, kernel) for kernel in kernels)
-    return dict(zip(DEVICES, (Support("emulated", REFERENCE), *gpus), strict=True))
-
-
-_NATIVE_HP = {**_on("native", "cublas mm", "cublaslt hp", "cublaslt hp"), "cpu": Support("native", "torch mm")}
-DECODES = "decode"  # how the names begin of kernels that decode their operands first
-_DECODE_BF16 = _on("emulated", *[f"{DECODES} + bf16 mm"] * 3)
-_FALLBACK = Kernel(_decode, {device: Support("emulated", f"{DECODES} + mm") for device in DEVICES})
-
-
-_HOPPER_BLOCKS = {"sm_90": Support("native", "cublaslt fp8 blocks")}
-_MX_BLOCKS = {"sm_100": Support("native", "cublaslt mxfp8 block-scaled")}
-_NVFP4_BLOCKS = {"sm_100": Support("native", "cublaslt nvfp4 block-scaled")}
-_BLOCK = Kernel(
-    _fp8_block, _DECODE_BF16 | _HOPPER_BLOCKS | _MX_BLOCKS, _on("emulated", *[REFERENCE] * 3) | _HOPPER_BLOCKS
-)
-_BY_TILE = {"sm_90": Support("native", "cublaslt fp8 blocks, large: gemm_sm90")}
-_BLOCK_BY_TILE = Kernel(_fp8_block, _BLOCK.on | _BY_TILE, (_BLOCK.inexact or {}) | _BY_TILE)
-_TABLE: dict[tuple[str, str], Kernel] = {
-    ("hp", "hp"): Kernel(_hp, _NATIVE_HP),
-    ("fp8_tensor", "fp8_tensor"): Kernel(
-        partial(_fp8, ops.gemm_fp8_tensor), _on("native", "torch._scaled_mm", "cublaslt fp8 tn", "cublaslt fp8 tn")
-    ),
-    ("fp8_rowwise", "fp8_rowwise"): Kernel(
-        partial(_fp8, ops.gemm_fp8_rowwise),
-        _on("native", "torch._scaled_mm + scales", "cublaslt fp8 rowwise", "cublaslt fp8 tn + scales"),
-    ),
-    ("fp8_block_1d", "fp8_block_1d"): _BLOCK,
-    ("fp8_block_1d", "fp8_block_2d"): _BLOCK_BY_TILE,
-    ("fp8_block_2d", "fp8_block_1d"): _BLOCK,
-    ("mxfp8", "mxfp8"): Kernel(partial(_blocks, ops.gemm_mxfp8), _DECODE_BF16 | _MX_BLOCKS),
-    ("nvfp4", "nvfp4"): Kernel(partial(_blocks, ops.gemm_nvfp4), _DECODE_BF16 | _NVFP4_BLOCKS),
-}
+table.register(GemmEntry(name=f"{DECODES} + mm", status="emulated", prepare=_decode, captured=True))
 
 
 def own_gemm(a: Format, b: Format) -> Callable[..., Tensor] | None:
@@ -179,17 +130,12 @@ def own_gemm(a: Format, b: Format) -> Callable[..., Tensor] | None:
     return getattr(a, "gemm", None) or getattr(b, "gemm", None)
 
 
-def _kernel(a: Format, b: Format) -> Kernel:
-    return _TABLE.get((a.gemm_kind, b.gemm_kind), _FALLBACK)
-
-
-def support(a: Format, b: Format, device: str) -> Support:
-    """What `device`, one of DEVICES, does with operands of these formats."""
-    if own_gemm(a, b) is not None:
-        return Support("own", f"{type(a if hasattr(a, 'gemm') else b).__name__}.gemm")
-    kernel = _kernel(a, b)
-    exact = a.bf16_exact and b.bf16_exact
-    return (kernel.on if exact or kernel.inexact is None else kernel.inexact)[device]
+def support(a: Format, b: Format, device: str) -> GemmKernels:
+    """What `device`, one of DEVICES, does with operands of these formats: `status` native, emulated or own, and the `kernel`'s
+    name."""
+    if own_gemm(a, b) is None:
+        return table.gemm_kernels(a, b, device)
+    return GemmKernels((GemmEntry(name=f"{type(a if hasattr(a, 'gemm') else b).__name__}.gemm"),))
 
 
 def kernel_name(a: Format, b: Format, device_type: str) -> str:

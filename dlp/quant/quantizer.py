@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dlp.kernels import ops
+from dlp.kernels import ops, table
 from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
 
 # Of a matrix and of its transpose, that is, rowwise and columnwise.
@@ -214,8 +214,10 @@ def check_caps(quantizer: Quantizer) -> None:
                 )
     if caps.one_read_with and not caps.one_read:
         raise ValueError(f"{quantizer} declares one_read_with and not one_read: declare both, or neither")
-    if caps.op and not hasattr(ops, caps.op):
-        raise ValueError(f"{quantizer} declares op {caps.op!r}, which dlp.kernels.ops lacks: name one that it has")
+    if caps.op and not table.entries(caps.op, "cpu"):
+        raise ValueError(
+            f"{quantizer} declares op {caps.op!r}, which the table of kernels lacks: register it, or name one that it has"
+        )
 
 
 def _takes(function: Callable[..., Any], argument: str) -> bool:

@@ -49,9 +49,7 @@ def test_it_is_the_float64_product_within_its_bound(device, poisoned, shape, whi
         if into is not None:
             target += into.normal_().double()
         into_takes_bias = not (adds and biased and dtype != torch.float32)  # the bias has the dtype of the result
-        assert (
-            gemm_sm90.can_take(a.payload, b.payload, dtype, scaled(a, b), bias=bias, accumulate=into) == into_takes_bias
-        )
+        assert gemm_sm90.can_take(a.payload, b.payload, dtype, bias=bias, accumulate=into) == into_takes_bias
         if not into_takes_bias:
             continue
         made = gemm_sm90.product(a.payload, b.payload, dtype, scaled(a, b), bias=bias, accumulate=into)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import gemms, loader
+from dlp.kernels.table import GemmLaunchOptions, device_kind
 from dlp.quant.gemm import Gemm, support
 from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe, load
@@ -55,7 +56,7 @@ def operands(
 
 def unit(recipe: Recipe, which: str, contraction: int) -> float:
     """The bound of the sums, relative to sum |a||b|."""
-    kernel = support(*(quantizer.format for quantizer in recipe.operands(which)), gemms.device_kind("cuda")).kernel
+    kernel = support(*(quantizer.format for quantizer in recipe.operands(which)), device_kind("cuda")).kernel
     if "fp8" not in kernel:
         return (contraction + 8) * EXACT
     return 2.0**-10 if getattr(recipe, which).fast_accumulation else 2.0**-11
@@ -67,7 +68,7 @@ def excess(made: Tensor, exact: Tensor, bound: Tensor) -> float:
 
 
 def test_the_gemms_run_by_cublaslt(device):
-    assert loader.missing() == "" and gemms.device_kind("cuda") in ("sm_90", "sm_100")
+    assert loader.missing() == "" and device_kind("cuda") in ("sm_90", "sm_100")
     assert gemms._module().cublaslt_version() >= 120900
 
 
@@ -181,7 +182,7 @@ def test_cublaslt_knows_block_scaled_problems_and_says_that_hopper_has_no_units_
     codes, tiles = torch.zeros(128, 128, device=device, dtype=torch.uint8), torch.zeros(1024, device=device).byte()
     codes = codes.view(gemms.FP4 if mode == gemms.NVFP4_BLOCKS else torch.float8_e4m3fn)
     alpha = torch.ones((), device=device) if mode == gemms.NVFP4_BLOCKS else None
-    if gemms.is_blackwell(codes):
+    if device_kind("cuda") == "sm_100":
         pytest.skip("needs a GPU without units for MXFP8 and NVFP4; this one has them")
     job = gemms.prepare(codes, codes, torch.bfloat16, gemms.Scales(tiles, tiles, mode, mode), alpha=alpha)
     assert gemms.new_plan(job.words, 0, 1).candidates == 0
@@ -195,8 +196,8 @@ def test_candidates_agree(device):
     a, b = operands(recipe, "dgrad", 512, 512, 1024)
     left, right = a.dequantize().double(), b.dequantize().double()
     exact, bound = left @ right.t(), unit(recipe, "dgrad", 1024) * (left.abs() @ right.abs().t())
-    how = gemms.How(recipe.dgrad.fast_accumulation)
-    job = gemms.prepare(a.payload, b.payload, torch.float32, gemms.Scales(a.parts[1], b.parts[1]), how=how)
+    options = GemmLaunchOptions(recipe.dgrad.fast_accumulation)
+    job = gemms.prepare(a.payload, b.payload, torch.float32, gemms.Scales(a.parts[1], b.parts[1]), options=options)
     plan = gemms.new_plan(job.words, 0, gemms.CANDIDATES)
     assert plan.candidates >= 1
     for candidate in range(plan.candidates):

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dlp.comm import observer
 from dlp.kernels import gemms
 from dlp.kernels.program import ALIGNMENT
+from dlp.kernels.table import runs_kernels
 from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key
 from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward, to_save, waits
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
@@ -121,7 +122,7 @@ def _check(bound: BoundSpec, given: Sequence[Any]) -> None:
     if elsewhere:
         raise ValueError(f"{spec.name}: x lies on {x.device} and its parameters on {elsewhere[0]}: move one of them")
     if (
-        gemms.available(x)
+        runs_kernels(x)
         and x.dtype == torch.float16
         and any(caps_of(quantizer).op for quantizer in spec.recipe.quantizers())
     ):

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlp.kernels.gemms import device_kind
-from dlp.kernels.ops import ACTIVATION_CODES, quantizer_kernels
+from dlp.kernels.ops import ACTIVATION_CODES
+from dlp.kernels.table import cast_kernel, device_kind, entries
 from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import BOTH, cast_plan
@@ -365,7 +365,11 @@ def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -
     if prologue is None:
         return ()
     x = recipe.x
-    by_kernel = all(quantizer_kernels(caps_of(way).op, device_type) == "kernel" for way in (x.rowwise, x.columnwise))
+    device = device_kind(device_type)
+    by_kernel = all(
+        any(entry.lazy for entry in entries(caps_of(quantizer).op, device)[:1])
+        for quantizer in (x.rowwise, x.columnwise)
+    )
     one_cast = cast_plan(STYLES["local", False], recipe, "x", BOTH, fit.units(recipe)[0]).lazy
     along = all(
         way.format.block[0] <= 1 and way.format.parts[0].dtype in ACTIVATION_CODES for way in (x.rowwise, x.columnwise)
@@ -380,7 +384,7 @@ def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:
     for name in OPERANDS:
         operand: Operand = getattr(recipe, name)
         ops = [caps_of(q).op for q in (operand.rowwise, operand.columnwise) if not q.format.keeps_source]
-        found = dict.fromkeys(quantizer_kernels(op, device_type) for op in ops)
+        found = dict.fromkeys(cast_kernel(op, device_type) for op in ops)
         by_operand |= {name: " and ".join(found)} if found else {}
     same = len(set(by_operand.values())) == 1 and len(by_operand) == len(OPERANDS)
     parts = list(by_operand.values())[:1] if same else [f"{name} {found}" for name, found in by_operand.items()]
