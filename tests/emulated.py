@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from dlp.comm import transport
 from dlp.kernels import codes, cuda, cuda_producers, gemms, loader, ops, program, reference, table
 from dlp.kernels.reference import Fp8Scale
-from dlp.parallel.linear import capture as programs
+from dlp.parallel.linear import autograd
 from tests.played_transport import STEPS, PlayedSlot
 
 ALIGNMENT = 64  # of memory on the CPU
@@ -265,7 +265,7 @@ def emulation() -> Iterator[None]:
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (program, "possible", lambda x: True),
         (transport, "reach", lambda group, device: None), (transport, "CudaSlot", PlayedSlot),
         (transport, "_OF_GROUP", {}),
-        (program, "ALIGNMENT", ALIGNMENT), (programs, "ALIGNMENT", ALIGNMENT),
+        (program, "ALIGNMENT", ALIGNMENT), (autograd, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
     for name, step in STEPS.items():
         patches.append((Module, name, step))
