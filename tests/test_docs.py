@@ -22,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, *sorted((ROOT / "bench" / "results").glob("*.md"))]
 
 _FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
 _INFO = re.compile(r"python(?P<test> test(?: ranks=(?P<ranks>[124]))?)?")
@@ -76,10 +77,20 @@ def test_page(page, world, ranks, tmp_path):
         run_blocks(str(page), chosen, str(tmp_path))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page ends in, as GitHub spells it."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_links_inside_the_repository_lead_somewhere(page):
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
-    missing = [link for link in links if link and not (page.parent / link).exists()]
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            missing.append(link)
     assert not missing, f"{page.name} links to {missing}"
 
 

@@ -1,7 +1,7 @@
 """Our own GEMM on Hopper (csrc/gemm_sm90.cu): FP8 codes, A scaled in blocks of 1x128, B in tiles of 128x128.
 
-It runs where it was measured to be faster than cuBLASLt's, in large GEMMs (docs/performance.md); `takes` is that rule, and what
-the kernel asks of its operands. Small ones leave multiprocessors idle: its tiles come in pairs, 256 x 192 together.
+It runs where it was measured to be faster than cuBLASLt's, in large GEMMs (bench/results/gemm.md); `takes` is that rule, and
+what the kernel asks of its operands. Small ones leave multiprocessors idle: its tiles come in pairs, 256 x 192 together.
 """
 
 from __future__ import annotations

@@ -66,4 +66,4 @@ def test_a_real_block_saves_what_is_counted(ranks, recipe):
 def test_the_table_is_that_of_the_page(capsys):
     main(["bench_8b"])
     row = "| nvfp4 | 18.00 | 18.00 | 18.00 | 63.00 | 117.00 | 0.281 |"
-    assert row in capsys.readouterr().out and row in (ROOT / "docs" / "performance.md").read_text()
+    assert row in capsys.readouterr().out and row in (ROOT / "bench" / "results" / "saved_bytes.md").read_text()
