@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dlp.quant.fp8 import DelayedScaling
 from dlp.quant.quantizer import SlotOptions
-from dlp.quant.state import SlotTable
+from dlp.quant.state import ScalingState, SlotTable, SlotUse
 from tests.metrics import assert_bit_equal
 
 E4M3, E5M2 = SlotOptions(448.0, amax_history_len=4), SlotOptions(57344.0, amax_history_len=4)
@@ -127,3 +127,89 @@ def test_merged_scales_follow_from_merged_histories_by_the_slots_own_algorithm(a
 def test_wrong_options_are_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         DelayedScaling(**options)
+
+
+def scaling(**changed: SlotUse) -> ScalingState:
+    """Of a tensor that forward casts and ranks share, one of this rank alone, and one of backward."""
+    uses = {"x": SlotUse(E4M3, True, True), "w": SlotUse(E4M3, True, False), "dy": SlotUse(E5M2, False, True)}
+    return ScalingState(uses | changed)
+
+
+def stage(state: ScalingState, **values: float) -> None:
+    for name, value in values.items():
+        state.slot(name, True).staging.clamp_(min=value)  # as casts do
+
+
+def scales(state: ScalingState) -> dict[str, float]:
+    return dict(zip(state.table.names, state.table.scale.tolist(), strict=True))
+
+
+def test_only_the_scales_that_ranks_share_follow_the_maximum_over_them():
+    state, other = scaling(), scaling()
+    for each in (state, other):
+        stage(each, x=1.0, w=1.0, dy=1.0)
+    state.update(lambda staged: staged * 2)
+    other.update(None)
+    assert scales(state) == {"x": 224.0, "w": 448.0, "dy": 28672.0}
+    assert scales(other) == {"x": 448.0, "w": 448.0, "dy": 57344.0}
+
+
+def test_the_scales_of_one_pass_change_without_those_of_the_other():
+    state = scaling()
+    stage(state, x=1.0, w=2.0, dy=4.0)
+    state.update(None, forward=True)
+    assert scales(state) == {"x": 448.0, "w": 224.0, "dy": 1.0} and state.table.staging.tolist() == [0.0, 0.0, 4.0]
+    state.update(None, forward=False)
+    assert scales(state) == {"x": 448.0, "w": 224.0, "dy": 14336.0}, "a slot that was not cast keeps its scale"
+
+
+@pytest.mark.parametrize("forward", [None, True, False])
+def test_a_forward_keeps_the_scales_it_ran_with_over_updates(forward):
+    state = scaling()
+    held = state.hold("a region")
+    assert state.hold("a region") is held and state.hold(None) is not held
+    stage(state, x=2.0, dy=2.0)
+    assert state.slot("x", True, held).scale.data_ptr() == state.slot("x", True).scale.data_ptr(), (
+        "nothing has changed yet"
+    )
+    state.update(None, forward)
+    changes = forward is not False  # an update of what backward casts leaves the scales of forward as they are
+    assert state.slot("x", True, held).scale == 1.0, "its own" if changes else "those in the table"
+    assert state.slot("x", True).scale == (224.0 if changes else 1.0)
+    assert state.slot("dy", True, held).scale == state.slot("dy", True).scale, (
+        "backward casts dy with those in the table"
+    )
+    if not changes:
+        assert state.hold("a region") is held and held.values is None
+    else:
+        state.slot("x", True, held).staging.fill_(9.0)
+        assert state.table.staging[0] == 0.0, "its amax has counted"
+        assert state.hold("a region") is not held, "later forwards run with the new ones"
+
+
+def test_what_is_not_recorded_or_is_forgotten_does_not_count():
+    state = scaling()
+    state.slot("x", False).staging.fill_(2.0)
+    stage(state, w=2.0, dy=2.0)
+    state.forget({"w"})
+    state.update(None)
+    assert scales(state) == {"x": 1.0, "w": 1.0, "dy": 28672.0}
+
+
+def test_amaxes_of_a_second_cast_take_the_place_of_those_of_the_first():
+    state = scaling()
+    stage(state, x=4.0, w=4.0)
+    with state.restaging():
+        stage(state, w=2.0)
+    assert state.table.staging.tolist() == [4.0, 2.0, 0.0]
+
+
+def test_slots_that_stay_keep_their_state_when_others_come():
+    state, held = scaling(), None
+    stage(state, x=2.0, w=2.0)
+    state.update(None)
+    held = state.hold(None)
+    stage(state, x=1.0)
+    new = state.replaced_by(scaling(w=SlotUse(E5M2, True, False)))
+    assert scales(new) == {"x": 224.0, "w": 1.0, "dy": 1.0} and new.table.staging.max() == 1.0
+    assert new.slot("w", True, held).scale == 224.0, "a forward of before keeps what it ran with"
