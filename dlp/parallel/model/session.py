@@ -32,11 +32,11 @@ import copy
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,24 +49,42 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dlp.comm.amax import agree
 from dlp.parallel.model.checks import Replicas, StaleWeights
 from dlp.parallel.model.flags import Flags
-from dlp.quant.quantizer import ScaleSlot
+from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.recipe import Recipe
 from dlp.quant.state import ForwardScales, ScalingState, SlotUse
 from dlp.quant.stats import StatsTable
-
-if TYPE_CHECKING:
-    from dlp.parallel.linear.spec import LinearSpec
 
 FORWARD = ("x", "w", "y")  # tensors that forward casts
 LOG = logging.getLogger("dlp")
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 
 
+class Spec(Protocol):
+    """What a session reads of a layer's spec: `dlp.parallel.linear.spec.LinearSpec`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def members(self) -> tuple[str, ...]: ...
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @property
+    def slots(self) -> Mapping[str, tuple[str, SlotOptions]]: ...
+
+    @property
+    def draws(self) -> bool: ...
+
+
 class Bound(Protocol):
     """A spec as one layer runs it: `dlp.parallel.linear.state.BoundSpec`."""
 
-    spec: LinearSpec
     calls: dict[Any, Any]
+
+    @property
+    def spec(self) -> Spec: ...
 
 
 class Layer(Protocol):
@@ -83,16 +101,16 @@ class Layer(Protocol):
     def session(self) -> Session: ...
 
     @property
-    def spec(self) -> LinearSpec: ...
+    def spec(self) -> Any: ...
 
     @property
     def device(self) -> torch.device: ...
 
-    def specs(self) -> list[LinearSpec]: ...
+    def specs(self) -> list[Any]: ...
 
-    def with_recipe(self, recipe: Recipe) -> LinearSpec: ...
+    def with_recipe(self, recipe: Recipe) -> Any: ...
 
-    def set_spec(self, spec: LinearSpec, session: Any = None) -> None: ...
+    def set_spec(self, spec: Any, session: Any = None) -> None: ...
 
 
 class PartialSums(Protocol):
@@ -149,7 +167,7 @@ class Session:
         self.watches_scales = False  # gathers first compare what they do not send
         # what ran since the last step boundary
         self.ran: set[tuple[str, ...]] = set()  # layers, with gradients
-        self.last: LinearSpec | None = None  # the layer that ran last
+        self.last: Spec | None = None  # the layer that ran last
         self.waiting: deque[tuple[Any, Callable[[], Tensor]]] = deque()  # wgrads of weights (see `backward_dw`)
         self.regions = False  # a layer has run in an autocast region
         self._task: int | None = None  # the backward whose end will update dy's scales
@@ -205,7 +223,7 @@ class Session:
         with torch.inference_mode(False):
             return torch.zeros((), dtype=torch.int64, device=self.cores[0].device)
 
-    def kept_memory(self, spec: LinearSpec) -> list[Tensor]:
+    def kept_memory(self, spec: Spec) -> list[Tensor]:
         """What kernels of a layer read and write that is no operand. It stays where it is until `rebuild`."""
         kept = [*self.flags.now, *(self.scaling.memory if spec.slots else ())]
         return [*kept, self.counter] if spec.draws else kept
@@ -237,7 +255,7 @@ class Session:
 
     # ---- delayed scales
 
-    def specs(self) -> list[LinearSpec]:
+    def specs(self) -> list[Spec]:
         return [spec for core in self.cores for spec in core.specs()]
 
     def weights(self) -> list[Any]:
