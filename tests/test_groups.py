@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dlp
 from dlp.parallel.linear.spec import OPTIONS, LayerOptions
 from dlp.parallel.model.groups import FIELDS, LayerGroup, Resolved, resolve
 from dlp.parallel.style import style
@@ -225,3 +227,18 @@ def test_what_nobody_chose_is_off():
     column = style("column", False)
     settled = LayerOptions().settled(column)
     assert not any(getattr(settled, option.name) for option in OPTIONS) and not LayerOptions().notes(column)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_a_graph_is_compiled_for_each_switch(option):
+    core = dlp.Linear(16, 16).core
+    before = core.bound.trace_id
+    core.set_spec(replace(core.spec, options=LayerOptions(**{option.name: True})))
+    assert core.bound.trace_id != before
+
+
+def test_a_switch_that_a_style_cannot_have_is_off_and_the_plan_says_why():
+    asked, row, summed = LayerOptions(delay_wgrad=True), style("row", True), style("local", True)
+    assert asked.settled(row).delay_wgrad is True and asked.notes(row) == ("wgrad waits for dlp.backward_dw",)
+    assert asked.settled(summed).delay_wgrad is False
+    assert asked.notes(summed) == ("wgrad does not wait: it is a part of a sum over tp that the end of backward makes",)
