@@ -224,6 +224,8 @@ def test_every_program_can_be_the_first_module_that_is_imported():
         ("dlp.comm.mesh", "from dlp.parallel import style", "may not import dlp.parallel"),
         ("dlp.parallel.linear.modules", "from launch.model import Llama", "dlp.parallel may not import launch"),
         ("dlp.parallel.linear.modules", "from dlp import convert", "dlp.parallel may not import dlp"),
+        ("dlp.parallel.linear.modules", "from dlp.ops import fuse", "dlp.parallel may not import dlp.ops"),
+        ("dlp.ops.fuse", "from launch.model import Llama", "dlp.ops may not import launch"),
         ("dlp.quant.recipe", "from dlp.quant.recipes import mine", "reach it through load('mine')"),
         ("dlp.quant.recipes.other", "from .mine import X", "reach it through load('mine')"),
         ("launch.train", "from bench import host", "launch may not import bench"),
