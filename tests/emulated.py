@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dlp.comm import transport
-from dlp.kernels import codes, cuda, cuda_producers, gemms, loader, ops, program, reference, table
+from dlp.kernels import codes, cuda, cuda_producers, gemms, loader, ops, program, reference, table, wire
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import autograd
 from tests.played_transport import STEPS, PlayedSlot
@@ -27,7 +27,6 @@ ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 TYPES = {number: dtype for dtype, number in gemms.TYPES.items()}
 PIECE = 2**30
-NOT_PLAYED = ("pack_fp8", "sum_fp8")  # whose kernels `Module` lacks
 TYPE = (torch.bfloat16, torch.float32)
 
 
@@ -224,6 +223,21 @@ class Module:
         at(words[5], given.shape[::-1], torch.uint8).copy_(given.t())
 
     @staticmethod
+    def pack_fp8_wire(words: Any, least: float, wide: bool, stream: int) -> None:
+        given, rows, cols, codes, scale = words
+        made = wire.reference.pack_fp8(at(given, (rows, cols), TYPE[wide]))
+        at(codes, (rows, cols), CODES[0]).copy_(made[0])
+        at(scale, made[1].shape, torch.float32).copy_(made[1])
+
+    @staticmethod
+    def sum_fp8_wire(words: Any, wide: bool, stream: int) -> None:
+        codes, apart, scale, scales_apart, out, ranks, rows, cols = words
+        blocks = -(-cols // wire.BLOCK)
+        given = at(codes, (ranks, rows, cols), CODES[0], (apart, cols, 1))
+        scales = at(scale, (ranks, rows, blocks), torch.float32, (scales_apart, blocks, 1))
+        at(out, (rows, cols), TYPE[wide]).copy_(wire.reference.sum_fp8(given, scales, TYPE[wide]))
+
+    @staticmethod
     def transpose_words(given: int, out: int, rows: int, cols: int, stream: int) -> None:
         at(out, (cols, rows), torch.float32).copy_(at(given, (rows, cols), torch.float32).t())
 
@@ -273,6 +287,4 @@ def emulation() -> Iterator[None]:
         for where, name, value in patches:
             patch.setattr(where, name, value, raising=False)
         patch.setitem(table.DEVICE_AT, -1, "sm_90")
-        for operation in NOT_PLAYED:
-            patch.setitem(table._ON[operation], "sm_90", table.entries(operation, "cpu"))
         yield

@@ -8,7 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda, loader
+from dlp.kernels import cuda
+from dlp.kernels.launches import launch
 from dlp.kernels.reference import wire as reference
 from dlp.kernels.reference.wire import BLOCK, E4M3, LEAST_AMAX
 from dlp.kernels.table import kernel, operation
@@ -32,13 +33,13 @@ def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return reference.pack_fp8(x)
 
 
-@kernel("pack_fp8", takes=_packs, captured=False)
+@kernel("pack_fp8", takes=_packs)
 def _pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     x, (*lead, features) = x.contiguous(), x.shape
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scale_inv = torch.empty((*lead, _blocks(features)), device=x.device)
     job = (x.data_ptr(), prod(lead), features, codes.data_ptr(), scale_inv.data_ptr())
-    loader.load().pack_fp8_wire(job, LEAST_AMAX, x.dtype == torch.float32, torch.cuda.current_stream().cuda_stream)
+    launch("pack_fp8_wire", x, job, LEAST_AMAX, x.dtype == torch.float32)
     return codes, scale_inv
 
 
@@ -49,12 +50,12 @@ def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     return reference.sum_fp8(codes, scale_inv, dtype)
 
 
-@kernel("sum_fp8", takes=_sums, captured=False)
+@kernel("sum_fp8", takes=_sums)
 def _sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     assert codes[0].is_contiguous() and scale_inv[0].is_contiguous()
     ranks, *lead, features = codes.shape
     out = torch.empty((*lead, features), dtype=dtype, device=codes.device)
     job = (codes.data_ptr(), codes.stride(0), scale_inv.data_ptr(), scale_inv.stride(0), out.data_ptr(), ranks,
            prod(lead), features)  # fmt: skip
-    loader.load().sum_fp8_wire(job, dtype == torch.float32, torch.cuda.current_stream().cuda_stream)
+    launch("sum_fp8_wire", codes, job, dtype == torch.float32)
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -68,7 +69,7 @@ def without_transport() -> Iterator[None]:
 
 
 def over_two_ranks(
-    kind: str, recipe: str, sequence_parallel: bool
+    kind: str, recipe: str, sequence_parallel: bool, codec: str = "hp"
 ) -> tuple[dict[str, int], list[tuple[Tensor, Tensor]]]:
     """A layer over two tp ranks, with programs and without."""
     mesh, found = worker.mesh(tp=2), []
@@ -79,6 +80,9 @@ def over_two_ranks(
             sizes = (N, K) if kind == "siblings" else N
             made = dlp.RowParallelLinear if kind == "row" else dlp.ColumnParallelLinear
             layer = made(2 * K, sizes, dtype=torch.bfloat16, **options).to(worker.device())
+            spec = layer.core.spec
+            carried = {gemm: replace(getattr(spec.recipe, gemm), wire=codec) for gemm in ("fprop", "dgrad")}
+            layer.core.set_spec(replace(spec, recipe=replace(spec.recipe, **carried)))
             results = []
             for seed in range(4):
                 columns = 2 * K // (1 + (kind == "row"))
@@ -132,6 +136,15 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
 def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, recipe: str):
     """Transfers, agreements and sums are launches like others: both directions are one call, with the bits of collectives."""
     for made, pairs in ranks(2).run(over_two_ranks, kind, recipe, sequence_parallel):
+        assert min(made.values()) > 0, made
+        for result, expected in pairs:
+            assert_bit_equal(result, expected)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_sums_are_packed_and_unpacked_inside(ranks, kind: str, codec: str):
+    for made, pairs in ranks(2).run(over_two_ranks, kind, "fp8_current", True, codec):
         assert min(made.values()) > 0, made
         for result, expected in pairs:
             assert_bit_equal(result, expected)

@@ -306,13 +306,13 @@ PYBIND11_MODULE(dlp_kernels, m) {
         .def("run", &run_gemm, Unlocked());
     bind_program(m);
     bind_transport(m);
-    bind(m, "pack_fp8_wire", [](const std::array<int64_t, 5>& words, float least, bool wide, Stream stream) {
+    bind_step(m, "pack_fp8_wire", [](const WireWords& words, float least, bool wide, Stream stream) {
         WireMatrix job{};
         std::memcpy(&job, words.data(), sizeof(words));
         job.least = least;
         pack_fp8_wire(job, input_of(wide), stream);
     });
-    bind(m, "sum_fp8_wire", [](const Row<WireSum>& words, bool wide, Stream stream) {
+    bind_step(m, "sum_fp8_wire", [](const Words<WireSum>& words, bool wide, Stream stream) {
         sum_fp8_wire(make_job<WireSum>(words), input_of(wide), stream);
     });
 }

@@ -161,6 +161,7 @@ struct WireSum {              // the sum over ranks of what they packed
     int64_t scales_apart;     // in scales
     void* out;                // [rows, cols]
     int64_t ranks, rows, cols;
+    static constexpr uint32_t addresses = words(0, 2, 4);
 };
 
 // What the elements of a cast are, made from those of its matrix on the way (see producer.cuh).

@@ -28,6 +28,11 @@ struct DrawWords : std::array<int64_t, 7> {
     static constexpr uint32_t addresses = words(0);
 };
 
+// (x, rows, cols, codes, scale)
+struct WireWords : std::array<int64_t, 5> {
+    static constexpr uint32_t addresses = words(0, 3, 4);
+};
+
 // (largest, epsilon, overflow, power_of_two)
 using Rule = std::tuple<float, float, float, bool>;
 
@@ -40,6 +45,8 @@ struct type_caster<dlp::Words<Job>>
     : array_caster<dlp::Words<Job>, int64_t, false, sizeof(Job) / sizeof(int64_t)> {};
 template <>
 struct type_caster<dlp::DrawWords> : array_caster<dlp::DrawWords, int64_t, false, 7> {};
+template <>
+struct type_caster<dlp::WireWords> : array_caster<dlp::WireWords, int64_t, false, 5> {};
 
 }  // namespace pybind11::detail
 

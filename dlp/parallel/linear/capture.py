@@ -124,6 +124,4 @@ def _communicates_by_launches(bound: BoundSpec, direction: str, device: torch.de
                     f"transfers of group {group.group_name} go by NCCL, outside of programs: {reach(group, device)}"
                 )
             return False
-    if not communicates:
-        return True
-    return all(getattr(spec.overlap, gemm).launches_only and getattr(spec.recipe, gemm).wire == "hp" for gemm in gemms)
+    return not communicates or all(getattr(spec.overlap, gemm).launches_only for gemm in gemms)
