@@ -37,8 +37,7 @@ from dlp.comm import collectives
 from dlp.comm.mesh import ParallelDims, init_process_group, shutdown, world_size
 from dlp.parallel.casts import ROWWISE
 from dlp.parallel.linear.core import BoundTransfers
-from dlp.parallel.linear.operands import quantize
-from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.linear.state import BoundSpec, quantize
 from dlp.parallel.overlap import names as strategies
 from dlp.parallel.traffic.predict import moved
 from dlp.parallel.wires import WIRES

@@ -214,7 +214,7 @@ def faked(model: nn.Module, rounds: Rounds, layers: Callable[[str], bool] = lamb
         y: Tensor = _Linear.apply(
             x.reshape(-1, x.shape[-1]).float(), local(module.weight, module.name).float(), rounded
         )
-        plan = module.core.spec.transfers(x.numel() // x.shape[-1])
+        plan = module.core.bound.transfers(x.numel() // x.shape[-1])
         return y.view(plan.y(Result(x.shape, x.dtype), y.shape[1]).shape).to(x.dtype)
 
     chosen = [module for name, module in layer_modules(model).items() if layers(name)]

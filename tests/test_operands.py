@@ -17,7 +17,7 @@ from torch import Tensor
 from dlp.parallel import casts as cast_engine
 from dlp.parallel import overlap
 from dlp.parallel.casts import BOTH
-from dlp.parallel.linear import operands
+from dlp.parallel.linear import state as operands
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.linear.state import BoundSpec

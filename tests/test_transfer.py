@@ -81,7 +81,7 @@ def test_who_agrees_is_part_of_the_plan():
 def test_a_plan_says_what_forward_returns_and_keeps(recipe):
     for shape in ((96, 160), (2, 33, 160)):
         layer, x = dlp.Linear(160, 64, recipe=recipe, dtype=torch.bfloat16), torch.randn(shape).bfloat16()
-        plan, given = layer.core.spec.transfers(x.numel() // 160), Result(x.shape, x.dtype)
+        plan, given = layer.core.bound.transfers(x.numel() // 160), Result(x.shape, x.dtype)
         ys, kept = run_forward(layer.core.bound, [x], [layer.weight.detach()], [None], (), True, True)
         assert [Result(y.shape, y.dtype) for y in ys] == [plan.y(given, 64)]
         assert [Result(part.shape, part.dtype) for part in kept] == plan.saved(given, made=False)

@@ -15,7 +15,7 @@ import dlp
 from dlp.kernels import program
 from dlp.kernels.program import Program
 from dlp.parallel.linear.capture import DIRECTIONS, CapturedDirections
-from dlp.parallel.linear.modules import cores
+from dlp.parallel.linear.state import cores
 from tests.metrics import assert_bit_equal
 
 K, N, M = 256, 640, 256

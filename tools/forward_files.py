@@ -45,13 +45,17 @@ def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[Tensor]:
         yield from tensors_in(list(vars(value).values()), depth - 1)
 
 
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of a fake one
+        return 0
+
+
 def crossed(run: Callable[[], Any], x: Tensor) -> dict[str, set[str]]:
     """File -> functions of dlp/parallel that `run`, which reads x, enters with x or what it makes of it."""
-    before = {
-        each.data_ptr()
-        for each in gc.get_objects()
-        if issubclass(type(each), Tensor) and each is not x and each.numel()
-    }
+    others = (each for each in gc.get_objects() if issubclass(type(each), Tensor) and each is not x)
+    before = {_address(each) for each in others}
     found: dict[str, set[str]] = {}
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
@@ -59,7 +63,7 @@ def crossed(run: Callable[[], Any], x: Tensor) -> dict[str, set[str]]:
         if event != "call" or not path.is_relative_to(FOLDER):
             return
         if any(
-            tensor.data_ptr() not in before for tensor in tensors_in(list(frame.f_locals.values())) if tensor.numel()
+            _address(tensor) not in before for tensor in tensors_in(list(frame.f_locals.values())) if tensor.numel()
         ):
             found.setdefault(str(path.relative_to(FOLDER)), set()).add(frame.f_code.co_name)
 
@@ -89,10 +93,10 @@ def files(recipe: str) -> dict[str, dict[str, set[str]]]:
         model = nn.Sequential(layer)
         dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
         tokens, features = (256, 64) if name == "row" else (256, 128)
-        for _ in range(3):
-            model(torch.randn(tokens, features).bfloat16().requires_grad_()).sum().backward()
-            dlp.end_step(model)
         x = torch.randn(tokens, features).bfloat16().requires_grad_()
+        for _ in range(3):
+            model(x).sum().backward()
+            dlp.end_step(model)
         found[name] = crossed(lambda layer=layer, x=x: layer(x), x)  # type: ignore[misc]
     return found
 

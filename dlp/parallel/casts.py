@@ -11,7 +11,7 @@ when a matrix, an operand or a delayed scale has moved: in the first steps, afte
 only launches, so it can be captured in a CUDA graph. Where a quantizer offers no batch, where operands are still to be
 allocated, or where no kernel reads a matrix, it is observed and cast by itself, with the same bits.
 
-Nothing here knows a layer: `dlp.parallel.linear.operands` says what casts of one take beside a matrix.
+Nothing here knows a layer: `dlp.parallel.linear.state` says what casts of one take beside a matrix.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import lcm
 
-from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of, one_read
 from dlp.quant.recipe import OPERANDS, Operand, Recipe, both
 from dlp.quant.tensor import SHARED, UNSAID, Format
@@ -165,11 +164,12 @@ def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
     return not layout.transposed and all(part == shape for part, dim in shapes if dim is not SHARED)
 
 
-def check(layer: str, style: ParallelStyle, recipe: Recipe) -> None:
-    """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales."""
+def check(layer: str, gathers: str | None, recipe: Recipe) -> None:
+    """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales. `gathers`: what
+    travels, None: nothing."""
     delayed = any(caps_of(quantizer).slot is not None for quantizer in recipe.quantizers())
-    if style.gathers is not None and delayed and not recipe.reduce_amax:
+    if gathers is not None and delayed and not recipe.reduce_amax:
         raise ValueError(
-            f"{layer}: {recipe} has reduce_amax=False, so tp ranks would scale {style.gathers} differently and then "
+            f"{layer}: {recipe} has reduce_amax=False, so tp ranks would scale {gathers} differently and then "
             f"gather it; set reduce_amax=True, or sequence_parallel=False for this layer"
         )

@@ -17,7 +17,7 @@ import dlp
 from dlp.comm.mesh import ParallelDims
 from dlp.parallel.casts import Cast, CastBatch, Orientations
 from dlp.parallel.linear import core as linear_fn
-from dlp.parallel.linear import operands
+from dlp.parallel.linear import state as operands
 from dlp.parallel.weight import sharded as shards
 from launch.model import Llama, init_weights, initial_value, parallel_groups
 from launch.sections import Model

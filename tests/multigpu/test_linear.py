@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dlp.comm import collectives
 from dlp.parallel import casts, fit
 from dlp.parallel.casts import BOTH
-from dlp.parallel.linear import operands
+from dlp.parallel.linear import state as operands
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from tests import pool as worker
 from tests.cases import (

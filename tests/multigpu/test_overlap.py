@@ -24,7 +24,7 @@ from dlp.comm.mesh import ParallelDims
 from dlp.parallel import casts
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import ROWWISE
-from dlp.parallel.linear import operands
+from dlp.parallel.linear import state as operands
 from dlp.parallel.linear.modules import ColumnParallelLinear
 from dlp.parallel.linear.spec import Overlaps
 from dlp.parallel.overlap import Overlap

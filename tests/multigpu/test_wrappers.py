@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dlp
-from dlp.parallel.linear.modules import cores
+from dlp.parallel.linear.state import cores
 from tests import pool as worker
 from tests.metrics import assert_bit_equal
 from tests.net import batch, gradients, net, train

@@ -12,7 +12,7 @@ Both run `run_forward` and `run_backward`. Passing the ops by spares the host mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -29,9 +29,9 @@ from dlp.kernels.table import runs_kernels
 from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key
 from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward, to_save, waits
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
-from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of
+from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
 from dlp.parallel.model.autocast import check_compiled
-from dlp.parallel.transfer import Result
+from dlp.parallel.transfer import Result, x_tokens_of
 from dlp.parallel.weight.base import WeightParts
 from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
@@ -178,7 +178,13 @@ def forward(
     if not call.captured.possible[FORWARD]:
         return *run_forward(bound, inputs, weights, biases, parts, call.save, record), weights
     key: Key = () if sides is not None else tuple(map(shape_key, parts))
-    return *call.captured.forward(key, inputs, weights, biases, parts, call.save, record), weights
+    run = partial(run_forward, bound, inputs, weights, biases, parts, call.save, record)
+    return *call.captured.forward(key, run, forward_reads(inputs, weights, biases, parts), count), weights
+
+
+def forward_reads(inputs: Any, weights: Any, biases: Any, parts: Any) -> list[Tensor]:
+    """The tensors that a forward reads."""
+    return [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]]
 
 
 class DirectLinearFn(torch.autograd.Function):
@@ -250,7 +256,9 @@ def _gradients(
         if call.captured.possible[BACKWARD]:
             key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
             key += tuple(map(shape_key, parts)) if sides is None else ()
-            grads = call.captured.backward(key, dys, saved, weights, parts, wanted)
+            reads = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
+            run = partial(run_backward, bound, dys, saved, weights, parts, wanted)
+            grads = call.captured.backward(key, run, reads)
         else:
             grads = run_backward(bound, dys, saved, weights, parts, wanted)
         bound.session.scales = None
@@ -300,7 +308,9 @@ def linear_fwd(
     parts = _parts(bound, range(len(weights)), weights, cached, inputs[0].dtype, columnwise=False, record=record)
     keys = [None if bias is None else shape_key(bias) for bias in biases]
     key = (save, record, *keys, *map(shape_key, (*inputs, *weights, *parts)))
-    return _captured_of(bound, inputs[0]).forward(key, inputs, weights, biases, parts, save, record)
+    run = partial(run_forward, bound, inputs, weights, biases, parts, save, record)
+    reads = forward_reads(inputs, weights, biases, parts)
+    return _captured_of(bound, inputs[0]).forward(key, run, reads, len(weights))
 
 
 def linear_bwd(
@@ -313,7 +323,9 @@ def linear_bwd(
     used = wanted.used
     parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if wanted.dx else ()
     key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
-    grads = _captured_of(bound, dys[0]).backward(key, dys, saved, weights, parts, wanted)
+    run = partial(run_backward, bound, dys, saved, weights, parts, wanted)
+    reads = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
+    grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.scales = None
     return grads
 
@@ -334,7 +346,7 @@ def _linear_fwd_fake(
     """Shapes and dtypes only, of the plan, for torch.compile."""
     spec, x = spec_of(trace_id), inputs[0]
     tokens, like = x.numel() // x.shape[-1], Result(x.shape, x.dtype)
-    plan = spec.transfers(tokens)
+    plan = transfers(spec, tokens)
     kept = plan.saved(like, spec.prologue is not None) if save else []
     if spec.prologue is not None and record:
         kept += [Result((tokens,), torch.float32)] * spec.prologue.keeps
@@ -351,7 +363,8 @@ def _linear_bwd_fake(
     if wanted.dx and spec.prologue is not None:
         grads = [Result(given.shape, given.dtype) for given in saved[-num_inputs(spec) :]]
     elif wanted.dx:
-        grads = [spec.transfers_back(dy.numel() // dy.shape[-1]).dx(weights[0].shape[1], dtype)]
+        tokens = x_tokens_of(spec.style, spec.tp, dy.numel() // dy.shape[-1])
+        grads = [transfers(spec, tokens).dx(weights[0].shape[1], dtype)]
     now = not waits(spec.options.delay_wgrad, wanted.dx)
     grads += [Result(w.shape, w.dtype) for w, needed in zip(weights, wanted.dw, strict=True) if needed and now]
     grads += [Result(w.shape[:1], w.dtype) for w, needed in zip(weights, wanted.db, strict=True) if needed]

@@ -14,7 +14,6 @@ The bits are the same with a program and without.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor
 from dlp.comm.transport import reach, transport_of
 from dlp.kernels import program
 from dlp.kernels.program import NotPlain, Program
-from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward
 from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.quant.gemm import own_gemm
 from dlp.quant.quantizer import caps_of
@@ -33,6 +31,7 @@ DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
 LIMIT = 64  # a layer whose shapes vary without end runs without programs
 SEEN = "seen once"
 Run = Callable[[], list[Tensor]]
+RunForward = Callable[[], tuple[list[Tensor], list[Tensor]]]
 Key = tuple[Any, ...]
 
 
@@ -51,26 +50,21 @@ class CapturedDirections:
         self.found: dict[Key, Program | str] = {}
 
     def forward(
-        self, key: Key, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
-        parts: Sequence[Tensor], save: bool, record: bool,
-    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-        """`run_forward`. `key`: what it depends on beside addresses, as far as that is not the same for all calls of these."""
+        self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What `run`, a `run_forward` of `count` y, returns, which reads these tensors. `key`: what it depends on beside
+        addresses, as far as that is not the same for all calls of these."""
 
-        def run() -> list[Tensor]:
-            ys, kept = run_forward(self.bound, inputs, weights, biases, parts, save, record)
+        def flat() -> list[Tensor]:
+            ys, kept = run()
             return [*ys, *kept]
 
-        reads = [*inputs, *(parts or weights), *[bias for bias in biases if bias is not None]]
-        made = self._run((FORWARD, *key), reads, run)
-        return made[: len(weights)], made[len(weights) :]
+        made = self._run((FORWARD, *key), reads, flat)
+        return made[:count], made[count:]
 
-    def backward(
-        self, key: Key, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
-        wanted: GradsWanted,
-    ) -> list[Tensor]:  # fmt: skip
-        """`run_backward`."""
-        run = partial(run_backward, self.bound, dys, saved, weights, parts, wanted)
-        return self._run((BACKWARD, *key), [*dys, *saved, *((parts or weights) if wanted.dx else ())], run)
+    def backward(self, key: Key, run: Run, reads: Sequence[Tensor]) -> list[Tensor]:
+        """What `run`, a `run_backward`, returns, which reads these tensors."""
+        return self._run((BACKWARD, *key), reads, run)
 
     def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
         """What `run` returns, which reads the tensors given."""

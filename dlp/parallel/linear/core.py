@@ -37,9 +37,8 @@ from dlp.comm.collectives import Pending
 from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.parallel import fit
 from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
-from dlp.parallel.linear.operands import beside, quantize
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec, remembered
+from dlp.parallel.linear.state import BoundSpec, beside, quantize, remembered
 from dlp.parallel.model.checks import check_gathered
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import Gathered, Reduction, Route, TransferPlan

@@ -6,8 +6,7 @@ where the weights are, and is shared by siblings: layers that read the same x an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +29,7 @@ from dlp.parallel.linear.autograd import (
 )
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import OFF, LayerOptions, LinearSpec, Overlaps, num_inputs
-from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.linear.state import LayerState
 from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
 from dlp.parallel.model.session import Session
 from dlp.parallel.style import shard_sizes, style
@@ -39,7 +38,6 @@ from dlp.parallel.weight.held import hold_quantized
 from dlp.parallel.weight.local import fill, local, local_weights, place
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
-from dlp.quant.stats import StatsTable, measured
 from dlp.quant.tensor import QuantizedTensor
 
 
@@ -118,31 +116,18 @@ class SharedCall:
         return y
 
 
-class LinearCore:
+class LinearCore(LayerState):
     """Computes y_i = x @ w_i.T + b_i for its members."""
 
     def __init__(self, spec: LinearSpec, session: Session, members: Sequence[Member]) -> None:
-        self.bound = BoundSpec(spec, session)
-        self.variants: dict[Any, BoundSpec] = {}  # by what an autocast region asks for
+        super().__init__(spec, session, members)
         self.ran_under = LayerRuns()
-        self.stats: StatsTable | None = None
-        self.members = list(members)
         self.weights = self.bound.weights = local_weights(self)
         self.shared = SharedCall()
         hold_quantized(self.weights)
 
     def __getstate__(self) -> dict[str, Any]:
-        anew: dict[str, Any] = {"variants": {}, "stats": None}
-        return vars(self) | anew | {"shared": SharedCall()}
-
-    @property
-    def spec(self) -> LinearSpec:
-        """The layer's own."""
-        return self.bound.spec
-
-    @property
-    def session(self) -> Session:
-        return self.bound.session
+        return super().__getstate__() | {"shared": SharedCall()}
 
     def parameters(self) -> list[Any]:
         """The weights, then the biases, as modules hold them."""
@@ -161,32 +146,6 @@ class LinearCore:
 
     def _local(self, parameter: Tensor) -> Tensor:
         return local(parameter, self.spec.name, self.spec.num_axes)
-
-    @property
-    def device(self) -> torch.device:
-        """Where its parameters are."""
-        device: torch.device = getattr(self.members[0].module, self.members[0].weight).device
-        return device
-
-    def bounds(self) -> list[BoundSpec]:
-        """The layer's own, and those it has run under in autocast regions."""
-        return [self.bound, *self.variants.values()]
-
-    def specs(self) -> list[LinearSpec]:
-        return [bound.spec for bound in self.bounds()]
-
-    def with_recipe(self, recipe: Recipe) -> LinearSpec:
-        """The spec that this layer has under another recipe."""
-        self.weights.check(recipe)
-        stats = self.stats
-        chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
-        return replace(self.spec, recipe=chosen)
-
-    def set_spec(self, spec: LinearSpec, session: Session | None = None) -> None:
-        """Change the layer's own spec, at a step boundary. `session`: another than it has been in."""
-        self.bound = BoundSpec(spec, session or self.session, self.weights)
-        self.variants.clear()
-        self.weights.drop()
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says).
@@ -396,13 +355,3 @@ def make_spec(
         name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, members,
         options=options, prologue=prologues.load(prologue),
     )  # fmt: skip
-
-
-def cores(model: nn.Module) -> Iterator[LinearCore]:
-    """Every core of a model, each once."""
-    seen = set()
-    for module in model.modules():
-        core = getattr(module, "core", None)
-        if isinstance(core, LinearCore) and id(core) not in seen:
-            seen.add(id(core))
-            yield core

@@ -19,7 +19,6 @@ from dlp.parallel import fit
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.style import ParallelStyle
-from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
 from dlp.quant.quantizer import SlotOptions, caps_of
 from dlp.quant.recipe import OPERANDS, RESULTS, Recipe
 from dlp.quant.tensor import Format
@@ -97,7 +96,7 @@ class LinearSpec:
     prologue: Prologue | None = None
 
     def __post_init__(self) -> None:
-        fit.check(self.name, self.style, self.recipe)
+        fit.check(self.name, self.style.gathers, self.recipe)
         if self.prologue is not None:
             self.prologue.check(self.name, self.style, self.tp)
         self.check_group(self.amax_group)
@@ -154,18 +153,6 @@ class LinearSpec:
     def draws(self) -> bool:
         """Whether a cast of this layer rounds by chance."""
         return any(caps_of(quantizer).origin for quantizer in self.recipe.quantizers())
-
-    def transfers(self, tokens: int) -> TransferPlan:
-        """What travels, with so many rows of x on this rank."""
-        group = self.amax_group or self.group
-        return transfer_plan(
-            self.recipe, self.style, self.tp, tokens, own_group=self.amax_group is not None,
-            group=None if group is None or group.size() == 1 else group,
-        )  # fmt: skip
-
-    def transfers_back(self, dy_tokens: int) -> TransferPlan:
-        """The same, with so many rows of dy on this rank."""
-        return self.transfers(x_tokens_of(self.style, self.tp, dy_tokens))
 
 
 def num_inputs(spec: LinearSpec) -> int:

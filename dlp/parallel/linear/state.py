@@ -1,4 +1,4 @@
-"""What one layer keeps: of a spec that it runs under, a `BoundSpec`.
+"""What one layer keeps: a `LayerState`, a `BoundSpec` of each spec that it runs under; and what its casts take of its model.
 
 The opaque ops take tensors and two names: a `spec_id`, a tensor, says which `BoundSpec` a call runs; a `trace_id`, an integer,
 is the same for all specs of equal style, recipe, tp, options and prologue, and is all that results depend on in shape and
@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import cache, partial, wraps
+from hashlib import sha256
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlp.comm.transport import mapped_memory
 from dlp.parallel import fit
+from dlp.parallel.casts import BOTH, NOWHERE, Beside, Cast, CastPlan, Operands, Orientations, Values, cast, cast_plan
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.session import Session, cannot_pickle
-from dlp.parallel.transfer import TransferPlan
-from dlp.quant.recipe import Operand
-from dlp.quant.stats import plain
+from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
+from dlp.quant.quantizer import Origin, ScaleSlot, Wanted
+from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.stats import StatsTable, measured, plain
 
 Answer = TypeVar("Answer")
 Asked = ParamSpec("Asked")
@@ -120,18 +123,27 @@ class BoundSpec:
     @remembered
     def transfers(self, tokens: int) -> TransferPlan:
         """What travels, with so many rows of x on this rank."""
-        return self.spec.transfers(tokens)
+        return transfers(self.spec, tokens)
 
     @remembered
     def transfers_back(self, dy_tokens: int) -> TransferPlan:
         """The same, with so many rows of dy on this rank."""
-        return self.spec.transfers_back(dy_tokens)
+        return self.transfers(x_tokens_of(self.spec.style, self.spec.tp, dy_tokens))
 
     def kept_memory(self) -> list[Tensor]:
         """What kernels of this layer read and write that is no operand; it stays where it is while `calls` do."""
         groups = {group for group in (self.spec.group, self.spec.amax_group) if group is not None}
         mapped = [span for group in groups for span in mapped_memory(group)]
         return [*self.session.kept_memory(self.spec), *mapped]
+
+
+def transfers(spec: LinearSpec, tokens: int) -> TransferPlan:
+    """What travels under a spec, with so many rows of x on this rank."""
+    group = spec.amax_group or spec.group
+    return transfer_plan(
+        spec.recipe, spec.style, spec.tp, tokens, own_group=spec.amax_group is not None,
+        group=None if group is None or group.size() == 1 else group,
+    )  # fmt: skip
 
 
 def bound_of(spec_id: Tensor) -> BoundSpec:
@@ -142,3 +154,172 @@ def bound_of(spec_id: Tensor) -> BoundSpec:
 def spec_of(trace_id: int) -> LinearSpec:
     """One that stands for all specs of a trace."""
     return _SPEC_OF_TRACE[trace_id]
+
+
+class LayerState:
+    """One layer: its weights and the specs that it runs under.
+
+    bound      its own spec; `variants`: others, by what an autocast region asks for
+    members    its weights' modules and names, in order; `weights`: where they live (`dlp.parallel.weight`)
+    stats      what measures its tensors, if something does
+    """
+
+    weights: Any
+
+    def __init__(self, spec: LinearSpec, session: Session, members: Sequence[Any]) -> None:
+        self.bound, self.members = BoundSpec(spec, session), list(members)
+        self.variants: dict[Any, BoundSpec] = {}
+        self.stats: StatsTable | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        anew: dict[str, Any] = {"variants": {}, "stats": None}
+        return vars(self) | anew
+
+    @property
+    def spec(self) -> LinearSpec:
+        """The layer's own."""
+        return self.bound.spec
+
+    @property
+    def session(self) -> Session:
+        return self.bound.session
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        device: torch.device = getattr(self.members[0].module, self.members[0].weight).device
+        return device
+
+    def bounds(self) -> list[BoundSpec]:
+        """The layer's own, and those it has run under in autocast regions."""
+        return [self.bound, *self.variants.values()]
+
+    def specs(self) -> list[LinearSpec]:
+        return [bound.spec for bound in self.bounds()]
+
+    def with_recipe(self, recipe: Recipe) -> LinearSpec:
+        """The spec that this layer has under another recipe."""
+        self.weights.check(recipe)
+        stats = self.stats
+        chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
+        return replace(self.spec, recipe=chosen)
+
+    def set_spec(self, spec: LinearSpec, session: Session | None = None) -> None:
+        """Change the layer's own spec, at a step boundary. `session`: another than it has been in."""
+        self.bound = BoundSpec(spec, session or self.session, self.weights)
+        self.variants.clear()
+        self.weights.drop()
+
+
+def cores(model: nn.Module) -> Iterator[Any]:
+    """Every core (`dlp.parallel.linear.modules`) of a model, each once."""
+    seen = set()
+    for module in model.modules():
+        core = getattr(module, "core", None)
+        if isinstance(core, LayerState) and id(core) not in seen:
+            seen.add(id(core))
+            yield core
+
+
+# What casts of a layer take
+
+
+def quantize(
+    bound: BoundSpec, tensor: str, values: Sequence[Values], orientations: Orientations, *,
+    members: Sequence[str] | None = None, record: bool = True, whole: bool = False, into: Wanted = NOWHERE,
+) -> list[Operands]:  # fmt: skip
+    """Values [rows, cols] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
+
+    members    whose values they are, where not every member has some
+    record     their amaxes count for delayed scales
+    whole      x or dy has been gathered: no rank has a part of it
+    into       storage of `operand_shape` for the one operand there is, in the orientations that have some
+    """
+    plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
+    owners = members or bound.spec.owners(tensor)
+    return cast(plan, orientations, values, owners, partial(beside, bound), record=record, into=into)
+
+
+@remembered
+def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool, rows: int) -> CastPlan:
+    """`rows`: of the matrices, as many as tokens in x and dy."""
+    spec = bound.spec
+    group = spec.amax_group or spec.group
+    return cast_plan(
+        spec.style, spec.recipe, tensor, orientations, rows, whole=whole, own_group=spec.amax_group is not None,
+        group=None if group is None or group.size() == 1 else group,
+    )  # fmt: skip
+
+
+def beside(
+    bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[Sequence[int]],
+    device: torch.device, record: bool,
+) -> Beside:  # fmt: skip
+    """What the casts of one matrix of this shape read and write of the layer's model. `padded`: the shapes of what each read is
+    given, with zeros appended, where it draws."""
+    session, tensor, bare = bound.session, plan.tensor, plan.bare
+    flag = session.flag(bound.spec.members, tensor, member, device) if plan.quantizes else None
+    if bare is not None:
+        return Beside(flag, bare.slots, bare.origins)
+    slots: list[ScaleSlot | None] = []
+    origins: list[tuple[Origin, ...]] = []
+    for i, read in enumerate(plan.reads):
+        slots.append(
+            session.slot(bound.slot_name(tensor, member, read.rowwise is None), record) if read.has_slot else None
+        )
+        origins.append(tuple([_origin(bound, plan, member, shape, padded[i], each) for each in read.origins]))
+    return Beside(flag, slots, origins)
+
+
+def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
+    """What `quantize(bound, "w", [weight], BOTH)` casts and agrees on, to be made with the casts of other layers. `value`: the
+    weight, padded to its `operand_shape`."""
+    plan = _plan(bound, "w", BOTH, False, value.shape[0])
+    matrices = [value] * len(plan.reads)
+    its = beside(bound, plan, member, weight.shape, [value.shape] * len(matrices), value.device, True)
+    return plan.casts(matrices, its, into)
+
+
+@cache
+def _tensor_id(name: str) -> int:
+    """32 bits that are the same for this name everywhere and always."""
+    return int.from_bytes(sha256(name.encode()).digest()[:4], "little")
+
+
+def _origin(
+    bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[int], columnwise: bool
+) -> Origin:
+    """Where this rank's matrix lies in the unsharded one, over tp and, along the tokens, over data-parallel ranks;
+    `columnwise`: its transpose in the transposed one."""
+    spec, session, tensor = bound.spec, bound.session, plan.tensor
+    cut = None if plan.whole else spec.style.cut(tensor)
+
+    def span(dim: int, size: int) -> tuple[int, int]:
+        index, count = (spec.tp_group.rank(), spec.tp) if cut == dim and spec.tp > 1 else (0, 1)
+        if dim == 0 and tensor != "w":
+            index, count = index + session.dp[0] * count, count * session.dp[1]
+        return index * size, count * size
+
+    row_dim, column_dim = int(columnwise), 1 - int(columnwise)
+    row, rows = span(row_dim, shape[row_dim])
+    column, columns = span(column_dim, padded[column_dim])
+    name = f"{member}.{tensor}"
+    return Origin(row, column, rows, columns, session.seed, _tensor_id(name), session.counter, row_dim)
+
+
+def weights_agree(spec: LinearSpec) -> bool:
+    """Whether other ranks may have a say in the scales of this rank's weights."""
+    return spec.amax_group is not None or (spec.group is not None and spec.recipe.amax_scope == "all")
+
+
+def flatten(operands: Sequence[Operands]) -> list[Tensor]:
+    """The parts of both orientations of each operand, rowwise first."""
+    return [part for both in operands for columnwise in (False, True) for part in both.at(columnwise).parts]
+
+
+def unflatten(quantizers: Operand, parts: Sequence[Tensor], count: int) -> list[Operands]:
+    """The inverse of `flatten` for `count` operands of these quantizers."""
+    row, col = quantizers.rowwise.format, quantizers.columnwise.format
+    size = len(row.parts) + len(col.parts)
+    starts = range(0, count * size, size)
+    return [Operands(row.wrap(parts[i:]), col.wrap(parts[i + len(row.parts) :])) for i in starts]

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
-from dlp.parallel.linear.modules import LinearCore, ParallelLinear, cores
+from dlp.parallel.linear.modules import LinearCore, ParallelLinear
+from dlp.parallel.linear.state import cores
 from dlp.parallel.model.checks import Replicas, looks
 from dlp.parallel.model.flags import ACTIONS, NonFiniteWatch
 from dlp.parallel.model.grads import PartialGradients, check_none_waits

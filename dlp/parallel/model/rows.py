@@ -168,7 +168,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     row = style(style_name, sequence_parallel)
     local = shard_sizes(row, *shape, tp, name)
     recipe = recipes.as_recipe(chosen.recipe or "bf16").for_layer(name)
-    fit.check(name, row, recipe)
+    fit.check(name, row.gathers, recipe)
     prologue = prologues.load(chosen.prologue)
     if prologue is not None:
         prologue.check(name, row, tp)

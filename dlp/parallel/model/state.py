@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import all_gather
-from dlp.parallel.linear.operands import unflatten, weights_agree
+from dlp.parallel.linear.state import unflatten, weights_agree
 from dlp.parallel.model.checks import Named, check_replicas, compare, not_sent
 from dlp.parallel.model.session import Layer, Session, Swap, converted_root, session_of
 from dlp.parallel.model.swap import repeat

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import observer
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, ParallelDims
-from dlp.parallel.linear.modules import cores
+from dlp.parallel.linear.state import cores
 from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.predict import Traffic, Workload, step_traffic

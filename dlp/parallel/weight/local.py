@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, operand_shape
-from dlp.parallel.linear.operands import Operands, flatten, quantize, unflatten, weight_casts
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.linear.state import BoundSpec, Operands, flatten, quantize, unflatten, weight_casts
 from dlp.parallel.weight.base import Layer, LayerWeights, Member, Use, Values
 from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe

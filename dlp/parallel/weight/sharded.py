@@ -29,9 +29,8 @@ from dlp.comm import observer
 from dlp.comm.collectives import all_gather
 from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, agrees
 from dlp.parallel.fit import VALUES, ShardLayout, ShardLayouts, ShardRead, shard_reads, weight_layouts
-from dlp.parallel.linear.operands import quantize
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.linear.state import BoundSpec, quantize
 from dlp.parallel.model.session import in_backward
 from dlp.parallel.weight.base import LayerWeights, Use, Values
 from dlp.quant.quantizer import ScaleSlot, Wanted, caps_of
