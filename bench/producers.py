@@ -73,7 +73,7 @@ def column_sums(x: Tensor) -> Launch:
     return Launch(lambda: ops.column_sums(x), (x,))
 
 
-def _produced(which: str, x: Tensor) -> Callable[[], ops.Produced]:
+def _produced(which: str, x: Tensor) -> Callable[[], ops.LazyMatrix]:
     if which == "rms_norm":
         return partial(ops.RmsNormed, x, _vector(x), EPS)
     return partial(ops.Gated, *_halves(x)) if which == "swiglu" else partial(ops.Summed, x)

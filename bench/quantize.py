@@ -33,7 +33,7 @@ from dlp.kernels.cuda_codes import DelayedJob
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.cuda_fp4 import scale_shape as fp4_scale_shape
 from dlp.kernels.cuda_rowwise import RowwiseJob
-from dlp.kernels.reference import Draw
+from dlp.kernels.reference import PhiloxState
 
 Run = Callable[[], Any]
 E4M3 = torch.float8_e4m3fn
@@ -182,7 +182,11 @@ def _nvfp4(x: Tensor, tile: bool, rht: bool = False, by_chance: bool = False) ->
         out[f"scale{name}"] = torch.empty(fp4_scale_shape(lines, along, tile=tile), dtype=E4M3, device="cuda")
         out[f"amax{name}"] = _scalar(5.0)
     job, counter = Nvfp4Job(x, **out), torch.zeros((), dtype=torch.int64, device="cuda")
-    draws = (Draw(0, 0, cols, 0, counter, (1, 2)), Draw(0, 0, rows, 1, counter, (1, 2))) if by_chance else (None, None)
+    draws = (
+        (PhiloxState(0, 0, cols, 0, counter, (1, 2)), PhiloxState(0, 0, rows, 1, counter, (1, 2)))
+        if by_chance
+        else (None, None)
+    )
     if tile:
         return Launch(lambda: cuda_fp4.cast_nvfp4_tile(job), (x, *out.values()))
     return Launch(lambda: cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws), (x, *out.values()))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dlp.comm import transport
-from dlp.kernels import codes, cuda, cuda_producers, gemms, loader, ops, program, reference, table, wire
+from dlp.kernels import captured, codes, cuda, cuda_producers, gemms, loader, ops, reference, table, wire
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import autograd
 from tests.played_transport import STEPS, PlayedSlot
@@ -276,10 +276,10 @@ def emulation() -> Iterator[None]:
         (loader, "load", lambda: Module), (loader, "missing", lambda: ""),
         (codes, "ON_DEVICE", ()), (ops, "has_batches", lambda x: False), (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
-        (gemms, "workspace", lambda device, stream: space.data_ptr()), (program, "possible", lambda x: True),
+        (gemms, "workspace", lambda device, stream: space.data_ptr()), (captured, "possible", lambda x: True),
         (transport, "reach", lambda group, device: None), (transport, "CudaSlot", PlayedSlot),
         (transport, "_OF_GROUP", {}),
-        (program, "ALIGNMENT", ALIGNMENT), (autograd, "ALIGNMENT", ALIGNMENT),
+        (captured, "ALIGNMENT", ALIGNMENT), (autograd, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
     for name, step in STEPS.items():
         patches.append((Module, name, step))

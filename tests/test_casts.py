@@ -259,7 +259,7 @@ def test_a_build_that_fails_is_not_passed_over(monkeypatch):
 def test_rows_that_overlap_are_refused():
     row = torch.zeros(1, 8)
     for x in (row.expand(3, 8), row.t().expand(8, 3), torch.zeros(32).as_strided((3, 8), (4, 1))):
-        with pytest.raises(ValueError, match="rows are apart; got strides"):
+        with pytest.raises(ValueError, match="rows are disjoint; got strides"):
             cuda._matrix(x)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.kernels import ops, program, table
+from dlp.kernels import captured, ops, table
 from dlp.kernels.launches import NotPlain
 from dlp.kernels.reference import Fp8Scale
 from dlp.kernels.table import DEVICES, GEMM, GemmEntry, KernelEntry, operation, registered
@@ -210,8 +210,8 @@ def test_a_users_kernel_for_a_cast_of_the_package_goes_first():
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_kernel_that_launches_by_itself_is_not_captured(captured: bool):
+@pytest.mark.parametrize("says_so", [False, True])
+def test_a_kernel_that_launches_by_itself_is_not_captured(says_so: bool):
     """Launches of a layer are taken down and launched again later; what a kernel from outside launches nobody knows."""
     x, ran = torch.ones(4, 4).bfloat16(), []
 
@@ -219,14 +219,14 @@ def test_a_kernel_that_launches_by_itself_is_not_captured(captured: bool):
         ran.append(x)
         return torch.empty(())
 
-    with registered(KernelEntry(operation="amax", name="mine", run=mine, captured=captured)):
+    with registered(KernelEntry(operation="amax", name="mine", run=mine, captured=says_so)):
         ops.amax(x)
-        if captured:
-            program.record(lambda: [ops.amax(x)], [x], [])
+        if says_so:
+            captured.record(lambda: [ops.amax(x)], [x], [])
         else:
             with pytest.raises(NotPlain, match="runs mine, which is not captured"):
-                program.record(lambda: [ops.amax(x)], [x], [])
-    assert len(ran) == 1 + captured
+                captured.record(lambda: [ops.amax(x)], [x], [])
+    assert len(ran) == 1 + says_so
 
 
 @pytest.mark.usefixtures("emulated")

@@ -89,7 +89,7 @@ def test_sums_do_not_depend_on_zeros_around_them(sums):
     assert_bit_equal(sums(F.pad(x, (0, 0, 0, 2000))), sums(x))
 
 
-def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.Produced]:
+def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.LazyMatrix]:
     x, other = draw(rows, cols, dtype=torch.bfloat16), draw(rows, cols, seed=1, dtype=torch.bfloat16)
     return {"rms_norm": ops.RmsNormed(x, draw(cols, seed=2), EPS), "swiglu": ops.Gated(x, other), "sums": ops.Summed(x)}
 
@@ -107,7 +107,7 @@ def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  #
             both.cast(made, both.observe(made), slot=slot, at=at),
             pair[0].cast(made, pair[0].observe(made), slot=slot, at=at[0]),
         )
-        if isinstance(made, ops.Produced):
+        if isinstance(made, ops.LazyMatrix):
             first, staging = pairs, slot.staging
     assert_same(first[0][0], pairs[0][0])
     assert_same(first[0][1], pairs[0][1])

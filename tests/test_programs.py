@@ -1,6 +1,6 @@
 """Programs: a direction of a linear that communicates nothing, taken down once and run again, on an emulated device.
 
-Every test compares with a twin that never has a program and must give the same bits. No ranks.
+Every test compares with a twin that never captures its launches and must give the same bits. No ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dlp
-from dlp.kernels import cuda, program
-from dlp.kernels.program import NotPlain, Program
+from dlp.kernels import captured, cuda
+from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.parallel.linear import autograd
 from dlp.parallel.linear.capture import DIRECTIONS, FORWARD
 from dlp.parallel.linear.modules import LinearCore
@@ -131,13 +131,13 @@ def test_another_weight_of_a_norm_is_read(prologue: str):
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():
-    """The same program runs on other memory: what it was recorded with is freed and overwritten."""
+    """The same launches run on other memory: what they were recorded with is freed and overwritten."""
     twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     held = []
     for seed in range(6):
         held.append(torch.full((M, K), seed, dtype=torch.bfloat16))
         twins.step(forward_backward, seed)
-    (found,) = [made for made in programs(twins.model)["forward"] if isinstance(made, Program)]
+    (found,) = [made for made in programs(twins.model)["forward"] if isinstance(made, CapturedLaunches)]
     assert not [value for value in vars(found).values() if isinstance(value, Tensor)]
 
 
@@ -168,7 +168,7 @@ def test_another_shape_dtype_or_stride_is_another_program(way: str):
         for run in (forward_backward, lambda m, s: forward_backward(m, s, (2 * M,)), strided):
             with _Watched() if way == "watched" else nullcontext():
                 twins.step(run, seed)
-    assert sum(isinstance(made, Program) for made in programs(twins.model)["forward"]) == 3
+    assert sum(isinstance(made, CapturedLaunches) for made in programs(twins.model)["forward"]) == 3
 
 
 def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
@@ -186,7 +186,7 @@ def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
 
 
 def test_siblings_given_one_gradient():
-    """Two members with the same dy: a program could not tell them apart, and is not made of them."""
+    """Two members with the same dy: captured launches could not tell them from one another, and are not made of them."""
     twins = Twins(lambda: dlp.Linear(K, (N, N), recipe="fp8_current"))
 
     def shared(model: nn.Module, seed: int) -> Results:
@@ -368,7 +368,7 @@ def test_a_function_that_does_more_than_launch_is_no_program():
         (lambda: [torch.zeros(4)], "aten::zeros"),
     ):
         with pytest.raises(NotPlain, match=says):
-            program.record(run, [x], [])  # type: ignore[arg-type]
+            captured.record(run, [x], [])  # type: ignore[arg-type]
 
 
 def test_memory_that_nobody_declared_is_refused():
@@ -379,11 +379,11 @@ def test_memory_that_nobody_declared_is_refused():
         cuda.amax(x, foreign)
         return [out]
 
-    made = program.record(run, [x], [foreign])
+    made = captured.record(run, [x], [foreign])
     made([x])
     assert foreign == x.abs().max()
     with pytest.raises(ValueError, match="nobody declared"):
-        program.record(run, [x], [])([x])
+        captured.record(run, [x], [])([x])
 
 
 def test_memory_in_between_is_shared_by_what_is_not_used_together():
@@ -395,6 +395,6 @@ def test_memory_in_between_is_shared_by_what_is_not_used_together():
             cuda.amax(x, out)
         return amaxes[-1:]
 
-    recorded = program.record(run, [x], [])
+    recorded = captured.record(run, [x], [])
     assert recorded([x])[0] == x.abs().max()
-    assert recorded.between == program.ALIGNMENT
+    assert recorded.between == captured.ALIGNMENT

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.kernels import program
-from dlp.kernels.program import Program
+from dlp.kernels import captured
+from dlp.kernels.captured import CapturedLaunches
 from dlp.parallel.linear.capture import DIRECTIONS, CapturedDirections
 from dlp.parallel.linear.state import cores
 from tests.metrics import assert_bit_equal
@@ -65,7 +65,7 @@ class Twins:
 @contextmanager
 def without_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "possible", lambda x: False)
+        patch.setattr(captured, "possible", lambda x: False)
         yield
 
 
@@ -89,9 +89,9 @@ def forward_backward(model: nn.Module, seed: int, shape: tuple[int, ...] = (M,),
     return found | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def programs(model: nn.Module) -> dict[str, list[Program | str]]:
+def programs(model: nn.Module) -> dict[str, list[CapturedLaunches | str]]:
     """What there is for each direction."""
-    found: dict[str, list[Program | str]] = {way: [] for way in DIRECTIONS}
+    found: dict[str, list[CapturedLaunches | str]] = {way: [] for way in DIRECTIONS}
     for core in cores(model):
         calls = [*core.bound.calls.values(), *(core.weights.parts.calls.values() if core.weights.parts else ())]
         for call in calls:
@@ -104,5 +104,5 @@ def programs(model: nn.Module) -> dict[str, list[Program | str]]:
 def check_used(model: nn.Module, *ways: str) -> None:
     found = programs(model)
     for way in DIRECTIONS:
-        there = any(isinstance(made, Program) for made in found[way])
+        there = any(isinstance(made, CapturedLaunches) for made in found[way])
         assert there == (way in ways), f"{way}: {found[way]}"

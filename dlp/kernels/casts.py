@@ -7,7 +7,7 @@ Other input dtypes than bf16 and fp32 have no kernel and run the reference, whic
     cast_fp8_tensor         one scale a tensor, made from an amax or given
     cast_fp8_rowwise        one scale a row, made from its amax
 
-Where they take a matrix they also take a `Produced` one, which a kernel makes on its way (see produced.py).
+Where they take a matrix they also take a `LazyMatrix`, which a kernel makes on its way (see lazy_matrix.py).
 
 A cast returns the parts of its operand, written into `out` where that is given. A `flag`, fp32 [], becomes NaN where a value
 that it quantizes is not finite: so it is known later, and nobody waits for it. Its `_both` makes the operands of x and
@@ -28,7 +28,7 @@ from dlp.kernels import cuda, cuda_rowwise, dispatch, reference
 from dlp.kernels.cuda import INPUTS, MATRIX, TensorJob, Words
 from dlp.kernels.cuda_rowwise import RowwiseJob
 from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted, into
-from dlp.kernels.produced import Produced, opened, stored
+from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
 from dlp.kernels.reference import Fp8Scale, watched
 from dlp.kernels.table import kernel, operation, preparing
 
@@ -41,14 +41,14 @@ def has_batches(x: Tensor) -> bool:
 
 
 @operation
-def amax(x: Tensor | Produced, dim: int | None = None) -> Tensor:
+def amax(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
     """max |x| as fp32, over the whole tensor (shape []) or along `dim`; NaN is ignored, an empty tensor gives 0."""
     return reference.amax(stored(x), dim)
 
 
 @kernel("amax", reads=INPUTS, lazy=True)
-def _amax(x: Tensor | Produced, dim: int | None = None) -> Tensor:
-    if isinstance(x, Produced):
+def _amax(x: Tensor | LazyMatrix, dim: int | None = None) -> Tensor:
+    if isinstance(x, LazyMatrix):
         found = x.amax() if dim is None else None
         return amax(x.value, dim) if found is None else found
     matrix, flipped = dispatch.adjacent(x)
@@ -61,14 +61,14 @@ def _amax(x: Tensor | Produced, dim: int | None = None) -> Tensor:
 
 
 @operation
-def amax_lines(x: Tensor | Produced) -> tuple[Tensor, Tensor]:
+def amax_lines(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
     """max |x| of every row [rows] and of every column [C], fp32, in one read."""
     x = stored(x)
     return reference.amax(x, 1), reference.amax(x, 0)
 
 
 @kernel("amax_lines", reads=INPUTS, lazy=True)
-def _amax_lines(x: Tensor | Produced) -> tuple[Tensor, Tensor]:
+def _amax_lines(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
     x, words = opened(x)
     matrix, flipped = dispatch.adjacent(x)
     lines = _amaxes_of_lines(matrix, True, True, words)
@@ -126,7 +126,12 @@ def _prepare_tensor(
 
 @operation
 def cast_fp8_tensor(
-    x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, out: Parts | None = None, flag: Tensor | None = None
+    x: Tensor | LazyMatrix,
+    dtype: torch.dtype,
+    source: Fp8Scale,
+    *,
+    out: Parts | None = None,
+    flag: Tensor | None = None,
 ) -> Parts:
     """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv []; `source` says where the scale comes from."""
     return into(out, reference.cast_fp8_tensor(watched(stored(x), flag), dtype, source))
@@ -134,7 +139,12 @@ def cast_fp8_tensor(
 
 @kernel("cast_fp8_tensor", reads=INPUTS, lazy=True, prepare=_prepare_tensor)
 def _cast_fp8_tensor(
-    x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, out: Parts | None = None, flag: Tensor | None = None
+    x: Tensor | LazyMatrix,
+    dtype: torch.dtype,
+    source: Fp8Scale,
+    *,
+    out: Parts | None = None,
+    flag: Tensor | None = None,
 ) -> Parts:
     x, words = opened(x, dtype)
     return dispatch.rowwise(x, out, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, flag, words))
@@ -142,7 +152,7 @@ def _cast_fp8_tensor(
 
 @operation
 def cast_fp8_tensor_both(
-    x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
+    x: Tensor | LazyMatrix, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
 ) -> tuple[Parts, Parts]:
     """`cast_fp8_tensor` of x and of x.t(); their scale_inv share memory, except in given outputs."""
     codes, scale_inv = reference.cast_fp8_tensor(watched(stored(x), flag), dtype, source)
@@ -152,7 +162,7 @@ def cast_fp8_tensor_both(
 
 @kernel("cast_fp8_tensor_both", reads=INPUTS, lazy=True)
 def _cast_fp8_tensor_both(
-    x: Tensor | Produced, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
+    x: Tensor | LazyMatrix, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
 ) -> tuple[Parts, Parts]:
     x, words = opened(x, dtype)
     if outs is None:
@@ -208,7 +218,7 @@ def _rowwise_by_reference(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_
 
 @operation
 def cast_fp8_rowwise(
-    x: Tensor | Produced, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor | LazyMatrix, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C], the amaxes of its rows -> codes [rows, C] of `dtype` and fp32 scale_inv [rows]."""
@@ -217,7 +227,7 @@ def cast_fp8_rowwise(
 
 @kernel("cast_fp8_rowwise", reads=INPUTS, lazy=True, prepare=_prepare_rowwise)
 def _cast_fp8_rowwise(
-    x: Tensor | Produced, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor | LazyMatrix, amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     x, words = opened(x, dtype)
@@ -230,7 +240,7 @@ def _cast_fp8_rowwise(
 
 @operation
 def cast_fp8_rowwise_both(
-    x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_fp8_rowwise` of x and of x.t(), by the amaxes of the rows and of the columns of x."""
@@ -242,7 +252,7 @@ def cast_fp8_rowwise_both(
 
 @kernel("cast_fp8_rowwise_both", reads=INPUTS, lazy=True)
 def _cast_fp8_rowwise_both(
-    x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     x, words = opened(x, dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from dlp.kernels import cuda, dispatch, reference, table
 from dlp.kernels.cuda import INPUTS, BlockJob
 from dlp.kernels.dispatch import Flags, Launch, Launches, Outs, Parts, Wanted, both_into, into
-from dlp.kernels.produced import Produced, opened, stored
+from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
 from dlp.kernels.reference import watched
 from dlp.kernels.reference.scales import Block
 from dlp.kernels.table import kernel, operation, preparing
@@ -98,7 +98,7 @@ def _prepare_block(
 
 @operation
 def cast_fp8_block(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C] -> codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks]; edge blocks may be partial.
@@ -111,7 +111,7 @@ def cast_fp8_block(
 
 @kernel("cast_fp8_block", reads=INPUTS, takes=_knows, lazy=True, prepare=_prepare_block)
 def _cast_fp8_block(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, out: Parts | None = None, flag: Tensor | None = None,
+    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, out: Parts | None = None, flag: Tensor | None = None,
     **options: Any,
 ) -> Parts:  # fmt: skip
     x, words = opened(x, dtype, makes=block == (1, 128))
@@ -122,7 +122,7 @@ def _cast_fp8_block(
 
 @operation
 def cast_fp8_block_both(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
+    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0,
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_fp8_block` of x and of x.t()."""
@@ -133,7 +133,7 @@ def cast_fp8_block_both(
 
 @kernel("cast_fp8_block_both", reads=INPUTS, takes=_knows, lazy=True)
 def _cast_fp8_block_both(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, outs: Outs = None, flag: Tensor | None = None,
+    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, outs: Outs = None, flag: Tensor | None = None,
     **options: Any,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     x, words = opened(x, dtype, makes=block == (1, 128))
@@ -206,7 +206,7 @@ def _prepare_mx(
 
 @operation
 def cast_mxfp8(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
+    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
     flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C] -> codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks], by scale rule "ceil" or "floor"."""
@@ -215,7 +215,7 @@ def cast_mxfp8(
 
 @kernel("cast_mxfp8", reads=INPUTS, takes=_knows_mx, lazy=True, prepare=_prepare_mx)
 def _cast_mxfp8(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
+    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", out: Parts | None = None,
     flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     x, words = opened(x, dtype, makes=block == (1, 32))
@@ -225,7 +225,7 @@ def _cast_mxfp8(
 
 @operation
 def cast_mxfp8_both(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
+    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
     flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_mxfp8` of x and of x.t()."""
@@ -235,7 +235,7 @@ def cast_mxfp8_both(
 
 @kernel("cast_mxfp8_both", reads=INPUTS, takes=_knows_mx, lazy=True)
 def _cast_mxfp8_both(
-    x: Tensor | Produced, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
+    x: Tensor | LazyMatrix, block: Block, dtype: torch.dtype, *, rule: str = "ceil", outs: Outs = None,
     flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     x, words = opened(x, dtype, makes=block == (1, 32))

@@ -6,7 +6,7 @@
 The kernel transforms along the columns of the matrix that it reads, as a columnwise operand is. Tiles
 have kernels where they are rounded to nearest and not transformed, as weights are.
 
-Produced activations are computed apart: bound by instructions, these kernels were slower with a producer inside.
+Activations that a prologue makes are stored first: bound by instructions, these kernels were slower with a producer inside.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dlp.kernels import cuda, cuda_fp4, dispatch, reference
 from dlp.kernels.cuda import INPUTS, Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted, into
-from dlp.kernels.produced import Produced, opened, stored
-from dlp.kernels.reference import Draw, watched
+from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
+from dlp.kernels.reference import PhiloxState, watched
 from dlp.kernels.reference.scales import Block
 from dlp.kernels.table import kernel, operation, preparing
 
 TILE = (16, 16)
-Draws = tuple[Draw | None, Draw | None]  # of x, of x.t()
+Draws = tuple[PhiloxState | None, PhiloxState | None]  # of x, of x.t()
 Part = tuple[Parts, Tensor]  # of one orientation, with its amax
 
 
 @operation
-def amax_nvfp4(x: Tensor | Produced, *, rht: bool) -> Tensor:
+def amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool) -> Tensor:
     """max |x| of x [rows, C] as fp32 []; `rht`: of rht16(x)."""
     x = stored(x)
     return reference.amax(reference.rht16(x) if rht else x)
 
 
 @kernel("amax_nvfp4", reads=INPUTS)
-def _amax_nvfp4(x: Tensor | Produced, *, rht: bool) -> Tensor:
+def _amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool) -> Tensor:
     x = stored(x)
     if rht:
         return _amax_rht(_columns_of(x))[1]
@@ -49,14 +49,14 @@ def _amax_nvfp4(x: Tensor | Produced, *, rht: bool) -> Tensor:
 
 
 @operation
-def amax_nvfp4_both(x: Tensor | Produced) -> tuple[Tensor, Tensor]:
+def amax_nvfp4_both(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
     """max |x| and max |rht16(x.t())|, in one read."""
     x = stored(x)
     return reference.amax(x), reference.amax(reference.rht16(x.t()))
 
 
 @kernel("amax_nvfp4_both", reads=INPUTS)
-def _amax_nvfp4_both(x: Tensor | Produced) -> tuple[Tensor, Tensor]:
+def _amax_nvfp4_both(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
     x = stored(x)
     amaxes = _amax_rht(x if cuda.readable(x) else x.contiguous())
     return amaxes[0], amaxes[1]
@@ -73,7 +73,7 @@ def _columns_of(x: Tensor) -> Tensor:
     return x.t() if cuda.readable(x.t()) else x.t().contiguous()
 
 
-def _takes(x: Any, amax: Any, block: Block, *, rht: bool = False, draw: Draw | None = None, **_: Any) -> bool:
+def _takes(x: Any, amax: Any, block: Block, *, rht: bool = False, draw: PhiloxState | None = None, **_: Any) -> bool:
     return block != TILE or not (rht or draw is not None)
 
 
@@ -102,7 +102,9 @@ def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words) -> 
         cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws, source=words)
 
 
-def _by_reference(x: Tensor, amax: Tensor, block: Block, rht: bool, draw: Draw | None, flag: Tensor | None) -> Parts:
+def _by_reference(
+    x: Tensor, amax: Tensor, block: Block, rht: bool, draw: PhiloxState | None, flag: Tensor | None
+) -> Parts:
     random = None if draw is None else draw.bytes(x.shape[0], x.shape[1])
     values = watched(reference.rht16(x) if rht else x, flag)
     return (*reference.cast_nvfp4(values, amax, block, random=random), amax)
@@ -121,7 +123,7 @@ def _prepare(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: 
 
 @operation
 def cast_nvfp4(
-    x: Tensor | Produced, amax: Tensor, block: Block, *, rht: bool = False, draw: Draw | None = None,
+    x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, draw: PhiloxState | None = None,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
@@ -131,7 +133,7 @@ def cast_nvfp4(
 
 @kernel("cast_nvfp4", reads=INPUTS, takes=_takes, prepare=_prepare)
 def _cast_nvfp4(
-    x: Tensor | Produced, amax: Tensor, block: Block, *, rht: bool = False, draw: Draw | None = None,
+    x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, draw: PhiloxState | None = None,
     out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     x, words = opened(x, torch.uint8, makes=not rht and block != TILE)
@@ -144,7 +146,7 @@ def _cast_nvfp4(
 
 @operation
 def cast_nvfp4_both(
-    x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
+    x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
@@ -156,7 +158,7 @@ def cast_nvfp4_both(
 
 @kernel("cast_nvfp4_both", reads=INPUTS, takes=_takes_both)
 def _cast_nvfp4_both(
-    x: Tensor | Produced, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
+    x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
     outs: Outs = None, flag: Tensor | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     x, words = opened(x, torch.uint8, makes=block != TILE)

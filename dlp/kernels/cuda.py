@@ -95,7 +95,7 @@ def _matrix(x: Tensor) -> Words:
     (rows, cols), (stride, step) = x.shape, x.stride()
     if not readable(x):
         raise ValueError(
-            f"kernels take matrices whose columns are adjacent and whose rows are apart; got strides ({stride}, {step}): "
+            f"kernels take matrices whose columns are adjacent and whose rows are disjoint; got strides ({stride}, {step}): "
             f"pass x.t() with the two orientations exchanged, or x.contiguous()"
         )
     return x.data_ptr(), rows, cols, max(stride, cols)
@@ -138,7 +138,9 @@ def _code_dtype(job: TensorJob | BlockJob) -> torch.dtype:
 def _same(values: Sequence[Any], what: str) -> Any:
     """The one value of all jobs."""
     if len(set(values)) != 1:
-        raise ValueError(f"jobs of one launch must share {what}; got {set(values) or 'no jobs'}: launch them apart")
+        raise ValueError(
+            f"jobs of one launch must share {what}; got {set(values) or 'no jobs'}: give each its own launch"
+        )
     return values[0]
 
 

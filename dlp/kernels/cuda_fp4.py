@@ -11,7 +11,7 @@ from torch import Tensor
 from dlp.kernels import loader
 from dlp.kernels.cuda import MATRIX, Batch, Words, _batch, _matrix, _output, _same, _scalar, _tiles
 from dlp.kernels.launches import launch
-from dlp.kernels.reference import Draw
+from dlp.kernels.reference import PhiloxState
 
 WORD = 0xFFFFFFFF
 
@@ -70,7 +70,7 @@ def _words(job: Nvfp4Job, tile: bool) -> Words:
     return *words, _scalar(job.flag, "flag")
 
 
-def _draw_words(draw: Draw | None) -> Words:
+def _draw_words(draw: PhiloxState | None) -> Words:
     if draw is None:
         return (0,) * 7
     if draw.counter.dtype != torch.int64 or draw.counter.dim() or not draw.counter.is_cuda or draw.column % 16:
@@ -84,7 +84,11 @@ def _draw_words(draw: Draw | None) -> Words:
 
 
 def cast_nvfp4(
-    job: Nvfp4Job, *, rht: bool = False, draws: tuple[Draw | None, Draw | None] = (None, None), source: Words = MATRIX
+    job: Nvfp4Job,
+    *,
+    rht: bool = False,
+    draws: tuple[PhiloxState | None, PhiloxState | None] = (None, None),
+    source: Words = MATRIX,
 ) -> None:
     """NVFP4 in blocks of 16, both orientations in one read. `rht`: the columns are transformed first; `draws`: where the
     random bits of each orientation come from, None rounds to nearest; `source`: of cuda_producers."""

@@ -45,11 +45,11 @@ def can_take(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, bias: Tensor | Non
              accumulate: Tensor | None = None) -> bool:  # fmt: skip
     """Whether the kernel computes this GEMM: codes E4M3, A's also E5M2, lines aligned to 16 bytes and columns a multiple of 8;
     a result in bf16 or fp32, a bias in its dtype, an accumulator in fp32."""
-    if a.dtype not in CODES or b.dtype != CODES[0] or b.shape[0] % 8 or not all(map(_lies_well, (a, b))):
+    if a.dtype not in CODES or b.dtype != CODES[0] or b.shape[0] % 8 or not all(map(_is_aligned, (a, b))):
         return False
     if out_dtype not in (torch.bfloat16, torch.float32):
         return False
-    if accumulate is not None and not (accumulate.dtype == torch.float32 and _lies_well(accumulate)):
+    if accumulate is not None and not (accumulate.dtype == torch.float32 and _is_aligned(accumulate)):
         return False
     result = out_dtype if accumulate is None else torch.float32
     return bias is None or (
@@ -74,7 +74,7 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bia
     return out
 
 
-def _lies_well(x: Tensor) -> bool:
+def _is_aligned(x: Tensor) -> bool:
     """Whether rows are adjacent elements, and begin at multiples of 16 bytes."""
     stride, step = x.stride()
     return step == 1 and stride >= x.shape[1] and (stride * x.itemsize | x.data_ptr()) % ALIGNMENT == 0

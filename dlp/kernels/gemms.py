@@ -281,7 +281,7 @@ def product(
     accumulate: Tensor | None = None, alpha: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
     """A [rows, C] @ B [cols, C].T, scaled, summed in fp32, plus bias [cols] -> [rows, cols], rounded once to `out_dtype`;
-    or added to `accumulate`, which is returned. Bias and accumulator that cuBLASLt does not take are added apart."""
+    or added to `accumulate`, which is returned. Bias and accumulator that cuBLASLt does not take are added afterwards."""
     if bias is None and accumulate is None:
         return launch(prepare(a, b, out_dtype, scales, alpha=alpha, options=options), a.get_device(), options.tuned)
     inside = bias is None or _takes_bias(bias, out_dtype if accumulate is None else accumulate.dtype)

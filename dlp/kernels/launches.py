@@ -1,4 +1,4 @@
-"""Where kernels start: on torch's current stream, or in a recording, out of which `program.py` makes a program.
+"""Where kernels start: on torch's current stream, or in a recording, out of which `captured.py` makes captured launches.
 
 A recording takes down what is launched, with all arguments but the stream, and launches nothing.
 """

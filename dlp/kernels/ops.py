@@ -49,15 +49,15 @@ from dlp.kernels.codes import (
 )
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
 from dlp.kernels.gemm_entries import HP
+from dlp.kernels.lazy_matrix import ACTIVATION_CODES, Gated, LazyMatrix, RmsNormed, Summed, stored
 from dlp.kernels.loss import log_sum_exp, softmax_gradient
-from dlp.kernels.produced import ACTIVATION_CODES, Gated, Produced, RmsNormed, Summed, stored
 from dlp.kernels.producers import column_sums, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from dlp.kernels.reference import (
     AMAX_ALGORITHMS,
     FLT_MAX,
     FP8_MAX,
-    Draw,
     Fp8Scale,
+    PhiloxState,
     block_1d_layout,
     block_2d_layout,
     cast_fp8,
@@ -86,8 +86,8 @@ from dlp.kernels.reference import (
 from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunch, GemmLaunchOptions
 
 __all__ = [
-    "ACTIVATION_CODES", "AMAX_ALGORITHMS", "DEFAULT_OPTIONS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "Draw", "Flags",
-    "Fp8Scale", "Gated", "GemmLaunchOptions", "Launches", "Outs", "Parts", "Produced", "RmsNormed", "Summed",
+    "ACTIVATION_CODES", "AMAX_ALGORITHMS", "DEFAULT_OPTIONS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "PhiloxState", "Flags",
+    "Fp8Scale", "Gated", "GemmLaunchOptions", "Launches", "Outs", "Parts", "LazyMatrix", "RmsNormed", "Summed",
     "Wanted", "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout", "cast_fp8",
     "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",
     "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8",

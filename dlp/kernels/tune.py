@@ -160,7 +160,7 @@ def multiplied(problem: Mapping[str, Any]) -> str:
 
 def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the GEMM itself is of a problem: it returns its fp32 sums where 16-bit results of fp32 operands are rounded
-    apart, and where vectors of scales are applied to its result, for which it has a scale of 1 for each operand."""
+    afterwards, and where vectors of scales are applied to its result, for which it has a scale of 1 for each operand."""
     if multiplied(problem) == "sums":
         return {**problem, "a_block": [0, 0], "b_block": [0, 0], "out_dtype": "float32", "accumulate": False}
     if problem["a_dtype"] == "float32" != problem["out_dtype"]:

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.amax import agree
 from dlp.kernels import ops
-from dlp.kernels.ops import Produced, stored
+from dlp.kernels.ops import LazyMatrix, stored
 from dlp.parallel import fit
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import (
@@ -53,7 +53,7 @@ COLUMNWISE: Orientations = (False, True)
 BOTH: Orientations = (True, True)
 
 HP = HighPrecision()
-Values = Tensor | Produced
+Values = Tensor | LazyMatrix
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]  # that agree, the second on what the first has agreed on
 NOBODY: Groups = (None, None)
 NOWHERE: Wanted = (None, None)
@@ -254,7 +254,7 @@ class CastPlan:
     agreed     by orientation: whether ranks agree on its scales
     derived    the columnwise operand is the transposed rowwise one
     units      what rows and columns are padded to multiples of; `contracted`: and rows where they are contracted
-    lazy       the one cast there is may be given a `Produced`
+    lazy       the one cast there is may be given a `LazyMatrix`
     quantizes  not all is kept as it is
     """
 

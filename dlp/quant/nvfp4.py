@@ -157,7 +157,7 @@ class Nvfp4Scaling:
         self.format.check((x.shape[0], x.shape[1]))
         columnwise.format.check((x.shape[1], x.shape[0]))
 
-    def _draw(self, at: Origin | None) -> ops.Draw | None:
+    def _draw(self, at: Origin | None) -> ops.PhiloxState | None:
         if not self.stochastic:
             return None
         if at is None:
@@ -170,4 +170,4 @@ class Nvfp4Scaling:
                 f"nvfp4: a shard starts at column {at.column} of the contraction, inside a block of {BLOCK}; "
                 f"cut the contraction at multiples of {BLOCK}, or keep this operand in high precision"
             )
-        return ops.Draw(at.row, at.column, at.columns, at.direction, at.counter, (at.seed, at.tensor_id))
+        return ops.PhiloxState(at.row, at.column, at.columns, at.direction, at.counter, (at.seed, at.tensor_id))

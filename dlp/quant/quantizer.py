@@ -108,7 +108,7 @@ class QuantizerCaps:
     op             the cast of `dlp.kernels.ops` that it runs, by name, for plans to say whether that has a kernel; else ""
     pure           its methods only run ops of `dlp.kernels.ops` and depend on nothing but their arguments, so that their
                    launches may be captured and launched again
-    lazy           they take an `ops.Produced` for x, a matrix that a cast makes on its way
+    lazy           they take an `ops.LazyMatrix` for x, a matrix that a cast makes on its way
     """
 
     one_read: bool = False

@@ -58,7 +58,7 @@ def test_more_than_2_to_the_31_elements(device):
 
 def test_what_kernels_refuse(device):
     x, out = torch.zeros(4, 8, device=device), torch.zeros((), device=device)
-    with pytest.raises(ValueError, match="columns are adjacent and whose rows are apart; got strides"):
+    with pytest.raises(ValueError, match="columns are adjacent and whose rows are disjoint; got strides"):
         cuda.amax(x.t(), out)
     with pytest.raises(ValueError, match="bf16 or fp32; got torch.float16"):
         cuda.amax(x.half(), out)

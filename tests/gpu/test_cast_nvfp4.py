@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlp.kernels import cuda_fp4, reference
 from dlp.kernels.cuda_fp4 import Nvfp4Job, scale_shape
-from dlp.kernels.reference import Draw
+from dlp.kernels.reference import PhiloxState
 from tests.gpu.inputs import DATA, DTYPES, STRIDES, place, values
 from tests.metrics import assert_bit_equal
 
@@ -30,10 +30,12 @@ def outputs(poisoned, shape, amaxes, tile=False, wanted=(True, True), offset=0) 
     return out
 
 
-def draws(device: str, counter: int = (1 << 33) + 5) -> tuple[Draw, Draw]:
+def draws(device: str, counter: int = (1 << 33) + 5) -> tuple[PhiloxState, PhiloxState]:
     """Of a shard in the middle of a matrix whose blocks are more than 32 bits count."""
     count = torch.tensor(counter, device=device)
-    return Draw(1 << 30, 64, 4096, 0, count, (123, -7)), Draw(77, 1 << 20, 1 << 21, 1, count, (1 << 40, 9))
+    return PhiloxState(1 << 30, 64, 4096, 0, count, (123, -7)), PhiloxState(
+        77, 1 << 20, 1 << 21, 1, count, (1 << 40, 9)
+    )
 
 
 def check(out, x, amaxes, what, *, tile=False, rht=False, drawn=(None, None)) -> None:

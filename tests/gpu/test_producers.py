@@ -117,7 +117,7 @@ def test_swiglu_at_its_ends(device, dtype):
     assert_close(made[finite] * 2.0**-60, expected[finite].double() * 2.0**-60, ROUNDED[dtype])
 
 
-def produced(which: str, shape: tuple[int, int], data: str, strides: tuple[str, str], device: str) -> ops.Produced:
+def produced(which: str, shape: tuple[int, int], data: str, strides: tuple[str, str], device: str) -> ops.LazyMatrix:
     x = place(values(data, *shape, torch.bfloat16), strides[0], device)
     if which == "rms_norm":
         return ops.RmsNormed(x, values("gauss", 1, shape[1], torch.float32, 1)[0].to(device), EPS)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlp.comm import transport
 from dlp.comm.transport import CudaSlot, Gathering, SharedSlot, Transport
-from dlp.kernels import ops, program
+from dlp.kernels import captured, ops
 from tests import pool as worker
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
@@ -200,7 +200,7 @@ def recorded_and_captured() -> list[bool]:
 
     for turn in range(3):
         check(turn, run)
-    made = program.record(run, [x, amax], moves.memory)
+    made = captured.record(run, [x, amax], moves.memory)
     for turn in range(10, 20):
         check(turn, lambda: made([x, amax]))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

@@ -19,8 +19,8 @@ template <class T>
 using CastStrips = Strips<T, Nvfp4Job, kTilesEach>;
 
 // Blocks a multiprocessor: as many as registers, or tiles of fp32, allow.
-template <class T, bool kByChance>
-constexpr int kBlocks = sizeof(T) == 4 ? 2 : kByChance ? 3 : 4;
+template <class T, bool kStochastic>
+constexpr int kBlocks = sizeof(T) == 4 ? 2 : kStochastic ? 3 : 4;
 
 // What one orientation is multiplied by, in shared memory.
 struct Scaling {
@@ -66,7 +66,7 @@ struct Random {
 };
 
 // A maximum that keeps NaN tells, for nothing, whether a value is not finite. If one is NaN, it is taken again without.
-template <bool kByChance, class T>
+template <bool kStochastic, class T>
 __device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scaling, uint4 random) {
     float amax = amax_keeping_nan(low, high);
     if (!(amax <= FLT_MAX)) {
@@ -80,14 +80,14 @@ __device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scal
     }
     const uint8_t scale = scaling.tensor.scale(amax);
     const float multiplier = scaling.multiplier[scale];
-    if constexpr (kByChance)
+    if constexpr (kStochastic)
         return {make_uint2(encode_by_chance(low, multiplier, random.x, random.y),
                            encode_by_chance(high, multiplier, random.z, random.w)), scale};
     else
         return {make_uint2(encode_nearest(low, multiplier), encode_nearest(high, multiplier)), scale};
 }
 
-template <bool kByChance, class T>
+template <bool kStochastic, class T>
 __device__ void cast_rows(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
                           const Random& random, Scales& scales) {
     const int64_t pitch = tile.cols() / 2;
@@ -101,8 +101,8 @@ __device__ void cast_rows(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& 
             strips.read_block(i, j, low, high);
             const int row = kSixteen * strips.number() + strips.row(i), block = strips.block(j);
             uint4 bytes{};
-            if (kByChance) bytes = random.bytes(tile.row() + row, tile.col() / kSixteen + block);
-            const Block cast = encode_block<kByChance>(low, high, scaling, bytes);
+            if (kStochastic) bytes = random.bytes(tile.row() + row, tile.col() / kSixteen + block);
+            const Block cast = encode_block<kStochastic>(low, high, scaling, bytes);
             scales.put_row(row, block, cast.scale);
             uint8_t* const to = codes + row * pitch + 8 * block;
             if (fast)
@@ -112,7 +112,7 @@ __device__ void cast_rows(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& 
         }
 }
 
-template <bool kRht, bool kByChance, class T>
+template <bool kRht, bool kStochastic, class T>
 __device__ void cast_columns(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
                              const Random& random, Columns& columns, Scales& scales) {
 #pragma unroll 1
@@ -132,8 +132,8 @@ __device__ void cast_columns(const CastStrips<T>& strips, const Tile<T, Nvfp4Job
             }
             const int column = strips.column(j) + i, block = strips.number();
             uint4 bytes{};
-            if (kByChance) bytes = random.bytes(tile.col() + column, tile.row() / kSixteen + block);
-            const Block cast = encode_block<kByChance>(low, high, scaling, bytes);
+            if (kStochastic) bytes = random.bytes(tile.col() + column, tile.row() / kSixteen + block);
+            const Block cast = encode_block<kStochastic>(low, high, scaling, bytes);
             columns.put(column, block, cast.codes);
             scales.put_column(column, block, cast.scale);
         }
@@ -158,8 +158,8 @@ __device__ void sum_columns(const CastStrips<T>& strips, float (*sums)[kTile]) {
     }
 }
 
-template <class T, Producer kProducer, bool kRht, bool kByChance>
-__global__ void __launch_bounds__(kTileThreads, kBlocks<T, kByChance>)
+template <class T, Producer kProducer, bool kRht, bool kStochastic>
+__global__ void __launch_bounds__(kTileThreads, kBlocks<T, kStochastic>)
     cast_nvfp4_1d_kernel(const __grid_constant__ Work<Nvfp4Job> work, const __grid_constant__ Source source,
                          const __grid_constant__ Random random, const __grid_constant__ Random random_t) {
     constexpr bool kSummed = kProducer == Producer::kColumnSums;
@@ -187,8 +187,8 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks<T, kByChance>)
             if (job.amax_t_out) *job.amax_t_out = *job.amax_t;
         }
         if (kSummed) sum_columns<T>(strips, sums);
-        if (job.codes_t) cast_columns<kRht, kByChance, T>(strips, tile, scaling[1], random_t, columns, scales);
-        if (job.codes) cast_rows<kByChance, T>(strips, tile, scaling[0], random, scales);
+        if (job.codes_t) cast_columns<kRht, kStochastic, T>(strips, tile, scaling[1], random_t, columns, scales);
+        if (job.codes) cast_rows<kStochastic, T>(strips, tile, scaling[0], random, scales);
         strips.fetch();
         __syncthreads();
         if (kSummed) write_sums(source.sums, sums, tile);
@@ -198,9 +198,9 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks<T, kByChance>)
     }
 }
 
-template <class T, Producer kProducer, bool kRht, bool kByChance>
+template <class T, Producer kProducer, bool kRht, bool kStochastic>
 void run(const Work<Nvfp4Job>& work, const Source& source, const Draw& draw, const Draw& draw_t, Stream stream) {
-    constexpr auto kernel = cast_nvfp4_1d_kernel<T, kProducer, kRht, kByChance>;
+    constexpr auto kernel = cast_nvfp4_1d_kernel<T, kProducer, kRht, kStochastic>;
     constexpr size_t shared = kShared<T, kProducer>;
     const Random random(draw), random_t(draw_t);
     launch_few<kernel>(work.items, kTilesEach, kTileThreads, shared, stream, work, source, random, random_t);

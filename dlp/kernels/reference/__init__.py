@@ -16,7 +16,7 @@ NaN and keeps Inf (the semantics of CUDA's fmax). Nothing here reads a value bac
 """
 
 from dlp.kernels.reference.fp4 import (
-    Draw,
+    PhiloxState,
     decode_e2m1,
     encode_e2m1,
     encode_e2m1_stochastic,
@@ -85,7 +85,7 @@ from dlp.kernels.reference.scales import (
 )
 
 __all__ = [
-    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "Draw", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout",
+    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "PhiloxState", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout",
     "cast_fp8", "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "column_sums", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
     "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise",

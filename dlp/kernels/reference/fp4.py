@@ -128,7 +128,7 @@ def random_bytes(
     return words.to(torch.int32).view(torch.uint8).view(rows, columns)
 
 
-class Draw(NamedTuple):
+class PhiloxState(NamedTuple):
     """Whose random bits a shard takes, see `random_bytes`: its place in the unsharded matrix, and what keys the bits."""
 
     row: int

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dlp.comm import observer
 from dlp.kernels import gemms
-from dlp.kernels.program import ALIGNMENT
+from dlp.kernels.captured import ALIGNMENT
 from dlp.kernels.table import runs_kernels
 from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key
 from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward, to_save, waits

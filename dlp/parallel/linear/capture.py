@@ -1,14 +1,14 @@
-"""A direction of a linear as a program.
+"""A direction of a linear as captured launches.
 
 A layer that casts and multiplies by kernels of this package, and communicates through memory that ranks map
 (`dlp.comm.transport`) or not at all, launches the same for tensors of the same shapes; only addresses differ. Such a direction
-becomes a program (`dlp.kernels.program`):
+is captured (`dlp.kernels.captured`):
 
     first call      the functions of `linear_fn`, as everywhere else; plans, workspaces and tables come to be
-    second call     the same functions are taken down as a program, which runs
-    further calls   the program: memory for the results, one call
+    second call     the same functions are captured, and the captured launches run
+    further calls   the captured launches: memory for the results, one call
 
-The bits are the same with a program and without.
+The bits are the same captured and not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dlp.comm.transport import reach, transport_of
-from dlp.kernels import program
-from dlp.kernels.program import NotPlain, Program
+from dlp.kernels import captured
+from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.quant.gemm import own_gemm
 from dlp.quant.quantizer import caps_of
@@ -44,10 +44,10 @@ class CapturedDirections:
     """
 
     def __init__(self, bound: BoundSpec, x: Tensor) -> None:
-        device = program.possible(x)
+        device = captured.possible(x)
         self.bound = bound
         self.possible = {direction: device and _can_be_captured(bound, direction, x.device) for direction in DIRECTIONS}
-        self.found: dict[Key, Program | str] = {}
+        self.found: dict[Key, CapturedLaunches | str] = {}
 
     def forward(
         self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
@@ -69,19 +69,19 @@ class CapturedDirections:
     def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
         """What `run` returns, which reads the tensors given."""
         scales = self.bound.session.scales
-        if scales is not None and scales.values is not None:  # a program reads those in the table
+        if scales is not None and scales.values is not None:  # captured launches read those in the table
             return run()
         found = self.found.get(key)
-        if isinstance(found, Program):
+        if isinstance(found, CapturedLaunches):
             return found(given)
         if not self.possible[key[0]]:
             return run()
         if found is None and len(self.found) < LIMIT:
             self.found[key] = SEEN
-        if found is not SEEN or not program.apart(given):
+        if found is not SEEN or not captured.disjoint(given):
             return run()
         try:
-            made = program.record(run, given, self.bound.kept_memory())
+            made = captured.record(run, given, self.bound.kept_memory())
         except NotPlain as why:
             self.found[key] = str(why)
             return run()

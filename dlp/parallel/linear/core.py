@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dlp.comm import observer, transport
 from dlp.comm.collectives import Pending
-from dlp.kernels.ops import Produced, Summed, rounded, stored
+from dlp.kernels.ops import LazyMatrix, Summed, rounded, stored
 from dlp.parallel import fit
 from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
 from dlp.parallel.linear.spec import LinearSpec
@@ -90,7 +90,7 @@ def run_forward(
     assert operand is not None
     kept: list[Tensor] = []
     if save and plan.kept == "values":
-        kept = [values.value] if isinstance(values, Produced) else []
+        kept = [values.value] if isinstance(values, LazyMatrix) else []
     elif save:
         kept = list(mine.at(columnwise=plan.kept == "columnwise").parts)
     if spec.prologue is not None and record:

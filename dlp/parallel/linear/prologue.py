@@ -4,7 +4,7 @@
     swiglu     layer(gate, up)     silu(gate) * up           gate, up [..., K]
 
 A `QuantizedTensor` does not travel on an autograd edge, so a norm or an activation that is to run inside the cast of x has
-to run inside the linear: forward makes the matrix on the way to its operands (`ops.Produced`), backward turns dx into the
+to run inside the linear: forward makes the matrix on the way to its operands (`ops.LazyMatrix`), backward turns dx into the
 gradients of what was given. Kept for that are the tensors given and, of RMSNorm, rstd. The bits are those of `ops.rms_norm`
 or `ops.swiglu` before a linear without prologue.
 """
@@ -36,7 +36,7 @@ class Prologue(Protocol):
         """ValueError where the layer cannot have it."""
         ...
 
-    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.Produced:
+    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.LazyMatrix:
         """first [M, K], second as given -> x [M, K]. ValueError where they do not fit."""
         ...
 

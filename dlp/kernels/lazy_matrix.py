@@ -5,7 +5,7 @@
     Summed      a gradient as it is, the sums of whose columns are taken beside its cast
 
 A kernel that can makes their elements from what it reads, so that they are never stored. For any other cast, and on a
-CPU, they are computed apart, once. The bits are the same.
+CPU, they are computed by themselves, once. The bits are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ACTIVATION_CODES = (torch.float8_e4m3fn,)  # that activations are cast to there
 Source = tuple[Tensor, Words]
 
 
-class Produced:
+class LazyMatrix:
     """A matrix [rows, C] that a cast can make from others; `matrix` is the first of them, of its shape and dtype."""
 
     matrix: Tensor
@@ -52,7 +52,7 @@ class Produced:
 
     @property
     def value(self) -> Tensor:
-        """The matrix itself, computed apart."""
+        """The matrix itself, computed and stored."""
         raise NotImplementedError
 
     def amax(self) -> Tensor | None:
@@ -65,13 +65,13 @@ class Produced:
         raise NotImplementedError
 
 
-def stored(x: Tensor | Produced) -> Tensor:
+def stored(x: Tensor | LazyMatrix) -> Tensor:
     """The matrix itself."""
     return x if isinstance(x, Tensor) else x.value
 
 
-def opened(x: Tensor | Produced, codes: torch.dtype | None = None, *, makes: bool = True) -> Source:
-    """`Produced.source`, or where the kernel does not make what it casts the matrix itself; a tensor is itself."""
+def opened(x: Tensor | LazyMatrix, codes: torch.dtype | None = None, *, makes: bool = True) -> Source:
+    """`LazyMatrix.source`, or where the kernel does not make what it casts the matrix itself; a tensor is itself."""
     if isinstance(x, Tensor):
         return x, MATRIX
     return x.source(codes) if makes else (x.value, MATRIX)
@@ -82,7 +82,7 @@ def _fuses(codes: torch.dtype | None, *matrices: Tensor) -> bool:
     return known and all(x.dtype == FUSED_DTYPE for x in matrices) and has_kernel(*matrices)
 
 
-class RmsNormed(Produced):
+class RmsNormed(LazyMatrix):
     """x * rstd * weight, of x [rows, C] and weight [C]. rstd fp32 [rows] is computed when it is first needed: in the read
     that takes the amax, where that is asked for."""
 
@@ -118,7 +118,7 @@ class RmsNormed(Produced):
         return self.matrix, cuda_producers.rms_norm_source(self.matrix, self.weight, self.rstd)
 
 
-class Gated(Produced):
+class Gated(LazyMatrix):
     """silu(gate) * up, of gate and up [rows, C]."""
 
     def __init__(self, gate: Tensor, up: Tensor) -> None:
@@ -141,7 +141,7 @@ class Gated(Produced):
         return self.matrix, cuda_producers.swiglu_source(self.matrix, self.up)
 
 
-class Summed(Produced):
+class Summed(LazyMatrix):
     """x [rows, C] as it is; its cast takes the sums of its columns, which is what the bias of a linear gets."""
 
     def __init__(self, x: Tensor) -> None:

@@ -1,11 +1,11 @@
-"""Programs: what a function launches, taken down once and then launched again on other tensors by one call.
+"""Captured launches: what a function launches, taken down once and then launched again on other tensors by one call.
 
-    program = record(run, given, fixed)      runs `run()` without launching; `run` reads the tensors `given`
-    results = program(given)                 launches what it would have: the bits of `run()` on these tensors
+    captured = record(run, given, fixed)     runs `run()` without launching; `run` reads the tensors `given`
+    results = captured(given)                launches what it would have: the bits of `run()` on these tensors
 
 Between two calls with tensors of equal shapes, strides, dtypes and alignment nothing changes but addresses, if a function
 only allocates, takes views and starts kernels of this package, and if what it decides does not depend on anything else.
-The first is watched while it is taken down; a function that does more is not made a program (`NotPlain`). The second is
+The first is watched while it is taken down; a function that does more is not captured (`NotPlain`). The second is
 what a caller answers for. Results are allocated one by one, all that is needed on the way in one piece, in which memory
 that is no longer needed is used again.
 """
@@ -47,7 +47,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Program:
+class CapturedLaunches:
     """See `record`. `between`: bytes of memory beside the results."""
 
     def __init__(self, launched: Launched, given: Sequence[Range], fixed: Sequence[Range], results: Sequence[Tensor],
@@ -85,15 +85,17 @@ class Program:
         return made[: self._count]
 
 
-def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> Program:
-    """A program of `run`, which reads `given`, that are `apart`, and returns tensors that it made. `fixed`: further memory
-    that kernels read or write, which stays where it is as long as the program is used. Raises NotPlain; then nothing has
+def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> CapturedLaunches:
+    """The launches of `run`, which reads `given`, that are `disjoint`, and returns tensors that it made. `fixed`: further
+    memory that kernels read or write, which stays where it is as long as they are used. Raises NotPlain; then nothing has
     happened."""
     with recording() as launched, _Watch() as watch:
         results = run()
     if not results:
         raise NotPlain("returns nothing")
-    return Program(launched, [_span(tensor) for tensor in given], [_span(t) for t in fixed], results, watch.made)
+    return CapturedLaunches(
+        launched, [_span(tensor) for tensor in given], [_span(t) for t in fixed], results, watch.made
+    )
 
 
 def possible(x: Tensor) -> bool:
@@ -101,7 +103,7 @@ def possible(x: Tensor) -> bool:
     return table.runs_kernels(x)
 
 
-def apart(tensors: Sequence[Tensor]) -> bool:
+def disjoint(tensors: Sequence[Tensor]) -> bool:
     """Whether each of these has memory of its own, as `given` must have to be told from one another."""
     spans = sorted(map(_span, tensors))
     return all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
@@ -133,7 +135,7 @@ def _maker(result: Tensor, whole: Tensor) -> Make:
 
 
 def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
-    """Where each tensor lies in one piece of memory, and its size: apart from those that are in use between the same
+    """Where each tensor lies in one piece of memory, and its size: disjoint from those that are in use between the same
     launches, from the first that mentions it to the last."""
     uses = [
         [step for step, (_, arguments) in enumerate(launched) if _mentions(arguments, _span(tensor))]
