@@ -189,5 +189,6 @@ def test_a_model_whose_weights_were_taken_breaks_no_other_ones_step():
     trained(model)
     optimizer = AdamW(other.parameters())
     torch.nn.utils.parametrizations.weight_norm(model[0])
+    assert model[0].core.weights.stored() == [] and len(model[-1].core.weights.stored()) == 1
     loss_of(other).backward()
     optimizer.step()
