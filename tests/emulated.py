@@ -21,7 +21,7 @@ from dlp.comm import transport
 from dlp.kernels import captured, codes, cuda, cuda_producers, gemms, loader, ops, reference, table, wire
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import autograd
-from tests.played_transport import STEPS, PlayedSlot
+from tests.played_transport import STEPS
 
 ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -277,7 +277,6 @@ def emulation() -> Iterator[None]:
         (codes, "ON_DEVICE", ()), (ops, "has_batches", lambda x: False), (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (captured, "possible", lambda x: True),
-        (transport, "reach", lambda group, device: None), (transport, "CudaSlot", PlayedSlot),
         (transport, "_OF_GROUP", {}),
         (captured, "ALIGNMENT", ALIGNMENT), (autograd, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip

@@ -26,7 +26,7 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """
     if group.size() == 1 or not observed:
         return list(observed)
-    transport = transport_of(group, observed[0].device)
+    transport = transport_of(group)
     if transport is not None and all(value.numel() <= MAXIMA for value in observed):
         with observer.label(direction="amax", precision=""):
             return transport.agree(observed)

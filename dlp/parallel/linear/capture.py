@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dlp.comm.transport import reach, transport_of
+from dlp.comm.transport import transport_of
 from dlp.kernels import captured
 from dlp.kernels.captured import CapturedLaunches, NotPlain
+from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, remembered
 from dlp.quant.gemm import own_gemm
 from dlp.quant.quantizer import caps_of
@@ -46,7 +46,7 @@ class CapturedDirections:
     def __init__(self, bound: BoundSpec, x: Tensor) -> None:
         device = captured.possible(x)
         self.bound = bound
-        self.possible = {direction: device and _can_be_captured(bound, direction, x.device) for direction in DIRECTIONS}
+        self.possible = {direction: device and _can_be_captured(bound, direction) for direction in DIRECTIONS}
         self.found: dict[Key, CapturedLaunches | str] = {}
 
     def forward(
@@ -90,7 +90,7 @@ class CapturedDirections:
 
 
 @remembered
-def _can_be_captured(bound: BoundSpec, direction: str, device: torch.device) -> bool:
+def _can_be_captured(bound: BoundSpec, direction: str) -> bool:
     """What is communicated in this direction is launches, too, nothing waits, quantizers are pure and GEMMs those of this
     package."""
     spec = bound.spec
@@ -98,12 +98,11 @@ def _can_be_captured(bound: BoundSpec, direction: str, device: torch.device) -> 
     known = all(caps_of(quantizer).pure for quantizer in recipe.quantizers()) and not any(
         own_gemm(*pair) for pair in formats
     )
-    return known and not spec.options.delay_wgrad and _communicates_by_launches(bound, direction, device)
+    return known and not spec.options.delay_wgrad and _communicates_by_launches(spec, direction)
 
 
-def _communicates_by_launches(bound: BoundSpec, direction: str, device: torch.device) -> bool:
+def _communicates_by_launches(spec: LinearSpec, direction: str) -> bool:
     """Whether all transfers of a direction, if there are any, go through memory that ranks map, in the order they start."""
-    spec = bound.spec
     gemms = ("fprop",) if direction == FORWARD else ("dgrad", "wgrad")
     steps = [getattr(spec.style, gemm) for gemm in gemms]
     communicates = spec.tp > 1 and (
@@ -111,11 +110,6 @@ def _communicates_by_launches(bound: BoundSpec, direction: str, device: torch.de
     )
     groups = [spec.amax_group] if spec.amax_group is not None else []
     groups += [spec.tp_group] if communicates else []
-    for group in groups:
-        if group.size() > 1 and transport_of(group, device) is None:
-            if device.type == "cuda":
-                bound.session.note(
-                    f"transfers of group {group.group_name} go by NCCL, outside of programs: {reach(group, device)}"
-                )
-            return False
+    if any(group.size() > 1 and transport_of(group) is None for group in groups):
+        return False
     return not communicates or all(getattr(spec.overlap, gemm).launches_only for gemm in gemms)

@@ -60,7 +60,7 @@ class Serial:
         device: torch.device,
     ) -> SerialLease:  # fmt: skip
         dims, shapes, dtypes = fmt.moves_along(dim), fmt.part_shapes(shape), fmt.part_dtypes(dtype)
-        transport = transport_of(group, device)
+        transport = transport_of(group)
         if transport is not None:
             leased = transport.lease(shapes, dtypes, dims)
             return SerialLease(fmt.wrap(leased.mine), lambda: done(leased.gather()))
@@ -68,7 +68,7 @@ class Serial:
         return SerialLease(fmt.wrap(mine), lambda: collectives.all_gather(mine, dims, group, storage))
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> SerialGather:
-        dims, transport = a.format.moves_along(dim), transport_of(group, a.payload.device)
+        dims, transport = a.format.moves_along(dim), transport_of(group)
         if transport is not None:
             return SerialGather(a.format, done(transport.gather(a.parts, dims)))
         return SerialGather(a.format, collectives.all_gather(a.parts, dims, group))
@@ -76,7 +76,7 @@ class Serial:
     def gemm_reduce(
         self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, codec: ReduceCodec
     ) -> Pending[Tensor]:  # fmt: skip
-        y, transport = rounded(gemm(a), dtype), transport_of(group, a.payload.device)
+        y, transport = rounded(gemm(a), dtype), transport_of(group)
         if transport is not None:
             return done(_summed(y, transport, reduce, codec))
         reduced = _REDUCE[reduce]((y,), group, codec)
