@@ -96,6 +96,34 @@ def test_links_inside_the_repository_lead_somewhere(page):
     assert not missing, f"{page.name} links to {missing}"
 
 
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+OBJECTS = re.findall(r"^\| (`.+?) \| (`[^|]*?) \|[^|]*\|[^|]*\|$", ARCHITECTURE, re.MULTILINE)
+
+
+def files(mention: str) -> list[Path]:
+    """The files or folders of the repository whose paths end as a page mentions them."""
+    tops = [ROOT / top for top in ("dlp", "launch", "bench", "tests")]
+    places = [ROOT, *tops, *(place for top in tops for place in top.rglob("*") if place.is_dir())]
+    return [place / mention for place in places if (place / mention).exists()]
+
+
+@pytest.mark.parametrize("mention", sorted(set(re.findall(r"`([a-z_0-9/]+(?:\.py|/))`", ARCHITECTURE))))
+def test_a_file_of_the_architecture_exists(mention):
+    assert files(mention), f"docs/architecture.md names {mention}"
+
+
+@pytest.mark.parametrize(("named", "places"), OBJECTS)
+def test_an_object_of_the_architecture_is_in_its_file(named, places):
+    found = [file for place in re.findall(r"`([^`]+)`", places) for file in files(place)]
+    sources = "\n".join(
+        file.read_text() for each in found for file in ([each] if each.is_file() else each.glob("*.py"))
+    )
+    lacking = [
+        name for name in re.findall(r"`(\w+)`", named) if not re.search(rf"^(class|def) {name}\b", sources, re.M)
+    ]
+    assert not lacking, f"docs/architecture.md looks for {lacking} in {places}"
+
+
 PAGE = """\
 ```bash
 exit 1
