@@ -4,7 +4,7 @@
                     gemm │ reduce ──────►
 
 Collectives are asynchronous all the same, so a gather started early (wgrad's, before dgrad runs) and a reduction awaited
-late (dgrad's, after wgrad) run under the GEMM between. Where ranks map each other's memory, transfers are copies in the
+late (dgrad's, after wgrad) run under the GEMM between. Of a group with a transport, transfers are copies in the
 stream that computes, so that a direction can be captured as a whole (`dlp.comm.transport`).
 """
 
