@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dlp
-from dlp.kernels import ops, produced
+from dlp.kernels import lazy_matrix, ops
 from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear import prologue
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
@@ -188,7 +188,7 @@ def test_only_those_gradients_are_made_that_are_wanted(recipe):
 def test_bias_gradients_are_sums_of_columns():
     """Made of dy as it is, in a fixed order, and only where they are wanted."""
     layer, dy = Linear(32, 64, True, recipe="fp8_current"), torch.randn(300, 64)
-    with patch.object(produced.Summed, "sums", autospec=True, side_effect=produced.Summed.sums) as sums:
+    with patch.object(lazy_matrix.Summed, "sums", autospec=True, side_effect=lazy_matrix.Summed.sums) as sums:
         layer(torch.randn(300, 32)).backward(dy)
         assert torch.equal(layer.bias.grad, ops.column_sums(dy)) and sums.call_count == 1
         layer.bias.requires_grad_(False)
