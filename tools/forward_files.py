@@ -48,7 +48,7 @@ def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[Tensor]:
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # of a fake one
+    except (RuntimeError, ValueError):  # of a fake one, or a lazy module's
         return 0
 
 
