@@ -8,6 +8,7 @@ import json
 import re
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +76,28 @@ def tell(text: str) -> None:
 
 class Progress:
     """Steps done out of `steps`, a run having begun at `first`: a bar where stdout and stderr are terminals, else lines on
-    stdout, in order with all else that a run says."""
+    stdout, in order with all else that a run says: of the first step, of every `every`th, and of the last. Either says how
+    much time is left, at the pace so far."""
 
-    def __init__(self, steps: int, first: int = 0) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, first: int = 0, every: int = 1) -> None:
+        self._steps, self._first, self._every, self._began = steps, first, every, time.monotonic()
         plain = None if sys.stdout.isatty() else True  # None: tqdm asks stderr, where the bar is
         self._bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=plain)
 
     def show(self, step: int, text: str) -> None:
         """`step` steps are done; `text` says how it goes."""
         if self._bar.disable:
-            self.tell(step, text)
+            if step % self._every == 0 or step in (self._first + 1, self._steps):
+                self.tell(step, f"{text}{self._left(step)}")
             return
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
+
+    def _left(self, step: int) -> str:
+        """Until the last step; the first one of a run is no measure, since much is made in it."""
+        done, left = step - self._first, self._steps - step
+        seconds = (time.monotonic() - self._began) / max(1, done) * left
+        return f", {tqdm.format_interval(seconds)} left" if done > 1 and left else ""
 
     def tell(self, step: int, text: str) -> None:
         """A line of its own about a step, on a terminal too."""

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from launch.sections import Train
 
-CURVE = ("steps", "lr", "min_lr", "warmup", "schedule")  # settings of [train] that make it
+CURVE = ("steps", "lr", "min_lr", "warmup", "schedule", "decay")  # settings of [train] that make it
+# (share of the steps behind the warm-up that are done, the share that wsd decays in) -> 1 at the peak, 0 at min_lr
+SHAPES: dict[str, Callable[[float, float], float]] = {
+    "cosine": lambda done, decay: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "linear": lambda done, decay: 1.0 - done,
+    "wsd": lambda done, decay: min(1.0, (1.0 - done) / decay),
+    "constant": lambda done, decay: 1.0,
+}
 
 
 def learning_rate(step: int, train: Train) -> float:
-    """Of the step'th step, from 0: linear warm-up, then a cosine down to `min_lr` of the peak at the last step."""
+    """Of the step'th step, from 0: linear warm-up, then down to `min_lr` of the peak at the last step, as `schedule` says."""
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
-    progress = min((step - train.warmup) / max(1, train.steps - 1 - train.warmup), 1.0)
-    return train.lr * (train.min_lr + (1.0 - train.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    behind = max(1, train.steps - 1 - train.warmup)
+    done = min((step - train.warmup) / behind, 1.0)
+    height = SHAPES[train.schedule](done, min(1.0, train.decay * train.steps / behind))
+    return train.lr * (train.min_lr + (1.0 - train.min_lr) * height)
 
 
 def rate_remarks(done: int, before: str, now: Train) -> Iterator[str]:

@@ -62,14 +62,14 @@ class Recorder:
         if not self._run.leader:
             return
         drop_after(self._path, step)
-        self._progress = Progress(self._config.train.steps, first=step)
+        self._progress = Progress(self._config.train.steps, step, self._config.train.log_every)
 
     def step(
         self, step: int, *, loss: float, norm: float, lr: float, seconds: float, split: dict[str, float],
         wire_bytes: dict[str, int],
     ) -> None:  # fmt: skip
         """A finished step that took `seconds`. `wire_bytes`: that one rank sent in it, by group."""
-        if not self._run.leader or step % self._config.train.log_every:
+        if not self._run.leader:
             return
         rate = self._tokens / seconds
         flops = rate * self._flops

@@ -83,9 +83,16 @@ class Train(Section):
     )
     seed: int = setting(integer(">= 0"), "of the initial weights and the order of the data", 0)
     lr: float = setting(number("> 0"), "peak learning rate")
-    min_lr: float = setting(number(">= 0", "<= 1"), "the last step's learning rate, as a fraction of lr", 0.1)
+    min_lr: float = setting(
+        number(">= 0", "<= 1"), "the last step's learning rate, as a fraction of lr; constant ignores it", 0.1
+    )
     warmup: int = setting(integer(">= 0"), "steps of linear warm-up", 0)
-    schedule: str = setting(choice("cosine"), "the learning rate after the warm-up", "cosine")
+    schedule: str = setting(
+        choice("cosine", "linear", "wsd", "constant"),
+        "the learning rate after the warm-up; wsd: constant, then a straight line down in the last part of the steps",
+        "cosine",
+    )
+    decay: float = setting(number("> 0", "<= 1"), "that last part of wsd, as a share of all steps", 0.2)
     weight_decay: float = setting(number(">= 0"), "AdamW's, on matrices only", 0.1)
     betas: tuple[float, float] = setting(numbers(2, ">= 0", "< 1"), "AdamW's averages", (0.9, 0.95))
     eps: float = setting(number("> 0"), "AdamW's denominator", 1e-8)
@@ -110,7 +117,11 @@ class Train(Section):
     )
     eval_every: int = setting(integer(">= 1"), "steps between validations; the last step always has one", 100)
     eval_batches: int = setting(integer(">= 1"), "batches of global_batch sequences in one validation", 4)
-    log_every: int = setting(integer(">= 1"), "steps between lines of metrics", 1)
+    log_every: int = setting(
+        integer(">= 1"),
+        "steps between lines in a file or a pipe, and between statistics of casts; metrics.jsonl has every step",
+        10,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

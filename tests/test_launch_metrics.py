@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from launch import metrics
 from launch.config import load
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, peak_of, read_metrics, tell
 from launch.plot import draw, labels, main, series, smooth, write_plot
@@ -90,6 +91,19 @@ def test_progress_prints_lines_without_a_terminal(capsys: pytest.CaptureFixture[
     progress.close()
     lines = ["step 4/10: loss 2.1", "step 4/10: validation 2.3", "step 4: said", "step 10/10: loss 2.0"]
     assert capsys.readouterr() == ("".join(f"{line}\n" for line in lines), "")
+
+
+def test_lines_are_few_without_a_terminal_and_say_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter(range(0, 10**6, 60))  # a minute from each look at the clock to the next
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
+    progress = Progress(35, 2, every=10)
+    for step in range(3, 36):
+        progress.show(step, f"loss {step}")
+    lines = ["step 3/35: loss 3", "step 10/35: loss 10, 06:15 left", "step 20/35: loss 20, 02:30 left"]
+    lines += ["step 30/35: loss 30, 00:42 left", "step 35/35: loss 35"]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def pieces(terminal: int) -> Iterator[bytes]:

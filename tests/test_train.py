@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -63,6 +64,23 @@ def test_the_learning_rate_warms_up_and_falls_to_its_minimum():
     assert rates[:5] == [0.125, 0.25, 0.375, 0.5, 0.5]
     assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.1)
     assert learning_rate(40, settings) == pytest.approx(0.1), "beyond its end"
+
+
+HEIGHTS = {  # of 11 steps behind 2 of warm-up, from 1 down to 0.5; wsd decays in the last 4 of them
+    "cosine": lambda done: 0.5 + 0.25 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - 0.5 * done,
+    "wsd": lambda done: 1 - 0.5 * max(0.0, done - 0.6) / 0.4,
+    "constant": lambda done: 1.0,
+}
+
+
+@pytest.mark.parametrize("schedule", HEIGHTS)
+def test_schedules(schedule):
+    options = ["lr=1", "warmup=2", "steps=13", "min_lr=0.5", f"schedule={schedule}", f"decay={4 / 13}"]
+    settings = load("tiny", [f"--train.{option}" for option in options]).train
+    rates = [learning_rate(step, settings) for step in range(14)]
+    expected = [HEIGHTS[schedule](done / 10) for done in range(11)]
+    assert rates == pytest.approx([0.5, 1, *expected, expected[-1]])
 
 
 def test_a_lost_peer_is_told_from_other_errors():

@@ -46,6 +46,7 @@ lr = 1e-2
 warmup = 2
 eval_every = 4
 deterministic = true
+log_every = 1
 eval_batches = 1
 [checkpoint]
 every = 2

@@ -37,7 +37,7 @@ def checkpoints(config: Config) -> list[str]:
 
 @pytest.mark.ranks(2)
 def test_a_run_leaves_its_files(ranks, tmp_path, data):
-    config = training.config(tmp_path, data, "--train.log_every=2")
+    config = training.config(tmp_path, data)
     ranks(2).run(functools.partial(training.run, plots=True), config)
     folder = Path(config.run.dir)
     names = [".lock", "checkpoints", "config.toml", "env.txt", "log", "loss.png", "metrics.jsonl", "plan.txt"]
