@@ -23,7 +23,7 @@ from launch.model import DTYPES, Llama, init_weights
 
 def convert_to_float8(model: nn.Module, recipe: str) -> None:
     """torchao's training conversion of the blocks' linears. ModuleNotFoundError where it is not installed."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     if recipe == "tensorwise":
