@@ -27,21 +27,19 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     if group.size() == 1 or not observed:
         return list(observed)
     transport = transport_of(group)
-    if transport is not None and all(value.numel() <= MAXIMA for value in observed):
-        with observer.label(direction="amax", precision=""):
+    with observer.label(direction="amax", precision=""):
+        if transport is not None and all(value.numel() <= MAXIMA for value in observed):
             return transport.agree(observed)
-    if len(observed) == 1:
-        flat = observed[0].clone()
-    else:
-        flat = torch.cat([value.reshape(-1) for value in observed])
-    if observer.watched():
-        with observer.label(direction="amax", precision=""):
-            work = group.allreduce([flat], _MAX)
-    else:
-        work = group.allreduce([flat], _MAX)
-    if work is not None:
-        work.wait()
-    if len(observed) == 1:
-        return [flat]
+        if len(observed) == 1:
+            return [_reduced(observed[0].clone(), group)]
+        flat = _reduced(torch.cat([value.reshape(-1) for value in observed]), group)
     pieces = flat.split([value.numel() for value in observed])
     return [piece.view(value.shape) for piece, value in zip(pieces, observed, strict=True)]
+
+
+def _reduced(maxima: Tensor, group: ProcessGroup) -> Tensor:
+    """The same memory, with the maxima over `group`."""
+    work = group.allreduce([maxima], _MAX)
+    if work is not None:
+        work.wait()
+    return maxima

@@ -81,17 +81,23 @@ def room(
     """Uninitialised storage for the parts of all ranks, one after the other, [R, *shape] each, None for a part that is
     equal on all ranks; and this rank's parts, which are its segments of the storage: what is written there is gathered
     in place."""
-    storage: list[Tensor | None] = []
-    mine: list[Tensor] = []
-    for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True):
-        if dim is None:
-            storage.append(None)
-            mine.append(torch.empty(shape, dtype=dtype, device=device))
-        else:
-            whole = torch.empty((group.size(), *shape), dtype=dtype, device=device)
-            storage.append(whole)
-            mine.append(whole[group.rank()])
+    storage = _storage(shapes, dtypes, dims, group, device)
+    mine = [
+        torch.empty(shape, dtype=dtype, device=device) if whole is None else whole[group.rank()]
+        for whole, shape, dtype in zip(storage, shapes, dtypes, strict=True)
+    ]
     return storage, tuple(mine)
+
+
+def _storage(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None], group: ProcessGroup,
+    device: torch.device,
+) -> list[Tensor | None]:  # fmt: skip
+    """That of `room`."""
+    return [
+        None if dim is None else torch.empty((group.size(), *shape), dtype=dtype, device=device)
+        for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True)
+    ]
 
 
 def all_gather(
@@ -109,17 +115,13 @@ def all_gather(
     """
     if group.size() == 1:
         return done(tuple(parts))
-    world, storage, pairs = group.size(), [] if into is None else into, []
-    for i, (part, dim) in enumerate(zip(parts, dims, strict=True)):
-        if into is None:
-            storage.append(None if dim is None else part.new_empty((world, *part.shape)))  # type: ignore[attr-defined]
-        whole = storage[i]
+    if into is None:
+        into = _storage([part.shape for part in parts], [part.dtype for part in parts], dims, group, parts[0].device)
+    storage, pairs = into, []
+    for whole, part in zip(storage, parts, strict=True):
         if whole is not None:
-            pairs.append((whole.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)))
-    if observer.watched():
-        with observer.default_precision(parts[0].dtype):
-            works = _launch_gathers(pairs, group)
-    else:
+            pairs.append((as_bytes(whole), as_bytes(part.contiguous())))
+    with observer.default_precision(parts[0].dtype):
         works = _launch_gathers(pairs, group)
     return Pending(works, lambda: join(storage, parts, dims))
 
@@ -194,7 +196,7 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
     if world == 1:
         return done(tuple(parts))
     if len(parts) == 1:
-        chunks = first.contiguous().view(-1).view(torch.uint8).view(world, first.nbytes // world)
+        chunks = as_bytes(first.contiguous()).view(world, first.nbytes // world)
         work, arrived = _exchange(chunks, group, first.dtype)
         return Pending([work], lambda: (arrived.view(-1).view(first.dtype).view(first.shape),))
     shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
@@ -208,10 +210,8 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
 def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[Any, Tensor]:
     """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: what the bytes are."""
     arrived = torch.empty_like(chunks)
-    if observer.watched():
-        with observer.default_precision(dtype):
-            return group.alltoall_base(arrived, chunks, [], [], _EXCHANGE), arrived
-    return group.alltoall_base(arrived, chunks, [], [], _EXCHANGE), arrived
+    with observer.default_precision(dtype):
+        return group.alltoall_base(arrived, chunks, [], [], _EXCHANGE), arrived
 
 
 def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Parts]:
@@ -234,10 +234,6 @@ def _summed(chunks: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec) -
     """Chunks [R, ...] of each part -> this rank's, summed over ranks in rank order."""
     sizes: list[int] = []
     outgoing: list[Tensor] = []
-    if len(chunks) == 1:
-        (chunk,) = chunks
-        alone = all_to_all(codec.pack(chunk), group)
-        return Pending((), lambda: (codec.total(alone.wait(), chunk.dtype),))
     for chunk in chunks:
         packed = codec.pack(chunk)
         sizes.append(len(packed))

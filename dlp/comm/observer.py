@@ -64,15 +64,14 @@ _UNWATCHED: AbstractContextManager[None] = nullcontext()
 _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 
 
-watched = (
-    torch._C._len_torch_dispatch_stack
-)  # how many dispatch modes, of which one may be an observer, are active here
+# how many dispatch modes, of which one may be an observer, are active here
+_watched = torch._C._len_torch_dispatch_stack
 
 
 def label(**fields: str) -> AbstractContextManager[None]:
     """Transfers launched inside belong to this layer, direction or precision; what is not given stays. Where nobody watches
     when it is entered it says nothing, and costs next to nothing."""
-    return _labelled(fields) if watched() else _UNWATCHED
+    return _labelled(fields) if _watched() else _UNWATCHED
 
 
 @contextmanager
@@ -86,7 +85,7 @@ def _labelled(fields: dict[str, str]) -> Iterator[None]:
 
 def default_precision(dtype: torch.dtype) -> AbstractContextManager[None]:
     """What travels inside as bytes is of this dtype, where its label says nothing finer."""
-    return label(precision=_LABEL.get().precision or dtype_name(dtype)) if watched() else _UNWATCHED
+    return label(precision=_LABEL.get().precision or dtype_name(dtype)) if _watched() else _UNWATCHED
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -186,7 +185,7 @@ _LIBRARY.impl("copies", lambda source, group_name: None, "CompositeExplicitAutog
 
 def copies(source: Tensor, group: ProcessGroup) -> None:
     """Say that `source` is being copied into the memory of one peer of `group`, without a collective."""
-    if torch._C._len_torch_dispatch_stack():  # somebody may be counting
+    if _watched():  # somebody may be counting
         torch.ops.dlp.copies(source, group.group_name)
 
 

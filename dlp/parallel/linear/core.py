@@ -302,6 +302,7 @@ class BoundGather:
         self.overlap: Overlap = getattr(bound.spec.overlap, gathered.gemm)
         self.group, self.format, self.gemm = bound.spec.tp_group, fmt, gathered.gemm
         self.leased = gathered.leased and fmt is not None and not fmt.keeps_source
+        self.precision = "" if fmt is None or fmt.keeps_source else fmt.name  # the observer's; "": the dtype sent
         self._shapes: dict[Any, tuple[int, int]] = {}
 
     def lease(self, values: Values) -> Lease | None:
@@ -319,9 +320,7 @@ class BoundGather:
         """Start gathering an operand: where it has been leased, or from where it is."""
         if self.bound.session.watches_scales:
             check_gathered(self.bound.spec.name, self.gemm, mine, self.dim, self.bound.spec.tp_group)
-        if not observer.watched():
-            return lease.gather() if lease else self.overlap.gather(mine, self.dim, self.group)
-        with observer.label(direction=self.gemm, precision="" if mine.format.keeps_source else mine.format.name):
+        with observer.label(direction=self.gemm, precision=self.precision):
             return lease.gather() if lease else self.overlap.gather(mine, self.dim, self.group)
 
 
