@@ -15,17 +15,13 @@ from dlp.parallel.linear.spec import OPTIONS, LayerOptions
 from dlp.quant.patterns import must_match, parse
 from dlp.quant.recipe import Recipe
 
-_SWITCHES = tuple(each.name for each in OPTIONS)
-FIELDS = ("recipe", "style", "sequence_parallel", "siblings", "overlap", *_SWITCHES, "prologue", "convert")
-OF_LINEARS = ("recipe", "siblings", "overlap", *_SWITCHES, "prologue")  # fields that say nothing of other modules
 STYLES = ("column", "row", "local")
 
 
-@dataclass(frozen=True)
-class LayerGroup(LayerOptions):
-    """Some layers and what is set for them; a field left at None is not set, and an earlier group's value stands.
+@dataclass(frozen=True, kw_only=True)
+class LayerFields(LayerOptions):
+    """What can be set for a layer; None: it is not set.
 
-    match              one pattern or several (see `dlp.quant.patterns`); kept as a tuple
     recipe             a recipe's name, a table {"name": ..., option: value}, or a Recipe
     style              "column", "row" or "local"
     sequence_parallel  whether the layer's tokens are cut over tp
@@ -36,12 +32,8 @@ class LayerGroup(LayerOptions):
     convert            False: the modules that match are left out with all that is in them: they run their own code, whole on
                        every tp rank. True: a linear of a class of its own is converted all the same, without its forward
     and the switches of `dlp.parallel.linear.spec.LayerOptions`, by their names
-
-    Raises ValueError for a group without patterns or without fields, an unknown style, or a malformed pattern.
     """
 
-    name: str
-    match: Sequence[str]
     recipe: str | Mapping[str, Any] | Recipe | None = None
     style: str | None = None
     sequence_parallel: bool | None = None
@@ -49,6 +41,23 @@ class LayerGroup(LayerOptions):
     overlap: str | Mapping[str, str] | None = None
     prologue: str | Mapping[str, Any] | None = None
     convert: bool | None = None
+
+
+FIELDS = (*LayerFields.__annotations__, *(each.name for each in OPTIONS))
+OF_LINEARS = tuple(name for name in FIELDS if name not in ("style", "sequence_parallel", "convert"))
+
+
+@dataclass(frozen=True)
+class LayerGroup(LayerFields):
+    """Some layers and what is set for them; where a field is not set, an earlier group's value stands.
+
+    match   one pattern or several (see `dlp.quant.patterns`); kept as a tuple
+
+    Raises ValueError for a group without patterns or without fields, an unknown style, or a malformed pattern.
+    """
+
+    name: str
+    match: Sequence[str]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "match", (self.match,) if isinstance(self.match, str) else tuple(self.match))
@@ -71,7 +80,7 @@ class LayerGroup(LayerOptions):
 
 
 @dataclass(frozen=True)
-class Resolved(LayerOptions):
+class Resolved(LayerFields):
     """What the groups say about one layer: a value per field (None: no group sets it) and where it comes from.
 
     groups    names of all groups that match the layer, in order
@@ -79,13 +88,6 @@ class Resolved(LayerOptions):
     overrode  field -> the earlier groups that set it too, in order (absent where no group sets the field)
     """
 
-    recipe: str | Mapping[str, Any] | Recipe | None = None
-    style: str | None = None
-    sequence_parallel: bool | None = None
-    siblings: bool | None = None
-    overlap: str | Mapping[str, str] | None = None
-    prologue: str | Mapping[str, Any] | None = None
-    convert: bool | None = None
     groups: tuple[str, ...] = ()
     won: Mapping[str, str] = field(default_factory=dict)
     overrode: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
