@@ -12,7 +12,7 @@ observed, agreed on and cast in one `CastBatch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -129,6 +129,33 @@ class Weight(Protocol):
 
     def shown(self, *, written: bool) -> AbstractContextManager[None]:
         """Inside, the parameter has its values; `written`: they may be overwritten there."""
+
+
+class MemberWeight:
+    """What every weight has of its layer, of which it is one member."""
+
+    managed = gathered = fresh = False
+
+    def __init__(self, owner: LayerWeights, index: int) -> None:
+        self.owner, self.index = owner, index
+        self.parts: list[Tensor] = []
+        self.num_rowwise = 0
+        self.why: str | None = None
+        self.told: str | None = None
+
+    @property
+    def bound(self) -> BoundSpec:
+        return self.owner.layer.bound
+
+    @property
+    def name(self) -> str:
+        return self.bound.spec.members[self.index]
+
+    def serves(self, spec: LinearSpec) -> bool:
+        return False
+
+    def shown(self, *, written: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class WeightParts:

@@ -7,7 +7,6 @@ checkpoints work by themselves. Layers compute on this rank's plain tensor, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, operand_shape
-from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec, Operands, flatten, quantize, unflatten, weight_casts
-from dlp.parallel.weight.base import Layer, LayerWeights, Member, Use, Values
+from dlp.parallel.linear.state import Operands, flatten, quantize, unflatten, weight_casts
+from dlp.parallel.weight.base import Layer, LayerWeights, Member, MemberWeight, Use, Values
 from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
@@ -31,28 +29,11 @@ def local_weights(layer: Layer) -> LayerWeights:
     return weights
 
 
-class LocalWeight:
+class LocalWeight(MemberWeight):
     """Values, whole on this rank."""
-
-    managed = gathered = fresh = False
-    why: str | None = None
-    told: str | None = None
-
-    def __init__(self, owner: LayerWeights, index: int) -> None:
-        self.owner, self.index = owner, index
-        self.parts: list[Tensor] = []
-        self.num_rowwise = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"parts": []}
-
-    @property
-    def bound(self) -> BoundSpec:
-        return self.owner.layer.bound
-
-    @property
-    def name(self) -> str:
-        return self.bound.spec.members[self.index]
 
     @property
     def member(self) -> Member:
@@ -120,14 +101,8 @@ class LocalWeight:
     def check(self, recipe: Recipe) -> None:
         """Values can be cast by any recipe."""
 
-    def serves(self, spec: LinearSpec) -> bool:
-        return False
-
     def drop(self, *, retyped: bool = False) -> None:
         self.parts = []
-
-    def shown(self, *, written: bool) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 class Record(Protocol):

@@ -17,7 +17,6 @@ forward came before a swap) gathers the values and casts them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +28,9 @@ from dlp.comm import observer
 from dlp.comm.collectives import all_gather
 from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, agrees
 from dlp.parallel.fit import VALUES, ShardLayout, ShardLayouts, ShardRead, shard_reads, weight_layouts
-from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec, quantize
+from dlp.parallel.linear.state import quantize
 from dlp.parallel.model.session import in_backward
-from dlp.parallel.weight.base import LayerWeights, Use, Values
+from dlp.parallel.weight.base import LayerWeights, MemberWeight, Use, Values
 from dlp.quant.quantizer import ScaleSlot, Wanted, caps_of
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import SHARED, QuantizedTensor, Shape
@@ -52,7 +50,7 @@ class RowShards:
     refused: str | None = None
 
 
-class ShardedWeight:
+class ShardedWeight(MemberWeight):
     """One weight of a layer. `travel`: how its orientations travel, None: as FSDP would by itself. `fresh`: the casts
     are those of the weight as it is."""
 
@@ -66,26 +64,14 @@ class ShardedWeight:
         stored: Callable[[], Tensor],
         hook: Callable[[bool], None],
     ) -> None:
-        self.owner, self.index, self.rows, self._stored, self._hook = owner, index, rows, stored, hook
+        super().__init__(owner, index)  # without parts, since nothing outlives a pass
+        self.rows, self._stored, self._hook = rows, stored, hook
         self.travel: ShardLayouts | None = None
-        self.parts: list[Tensor] = []  # nothing outlives a pass
-        self.num_rowwise = 0
-        self.why: str | None = None
-        self.told: str | None = None
-        self.fresh = False
         self.mine: dict[ShardLayout, QuantizedTensor] = {}
         self._arrived: dict[ShardLayout, tuple[Tensor, ...]] = {}
         self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}
         self._backward = False
         self.decide()
-
-    @property
-    def bound(self) -> BoundSpec:
-        return self.owner.layer.bound
-
-    @property
-    def name(self) -> str:
-        return self.bound.spec.members[self.index]
 
     @property
     def stored(self) -> Tensor:
@@ -94,16 +80,10 @@ class ShardedWeight:
     def check(self, recipe: Recipe) -> None:
         """What cannot travel as a recipe says travels as values."""
 
-    def serves(self, spec: LinearSpec) -> bool:
-        return False
-
     def drop(self, *, retyped: bool = False) -> None:
         """Rows are cast anew before they are next gathered, and may travel otherwise. The dtype of x is nothing to them."""
         if not retyped:
             self._hook(self.decide())
-
-    def shown(self, *, written: bool) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def take_grad(self, wgrad: Callable[[], Tensor], *, may_wait: bool) -> Tensor:
         """FSDP reduces what backward returns, and passes over parameters without a gradient."""
