@@ -105,9 +105,9 @@ class Program:
     def run(self, bases: Sequence[int], stream: int) -> None:
         assert len(bases) == self.bases
         self.runs += 1
-        for name, arguments in self.steps:
+        for name, arguments, lane in self.steps:
             moved = self._moved(arguments, bases)
-            (moved[0].run if name == "gemm" else getattr(Module, name))(*moved[name == "gemm" :], stream)
+            (moved[0].run if name == "gemm" else getattr(Module, name))(*moved[name == "gemm" :], lane or stream)
 
     def _moved(self, value: Any, bases: Sequence[int]) -> Any:
         if isinstance(value, tuple):

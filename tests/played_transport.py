@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,20 +11,26 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.transport import AGREED, HEADER, MAXIMA, RANKS, CudaSlot, SharedSlot
+from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, CudaSlot, SharedSlot
+from dlp.kernels.launches import Lane
 
 RELEASED, MET, USES = 0, RANKS, 2 * RANKS  # words of a header
 PATIENCE = 60.0
+EVENTS = itertools.count(1)
+
+
+class PlayedLane(Lane):
+    def __init__(self) -> None:
+        self.stream, self._fork = 1, 0
 
 
 class PlayedSlot(CudaSlot):
-    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int) -> None:
+    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int, lane: Lane) -> None:
         shared = SharedSlot(nbytes, group, device, tag)
         self.payload, self._shared = shared.payload, shared
         self._payloads = [payload.data_ptr() for payload in shared._payloads]
         self._table = torch.tensor([address - HEADER for address in self._payloads])
-        self._slots, self._who = self._table.data_ptr(), (group.rank(), group.size())
-        self._waiting = (0, 0, 0, *self._who, tag)
+        self._set(lane, self._table.data_ptr(), (0, 0, 0, group.rank(), group.size(), tag))
 
     def spans(self) -> list[Tensor]:
         """All that launches name: headers and payloads of all ranks, and the table."""
@@ -69,13 +76,21 @@ def release_use(slots: int, rank: int, world: int, stream: int) -> None:
             headers[peer][RELEASED + rank] = headers[rank][USES]
 
 
-def pull_part(source: int, source_pitch: int, to: int, to_pitch: int, width: int, height: int, stream: int) -> None:
+def push_part(part: int, to: int, pitch: int, width: int, height: int, stream: int) -> None:
     for row in range(height):
-        ctypes.memmove(to + row * to_pitch, source + row * source_pitch, width)
+        ctypes.memmove(to + row * pitch, part + row * width, width)
 
 
-def push_part(part: int, nbytes: int, to: int, stream: int) -> None:
-    ctypes.memmove(to, part, nbytes)
+def copy_bytes(source: int, to: int, nbytes: int, stream: int) -> None:
+    ctypes.memmove(to, source, nbytes)
+
+
+def new_event() -> int:
+    return next(EVENTS)
+
+
+def mark(event: int, stream: int) -> None:
+    """Everything happens in order here."""
 
 
 def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int) -> None:
@@ -99,4 +114,5 @@ def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int)
             numbers(at, count)[:], mine = mine[:count], mine[count:]
 
 
-STEPS = {each.__name__: staticmethod(each) for each in (begin_use, meet, release_use, pull_part, push_part, agree)}
+_ALL = (begin_use, meet, release_use, push_part, copy_bytes, agree, new_event, mark)
+STEPS = {each.__name__: staticmethod(each) for each in _ALL} | {"await_mark": staticmethod(mark)}

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from dlp.comm import observer
-from dlp.comm.transport import MAXIMA, transport_of
+from dlp.comm.slots import MAXIMA
+from dlp.comm.transport import transport_of
 
 _MAX = AllreduceOptions()
 _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]

@@ -171,6 +171,7 @@ _OPS = {
     "_c10d_functional::isend": ("send", "tensor"),
     "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
     "dlp::copies": ("copy", "source"),
+    "dlp::agrees": ("all_reduce", "source"),
 }
 _SILENT = {  # ops of these namespaces that send nothing a rank's peers must wait for bytes of
     "c10d::recv_", "c10d::recv_any_source_", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan",
@@ -180,13 +181,21 @@ _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 
 _LIBRARY = torch.library.Library("dlp", "FRAGMENT")
 _LIBRARY.define("copies(Tensor source, str group_name) -> ()")
-_LIBRARY.impl("copies", lambda source, group_name: None, "CompositeExplicitAutograd")
+_LIBRARY.define("agrees(Tensor source, str group_name) -> ()")
+for _told in ("copies", "agrees"):
+    _LIBRARY.impl(_told, lambda source, group_name: None, "CompositeExplicitAutograd")
 
 
 def copies(source: Tensor, group: ProcessGroup) -> None:
     """Say that `source` is being copied into the memory of one peer of `group`, without a collective."""
     if _watched():  # somebody may be counting
         torch.ops.dlp.copies(source, group.group_name)
+
+
+def agrees(numbers: int, group: ProcessGroup) -> None:
+    """Say that so many fp32 numbers are being reduced over `group` by other means: counted as an all-reduce of them."""
+    if torch._C._len_torch_dispatch_stack():
+        torch.ops.dlp.agrees(torch.empty(numbers, device="meta"), group.group_name)
 
 
 class Observer(TorchDispatchMode):

@@ -1,30 +1,30 @@
-"""Memory that every rank of a group maps from every other one, and what travels through it.
+"""What travels between the ranks of a host: pushed into memory that every rank maps from every other one.
 
-    gather      begin ─► write mine ─► meet ─► pull the others' parts, each where it is read ─► release
-    exchange    begin ─► push each rank its part ─► meet ─► read what was pushed here ────────► release
+    current stream    ─ write parts ─┐                 ┌─ read what came ─ release
+    lane              begin ─────────└─ push ─ meet ───┘
 
-A `Slot` is a piece of such memory on all ranks. `begin` waits until the peers have released what the slot held before, `meet`
-until all of them have written. Copies are made by copy engines. What ranks wait for is counted in memory
-(`dlp/kernels/csrc/transport.cu`), so that a launch is the same every time: all of it can be taken down once and launched
-again, and captured in a CUDA graph.
+A `Slot` is a piece of such memory on all ranks. `begin` waits until the peers have read what their slots held before, `meet`
+until all of them have written into this one. Copies are made by copy engines, on a lane beside the current stream
+(`dlp.kernels.launches`). What ranks wait for is counted in memory (`dlp/kernels/csrc/transport.cu`), so that a launch is the same
+every time: all of it can be taken down once and launched again, and captured in a CUDA graph.
 
-All ranks of a group begin, meet and release the same slots in the same order. So which slot a transfer gets follows from
-its size and its place in a direction of a layer alone (`start`), and not from what a rank has captured by then.
+A direction of a layer `start`s, makes its transfers, and `finish`es: then what came has been read. All ranks of a group do so
+in the same order. So which slot a transfer gets follows from its size and its place in the direction alone, and not from
+what a rank has captured by then; directions of two kinds take turns, so that slots are free long before they are used again.
 
 An agreement finds the maxima of a few numbers over ranks in one kernel: it writes them to all peers, waits, and compares.
 
-Of torch's symmetric memory only allocation and the exchange of addresses are used: nothing of it needs multicast. `use` gives a
-group one; nothing does so by itself yet (see there). `SharedSlot` is the stand-in for processes of one machine without GPUs.
+Of torch's symmetric memory only allocation and the exchange of addresses are used: nothing of it needs multicast.
+`SharedSlot` is the stand-in for processes of one machine without GPUs.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
+import socket
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,257 +32,100 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import observer
-from dlp.comm.collectives import Parts, as_bytes, fields
-from dlp.kernels.launches import is_recording, launch
+from dlp.comm.collectives import Parts, Pending, fields
+from dlp.comm.slots import AGREED, MAXIMA, RANKS, CudaSlot, Place, Slot
+from dlp.kernels import loader
+from dlp.kernels.launches import Lane, is_recording
 
 LEAST = 1 << 16  # bytes of a slot; sizes are powers of two
-PATIENCE = 60.0  # seconds that a rank waits for another
-RANKS = 32  # at most so many share a slot
-HEADER = 512  # bytes of a slot before its payload
-MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
-WAITS_FOR = ("has not released the slot", "has not written its part", "has not agreed")
-
-
-class Place(NamedTuple):
-    """Where a part lies: `height` rows of `width` bytes, the first at `offset`, `pitch` bytes apart."""
-
-    offset: int
-    width: int
-    height: int
-    pitch: int
-
-
-class Slot(Protocol):
-    """`payload`: this rank's bytes; `spans`: memory that launches name. Everything is ordered on the current stream."""
-
-    payload: Tensor
-
-    def begin(self) -> None: ...
-    def meet(self) -> None: ...
-    def release(self) -> None: ...
-    def pull(self, source: int, at: int, to: Tensor, place: Place) -> None: ...
-    def push(self, part: Tensor, to: int, at: int) -> None: ...
-    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None: ...
-    def spans(self) -> list[Tensor]: ...
-    def complaint(self) -> str | None: ...
-
-
-class CudaSlot:
-    """Between GPUs of one host."""
-
-    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
-        from torch.distributed._symmetric_memory import rendezvous
-
-        rank, world = group.rank(), group.size()
-        self._memory = _SymmetricMemory.empty_strided_p2p((HEADER + nbytes,), (1,), torch.uint8, device)
-        self._memory[:HEADER].zero_()
-        torch.cuda.synchronize(device)
-        self._handle = rendezvous(self._memory, group)  # from here on headers are zero everywhere
-        self.payload = self._memory[HEADER:]
-        bases = [int(base) for base in self._handle.buffer_ptrs]
-        self._payloads = [base + HEADER for base in bases]
-        self._table = torch.tensor(bases, dtype=torch.int64, device=device)
-        self._report = torch.zeros(8, dtype=torch.int32).pin_memory()
-        self._said = torch.zeros((), dtype=torch.int32, device=device)
-        self._slots, self._who = self._table.data_ptr(), (rank, world)
-        self._waiting = (int(PATIENCE * 1e3), self._report.data_ptr(), self._said.data_ptr(), rank, world, tag)
-
-    def begin(self) -> None:
-        launch("begin_use", self.payload, self._slots, self._waiting)
-
-    def meet(self) -> None:
-        launch("meet", self.payload, self._slots, self._waiting)
-
-    def release(self) -> None:
-        launch("release_use", self.payload, self._slots, *self._who)
-
-    def pull(self, source: int, at: int, to: Tensor, place: Place) -> None:
-        offset, width, height, pitch = place
-        launch("pull_part", to, self._payloads[source] + at, width, to.data_ptr() + offset, pitch, width, height)
-
-    def push(self, part: Tensor, to: int, at: int) -> None:
-        launch("push_part", part, part.data_ptr(), part.nbytes, self._payloads[to] + at)
-
-    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
-        blank = [0] * (AGREED - len(observed))
-        words = [*(t.data_ptr() for t in observed), *blank, *(t.data_ptr() for t in largest), *blank]
-        words += [*(t.numel() for t in observed), *blank, len(observed), MAXIMA]
-        launch("agree", self.payload, self._slots, tuple(words), self._waiting)
-
-    def spans(self) -> list[Tensor]:
-        """Memory of this rank that launches name."""
-        return [self.payload]
-
-    def complaint(self) -> str | None:
-        """Who has waited too long for whom, once the device has ended the program for it."""
-        told, rank, peer, what, wanted, seen, tag, _ = self._report.tolist()
-        return too_long(rank, peer, WAITS_FOR[what], wanted, seen, tag) if told else None
-
-
-class SharedSlot:
-    """The stand-in: processes of one machine map a file each. Everything happens at once, as on a stream that is never
-    behind."""
-
-    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int) -> None:
-        self._rank, self._world, self._tag, self._uses = group.rank(), group.size(), tag, 0
-        names = [tempfile.mktemp(prefix="dlp-slot-", dir="/dev/shm") if self._rank == 0 else ""]
-        dist.broadcast_object_list(names, group=group, group_src=0)
-        files = [f"{names[0]}-{rank}" for rank in range(self._world)]
-        memory = [torch.from_file(file, shared=True, size=HEADER + nbytes, dtype=torch.uint8) for file in files]
-        words = [whole[:HEADER].view(torch.int32) for whole in memory]
-        self._released, self._met = [w[:RANKS] for w in words], [w[RANKS:] for w in words]
-        self._payloads = [whole[HEADER:] for whole in memory]
-        self.payload = self._payloads[self._rank]
-        dist.barrier(group)
-        if self._rank == 0:
-            for file in files:
-                os.unlink(file)
-
-    def begin(self) -> None:
-        self._await(self._released[self._rank], 0)
-
-    def meet(self) -> None:
-        self._uses += 1
-        self._tell(self._met)
-        self._await(self._met[self._rank], 1)
-
-    def release(self) -> None:
-        self._tell(self._released)
-
-    def pull(self, source: int, at: int, to: Tensor, place: Place) -> None:
-        offset, width, height, pitch = place
-        rows = as_bytes(to)[offset:].as_strided((height, width), (pitch, 1))
-        rows.copy_(self._payloads[source][at : at + width * height].view(height, width))
-
-    def push(self, part: Tensor, to: int, at: int) -> None:
-        self._payloads[to][at : at + part.nbytes] = as_bytes(part)
-
-    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
-        mine = torch.cat([value.reshape(-1) for value in observed]).view(torch.int32)
-        self.begin()
-        for peer in self._peers():
-            self.push(mine, peer, 4 * MAXIMA * self._rank)
-        self.meet()
-        theirs = [self.payload[4 * MAXIMA * peer :][: mine.nbytes].view(torch.int32) for peer in self._peers()]
-        found = torch.stack([mine, *theirs]).amax(0).view(torch.float32)  # as bits: NaN is larger than all
-        self.release()
-        for to, piece in zip(largest, found.split([value.numel() for value in observed]), strict=True):
-            to.copy_(piece.view(to.shape))
-
-    def spans(self) -> list[Tensor]:
-        return [self.payload]
-
-    def complaint(self) -> str | None:
-        """Waits raise by themselves."""
-        return None
-
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(self._world) if rank != self._rank]
-
-    def _tell(self, words: Sequence[Tensor]) -> None:
-        for peer in self._peers():
-            words[peer][self._rank] = self._uses
-
-    def _await(self, words: Tensor, what: int) -> None:
-        deadline = time.monotonic() + PATIENCE
-        for peer in self._peers():
-            while (seen := int(words[peer])) < self._uses:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(too_long(self._rank, peer, WAITS_FOR[what], self._uses, seen, self._tag))
-                time.sleep(0)
-
-
-def too_long(rank: int, peer: int, what: str, wanted: int, seen: int, tag: int) -> str:
-    """What is said of a wait that took longer than PATIENCE."""
-    return (
-        f"rank {rank} of a group has waited {PATIENCE:g} s for its rank {peer}, which {what} (slot {tag}, use {wanted}, last "
-        f"seen {seen}): that rank has ended, hangs, or runs another layer"
-    )
 
 
 class Transport:
     """What the ranks of one group move through memory that they share. `make`: a slot of so many bytes, on all ranks."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device, make: Callable[..., Slot]) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, make: Callable[..., Slot], lane: Lane | None = None
+    ) -> None:  # fmt: skip
         self.group, self.rank, self.world, self.device = group, group.rank(), group.size(), device
-        self._make, self._slots = make, dict[tuple[int, int], Slot]()
-        self._place = 0
-        self.start()
+        self._make, self._lane = make, lane
+        self._slots: dict[tuple[int, str, int], Slot] = {}
+        self._kind, self._used = "", list[Slot]()
 
-    def start(self) -> None:
-        """A direction of a layer begins, of which all transfers will have been awaited before the next one begins."""
-        self._place = 0
+    def start(self, kind: str = "") -> None:
+        """A direction of a layer begins. Those of one kind share slots."""
+        self._kind, self._used = kind, []
 
-    def _lease(self, nbytes: int) -> Slot:
-        size = max(LEAST, 1 << (nbytes - 1).bit_length())
-        self._place += 1
-        return self._slot(size, self._place)
+    def finish(self) -> None:
+        """What came in this direction has been read."""
+        for slot in self._used:
+            slot.release()
+        self._used = []
 
-    def _slot(self, size: int, place: int) -> Slot:
-        if (size, place) not in self._slots:
-            self._slots[size, place] = self._make(size, self.group, self.device, len(self._slots))
-        return self._slots[size, place]
+    def _begin(self, nbytes: int) -> Slot:
+        """The slot of the next transfer of a direction, which peers may write to."""
+        slot = self._slot(max(LEAST, 1 << (nbytes - 1).bit_length()), self._kind, len(self._used) + 1)
+        self._used.append(slot)
+        slot.begin()
+        return slot
+
+    def _slot(self, size: int, kind: str, place: int) -> Slot:
+        key = size, kind, place
+        if key not in self._slots:
+            self._slots[key] = self._make(size, self.group, self.device, len(self._slots), self._lane)
+        return self._slots[key]
 
     def lease(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None]
     ) -> Gathering:  # fmt: skip
         """Memory for this rank's parts, of which those with a dim will be gathered along it; the others are equal on all."""
+        wholes = [_gathered(shape, dim, self.world) for shape, dim in zip(shapes, dims, strict=True)]
         moving = [i for i, dim in enumerate(dims) if dim is not None]
-        starts, size = fields([shapes[i] for i in moving], [dtypes[i] for i in moving])
-        slot = self._lease(size)
-        mine = [torch.empty(tuple(shape), dtype=dtype, device=self.device) if dim is None else None
-                for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True)]  # fmt: skip
-        for i, start in zip(moving, starts, strict=True):
-            nbytes = prod(shapes[i]) * dtypes[i].itemsize
-            mine[i] = slot.payload[start : start + nbytes].view(dtypes[i]).view(tuple(shapes[i]))
-        slot.begin()
-        return Gathering(
-            self, slot, tuple(part for part in mine if part is not None), dict(zip(moving, starts, strict=True)), dims
+        starts, size = fields([wholes[i] for i in moving], [dtypes[i] for i in moving])
+        slot = self._begin(size)
+        whole = dict(
+            zip(
+                moving,
+                views(slot.payload, starts, [wholes[i] for i in moving], [dtypes[i] for i in moving]),
+                strict=True,
+            )
         )
+        mine = [
+            whole[i].chunk(self.world)[self.rank]
+            if dim == 0 and shape[0]
+            else torch.empty(tuple(shape), dtype=dtype, device=self.device)
+            for i, (shape, dtype, dim) in enumerate(zip(shapes, dtypes, dims, strict=True))
+        ]
+        return Gathering(self, slot, tuple(mine), whole, dict(zip(moving, starts, strict=True)), dims)
 
-    def gather(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Parts:
+    def gather(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Pending[Parts]:
         """Parts that lie elsewhere -> those of all ranks along their dims; without a dim one is equal on all ranks."""
         made = self.lease([part.shape for part in parts], [part.dtype for part in parts], dims)
-        for i, start in made.starts.items():
-            made.slot.push(parts[i].contiguous(), self.rank, start)
-        mine = [made.mine[i] if i in made.starts else part for i, part in enumerate(parts)]
-        return made._replace(mine=tuple(mine)).gather()
+        return made._replace(mine=tuple(part.contiguous() for part in parts)).gather()
 
-    def exchange(self, parts: Sequence[Tensor]) -> Parts:
-        """Chunk j of each part [R, ...] to rank j -> [R, ...], whose chunk j came from rank j; to be read before `release`."""
-        shapes, dtypes = [part.shape for part in parts], [part.dtype for part in parts]
+    def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Exchange:
+        """Room for parts [R, ...], whose chunk r rank r will send."""
         starts, size = fields(shapes, dtypes)
-        slot = self._lease(size)
-        slot.begin()
-        for distance in range(1, self.world + 1):
-            to = (self.rank + distance) % self.world
-            for part, start in zip(parts, starts, strict=True):
-                chunk = part[to]
-                self._count(chunk, to)
-                slot.push(chunk, to, start + self.rank * chunk.nbytes)
-        slot.meet()
-        arrived = [slot.payload[start : start + part.nbytes].view(part.dtype).view(part.shape)
-                   for start, part in zip(starts, parts, strict=True)]  # fmt: skip
-        self._open = slot
-        return tuple(arrived)
+        slot = self._begin(size)
+        return Exchange(self, slot, views(slot.payload, starts, shapes, dtypes), starts)
 
-    def release(self) -> None:
-        """What the last exchange brought has been read."""
-        self._open.release()
+    def all_gather(self, part: Tensor) -> Tensor:
+        """[m, ...] -> [R*m, ...], in memory of its own."""
+        (whole,) = self.gather((part,), (0,)).wait()
+        return self._used[-1].copied(whole)
 
-    def _count(self, part: Tensor, peer: int) -> None:
-        """For whoever counts bytes: a part goes to a peer, or comes from it."""
+    def count(self, part: Tensor, peer: int) -> None:
+        """For whoever counts bytes: a part goes to a peer."""
         if peer != self.rank and not is_recording():
             observer.copies(part, self.group)
 
     def agree(self, observed: Sequence[Tensor]) -> list[Tensor]:
         """fp32 tensors that are not negative, of at most MAXIMA numbers each -> their elementwise maxima over the group; in
         one kernel for AGREED of them, and MAXIMA numbers."""
+        if not is_recording():
+            observer.agrees(sum(value.numel() for value in observed), self.group)
         largest = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in observed]
-        slot, first, numbers = self._slot(2 * 4 * MAXIMA * self.world, 0), 0, 0
+        slot, first, numbers = self._slot(2 * 4 * MAXIMA * self.world, "agreements", 0), 0, 0
         for last, value in enumerate(observed):
-            self._count(value, (self.rank + 1) % self.world)
             if last - first == AGREED or numbers + value.numel() > MAXIMA:
                 slot.agree(observed[first:last], largest[first:last])
                 first, numbers = last, 0
@@ -295,55 +138,139 @@ class Transport:
         """What launches read and write of it on this rank; it stays where it is."""
         return [span for slot in self._slots.values() for span in slot.spans()]
 
-    def complaint(self) -> str | None:
-        """Who has waited too long for whom; None: nobody."""
-        return next((said for slot in self._slots.values() if (said := slot.complaint())), None)
-
 
 class Gathering(NamedTuple):
-    """`mine`: this rank's parts, to be written before `gather`. `starts`: of those that move, by their number."""
+    """`mine`: this rank's parts, to be written before `gather`. `whole` and `starts`: those of all ranks, in the slot, of the
+    parts that move, by their number."""
 
     transport: Transport
     slot: Slot
     mine: Parts
+    whole: dict[int, Tensor]
     starts: dict[int, int]
     dims: Sequence[int | None]
 
-    def gather(self) -> Parts:
-        """`mine` -> the parts of all ranks along their dims, in memory of this rank's own. Each rank pulls from the one behind
-        it first, so that no two pull from one at a time."""
+    def gather(self) -> Pending[Parts]:
+        """`mine` -> the parts of all ranks along their dims, to be read before the direction finishes. Each rank pushes to the
+        one behind it first, so that no two push to one at a time."""
         transport, slot, world = self.transport, self.slot, self.transport.world
-        slot.meet()
-        arrived = list(self.mine)
-        places = []
-        for i, start in self.starts.items():
-            part, dim = self.mine[i], self.dims[i] or 0
-            height = prod(part.shape[:dim])
-            width = part.nbytes // max(1, height)
-            arrived[i] = part.new_empty((*part.shape[:dim], world * part.shape[dim], *part.shape[dim + 1 :]))
-            places.append((start, part, arrived[i], Place(0, width, height, world * width)))
+        slot.follow()
         for distance in range(1, world + 1):
-            source = (transport.rank - distance) % world
-            for start, part, to, place in places:
-                transport._count(part, source)
-                slot.pull(source, start, to, place._replace(offset=source * place.width))
-        slot.release()
-        return tuple(arrived)
+            to = (transport.rank + distance) % world
+            for i, start in self.starts.items():
+                part, dim = self.mine[i], self.dims[i]
+                assert dim is not None
+                height, width = prod(part.shape[:dim]), prod(part.shape[dim:]) * part.itemsize
+                place = Place(start + transport.rank * width, width, height, world * width)
+                here = to == transport.rank and part.data_ptr() == self.whole[i].data_ptr() + transport.rank * width
+                if width * height and not here:
+                    transport.count(part, to)
+                    slot.push(part, to, place)
+        slot.meet()
+        return Pending([slot], lambda: tuple(self.whole.get(i, part) for i, part in enumerate(self.mine)))
 
 
-# By name of a group. Nothing puts one there but tests: on two H200s the sum of an exchange of 64 KB chunks was wrong where that
-# of 6 KB chunks was right, so until that is understood NCCL carries what groups of GPUs send.
-_OF_GROUP: dict[str, Transport] = {}
+class Exchange:
+    """`arrived`: parts [R, ...], whose chunk r came from rank r, to be read after `wait` and before the direction finishes."""
+
+    def __init__(self, transport: Transport, slot: Slot, arrived: Parts, starts: Sequence[int]) -> None:
+        self.arrived = arrived
+        self._transport, self._slot, self._starts, self._sent = transport, slot, starts, list[Tensor]()
+
+    def send(self, chunks: Sequence[Tensor], to: int) -> None:
+        """This rank's chunk of each part to a rank, itself among them. They have been written."""
+        transport = self._transport
+        self._slot.follow()
+        for chunk, start in zip(chunks, self._starts, strict=True):
+            transport.count(chunk, to)
+            self._slot.push(chunk, to, Place(start + transport.rank * chunk.nbytes, chunk.nbytes, 1, chunk.nbytes))
+        self._sent += chunks
+
+    def sent(self) -> Pending[Parts]:
+        """All chunks have been sent -> `arrived`."""
+        self._slot.meet()
+        return Pending([self], lambda: self.arrived)
+
+    def wait(self) -> None:
+        self._slot.wait()
+        self._sent.clear()
+
+    def send_all(self, parts: Sequence[Tensor]) -> Pending[Parts]:
+        """Chunk j of each part [R, ...] to rank j."""
+        transport = self._transport
+        for distance in range(1, transport.world + 1):
+            to = (transport.rank + distance) % transport.world
+            self.send([part[to] for part in parts], to)
+        return self.sent()
+
+
+def _gathered(shape: Sequence[int], dim: int | None, world: int) -> tuple[int, ...]:
+    return tuple(size * world if i == dim else size for i, size in enumerate(shape))
+
+
+def views(
+    memory: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
+) -> Parts:  # fmt: skip
+    """Bytes -> the tensors that begin there."""
+    return tuple(
+        memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        if prod(shape) else torch.empty(tuple(shape), dtype=dtype, device=memory.device)
+        for start, shape, dtype in zip(starts, shapes, dtypes, strict=True)
+    )  # fmt: skip
+
+
+_OF_GROUP: dict[str, Transport | None] = {}  # by name of a group
+_WHY_NOT: dict[str, str] = {}
 
 
 def transport_of(group: ProcessGroup) -> Transport | None:
-    """The transport of a group; None: NCCL or gloo carry all."""
-    return _OF_GROUP.get(group.group_name)
+    """The transport of a group; None: NCCL or gloo carry all. The first call is made by all of its ranks."""
+    name = group.group_name
+    if name not in _OF_GROUP:
+        _WHY_NOT[name] = _obstacle(group)
+        _OF_GROUP[name] = None if _WHY_NOT[name] else _on_gpus(group)
+    return _OF_GROUP[name]
 
 
-def use(transport: Transport) -> None:
-    """Let transfers of its group go through it."""
-    _OF_GROUP[transport.group.group_name] = transport
+def _on_gpus(group: ProcessGroup) -> Transport:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Transport(group, device, CudaSlot, Lane(device))
+
+
+def _obstacle(group: ProcessGroup) -> str:
+    """Why the ranks of a group do not push into each other's memory, the same on all ranks; empty: they do."""
+    if "cuda:nccl" not in dist.get_backend_config(group):
+        return "its ranks are on CPUs"
+    if not 1 < group.size() <= RANKS:
+        return f"it has {group.size()} ranks, of 2 to {RANKS}"
+    mine = (socket.gethostname(), _boot(), loader.missing(), torch.cuda.current_device())
+    all_of: list[tuple[str, str, str, int]] = [mine] * group.size()
+    dist.all_gather_object(all_of, mine, group)
+    if len({each[:2] for each in all_of}) > 1:
+        return "its ranks are on several hosts"
+    for rank, each in enumerate(all_of):
+        if each[2]:
+            return f"its rank {rank} has no kernels: {each[2]}"
+    devices = {each[3] for each in all_of}
+    if len(devices) == group.size():  # else each rank sees a GPU of its own only, and mapping tells
+        for a, b in permutations(sorted(devices), 2):
+            if not torch.cuda.can_device_access_peer(a, b):
+                return f"cuda:{a} cannot reach the memory of cuda:{b}"
+    return ""
+
+
+def _boot() -> str:
+    """Of one host, and of no other one of that name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def use(group: ProcessGroup, transport: Transport | None) -> None:
+    """Let transfers of a group go through a transport; None: by NCCL or gloo."""
+    _OF_GROUP[group.group_name] = transport
 
 
 def mapped_memory(group: ProcessGroup) -> list[Tensor]:
@@ -352,13 +279,27 @@ def mapped_memory(group: ProcessGroup) -> list[Tensor]:
     return [] if transport is None else transport.memory
 
 
-def start(group: ProcessGroup | None) -> None:
+def start(group: ProcessGroup | None, kind: str = "") -> None:
     """A direction of a layer of this group begins (`Transport.start`)."""
-    transport = None if group is None else _OF_GROUP.get(group.group_name)
+    transport = None if group is None else transport_of(group)
     if transport is not None:
-        transport.start()
+        transport.start(kind)
+
+
+def finish(group: ProcessGroup | None) -> None:
+    """A direction of a layer of this group ends (`Transport.finish`)."""
+    transport = None if group is None else transport_of(group)
+    if transport is not None:
+        transport.finish()
+
+
+def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:
+    """Parts that were gathered, where they stay when the direction has finished."""
+    transport = None if group is None else transport_of(group)
+    return tuple(parts) if transport is None else tuple(part.clone() for part in parts)
 
 
 def destroy() -> None:
     """Give the memory of all transports back; before the process group ends."""
     _OF_GROUP.clear()
+    _WHY_NOT.clear()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlp.kernels import gemms, loader, table
-from dlp.kernels.launches import GEMM, Launched, NotPlain, recording, stream_of
+from dlp.kernels.launches import AWAIT, CURRENT, GEMM, MARK, Launched, NotPlain, recording, stream_of
 
 ALIGNMENT = 512  # bytes, that of torch's allocations on CUDA
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
@@ -60,7 +60,7 @@ class CapturedLaunches:
         device = results[0].device
         if self.between:
             self._make.append(partial(torch.empty_strided, (self.between,), (1,), dtype=torch.uint8, device=device))
-        self._count, self._multiplies = len(results), any(name == GEMM for name, _ in launched)
+        self._count, self._multiplies = len(results), any(name == GEMM for name, _, _ in launched)
         arena, space = len(given) + len(outs), len(given) + len(self._make)
         memory = [(*span, base, 0) for base, span in enumerate([*given, *map(_span, outs)])]
         memory += [(*_span(whole), arena, offset) for whole, offset in zip(between, offsets, strict=True)]
@@ -136,15 +136,20 @@ def _maker(result: Tensor, whole: Tensor) -> Make:
 
 def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
     """Where each tensor lies in one piece of memory, and its size: disjoint from those that are in use between the same
-    launches, from the first that mentions it to the last."""
+    launches, from the first that mentions it to the last, or to where a lane that mentions it is awaited."""
+    windows = _windows(launched)
     uses = [
-        [step for step, (_, arguments) in enumerate(launched) if _mentions(arguments, _span(tensor))]
+        [
+            window
+            for (_, arguments, _), window in zip(launched, windows, strict=True)
+            if _mentions(arguments, _span(tensor))
+        ]
         for tensor in tensors
     ]
     placed: list[tuple[int, int, int, int]] = []  # first and last use, begin and end
     offsets, size = [], 0
     for tensor, steps in zip(tensors, uses, strict=True):
-        first, last = (steps[0], steps[-1]) if steps else (0, -1)
+        first, last = (min(steps)[0], max(end for _, end in steps)) if steps else (0, -1)
         need = -(-tensor.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT if steps else 0
         taken = sorted((begin, end) for a, b, begin, end in placed if a <= last and first <= b)
         at = 0
@@ -156,6 +161,29 @@ def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], in
         offsets.append(at)
         size = max(size, at + need)
     return offsets, size
+
+
+def _windows(launched: Launched) -> list[tuple[int, int]]:
+    """Between which launches of the current stream each launch runs: one of a lane from the mark that the lane awaited last to
+    where its next mark is awaited."""
+    windows = [(step, step) for step in range(len(launched))]
+    for lane in {lane for _, _, lane in launched} - {CURRENT}:
+        begun = 0
+        for step, (name, arguments, where) in enumerate(launched):
+            if where != lane:
+                continue
+            if name == AWAIT:
+                begun = _last(launched, step, (MARK, arguments, CURRENT))
+            ends = (i for i, each in enumerate(launched) if each[0] == MARK and each[2] == lane and i >= step)
+            event = next((launched[i][1] for i in ends), None)
+            awaited = (i for i, each in enumerate(launched) if i > step and each == (AWAIT, event, CURRENT))
+            windows[step] = (begun, next(awaited, len(launched)))
+    return windows
+
+
+def _last(launched: Launched, step: int, wanted: tuple[str, tuple[Any, ...], int]) -> int:
+    """Where this was launched last before a step; 0: nowhere."""
+    return max((i for i in range(step) if launched[i] == wanted), default=0)
 
 
 def _mentions(arguments: Any, span: Range) -> bool:

@@ -1,6 +1,11 @@
-"""Where kernels start: on torch's current stream, or in a recording, out of which `captured.py` makes captured launches.
+"""Where kernels start: on torch's current stream, on a lane beside it, or in a recording, out of which `captured.py` makes
+captured launches.
 
-A recording takes down what is launched, with all arguments but the stream, and launches nothing.
+    current stream   ─ gemm ─ mark ─────── gemm ──────────── await ─ sum
+                               └► await ─ copies ─ mark ──────┘
+    lane             ─────────────────────────────────
+
+A recording takes down what is launched, with all arguments, and launches nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from torch import Tensor
 
 from dlp.kernels import loader
 
-Launched = list[tuple[str, tuple[Any, ...]]]
+Launched = list[tuple[str, tuple[Any, ...], int]]  # a kernel, its arguments, and a lane's stream, or CURRENT
+CURRENT = 0  # in a recording: the stream that it will be launched on
+MARK, AWAIT = "mark", "await_mark"
 GEMM = "gemm"  # what a recording calls the run of a plan; its arguments are the plan and addresses
 
 _RECORDING: ContextVar[Launched | None] = ContextVar("dlp_recording", default=None)
@@ -38,20 +45,56 @@ def stream_of(tensor: Tensor) -> int:
 
 def launch(kernel: str, on: Tensor, *arguments: Any) -> None:
     """Start a kernel of csrc/bindings.cpp, by name, on the device of `on`."""
-    stream, recording = stream_of(on), _RECORDING.get()
-    if recording is None:
+    stream = stream_of(on)
+    if not _recorded(kernel, arguments, CURRENT):
         getattr(loader.load(), kernel)(*arguments, stream)
-    else:
-        recording.append((kernel, arguments))
+
+
+def _recorded(kernel: str, arguments: tuple[Any, ...], lane: int) -> bool:
+    """Take a launch down, if launches are."""
+    recording = _RECORDING.get()
+    if recording is not None:
+        recording.append((kernel, arguments, lane))
+    return recording is not None
+
+
+class Lane:
+    """A stream beside the current one, whose small kernels go before those of others. `stream`: its handle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._kept = torch.cuda.Stream(device, priority=-1)
+        self.stream, self._fork = self._kept.cuda_stream, new_event()
+
+    def launch(self, kernel: str, *arguments: Any) -> None:
+        """Start a kernel here."""
+        if not _recorded(kernel, arguments, self.stream):
+            getattr(loader.load(), kernel)(*arguments, self.stream)
+
+    def follow(self, on: Tensor) -> None:
+        """What is launched here from now on comes after what the current stream, of the device of `on`, has been given."""
+        launch(MARK, on, self._fork)
+        self.launch(AWAIT, self._fork)
+
+    def mark(self, event: int) -> None:
+        """A point here, which `await_mark` makes the current stream wait for."""
+        self.launch(MARK, event)
+
+
+def new_event() -> int:
+    """A point in a stream, to be marked and awaited, and marked again; it is never given back."""
+    event: int = loader.load().new_event()
+    return event
+
+
+def await_mark(event: int, on: Tensor) -> None:
+    """The current stream, of the device of `on`, waits for a mark."""
+    launch(AWAIT, on, event)
 
 
 def run_plan(plan: Any, addresses: tuple[int, ...], stream: int) -> None:
     """Run a plan of `gemms`."""
-    recording = _RECORDING.get()
-    if recording is None:
+    if not _recorded(GEMM, (plan, *addresses), CURRENT):
         plan.run(*addresses, stream)
-    else:
-        recording.append((GEMM, (plan, *addresses)))
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import dlp
 from dlp.comm import transport
-from dlp.comm.transport import CudaSlot, Transport
+from dlp.comm.transport import Transport
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
-from tests.played_transport import PlayedSlot
+from tests.played_transport import PlayedLane, PlayedSlot
 from tests.shardnet import shardnet, tensors, train
 from tests.twins import K, M, N, compiles, forward_backward, programs, values, without_programs
 
@@ -60,10 +60,12 @@ def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
 
 
 @contextmanager
-def through_mapped_memory(group: dist.ProcessGroup) -> Iterator[None]:
-    """Transfers of a group of GPUs by copy engines, or of CPU ranks as if they were GPUs."""
-    on_cpu = worker.device().type == "cpu"
-    transport.use(Transport(group, worker.device(), PlayedSlot if on_cpu else CudaSlot))
+def moved_by(group: dist.ProcessGroup, mapped: bool) -> Iterator[None]:
+    """Transfers of a group of GPUs through memory that they map, or of CPU ranks as if they were GPUs; or by collectives."""
+    if not mapped:
+        transport.use(group, None)
+    elif worker.device().type == "cpu":
+        transport.use(group, Transport(group, worker.device(), PlayedSlot, PlayedLane()))
     try:
         yield
     finally:
@@ -75,8 +77,8 @@ def over_two_ranks(
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
     """A layer over two tp ranks, through mapped memory and by collectives."""
     mesh, found = worker.mesh(tp=2), []
-    for way in (through_mapped_memory(mesh["tp"].get_group()), nullcontext()):
-        with device(), way:  # type: ignore[attr-defined]
+    for mapped in (True, False):
+        with device(), moved_by(mesh["tp"].get_group(), mapped):  # type: ignore[attr-defined]
             torch.manual_seed(0)
             options = {"tp": mesh["tp"], "recipe": recipe, "sequence_parallel": sequence_parallel}
             sizes = (N, K) if kind == "siblings" else N
@@ -97,8 +99,8 @@ def over_two_ranks(
                 results += [weight.grad._local_tensor for weight in layer.parameters()]
                 layer.zero_grad()
             found.append((count(layer), results))
-    (mapped, through_memory), (plain, by_collectives) = found
-    return mapped, plain, list(zip(through_memory, by_collectives, strict=True))
+    (captured, through_memory), (plain, by_collectives) = found
+    return captured, plain, list(zip(through_memory, by_collectives, strict=True))
 
 
 Results = list[Tensor]
@@ -132,18 +134,10 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
             assert_bit_equal(result, wanted)
 
 
-@pytest.fixture
-def mapped_memory(request: pytest.FixtureRequest, device_type: str) -> None:
-    if device_type == "cuda":
-        request.applymarker(
-            pytest.mark.xfail(reason="sums of large chunks were wrong, see dlp.comm.transport", strict=False)
-        )
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("kind", ["column", "siblings", "row"])
-def test_directions_that_communicate(ranks, mapped_memory, kind: str, sequence_parallel: bool, recipe: str):
+def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, recipe: str):
     """Through mapped memory transfers, agreements and sums are launches like others: both directions are one call, with the
     bits of collectives. By collectives only a direction that sends nothing is."""
     for mapped, plain, pairs in ranks(2).run(over_two_ranks, kind, recipe, sequence_parallel):
@@ -156,7 +150,7 @@ def test_directions_that_communicate(ranks, mapped_memory, kind: str, sequence_p
 
 @pytest.mark.parametrize("codec", ["bf16", "fp8"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_sums_are_packed_and_unpacked_inside(ranks, mapped_memory, kind: str, codec: str):
+def test_sums_are_packed_and_unpacked_inside(ranks, kind: str, codec: str):
     for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, "fp8_current", True, codec):
         assert min(mapped.values()) > 0, mapped
         for result, expected in pairs:

@@ -214,13 +214,13 @@ private:
     std::array<uintptr_t, 9> addresses_{};
 };
 
-// A step is (name of a kernel, its arguments) or ("gemm", (plan, its addresses)), without the stream; memory is (address,
-// bytes, base, offset).
-std::unique_ptr<Program> make_program(const std::vector<std::pair<std::string, pybind11::tuple>>& recorded,
+// A step is (name of a kernel, its arguments, lane) or ("gemm", (plan, its addresses), lane), without the stream; memory is
+// (address, bytes, base, offset).
+std::unique_ptr<Program> make_program(const std::vector<std::tuple<std::string, pybind11::tuple, uintptr_t>>& recorded,
                                       const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, uintptr_t>>& memory,
                                       size_t bases) {
-    std::vector<std::unique_ptr<Step>> steps;
-    for (const auto& [name, arguments] : recorded) steps.push_back(step_makers().at(name)(arguments));
+    std::vector<Program::Placed> steps;
+    for (const auto& [name, arguments, lane] : recorded) steps.push_back({step_makers().at(name)(arguments), lane});
     std::vector<Program::Memory> pieces;
     for (const auto& [at, bytes, base, offset] : memory) pieces.push_back({at, bytes, base, offset});
     return std::make_unique<Program>(std::move(steps), pieces, bases);
@@ -245,13 +245,15 @@ void bind_transport(pybind11::module_& m) {
     bind_step(m, "agree", [table](int64_t slots, const Words<AgreeJob>& job, const Words<Waiting>& waiting, Stream stream) {
         agree(table(slots), make_job<AgreeJob>(job), make_job<Waiting>(waiting), stream);
     });
-    bind_step(m, "pull_part", [](int64_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width,
-                                 int64_t height, Stream stream) {
-        copy_part(uintptr_t(from), from_pitch, to, to_pitch, width, height, stream);
+    bind_step(m, "push_part", [](uintptr_t from, int64_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream) {
+        copy_part(from, width, uintptr_t(to), to_pitch, width, height, stream);
     });
-    bind_step(m, "push_part", [](uintptr_t from, int64_t bytes, int64_t to, Stream stream) {
-        copy_part(from, bytes, uintptr_t(to), bytes, bytes, 1, stream);
+    bind_step(m, "copy_bytes", [](uintptr_t from, uintptr_t to, int64_t bytes, Stream stream) {
+        copy_part(from, bytes, to, bytes, bytes, 1, stream);
     });
+    m.def("new_event", &new_event);
+    bind_step(m, "mark", [](int64_t event, Stream stream) { mark(event, stream); });
+    bind_step(m, "await_mark", [](int64_t event, Stream stream) { await_mark(event, stream); });
 }
 
 void bind_program(pybind11::module_& m) {

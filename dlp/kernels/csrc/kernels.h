@@ -346,5 +346,8 @@ void meet(const uint64_t* slots, const Waiting& waiting, Stream stream);
 void release_use(const uint64_t* slots, uint32_t rank, uint32_t world, Stream stream);
 void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream);
 void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream);
+int64_t new_event();
+void mark(int64_t event, Stream stream);
+void await_mark(int64_t event, Stream stream);
 
 }  // namespace dlp

@@ -7,11 +7,11 @@
 
 namespace dlp {
 
-Program::Program(std::vector<std::unique_ptr<Step>> steps, const std::vector<Memory>& memory, size_t bases)
+Program::Program(std::vector<Placed> steps, const std::vector<Memory>& memory, size_t bases)
     : steps_(std::move(steps)), bases_(bases) {
     for (const Memory& piece : memory) DLP_CHECK_LT(piece.base, static_cast<int64_t>(bases));
     std::vector<uintptr_t*> found;
-    for (const auto& step : steps_) step->addresses(found);
+    for (const auto& placed : steps_) placed.step->addresses(found);
     for (uintptr_t* word : found)
         if (*word != 0) patch(word, memory);
 }
@@ -29,7 +29,7 @@ void Program::run(const std::vector<uintptr_t>& bases, uintptr_t stream) {
     DLP_CHECK_EQ(bases.size(), bases_);
     const std::lock_guard<std::mutex> alone(running_);
     for (const Patch& patch : patches_) *patch.word = bases[patch.base] + patch.offset;
-    for (const auto& step : steps_) step->run(stream);
+    for (const auto& [step, lane] : steps_) step->run(lane ? lane : stream);
 }
 
 }  // namespace dlp

@@ -25,8 +25,13 @@ public:
         uintptr_t offset;
     };
 
+    struct Placed {
+        std::unique_ptr<Step> step;
+        uintptr_t lane;  // the stream that it runs on; 0: that of the run
+    };
+
     // `memory`: all that the steps read and write. Throws where an address of a step lies in none of it.
-    Program(std::vector<std::unique_ptr<Step>> steps, const std::vector<Memory>& memory, size_t bases);
+    Program(std::vector<Placed> steps, const std::vector<Memory>& memory, size_t bases);
 
     // `bases`: addresses, as many as there were to be.
     void run(const std::vector<uintptr_t>& bases, uintptr_t stream);
@@ -39,7 +44,7 @@ private:
     };
     void patch(uintptr_t* word, const std::vector<Memory>& memory);
 
-    std::vector<std::unique_ptr<Step>> steps_;
+    std::vector<Placed> steps_;
     std::vector<Patch> patches_;
     size_t bases_;
     std::mutex running_;  // the arguments of the steps are one run's at a time

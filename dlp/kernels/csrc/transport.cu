@@ -10,14 +10,17 @@
 // All three count and are never reset, so that a launch that was recorded, or captured in a CUDA graph, is the same every
 // time: what it compares with lies in memory. They are compared cyclically, as 32-bit numbers.
 //
-//     begin      until every rank has released the use before: slots may be written again
-//     meet       this rank has written what it had to write, its own slot or its peers'; goes on when all have: slots may be read
-//     release    this rank has read what it had to read
+//     begin      until every rank has released the use before: slots of peers may be written again
+//     meet       this rank has written its peers' slots; goes on when they have written this one: it may be read
+//     release    this rank has read its slot
 //
-// These run on the stream that computes. Copies never signal: what one engine writes to a peer may arrive after what it writes
-// next, and only a kernel that is ordered behind the copy can tell (a flag copied behind its data came too early in one of ten
-// replays of a CUDA graph). Nobody holds up what it waits for: ranks publish before they wait, and all use their slots in the
-// same order. A wait that lasts longer than `patience` writes who waits for whom into memory of the host, and ends the program.
+// begin, the copies and meet run on a lane, beside the stream that computes, which waits for the lane before it reads, and
+// releases. A GEMM that fills the GPU leaves no room even for a kernel of one warp, so begin runs before the GEMM that makes what
+// is sent, and a meeting that a GEMM holds up waits for its end: who reads comes behind it anyway. Copies never signal: what
+// one engine writes to a peer may arrive after what it writes next, and only a kernel that is ordered behind the copy can tell
+// (a flag copied behind its data came too early in one of ten replays of a CUDA graph). Nobody holds up what it waits for: ranks
+// publish before they wait, and all use their slots in the same order. A wait that lasts longer than `patience` writes who
+// waits for whom into memory of the host, and ends the program.
 #include <cstdint>
 
 #include "jobs.cuh"
@@ -148,6 +151,18 @@ void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitc
         DLP_CHECK_CUDA(cudaMemcpyAsync(target, source, width * height, cudaMemcpyDeviceToDevice, stream_of(stream)));
     else
         DLP_CHECK_CUDA(cudaMemcpy2DAsync(target, to_pitch, source, from_pitch, width, height, cudaMemcpyDeviceToDevice, stream_of(stream)));
+}
+
+int64_t new_event() {
+    cudaEvent_t event;
+    DLP_CHECK_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return reinterpret_cast<int64_t>(event);
+}
+
+void mark(int64_t event, Stream stream) { DLP_CHECK_CUDA(cudaEventRecord(reinterpret_cast<cudaEvent_t>(event), stream_of(stream))); }
+
+void await_mark(int64_t event, Stream stream) {
+    DLP_CHECK_CUDA(cudaStreamWaitEvent(stream_of(stream), reinterpret_cast<cudaEvent_t>(event), 0));
 }
 
 }  // namespace dlp

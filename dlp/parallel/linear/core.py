@@ -80,7 +80,7 @@ def run_forward(
               parts of x, none where wgrad reads x itself, and what the prologue keeps
     """
     spec, x = bound.spec, inputs[0]
-    transport.start(spec.group)
+    transport.start(spec.group, spec.style.name)
     options, rows = spec.recipe.fprop, as_matrix(x)
     transfers = _transfers(bound, x.shape)
     plan, reduce = transfers.plan, transfers.plan.fprop
@@ -110,6 +110,7 @@ def run_forward(
         if spec.recipe.y is not None:
             y = _through_format(bound, "y", member, y, record)
         ys.append(y if x.dim() == 2 or spec.style.gathers is not None else y.view(*x.shape[:-1], features))
+    transport.finish(spec.group)
     return ys, kept
 
 
@@ -137,7 +138,7 @@ def run_backward(
               [N_i]; without dw_i that its weight takes otherwise (`Weight.take_grad`)
     """
     spec, learns = bound.spec, any(wanted.dw)
-    transport.start(spec.group)
+    transport.start(spec.group, spec.style.name)
     members = [spec.members[i] for i in wanted.used]
     saved, beside = _beside(spec, saved)
     rows: list[Any] = [as_matrix(dy) for dy in dys]
@@ -166,18 +167,21 @@ def run_backward(
 
     grads: list[Tensor] = []
     if x_col is not None:
-        x = _here(x_col)
+        keep = waits(spec.options.delay_wgrad, wanted.dx)
+        x = _here(x_col, bound, keep)
         for i, dy, w, needed in zip(wanted.used, dy_cols, weights, wanted.dw, strict=True):
             if needed:
                 assert dy is not None
-                wgrad = partial(contract_gemm, bound, _here(dy), x, w.shape, w.dtype)
+                wgrad = partial(contract_gemm, bound, _here(dy, bound, keep), x, w.shape, w.dtype)
                 dw = bound.weights.members[i].take_grad(wgrad, may_wait=wanted.dx)
                 grads += [] if dw is None else [dw]
     grads += [rounded(dy.sums(), w.dtype) for dy, w in zip(rows, weights, strict=True) if isinstance(dy, Summed)]
     if dx is None:
+        transport.finish(spec.group)
         return grads
 
     whole = trimmed(arrived(dx), weights[0].shape[1])
+    transport.finish(spec.group)
     if spec.recipe.dx is not None:
         whole = _through_format(bound, "dx", spec.members[0], whole)
     whole = whole.to(wanted.dtype)
@@ -290,8 +294,12 @@ class Sent(NamedTuple):
     mine: Operands
 
 
-def _here(operand: Columnwise) -> QuantizedTensor:
-    return operand if isinstance(operand, QuantizedTensor) else operand()
+def _here(operand: Columnwise, bound: BoundSpec, keep: bool) -> QuantizedTensor:
+    """An operand that is here or on its way; in memory of its own, where it is kept for longer than this direction."""
+    if isinstance(operand, QuantizedTensor):
+        return operand
+    arrived = operand()
+    return arrived.format.wrap(transport.kept(bound.spec.group, arrived.parts)) if keep else arrived
 
 
 class BoundGather:

@@ -4,8 +4,8 @@
                     gemm │ reduce ──────►
 
 Collectives are asynchronous all the same, so a gather started early (wgrad's, before dgrad runs) and a reduction awaited
-late (dgrad's, after wgrad) run under the GEMM between. Of a group with a transport, transfers are copies in the
-stream that computes, so that a direction can be captured as a whole (`dlp.comm.transport`).
+late (dgrad's, after wgrad) run under the GEMM between. Of a group with a transport (`dlp.comm.transport`), transfers are
+launches like others, so that a direction can be captured as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import Parts, Pending, ReduceCodec, done
+from dlp.comm.collectives import Parts, Pending, ReduceCodec
 from dlp.comm.transport import Transport, transport_of
 from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent
@@ -63,22 +63,23 @@ class Serial:
         transport = transport_of(group)
         if transport is not None:
             leased = transport.lease(shapes, dtypes, dims)
-            return SerialLease(fmt.wrap(leased.mine), lambda: done(leased.gather()))
+            return SerialLease(fmt.wrap(leased.mine), leased.gather)
         storage, mine = collectives.room(shapes, dtypes, dims, group, device)
         return SerialLease(fmt.wrap(mine), lambda: collectives.all_gather(mine, dims, group, storage))
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> SerialGather:
         dims, transport = a.format.moves_along(dim), transport_of(group)
         if transport is not None:
-            return SerialGather(a.format, done(transport.gather(a.parts, dims)))
+            return SerialGather(a.format, transport.gather(a.parts, dims))
         return SerialGather(a.format, collectives.all_gather(a.parts, dims, group))
 
     def gemm_reduce(
         self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, codec: ReduceCodec
     ) -> Pending[Tensor]:  # fmt: skip
-        y, transport = rounded(gemm(a), dtype), transport_of(group)
+        transport = transport_of(group)
         if transport is not None:
-            return done(_summed(y, transport, reduce, codec))
+            return _summed(a, gemm, transport, reduce, dtype, codec)
+        y = rounded(gemm(a), dtype)
         reduced = _REDUCE[reduce]((y,), group, codec)
         return Pending((), lambda: reduced.wait()[0])
 
@@ -93,15 +94,21 @@ def _chunks(y: Tensor, ranks: int, reduce: str) -> Tensor:
     return collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
 
 
-def _summed(y: Tensor, transport: Transport, reduce: str, codec: ReduceCodec) -> Tensor:
-    """Contributions y [M, N] -> their sum over ranks: this rank's rows, or all of them."""
+def _summed(
+    a: QuantizedTensor, gemm: Gemm, transport: Transport, reduce: str, dtype: torch.dtype, codec: ReduceCodec
+) -> Pending[Tensor]:
+    """The GEMM's contributions, summed over ranks: this rank's rows, or all of them."""
+    y = rounded(gemm(a), dtype)
     parts = codec.pack(_chunks(y, transport.world, reduce))
-    total = codec.total(transport.exchange(parts), y.dtype)
-    transport.release()
-    if reduce == "scatter":
-        return total
-    (whole,) = transport.gather((total,), (0,))
-    return whole.view(-1)[: y.numel()].view(y.shape)
+    arriving = transport.open([part.shape for part in parts], [part.dtype for part in parts]).send_all(parts)
+
+    def finish() -> Tensor:
+        total = codec.total(arriving.wait(), dtype)
+        if reduce == "scatter":
+            return total
+        return transport.all_gather(total).view(-1)[: y.numel()].view(y.shape)
+
+    return Pending((), finish)
 
 
 STRATEGY = Serial()

@@ -1,0 +1,212 @@
+"""A slot: a piece of memory that every rank of a group has, and maps from every other one.
+
+    begin      until every rank has released what was pushed before: the slots of peers may be written
+    push       a part of this rank's into a peer's slot, or its own
+    meet       this rank has pushed; `wait`: until all have
+    release    this rank has read its slot
+
+All of a slot's uses happen in the same order on all ranks. What ranks wait for is counted in memory
+(`dlp/kernels/csrc/transport.cu`), so that each of these is a launch that never changes. Of torch's symmetric memory only allocation and
+the exchange of addresses are used: nothing of it needs multicast.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm.collectives import as_bytes
+from dlp.kernels.launches import Lane, await_mark, launch, new_event
+
+PATIENCE = 60.0  # seconds that a rank waits for another
+RANKS = 32  # at most so many share a slot
+HEADER = 512  # bytes of a slot before its payload
+MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
+WAITS_FOR = ("has not read what was sent before", "has not sent its part", "has not agreed")
+
+
+class Place(NamedTuple):
+    """Where a part lies in a slot: `height` rows of `width` bytes, the first at `offset`, `pitch` bytes apart."""
+
+    offset: int
+    width: int
+    height: int
+    pitch: int
+
+
+class Slot(Protocol):
+    """`payload`: this rank's bytes. `begin`, `push` and `meet` happen on a lane, `wait` makes the current stream wait for
+    what they brought. On that, a part is `copied` out of it, `release`d, and ranks `agree`."""
+
+    payload: Tensor
+
+    def begin(self) -> None: ...
+    def follow(self) -> None: ...
+    def push(self, part: Tensor, to: int, place: Place) -> None: ...
+    def meet(self) -> None: ...
+    def wait(self) -> None: ...
+    def copied(self, part: Tensor) -> Tensor: ...
+    def release(self) -> None: ...
+    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None: ...
+    def spans(self) -> list[Tensor]: ...
+
+
+class CudaSlot:
+    """Between GPUs of one host."""
+
+    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int, lane: Lane) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed._symmetric_memory import rendezvous
+
+        rank, world = group.rank(), group.size()
+        self._memory = _SymmetricMemory.empty_strided_p2p((HEADER + nbytes,), (1,), torch.uint8, device)
+        self._memory[:HEADER].zero_()
+        torch.cuda.synchronize(device)
+        self._handle = rendezvous(self._memory, group)  # from here on headers are zero everywhere
+        self.payload = self._memory[HEADER:]
+        bases = [int(base) for base in self._handle.buffer_ptrs]
+        self._payloads = [base + HEADER for base in bases]
+        self._table = torch.tensor(bases, dtype=torch.int64, device=device)
+        self._report = torch.zeros(8, dtype=torch.int32).pin_memory()
+        self._said = torch.zeros((), dtype=torch.int32, device=device)
+        waiting = (int(PATIENCE * 1e3), self._report.data_ptr(), self._said.data_ptr(), rank, world, tag)
+        self._set(lane, self._table.data_ptr(), waiting)
+
+    def _set(self, lane: Lane, slots: int, waiting: tuple[int, ...]) -> None:
+        self._lane, self._slots, self._waiting, self._arrived = lane, slots, waiting, new_event()
+
+    def begin(self) -> None:
+        self._lane.follow(self.payload)
+        self._lane.launch("begin_use", self._slots, self._waiting)
+
+    def follow(self) -> None:
+        self._lane.follow(self.payload)
+
+    def push(self, part: Tensor, to: int, place: Place) -> None:
+        offset, width, height, pitch = place
+        self._lane.launch("push_part", part.data_ptr(), self._payloads[to] + offset, pitch, width, height)
+
+    def meet(self) -> None:
+        self._lane.launch("meet", self._slots, self._waiting)
+        self._lane.mark(self._arrived)
+
+    def wait(self) -> None:
+        await_mark(self._arrived, self.payload)
+
+    def copied(self, part: Tensor) -> Tensor:
+        made = torch.empty_like(part)
+        launch("copy_bytes", part, part.data_ptr(), made.data_ptr(), part.nbytes)
+        return made
+
+    def release(self) -> None:
+        launch("release_use", self.payload, self._slots, *self._waiting[3:5])
+
+    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
+        blank = [0] * (AGREED - len(observed))
+        words = [*(t.data_ptr() for t in observed), *blank, *(t.data_ptr() for t in largest), *blank]
+        words += [*(t.numel() for t in observed), *blank, len(observed), MAXIMA]
+        launch("agree", self.payload, self._slots, tuple(words), self._waiting)
+
+    def spans(self) -> list[Tensor]:
+        """Memory of this rank that launches name."""
+        return [self.payload]
+
+    def complaint(self) -> str | None:
+        """Who has waited too long for whom, once the device has ended the program for it."""
+        told, rank, peer, what, wanted, seen, tag, _ = self._report.tolist()
+        return too_long(rank, peer, WAITS_FOR[what], wanted, seen, tag) if told else None
+
+
+class SharedSlot:
+    """The stand-in: processes of one machine map a file each. Everything happens at once, as on streams that are never
+    behind."""
+
+    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int, lane: None = None) -> None:
+        self._rank, self._world, self._tag, self._uses = group.rank(), group.size(), tag, 0
+        names = [tempfile.mktemp(prefix="dlp-slot-", dir="/dev/shm") if self._rank == 0 else ""]
+        dist.broadcast_object_list(names, group=group, group_src=0)
+        files = [f"{names[0]}-{rank}" for rank in range(self._world)]
+        memory = [torch.from_file(file, shared=True, size=HEADER + nbytes, dtype=torch.uint8) for file in files]
+        words = [whole[:HEADER].view(torch.int32) for whole in memory]
+        self._released, self._met = [w[:RANKS] for w in words], [w[RANKS:] for w in words]
+        self._payloads = [whole[HEADER:] for whole in memory]
+        self.payload = self._payloads[self._rank]
+        dist.barrier(group)
+        if self._rank == 0:
+            for file in files:
+                os.unlink(file)
+
+    def begin(self) -> None:
+        self._await(self._released[self._rank], 0)
+
+    def follow(self) -> None:
+        pass
+
+    def push(self, part: Tensor, to: int, place: Place) -> None:
+        offset, width, height, pitch = place
+        rows = self._payloads[to][offset:].as_strided((height, width), (pitch, 1))
+        rows.copy_(as_bytes(part).view(height, width))
+
+    def meet(self) -> None:
+        self._uses += 1
+        self._tell(self._met)
+        self._await(self._met[self._rank], 1)
+
+    def wait(self) -> None:
+        pass
+
+    def copied(self, part: Tensor) -> Tensor:
+        return part.clone()
+
+    def release(self) -> None:
+        self._tell(self._released)
+
+    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
+        mine = torch.cat([value.reshape(-1) for value in observed]).view(torch.int32)
+        self.begin()
+        for peer in self._peers():
+            self.push(mine, peer, Place(4 * MAXIMA * self._rank, mine.nbytes, 1, mine.nbytes))
+        self.meet()
+        theirs = [self.payload[4 * MAXIMA * peer :][: mine.nbytes].view(torch.int32) for peer in self._peers()]
+        found = torch.stack([mine, *theirs]).amax(0).view(torch.float32)  # as bits: NaN is larger than all
+        self.release()
+        for to, piece in zip(largest, found.split([value.numel() for value in observed]), strict=True):
+            to.copy_(piece.view(to.shape))
+
+    def spans(self) -> list[Tensor]:
+        return [self.payload]
+
+    def complaint(self) -> str | None:
+        """Waits raise by themselves."""
+        return None
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self._world) if rank != self._rank]
+
+    def _tell(self, words: Sequence[Tensor]) -> None:
+        for peer in self._peers():
+            words[peer][self._rank] = self._uses
+
+    def _await(self, words: Tensor, what: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        for peer in self._peers():
+            while (seen := int(words[peer])) < self._uses:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(too_long(self._rank, peer, WAITS_FOR[what], self._uses, seen, self._tag))
+                time.sleep(0)
+
+
+def too_long(rank: int, peer: int, what: str, wanted: int, seen: int, tag: int) -> str:
+    """What is said of a wait that took longer than PATIENCE."""
+    return (
+        f"rank {rank} of a group has waited {PATIENCE:g} s for its rank {peer}, which {what} (slot {tag}, use {wanted}, last "
+        f"seen {seen}): that rank has ended, hangs, or runs another layer"
+    )
