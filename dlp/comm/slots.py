@@ -5,9 +5,9 @@
     meet       this rank has pushed; `wait`: until all have
     release    this rank has read its slot
 
-All of a slot's uses happen in the same order on all ranks. What ranks wait for is counted in memory
-(`dlp/kernels/csrc/transport.cu`), so that each of these is a launch that never changes. Of torch's symmetric memory only allocation and
-the exchange of addresses are used: nothing of it needs multicast.
+All uses of a slot happen in the same order on all ranks. What ranks wait for is counted in memory
+(`dlp/kernels/csrc/transport.cu`), so that each of these is a launch that never changes. Of torch's symmetric memory only
+allocation and the exchange of addresses are used: nothing of it needs multicast.
 """
 
 from __future__ import annotations

@@ -5,17 +5,14 @@
 
 A `Slot` is a piece of such memory on all ranks. `begin` waits until the peers have read what their slots held before, `meet`
 until all of them have written into this one. Copies are made by copy engines, on a lane beside the current stream
-(`dlp.kernels.launches`). What ranks wait for is counted in memory (`dlp/kernels/csrc/transport.cu`), so that a launch is the same
-every time: all of it can be taken down once and launched again, and captured in a CUDA graph.
+(`dlp.kernels.launches`). All of it are launches that are the same every time: they can be taken down once and launched
+again, and captured in a CUDA graph.
 
 A direction of a layer `start`s, makes its transfers, and `finish`es: then what came has been read. All ranks of a group do so
 in the same order. So which slot a transfer gets follows from its size and its place in the direction alone, and not from
 what a rank has captured by then; directions of two kinds take turns, so that slots are free long before they are used again.
 
 An agreement finds the maxima of a few numbers over ranks in one kernel: it writes them to all peers, waits, and compares.
-
-Of torch's symmetric memory only allocation and the exchange of addresses are used: nothing of it needs multicast.
-`SharedSlot` is the stand-in for processes of one machine without GPUs.
 """
 
 from __future__ import annotations
@@ -78,24 +75,20 @@ class Transport:
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None]
     ) -> Gathering:  # fmt: skip
         """Memory for this rank's parts, of which those with a dim will be gathered along it; the others are equal on all."""
-        wholes = [_gathered(shape, dim, self.world) for shape, dim in zip(shapes, dims, strict=True)]
         moving = [i for i, dim in enumerate(dims) if dim is not None]
-        starts, size = fields([wholes[i] for i in moving], [dtypes[i] for i in moving])
+        wholes = [_gathered(shapes[i], dims[i], self.world) for i in moving]
+        kinds = [dtypes[i] for i in moving]
+        starts, size = fields(wholes, kinds)
         slot = self._begin(size)
-        whole = dict(
-            zip(
-                moving,
-                views(slot.payload, starts, [wholes[i] for i in moving], [dtypes[i] for i in moving]),
-                strict=True,
-            )
-        )
+        whole = dict(zip(moving, views(slot.payload, starts, wholes, kinds), strict=True))
         mine = [
-            whole[i].chunk(self.world)[self.rank]
-            if dim == 0 and shape[0]
-            else torch.empty(tuple(shape), dtype=dtype, device=self.device)
+            whole[i].chunk(self.world)[self.rank] if dim == 0 and prod(shape) else self._empty(shape, dtype)
             for i, (shape, dtype, dim) in enumerate(zip(shapes, dtypes, dims, strict=True))
         ]
         return Gathering(self, slot, tuple(mine), whole, dict(zip(moving, starts, strict=True)), dims)
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def gather(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Pending[Parts]:
         """Parts that lie elsewhere -> those of all ranks along their dims; without a dim one is equal on all ranks."""
