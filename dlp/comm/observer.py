@@ -68,6 +68,11 @@ _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 _watched = torch._C._len_torch_dispatch_stack
 
 
+def counting() -> bool:
+    """Whether somebody may be counting here: a dispatch mode is active."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def label(**fields: str) -> AbstractContextManager[None]:
     """Transfers launched inside belong to this layer, direction or precision; what is not given stays. Where nobody watches
     when it is entered it says nothing, and costs next to nothing."""
@@ -194,7 +199,7 @@ def copies(source: Tensor, group: ProcessGroup) -> None:
 
 def agrees(numbers: int, group: ProcessGroup) -> None:
     """Say that so many fp32 numbers are being reduced over `group` by other means: counted as an all-reduce of them."""
-    if torch._C._len_torch_dispatch_stack():
+    if counting():
         torch.ops.dlp.agrees(torch.empty(numbers, device="meta"), group.group_name)
 
 

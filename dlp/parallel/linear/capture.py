@@ -72,7 +72,7 @@ class CapturedDirections:
         scales = self.bound.session.scales
         if scales is not None and scales.values is not None:  # captured launches read those in the table
             return run()
-        if self.communicates and observer.watched():  # what launches send is seen as it is launched from here
+        if self.communicates and observer.counting():  # what launches send is seen as it is launched from here
             return run()
         found = self.found.get(key)
         if isinstance(found, CapturedLaunches):
