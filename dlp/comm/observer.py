@@ -65,18 +65,13 @@ _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 
 
 # how many dispatch modes, of which one may be an observer, are active here
-_watched = torch._C._len_torch_dispatch_stack
-
-
-def counting() -> bool:
-    """Whether somebody may be counting here: a dispatch mode is active."""
-    return torch._C._len_torch_dispatch_stack() > 0
+counting = torch._C._len_torch_dispatch_stack
 
 
 def label(**fields: str) -> AbstractContextManager[None]:
     """Transfers launched inside belong to this layer, direction or precision; what is not given stays. Where nobody watches
     when it is entered it says nothing, and costs next to nothing."""
-    return _labelled(fields) if _watched() else _UNWATCHED
+    return _labelled(fields) if counting() else _UNWATCHED
 
 
 @contextmanager
@@ -90,7 +85,7 @@ def _labelled(fields: dict[str, str]) -> Iterator[None]:
 
 def default_precision(dtype: torch.dtype) -> AbstractContextManager[None]:
     """What travels inside as bytes is of this dtype, where its label says nothing finer."""
-    return label(precision=_LABEL.get().precision or dtype_name(dtype)) if _watched() else _UNWATCHED
+    return label(precision=_LABEL.get().precision or dtype_name(dtype)) if counting() else _UNWATCHED
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -193,7 +188,7 @@ for _told in ("copies", "agrees"):
 
 def copies(source: Tensor, group: ProcessGroup) -> None:
     """Say that `source` is being copied into the memory of one peer of `group`, without a collective."""
-    if _watched():  # somebody may be counting
+    if counting():  # somebody may be counting
         torch.ops.dlp.copies(source, group.group_name)
 
 

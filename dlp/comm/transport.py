@@ -82,7 +82,7 @@ class Transport:
         slot = self._begin(size)
         whole = dict(zip(moving, views(slot.payload, starts, wholes, kinds), strict=True))
         mine = [
-            whole[i].chunk(self.world)[self.rank] if dim == 0 and prod(shape) else self._empty(shape, dtype)
+            whole[i].chunk(self.world)[self.rank] if dim == 0 and 0 not in shape else self._empty(shape, dtype)
             for i, (shape, dtype, dim) in enumerate(zip(shapes, dtypes, dims, strict=True))
         ]
         return Gathering(self, slot, tuple(mine), whole, dict(zip(moving, starts, strict=True)), dims)
