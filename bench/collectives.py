@@ -40,7 +40,7 @@ from dlp.parallel.linear.core import BoundTransfers
 from dlp.parallel.linear.state import BoundSpec, quantize
 from dlp.parallel.overlap import names as strategies
 from dlp.parallel.traffic.predict import moved
-from dlp.parallel.wires import WIRES
+from dlp.parallel.transfer import WIRES
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
 from launch.stop import refuse

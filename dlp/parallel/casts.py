@@ -29,7 +29,6 @@ from torch.distributed import ProcessGroup
 from dlp.comm.amax import agree
 from dlp.kernels import ops
 from dlp.kernels.ops import LazyMatrix, stored
-from dlp.parallel import fit
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import (
     Amaxes,
@@ -82,13 +81,13 @@ def operand_shape(recipe: Recipe, tensor: str, shape: Sequence[int], columnwise:
     """[rows, contraction] of an operand of values [tokens, features] of x or dy, or [N, K] of w, with the zeros that casts
     append."""
     rows, columns = (size + -size % unit for size, unit in zip(shape, _units(recipe, tensor), strict=True))
-    return (columns, rows + -rows % fit.units(recipe)[0]) if columnwise else (rows, columns)
+    return (columns, rows + -rows % recipe.units[0]) if columnwise else (rows, columns)
 
 
 def _units(recipe: Recipe, tensor: str) -> tuple[int, int]:
     """What rows and columns of a stored tensor are padded to multiples of; rows that are tokens only where they are
     contracted."""
-    _, n, k = fit.units(recipe)
+    _, n, k = recipe.units
     return {"x": (1, k), "w": (n, k), "dy": (1, n)}.get(tensor, (1, 1))
 
 
@@ -321,13 +320,13 @@ def cast_plan(
 ) -> CastPlan:  # fmt: skip
     """The plan of matrices of x, w, dy, y or dx with so many rows, in these orientations. `whole`, `own_group`: see `agrees`;
     `group`: the ranks that agree where they do, None for one alone."""
-    quantizers = fit.quantizers(recipe, tensor)
+    quantizers = recipe.of(tensor)
     assert quantizers is not None, f"{recipe} has no quantizer for {tensor}"
     row, col = orientations
     by_row, by_col = quantizers.rowwise, quantizers.columnwise
-    contracted = 1 if tensor == "w" else fit.units(recipe)[0]  # the rows of a weight fit already
+    contracted = 1 if tensor == "w" else recipe.units[0]  # the rows of a weight fit already
     offered = one_read(by_row, by_col) is not None
-    derived = not offered and (tensor not in OPERANDS or fit.derived(recipe, tensor, rows))
+    derived = not offered and (tensor not in OPERANDS or recipe.derives(tensor, rows))
     together = offered and row and col and rows % contracted == 0
 
     rowwise, columnwise = row or together or (col and derived), col and not derived

@@ -8,6 +8,15 @@ A pure function of a recipe, a row of the style table, the number of tp ranks an
 out (`dlp.parallel.linear.core`); the opaque ops read shapes and dtypes from it, the plan's notes and predicted bytes the rest.
 The observer of bytes does not know it. Shards travel quantized where they concatenate to the quantized whole; otherwise the
 values travel and are cast on arrival.
+
+What contributions to a sum over ranks are carried as (`WIRES`), by the name that recipes and settings use:
+
+    hp      the dtype they have
+    bf16    bf16
+    fp8     E4M3 with an fp32 scale every 128 features (1.03 bytes an element)
+
+All are exchanged once, summed in fp32 in rank order and rounded once, so a sum has the same bits on every run. A rank's
+own contribution is rounded as those of others are: a sum does not depend on which rank adds it up.
 """
 
 from __future__ import annotations
@@ -17,14 +26,29 @@ from math import lcm
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.parallel import fit
+from dlp.comm.collectives import AS_IT_IS, Parts, ReduceCodec
+from dlp.kernels.wire import pack_fp8, sum_fp8
 from dlp.parallel.casts import COLUMNWISE, NEITHER, ROWWISE, CastPlan, Orientations, cast_plan, operand_shape
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.recipe import Operand, Recipe
-from dlp.quant.tensor import Format
+from dlp.quant.tensor import UNSAID, Format
 
+
+def _pack_bf16(chunks: Tensor) -> Parts:
+    return (chunks.bfloat16(),)
+
+
+def _sum_fp8(parts: Parts, dtype: torch.dtype) -> Tensor:
+    codes, scale_inv = parts
+    return sum_fp8(codes, scale_inv, dtype)
+
+
+WIRES = {"hp": AS_IT_IS, "bf16": ReduceCodec(_pack_bf16, AS_IT_IS.total), "fp8": ReduceCodec(pack_fp8, _sum_fp8)}
+
+ASKED = "its recipe asks for it"
 Reasons = tuple[str | None, str | None]
 
 
@@ -176,7 +200,7 @@ def _whole_blocks(recipe: Recipe) -> int:
         quantizer.format for operand in (recipe.x, recipe.dy) for quantizer in (operand.rowwise, operand.columnwise)
     ]
     blocks = [size for fmt in formats for size in (*fmt.block, *fmt.multiple) if size]
-    return lcm(*blocks, fit.units(recipe)[0])
+    return lcm(*blocks, recipe.units[0])
 
 
 def _reduction(how: str | None, codec: str, tp: int) -> Reduction | None:
@@ -184,13 +208,31 @@ def _reduction(how: str | None, codec: str, tp: int) -> Reduction | None:
     return Reduction(how, codec) if how is not None and tp > 1 else None
 
 
+def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) -> str | None:
+    """Why shards of x or dy cannot be gathered quantized, so that they travel in high precision; None if they can.
+
+    `tokens`: of a shard; None where it is not known yet.
+    """
+    if name == "dy" and recipe.gather_dy == "high_precision":
+        return ASKED
+    operand: Operand = getattr(recipe, name)
+    fmt: Format = (operand.columnwise if columnwise else operand.rowwise).format
+    dim = int(columnwise)
+    if any(part.moves_along(dim) == UNSAID for part in fmt.parts):
+        return f"the parts of {fmt.name} do not say how they concatenate"
+    unit = lcm(fmt.block[dim] or 1, fmt.multiple[dim], recipe.units[0] if columnwise else 1)
+    if tokens is None or (fmt.concatenates(dim, tokens) and tokens % unit == 0):
+        return None
+    return f"{tokens} tokens a rank are no multiple of {unit}, a block of {fmt.name}"
+
+
 def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
     """x itself, where wgrad reads it in high precision or it travels so. Rowwise, an operand that travels again in backward
     and whose payload may be transposed on arrival."""
-    derived, gathered = fit.derived(recipe, "x", tokens), style.gathers == "x"
+    derived, gathered = recipe.derives("x", tokens), style.gathers == "x"
     if recipe.x.columnwise.format.keeps_source:
         return "values"
-    if gathered and fit.obstacle(recipe, "x", not derived, tokens) is not None:
+    if gathered and obstacle(recipe, "x", not derived, tokens) is not None:
         return "values"
     return "rowwise" if derived and gathered else "columnwise"
 
@@ -200,7 +242,7 @@ def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
     columnwise = kept == "columnwise"
     if style.gathers != "x":
         return Route("x", (True, columnwise))
-    why = fit.obstacle(recipe, "x", False, tokens)
+    why = obstacle(recipe, "x", False, tokens)
     if why is not None:
         return Route("x", (False, columnwise), (Gathered("fprop", None),), ROWWISE, (why, None))
     return Route("x", (True, columnwise), (Gathered("fprop", False, leased=kept != "rowwise"),))
@@ -210,7 +252,7 @@ def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Ro
     if style.gathers != "x":
         return Route("x", (False, kept == "values"))
     if kept == "values":
-        why = fit.obstacle(recipe, "x", True, tokens)
+        why = obstacle(recipe, "x", True, tokens)
         return Route("x", NEITHER, (Gathered("wgrad", None),), COLUMNWISE, (None, why))
     return Route("x", NEITHER, (Gathered("wgrad", kept == "columnwise"),))
 
@@ -219,8 +261,8 @@ def _dy(recipe: Recipe, style: ParallelStyle, tokens: int, row: bool, col: bool)
     """`tokens`: of dy on this rank. One transfer where wgrad's operand is the transposed one of dgrad."""
     if style.gathers != "dy" or not (row or col):
         return Route("dy", (row, col))
-    why = fit.obstacle(recipe, "dy", False, tokens), fit.obstacle(recipe, "dy", True, tokens)
-    if fit.derived(recipe, "dy", tokens) and why[0] is None:
+    why = obstacle(recipe, "dy", False, tokens), obstacle(recipe, "dy", True, tokens)
+    if recipe.derives("dy", tokens) and why[0] is None:
         return Route("dy", ROWWISE, (Gathered("dgrad", False, leased=True),))
     here = row and why[0] is None, col and why[1] is None
     there = row and not here[0], col and not here[1]

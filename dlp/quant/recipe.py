@@ -19,7 +19,8 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
+from math import lcm
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_type_hints
@@ -36,6 +37,7 @@ RESULTS = ("y", "dx")
 GEMMS = ("fprop", "dgrad", "wgrad")
 GEMM_OPERANDS = {"fprop": ("x", "rowwise", "w", "rowwise"), "dgrad": ("dy", "rowwise", "w", "columnwise"),
                  "wgrad": ("dy", "columnwise", "x", "columnwise")}  # fmt: skip
+DIMENSIONS = {"x": ("M", "K"), "w": ("N", "K"), "dy": ("M", "N")}
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
@@ -107,6 +109,32 @@ class Recipe:
         operands = (getattr(self, name) for name in OPERANDS)
         results = [quantizer for name in RESULTS if (quantizer := getattr(self, name)) is not None]
         return [quantizer for operand in operands for quantizer in (operand.rowwise, operand.columnwise)] + results
+
+    def of(self, tensor: str) -> Operand | None:
+        """The quantizers of an operand x, w, dy; of a result y, dx, which both orientations share, or None if it has none."""
+        if tensor in OPERANDS:
+            operand: Operand = getattr(self, tensor)
+            return operand
+        quantizer = getattr(self, tensor)
+        return None if quantizer is None else both(quantizer)
+
+    @cached_property
+    def units(self) -> tuple[int, int, int]:
+        """What M, N and K are padded to multiples of, so that every format holds its matrix; M where it is contracted."""
+        found = {"M": 1, "N": 1, "K": 1}
+        for name, (first, last) in DIMENSIONS.items():
+            operand: Operand = getattr(self, name)
+            for quantizer, rows, contraction in ((operand.rowwise, first, last), (operand.columnwise, last, first)):
+                down, across = quantizer.format.multiple
+                found[contraction] = lcm(found[contraction], across)
+                if rows != "M":  # a format with blocks of several tokens says itself that it needs whole ones
+                    found[rows] = lcm(found[rows], down)
+        return found["M"], found["N"], found["K"]
+
+    def derives(self, name: str, tokens: int) -> bool:
+        """The columnwise operand of x, w or dy is the transposed rowwise one: where its tokens need no padding."""
+        operand: Operand = getattr(self, name)
+        return operand.derived and (name == "w" or tokens % self.units[0] == 0)
 
     def for_layer(self, layer: str) -> Recipe:
         """The recipe of one layer, by its name: itself (a `CustomRecipe` may answer differently for each)."""

@@ -28,7 +28,7 @@ from dlp.parallel.linear import state as operands
 from dlp.parallel.linear.modules import ColumnParallelLinear
 from dlp.parallel.linear.spec import Overlaps
 from dlp.parallel.overlap import Overlap
-from dlp.parallel.wires import WIRES
+from dlp.parallel.transfer import WIRES
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import KeepHighPrecision
 from tests import pool as worker

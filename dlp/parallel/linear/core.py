@@ -35,14 +35,12 @@ from torch import Tensor
 from dlp.comm import observer, transport
 from dlp.comm.collectives import Pending
 from dlp.kernels.ops import LazyMatrix, Summed, rounded, stored
-from dlp.parallel import fit
 from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, beside, quantize, remembered
 from dlp.parallel.model.checks import check_gathered
 from dlp.parallel.overlap import Gather, Lease, Overlap
-from dlp.parallel.transfer import Gathered, Reduction, Route, TransferPlan
-from dlp.parallel.wires import WIRES
+from dlp.parallel.transfer import ASKED, WIRES, Gathered, Reduction, Route, TransferPlan
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
@@ -276,7 +274,7 @@ def _weight_operands(
 
 def _through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
     """The result y or dx, rounded by its quantizer."""
-    quantizers = bound.quantizers(tensor)
+    quantizers = bound.spec.recipe.of(tensor)
     assert quantizers is not None
     padded = quantizers.rowwise.format.padded(values)
     (operands,) = quantize(bound, tensor, [padded], ROWWISE, members=[member], record=record)
@@ -344,7 +342,7 @@ class BoundRoute:
         self.leases = any(gather.leased for gather in self.gathers)
         self.remarks = [
             f"{route.tensor} {orientation} ({bound.spec.recipe.name}) travels in high precision: {why}"
-            for orientation, why in zip(("rowwise", "columnwise"), route.why, strict=True) if why not in (None, fit.ASKED)
+            for orientation, why in zip(("rowwise", "columnwise"), route.why, strict=True) if why not in (None, ASKED)
         ]  # fmt: skip
 
     def send(self, values: Values, record: bool = True) -> Sent:

@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dlp.parallel import fit
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.style import ParallelStyle
@@ -96,7 +95,7 @@ class LinearSpec:
     prologue: Prologue | None = None
 
     def __post_init__(self) -> None:
-        fit.check(self.name, self.style.gathers, self.recipe)
+        check_recipe(self.name, self.style.gathers, self.recipe)
         if self.prologue is not None:
             self.prologue.check(self.name, self.style, self.tp)
         self.check_group(self.amax_group)
@@ -155,6 +154,17 @@ class LinearSpec:
         return any(caps_of(quantizer).origin for quantizer in self.recipe.quantizers())
 
 
+def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
+    """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales. `gathers`: what
+    travels, None: nothing."""
+    delayed = any(caps_of(quantizer).slot is not None for quantizer in recipe.quantizers())
+    if gathers is not None and delayed and not recipe.reduce_amax:
+        raise ValueError(
+            f"{layer}: {recipe} has reduce_amax=False, so tp ranks would scale {gathers} differently and then "
+            f"gather it; set reduce_amax=True, or sequence_parallel=False for this layer"
+        )
+
+
 def num_inputs(spec: LinearSpec) -> int:
     """How many tensors the layer is called with."""
     return 1 if spec.prologue is None else len(spec.prologue.reads)
@@ -167,7 +177,7 @@ def owners(members: tuple[str, ...], tensor: str) -> tuple[str, ...]:
 
 def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> str:
     """The name of the delayed scale of one tensor; its orientations share it where their quantizers are equal."""
-    quantizers = fit.quantizers(recipe, tensor)
+    quantizers = recipe.of(tensor)
     apart = columnwise and quantizers is not None and quantizers.rowwise != quantizers.columnwise
     return f"{member}.{tensor}{'.columnwise' * apart}"
 
@@ -176,7 +186,7 @@ def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[s
     """Slot name -> (tensor, options) for all that a layer of these members casts with a delayed scale."""
     found: dict[str, tuple[str, SlotOptions]] = {}
     for tensor in (*OPERANDS, *RESULTS):
-        quantizers = fit.quantizers(recipe, tensor)
+        quantizers = recipe.of(tensor)
         ways = [] if quantizers is None else [(False, quantizers.rowwise), (True, quantizers.columnwise)]
         for columnwise, quantizer in ways:
             options = caps_of(quantizer).slot

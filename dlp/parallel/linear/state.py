@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from dlp.comm.transport import mapped_memory
-from dlp.parallel import fit
 from dlp.parallel.casts import BOTH, NOWHERE, Beside, Cast, CastPlan, Operands, Orientations, Values, cast, cast_plan
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.session import Session, cannot_pickle
@@ -109,11 +108,6 @@ class BoundSpec:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._enter()
-
-    @remembered
-    def quantizers(self, tensor: str) -> Operand | None:
-        """Those of an operand x, w, dy; of a result y, dx, which both orientations share, or None if it has none."""
-        return fit.quantizers(self.spec.recipe, tensor)
 
     @remembered
     def slot_name(self, tensor: str, member: str, columnwise: bool) -> str:

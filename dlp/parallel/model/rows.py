@@ -21,15 +21,14 @@ from torch import nn
 
 from dlp.kernels.ops import ACTIVATION_CODES
 from dlp.kernels.table import cast_kernel, device_kind, entries
-from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.prologue import Prologue
-from dlp.parallel.linear.spec import LayerOptions
+from dlp.parallel.linear.spec import LayerOptions, check_recipe
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
-from dlp.parallel.transfer import transfer_plan
+from dlp.parallel.transfer import ASKED, transfer_plan
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name, support
 from dlp.quant.quantizer import caps_of
@@ -168,7 +167,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     row = style(style_name, sequence_parallel)
     local = shard_sizes(row, *shape, tp, name)
     recipe = recipes.as_recipe(chosen.recipe or "bf16").for_layer(name)
-    fit.check(name, row.gathers, recipe)
+    check_recipe(name, row.gathers, recipe)
     prologue = prologues.load(chosen.prologue)
     if prologue is not None:
         prologue.check(name, row, tp)
@@ -289,8 +288,8 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
     plan = transfer_plan(recipe, style, 1, tokens)
     routes = (plan.x[True], plan.x_again) if style.gathers == "x" else (plan.dy(True, True),)
     whys = [(way, why) for route in routes for way, why in zip(WAYS, route.why, strict=True) if why is not None]
-    if any(why == fit.ASKED for _, why in whys):
-        yield f"{style.gathers} travels once, in high precision, and is quantized on arrival: {fit.ASKED}"
+    if any(why == ASKED for _, why in whys):
+        yield f"{style.gathers} travels once, in high precision, and is quantized on arrival: {ASKED}"
         return
     for way, why in whys:
         yield f"{style.gathers} {way} travels in high precision: {why}"
@@ -370,7 +369,7 @@ def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -
         any(entry.lazy for entry in entries(caps_of(quantizer).op, device)[:1])
         for quantizer in (x.rowwise, x.columnwise)
     )
-    one_cast = cast_plan(STYLES["local", False], recipe, "x", BOTH, fit.units(recipe)[0]).lazy
+    one_cast = cast_plan(STYLES["local", False], recipe, "x", BOTH, recipe.units[0]).lazy
     along = all(
         way.format.block[0] <= 1 and way.format.parts[0].dtype in ACTIVATION_CODES for way in (x.rowwise, x.columnwise)
     )

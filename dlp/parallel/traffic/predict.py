@@ -29,16 +29,14 @@ from torch import Tensor
 
 from dlp.comm import collectives, observer
 from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, TP, WORLD, ParallelDims
-from dlp.parallel import fit
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import BOTH, COLUMNWISE, ROWWISE, Orientations, Read, agrees, cast_plan, operand_shape
-from dlp.parallel.fit import VALUES, ShardLayouts, ShardRead, shard_reads, weight_layouts
 from dlp.parallel.linear.spec import delayed_slots
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan
 from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle, shard_sizes
-from dlp.parallel.transfer import Reduction, Route, TransferPlan, transfer_plan
-from dlp.parallel.wires import WIRES
+from dlp.parallel.transfer import WIRES, Reduction, Route, TransferPlan, transfer_plan
+from dlp.parallel.weight.sharded import VALUES, ShardLayouts, ShardRead, shard_reads, weight_layouts
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
@@ -87,7 +85,7 @@ class Workload:
     gather         whether FSDP gathers weights as their recipes quantize them
     weight_cache   as of `attach`
     reductions     of FSDP's gradients in a step: 1, or one a microbatch
-    grad_wire      what carries FSDP's gradients over dp_shard (see `dlp.parallel.wires`); None: FSDP's own reduction
+    grad_wire      what carries FSDP's gradients over dp_shard (see `dlp.parallel.transfer`); None: FSDP's own reduction
     recomputed     modules whose forward runs again in backward
     amax_group     an axis or "world" that agrees on every scale; None: the style table decides
     dp_shard_rank  whose part of uneven shards is meant
@@ -266,7 +264,7 @@ class _Layer:
         yield from self._routed(self.transfers.x[True], [features])
         for shapes in self.at_use:
             yield from self._agreement("w", shapes, ROWWISE)
-        unit = fit.units(self.recipe)[1]
+        unit = self.recipe.units[1]
         for out, _ in self.shapes:
             yield from self._reduced("fprop", self.transfers.fprop, "y", out + -out % unit)
             yield from self._rounded("y", out)
@@ -278,7 +276,7 @@ class _Layer:
         yield from self._routed(self.transfers.x_again, [features])
         for shapes in self.at_use:
             yield from self._agreement("w", shapes, COLUMNWISE)
-        unit = fit.units(self.recipe)[2]
+        unit = self.recipe.units[2]
         yield from self._reduced("dgrad", self.transfers.dgrad, "dx", features + -features % unit)
         yield from self._rounded("dx", features)
 
@@ -292,7 +290,7 @@ class _Layer:
             if each.columnwise is None:
                 precision, nbytes = observer.dtype_name(dtype), tokens * size * dtype.itemsize
             else:
-                operand = fit.quantizers(self.recipe, tensor)
+                operand = self.recipe.of(tensor)
                 assert operand is not None
                 fmt = (operand.columnwise if each.columnwise else operand.rowwise).format
                 shape = operand_shape(self.recipe, tensor, (tokens, size), each.columnwise)
@@ -333,7 +331,7 @@ class _Layer:
 
     def _rounded(self, tensor: str, features: int) -> Sends:
         """The agreement for a result that its recipe rounds."""
-        quantizers = fit.quantizers(self.recipe, tensor)
+        quantizers = self.recipe.of(tensor)
         if quantizers is not None:
             padded = quantizers.rowwise.format.padded(nothing((self.tokens(tensor), features)))
             yield from self._agreement(tensor, [(padded.shape[0], padded.shape[1])], ROWWISE)

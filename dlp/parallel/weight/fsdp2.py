@@ -34,12 +34,11 @@ from torch.utils.hooks import RemovableHandle
 from dlp.comm import collectives, observer
 from dlp.comm.collectives import ReduceCodec
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
-from dlp.parallel.fit import ShardLayout
 from dlp.parallel.model.session import Session, in_backward
+from dlp.parallel.transfer import WIRES
 from dlp.parallel.weight.base import LayerWeights, Weight, refresh, tell, weights_in
 from dlp.parallel.weight.local import LocalWeight, ManagedWeight, placeholder, show
-from dlp.parallel.weight.sharded import RowShards, ShardedWeight
-from dlp.parallel.wires import WIRES
+from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     forward         the casts are gathered rowwise                                       ─► fprop
     backward        they are gathered columnwise, or rowwise again and transposed here   ─► dgrad
 
-What is gathered equals the cast of the whole weight, bit for bit; a weight whose shards would not (see `fit.weight_obstacle`)
+What is gathered equals the cast of the whole weight, bit for bit; a weight whose shards would not (see `weight_obstacle`)
 travels in high precision and is cast where it is used. Who moves the bytes is not known here: a transfer asks `depart`
 for what to send in the pass that runs now, and hands `arrive` what came.
 
@@ -16,8 +16,8 @@ forward came before a swap) gathers the values and casts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,113 @@ from torch.distributed import ProcessGroup
 from dlp.comm import observer
 from dlp.comm.collectives import all_gather
 from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, agrees
-from dlp.parallel.fit import VALUES, ShardLayout, ShardLayouts, ShardRead, shard_reads, weight_layouts
 from dlp.parallel.linear.state import quantize
 from dlp.parallel.model.session import in_backward
 from dlp.parallel.weight.base import LayerWeights, MemberWeight, Use, Values
-from dlp.quant.quantizer import ScaleSlot, Wanted, caps_of
-from dlp.quant.recipe import Recipe
-from dlp.quant.tensor import SHARED, QuantizedTensor, Shape
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, Wanted, caps_of, one_read
+from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.tensor import SHARED, UNSAID, Format, QuantizedTensor, Shape
+
+# ---- how orientations travel: for layers, and for the plan that predicts it
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """How one orientation of a weight travels whose rows are spread over ranks.
+
+    quantizer    casts the shard [n, K] of a rank
+    transposed   it casts the transposed shard; else a columnwise operand is the gathered one, transposed
+    columnwise   the orientation; equal layouts of both are one cast and one transfer
+    """
+
+    quantizer: Quantizer
+    transposed: bool = False
+    columnwise: bool = field(default=False, compare=False)
+
+    @property
+    def format(self) -> Format:
+        return self.quantizer.format
+
+    @property
+    def dims(self) -> list[int | None]:
+        """Along which dimension each part of the shards concatenates."""
+        return self.format.moves_along(int(self.transposed))
+
+    @property
+    def spans_rows(self) -> bool:
+        """What the quantizer observes covers rows of other ranks too."""
+        return int(self.transposed) in self.quantizer.reduces
+
+    def of(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """The shape of the matrix that is cast, from that of w."""
+        return (shape[1], shape[0]) if self.transposed else shape
+
+
+VALUES = ShardLayout(KeepHighPrecision())
+ShardLayouts = tuple[ShardLayout, ShardLayout]  # rowwise, columnwise
+ShardRead = tuple[ShardLayout | None, ShardLayout | None]  # of the rows of a shard, of its columns
+
+
+def shard_layouts(w: Operand) -> ShardLayouts:
+    """Those of the rowwise and the columnwise operand."""
+    columnwise = w.columnwise
+    return ShardLayout(w.rowwise), ShardLayout(columnwise, not columnwise.format.transposable, True)
+
+
+def shard_reads(layouts: Iterable[ShardLayout]) -> list[ShardRead]:
+    """The casts of a shard that make these: of its rows, of its columns, or of both in one read."""
+    chosen = [each for each in dict.fromkeys(layouts) if not each.format.keeps_source]
+    if len(chosen) == 2 and not chosen[0].transposed and chosen[1].transposed:
+        if one_read(chosen[0].quantizer, chosen[1].quantizer) is not None:
+            return [(chosen[0], chosen[1])]
+    return [(None, each) if each.transposed else (each, None) for each in chosen]
+
+
+def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_group: bool = False) -> str | None:
+    """Why the rows of a weight [N, K] (of one tp rank) over `ranks` cannot be cast apart; None if they can.
+
+    own_group: the user's own group agrees on what was observed.
+    """
+    rows, uneven = -(-shape[0] // ranks), shape[0] % ranks > 0
+    _, *multiples = recipe.units
+    if any(size % unit for size, unit in zip(shape, multiples, strict=True)):
+        return f"its {shape[0]} x {shape[1]} are padded to multiples of {multiples[0]} x {multiples[1]}"
+    for layout in shard_layouts(recipe.w):
+        fmt = layout.format
+        if UNSAID in layout.dims:
+            return f"the parts of {fmt.name} do not say how they concatenate"
+        if caps_of(layout.quantizer).origin:
+            return f"{fmt.name} is rounded stochastically"
+        if own_group and layout.quantizer.reduces and not layout.spans_rows:
+            return f"its amax group would mix the scales of different rows of {fmt.name}"
+        if uneven and not _keeps_shape(layout, (rows, shape[1])):
+            return (
+                f"{shape[0]} rows over {ranks} ranks leave shards of different sizes, and {fmt.name} has parts to move"
+            )
+        if not uneven and not fmt.concatenates(int(layout.transposed), rows):
+            return f"{rows} rows a rank are no multiple of the {fmt.block[layout.transposed]} in a block of {fmt.name}"
+    return None
+
+
+def weight_layouts(
+    recipe: Recipe, shape: tuple[int, int], ranks: int, *, refused: str | None, own_group: bool
+) -> tuple[ShardLayouts | None, str | None]:
+    """How the orientations of a weight [N, K] (of one tp rank) travel over `ranks`, None: as values; and why they do so
+    where the recipe quantizes them. `refused`: why they must;
+    `own_group`: of `weight_obstacle`."""
+    if recipe.w.keeps_source:
+        return None, None
+    why = refused or weight_obstacle(recipe, shape, ranks, own_group)
+    return (shard_layouts(recipe.w) if why is None else None), why
+
+
+def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
+    """All that moves has the shape of the weight, so that shards may be padded."""
+    shapes = zip(layout.format.part_shapes(shape), layout.dims, strict=True)
+    return not layout.transposed and all(part == shape for part, dim in shapes if dim is not SHARED)
+
+
+# ---- a weight
 
 
 @dataclass(frozen=True)
