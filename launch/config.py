@@ -77,6 +77,11 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
         not (train.cuda_graph and changing),
         f"[train] cuda_graph: expected no group with swap or stats, which change a step, got {', '.join(changing)}",
     )
+    yield (
+        not (train.cuda_graph and config.data.reset_attention),
+        "[train] cuda_graph: expected [data] reset_attention = false, since the number of documents changes with each step, "
+        "got true",
+    )
     names = [group.name for group in config.groups]
     yield len(set(names)) == len(names), f"[[groups]] name: expected names that differ, got {', '.join(names)}"
 

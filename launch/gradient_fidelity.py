@@ -130,8 +130,8 @@ def gradients(trainer: Trainer, batches: int) -> Found:
     model, total = trainer.built.model, 0.0
     session_of(model).counter.zero_()
     for step in range(batches):
-        for tokens, targets in trainer.batches(trainer.train_data, 10**6 + step):
-            loss = dlp.cross_entropy(model(tokens), targets, trainer.built.mesh) / targets.numel()
+        for batch in trainer.batches(trainer.train_data, 10**6 + step):
+            loss = trainer.loss(batch) / batch[1].numel()
             loss.backward()
             total += loss.item() / batches
     found = {}

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 WARM_UP = 2  # steps run as they are first: they make plans, buffers and optimizer state
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
 
 
 class CapturedStep:
     """`work`: batches -> the numbers of a step, on the device. `like`: batches of the shapes it will get."""
 
     def __init__(self, work: Callable[[Sequence[Batch]], Tensor], like: Sequence[Batch]) -> None:
-        self._batches = [(tokens.clone(), targets.clone()) for tokens, targets in like]
+        self._batches: list[Batch] = [tuple(each.clone() for each in batch) for batch in like]
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # other threads watch process groups
@@ -29,8 +29,8 @@ class CapturedStep:
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
         """Run the step on these batches. The numbers are overwritten by the next one."""
-        for (tokens, targets), (new_tokens, new_targets) in zip(self._batches, batches, strict=True):
-            tokens.copy_(new_tokens, non_blocking=True)
-            targets.copy_(new_targets, non_blocking=True)
+        for batch, new in zip(self._batches, batches, strict=True):
+            for into, each in zip(batch, new, strict=True):
+                into.copy_(each, non_blocking=True)
         self._graph.replay()
         return self._numbers

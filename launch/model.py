@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp import LayerGroup, Plan
 from dlp.comm.mesh import DP_SHARD, TP, placement_on
+from launch.attention import Documents, attend
 from launch.sections import Model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -51,7 +52,7 @@ def rotary_table(sequence: int, head_dim: int, theta: float, device: torch.devic
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, heads, S, head_dim] turned by its position."""
+    """x [B, heads, S, head_dim] turned by its position; cos, sin [S, head_dim] or [B, 1, S, head_dim]."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
@@ -67,16 +68,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden, bias=False)
 
-    def forward(self, normed: Inputs, batch: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, normed: Inputs, batch: int, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
         """What a norm returns, of x [B, S, H] or of a token shard -> the same shape; `batch` is B."""
         inputs = normed if isinstance(normed, tuple) else (normed,)
         q, k, v = (
-            projection(*inputs).view(batch, cos.shape[0], -1, self.head_dim).transpose(1, 2)
+            projection(*inputs).view(batch, cos.shape[-2], -1, self.head_dim).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, documents)
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
@@ -104,8 +103,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm(config.hidden, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, batch: int, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), batch, cos, sin)
+    def forward(self, x: Tensor, batch: int, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), batch, cos, sin, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -117,17 +116,20 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = RMSNorm(config.hidden, config.norm_eps)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Documents | None = None) -> Tensor:
         batch, sequence = tokens.shape
         cos, sin = rotary_table(sequence, self.config.head_dim, self.config.rope_theta, tokens.device)
+        if documents is not None:
+            cos, sin = (table[documents.positions].unsqueeze(1) for table in (cos, sin))
         x = self.embed_tokens(tokens).to(self.dtype)
         for layer in self.layers:
-            x = layer(x, batch, cos, sin)
+            x = layer(x, batch, cos, sin, documents)
         return self.norm(x)
 
 
 class Llama(nn.Module):
-    """tokens [B, S] int64 -> logits [B*S, V] (V/tp per rank once converted), in `dtype`."""
+    """tokens [B, S] int64 -> logits [B*S, V] (V/tp per rank once converted), in `dtype`. Attention and positions end and begin
+    anew with each of `documents`, where they are given."""
 
     base_model_prefix = "model"  # Hugging Face's attribute: layer groups may leave this prefix out
 
@@ -139,8 +141,8 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm_head(self.model(tokens).flatten(0, -2))  # the head's own result: FSDP warns of a view
+    def forward(self, tokens: Tensor, documents: Documents | None = None) -> Tensor:
+        return self.lm_head(self.model(tokens, documents).flatten(0, -2))  # the head's own result: FSDP warns of a view
 
 
 def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:

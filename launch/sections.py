@@ -61,6 +61,11 @@ class Data(Section):
     validation: float = setting(
         number("> 0", "< 1"), "share of builtin:stdlib's files held out; a prepared folder has its own split", 0.05
     )
+    reset_attention: bool = setting(
+        flag(),
+        "attention and positions begin anew with each document of a sequence, and see none of those before",
+        False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from launch.shard import Shard, Tokens
+from launch.attention import Documents
+from launch.shard import Shard
 
 Indices = np.ndarray[Any, np.dtype[np.uint64]]
 ROUNDS = 4
@@ -92,17 +93,36 @@ class TokenStream:
 
     def batch(self, step: int, micro: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, targets) of one rank's microbatch, both int64 [micro_batch, sequence] on the CPU."""
+        windows = (self._window(window) for window in self._chosen(step, micro, rank, world))
+        rows = [shard.tokens[first : first + self.sequence + 1] for shard, first in windows]
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def documents(self, step: int, micro: int, rank: int, world: int) -> Documents:
+        """Where documents lie in that microbatch's tokens, on the CPU."""
+        begins = [self._begins(*self._window(window)) for window in self._chosen(step, micro, rank, world)]
+        offsets = np.concatenate([row * self.sequence + each for row, each in enumerate(begins)])
+        starts = np.append(offsets, self.micro_batch * self.sequence)
+        positions = np.arange(starts[-1]) - np.repeat(offsets, np.diff(starts))
+        return Documents(
+            torch.from_numpy(positions).view(self.micro_batch, self.sequence), torch.from_numpy(starts.astype(np.int32))
+        )
+
+    def _chosen(self, step: int, micro: int, rank: int, world: int) -> list[int]:
+        """The windows of one rank's microbatch."""
         first = (micro * world + rank) * self.micro_batch
         assert 0 <= rank < world and first + self.micro_batch <= self.global_batch, "outside the global batch"
-        chosen = self.order(step)[first : first + self.micro_batch]
-        rows = torch.from_numpy(np.stack([self._window(int(window)) for window in chosen]).astype(np.int64))
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return [int(window) for window in self.order(step)[first : first + self.micro_batch]]
 
-    def _window(self, window: int) -> Tokens:
-        """Tokens [sequence + 1] of one window; windows do not cross shards."""
+    def _window(self, window: int) -> tuple[Shard, int]:
+        """The shard of a window and its first token there; windows do not cross shards."""
         shard = int(np.searchsorted(self._ends, window, side="right"))
-        first = (window - (int(self._ends[shard - 1]) if shard else 0)) * self.sequence
-        return self.shards[shard].tokens[first : first + self.sequence + 1]
+        return self.shards[shard], (window - (int(self._ends[shard - 1]) if shard else 0)) * self.sequence
+
+    def _begins(self, shard: Shard, first: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Where documents begin in the window from token `first`, counted from there; its own beginning is the first."""
+        inside = slice(*np.searchsorted(shard.starts, (first + 1, first + self.sequence)))
+        return np.concatenate([[0], shard.starts[inside] - first])
 
     def state_dict(self) -> dict[str, Any]:
         """What the order depends on apart from the step."""

@@ -26,6 +26,7 @@ from dlp.parallel.model.embedding import IGNORED
 from dlp.parallel.model.flags import OnTheWay
 from dlp.parallel.model.session import session_of
 from launch import checkpoint, manifest, together
+from launch.attention import Documents
 from launch.baseline import baseline
 from launch.build import Built
 from launch.check_data import check_data
@@ -34,7 +35,7 @@ from launch.config import Config, recipe_files, to_toml
 from launch.data import open_data
 from launch.diagnose import origin
 from launch.exposure import profiled
-from launch.graph import WARM_UP, CapturedStep
+from launch.graph import WARM_UP, Batch, CapturedStep
 from launch.rate import learning_rate, rate_remarks
 from launch.recorder import Recorder, Stopwatch
 from launch.rundir import RunDir, move_aside
@@ -113,20 +114,28 @@ class Trainer:
             for later in (each for each in manifest.complete(self.run.checkpoints) if manifest.step_of(each) > done):
                 self.run.say(f"{later} is of the continuation that this run replaces; it is now {move_aside(later)}")
 
-    def batches(self, data: TokenStream, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's microbatches of a global batch, on its device."""
+    def batches(self, data: TokenStream, step: int) -> Iterator[Batch]:
+        """This rank's microbatches of a global batch, on its device: tokens, targets, and where documents lie if attention
+        asks."""
         for micro in range(self.built.batch.num_micro):
-            tokens, targets = data.batch(step, micro, self.built.dims.dp_rank, self.built.batch.dp_size)
-            yield self.on_device(tokens), self.on_device(targets)
+            place = (step, micro, self.built.dims.dp_rank, self.built.batch.dp_size)
+            documents = data.documents(*place) if self.config.data.reset_attention else ()
+            yield tuple(self.on_device(each) for each in (*data.batch(*place), *documents))
 
     def on_device(self, tokens: Tensor) -> Tensor:
         """From pinned memory, so that the host does not wait for what the device still has to do."""
         device = self.built.device
         return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
-    def valid_tokens(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
+        """Sum over a microbatch, fp32 []."""
+        tokens, targets, *documents = batch
+        logits = self.built.model(tokens, Documents(*documents) if documents else None)
+        return dlp.cross_entropy(logits, targets, self.built.mesh)
+
+    def valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         """How many targets of the global batch count; fp32 []."""
-        valid = torch.stack([(targets != IGNORED).sum() for _, targets in batches]).sum().float()
+        valid = torch.stack([(batch[1] != IGNORED).sum() for batch in batches]).sum().float()
         if dist.get_world_size() > 1:
             with observer.label(**OWN):
                 dist.all_reduce(valid)
@@ -172,17 +181,15 @@ class Trainer:
         coming = OnTheWay(torch.cat([shared, numbers[1:], flags]))
         return Step(step + 1, coming, lr, watch, began, self.wire.bytes())
 
-    def compute(
-        self, batches: Sequence[tuple[Tensor, Tensor]], lap: Callable[[str], None] = lambda part: None
-    ) -> Tensor:
+    def compute(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
         """What a step does on the device -> this rank's part of the loss, and the gradient norm; fp32 [2]."""
         model, dp_size = self.built.model, self.built.batch.dp_size
         valid = self.valid_tokens(batches)
         total = torch.zeros((), device=self.built.device)
-        for i, (tokens, targets) in enumerate(batches):
+        for i, batch in enumerate(batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(self.built.accumulation.reductions > 1 or i == len(batches) - 1)
-            loss = dlp.cross_entropy(model(tokens), targets, self.built.mesh) / valid
+            loss = self.loss(batch) / valid
             lap("forward")
             (loss * dp_size).backward()  # FSDP averages over its ranks; the sum is wanted
             dlp.backward_dw(model)
@@ -190,7 +197,7 @@ class Trainer:
             lap("backward")
         return torch.stack([total, self.optimize()])
 
-    def replay(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def replay(self, batches: Sequence[Batch]) -> Tensor:
         """`compute` by a CUDA graph, which is captured at the first call. The host's count of steps goes on beside it."""
         steps = self.recipes.steps
         if self.captured is None:
@@ -202,8 +209,7 @@ class Trainer:
     def rehearse(self) -> None:
         """One microbatch forward and backward, without effects: its gradients and its recipe state are dropped."""
         before = dlp.state_dict(self.built.model)
-        tokens, targets = next(self.batches(self.train_data, 0))
-        dlp.cross_entropy(self.built.model(tokens), targets, self.built.mesh).backward()
+        self.loss(next(self.batches(self.train_data, 0))).backward()
         dlp.backward_dw(self.built.model)
         self.built.optimizer.zero_grad(set_to_none=True)
         dlp.load_state_dict(self.built.model, before)
@@ -250,8 +256,8 @@ class Trainer:
 
     def repeat(self, step: int) -> None:
         """Forward and backward of a step once more, for what is seen of them; gradients are left."""
-        for tokens, targets in self.batches(self.train_data, step):
-            dlp.cross_entropy(self.built.model(tokens), targets, self.built.mesh).backward()
+        for batch in self.batches(self.train_data, step):
+            self.loss(batch).backward()
             dlp.backward_dw(self.built.model)
 
     @torch.no_grad()
@@ -259,9 +265,9 @@ class Trainer:
         """Mean loss over the validation batches, in nats per token."""
         totals = torch.zeros(2, device=self.built.device)
         for step in range(self.config.train.eval_batches):
-            for tokens, targets in self.batches(self.validation_data, step):
-                totals[0] += dlp.cross_entropy(self.built.model(tokens), targets, self.built.mesh)
-                totals[1] += (targets != IGNORED).sum()
+            for batch in self.batches(self.validation_data, step):
+                totals[0] += self.loss(batch)
+                totals[1] += (batch[1] != IGNORED).sum()
             self.stop.beat()
         if isinstance(self.built.model, FSDPModule):
             self.built.model.reshard()  # without a backward the root stays gathered; the next step gathers it like any other

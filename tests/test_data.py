@@ -330,6 +330,24 @@ def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
     assert torch.equal(targets, tokens + 1) and tokens.is_contiguous() and targets.is_contiguous()
 
 
+def test_positions_begin_anew_with_each_document(tmp_path: Path) -> None:
+    """Token t of document d is 100 d + t, so each token says what its position is, from where its window begins to see it."""
+    lengths = (3, 1, 25, 10, 10, 7, 40, 2, 2)
+    write_shard(tmp_path / "a.shard", [100 * d + np.arange(length) for d, length in enumerate(lengths)], 1 << 20)
+    shard = open_shard(tmp_path / "a.shard")
+    stream = TokenStream([shard], split="train", sequence=10, global_batch=9, micro_batch=9, seed=0)
+    tokens, documents = stream.batch(0, 0, 0, 1)[0], stream.documents(0, 0, 0, 1)
+    assert documents.positions.dtype == torch.int64 and documents.starts.dtype == torch.int32
+    expected, starts = [], []
+    for row in tokens.tolist():
+        for place, token in enumerate(row):
+            first = next(each for each in row if each // 100 == token // 100)
+            expected.append(token - first)
+            starts += [len(expected) - 1] if place == 0 or token % 100 == 0 else []
+    assert documents.positions.flatten().tolist() == expected
+    assert documents.starts.tolist() == [*starts, tokens.numel()]
+
+
 def test_an_epoch_reads_every_window_once_and_none_across_shards(tmp_path: Path) -> None:
     stream = make_stream(tmp_path, lengths=(161, 88))
     assert stream.num_windows == 16 + 8

@@ -16,11 +16,12 @@ from launch.shard import HEADER, write_shard
 from tests import training
 
 
-def random_data(folder: Path, vocabulary: int = 1000) -> Path:
+def random_data(folder: Path, vocabulary: int = 1000, documents: int = 1) -> Path:
     """Tokens that count up and down, of a vocabulary that is not bytes."""
     folder.mkdir()
     for split, length in (("train", 4000), ("validation", 700)):
-        write_shard(folder / f"{split}-00000.shard", [np.abs(np.arange(length) % 1998 - 999)], vocabulary)
+        tokens = np.abs(np.arange(length) % 1998 - 999)
+        write_shard(folder / f"{split}-00000.shard", np.array_split(tokens, documents), vocabulary)
     return folder
 
 
@@ -57,6 +58,20 @@ def test_a_flipped_bit_and_a_token_outside_the_vocabulary_are_refused_on_all_ran
     assert told[0] == told[1] and told[0].startswith(
         f"{path}: token 1000 at position 300 of 601 is outside the vocabulary of 1000; encode the text again"
     ), told
+
+
+@pytest.mark.ranks(2)
+def test_a_run_whose_attention_keeps_to_documents(ranks, tmp_path):
+    data = random_data(tmp_path / "data", documents=100)
+    losses = []
+    for reset in ("false", "true"):
+        folder = tmp_path / reset
+        folder.mkdir()
+        options = ("--model.vocab=1024", "--train.steps=2", f"--data.reset_attention={reset}")
+        config = training.config(folder, data, *options)
+        ranks(2).run(training.run, config)
+        losses.append(training.metrics(config)[1])
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05), "of untrained weights"
 
 
 def other_data(folders: list[Path]) -> str:

@@ -1,0 +1,34 @@
+"""Attention within documents on a GPU, by torch's kernel for differing lengths, beside the mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launch.attention import attend, mask
+from tests.metrics import assert_close
+from tests.test_attention import documents
+
+LENGTHS = ((7, 1, 120), (128,), (64, 63, 1), (1,) * 128)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_lengths_give_what_the_mask_gives(kv_heads: int) -> None:
+    torch.manual_seed(0)
+    where = type(documents())(*(each.cuda() for each in documents(LENGTHS)))
+    inputs = [torch.randn(4, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads)]
+    dy = torch.randn(4, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
+    found, expected = (
+        [each.clone().requires_grad_() for each in inputs],
+        [each.float().requires_grad_() for each in inputs],
+    )
+    out = attend(*found, where)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *expected, attn_mask=mask(where.positions), enable_gqa=True
+    )
+    out.backward(dy)
+    exact.backward(dy.float())
+    assert_close(out.float(), exact, at_most=1e-2)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert_close(mine.grad.float(), theirs.grad, at_most=2e-2)

@@ -1,0 +1,50 @@
+"""Attention within documents: packed rows give what each document gives alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launch.attention import Documents, attend, mask
+from launch.config import ConfigError, load
+from launch.model import Llama, init_weights
+from launch.sections import Model
+
+SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)
+LENGTHS = ((7, 1, 4), (12,), (5, 7))  # of the documents of three rows
+
+
+def documents(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Documents:
+    flat = [length for row in lengths for length in row]
+    positions = torch.cat([torch.arange(length) for length in flat]).view(len(lengths), -1)
+    return Documents(positions, torch.tensor([0, *flat]).cumsum(0).to(torch.int32))
+
+
+def test_a_packed_row_gives_what_its_documents_give_alone() -> None:
+    model = Llama(SHAPE, torch.float32)
+    init_weights(model, 0)
+    tokens = torch.randint(64, (3, 12), generator=torch.Generator().manual_seed(0))
+    packed = model(tokens, documents()).unflatten(0, (3, 12))
+    assert not torch.allclose(packed, model(tokens).unflatten(0, (3, 12)), atol=1e-4), "the documents say nothing"
+    for row, lengths in enumerate(LENGTHS):
+        for alone, together in zip(tokens[row].split(lengths), packed[row].split(lengths), strict=True):
+            torch.testing.assert_close(model(alone.unsqueeze(0)), together, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_do_not_cross_documents() -> None:
+    q, k, v = (torch.randn(1, heads, 12, 8, requires_grad=True) for heads in (4, 2, 2))
+    attend(q, k, v, documents(((7, 5),)))[..., 7:, :].sum().backward()
+    for each in (q, k, v):
+        assert each.grad is not None
+        assert not each.grad[..., :7, :].any() and each.grad[..., 7:, :].any()
+
+
+def test_a_mask_of_one_document_is_the_causal_one() -> None:
+    assert torch.equal(mask(torch.arange(5).unsqueeze(0))[0, 0], torch.ones(5, 5, dtype=torch.bool).tril())
+
+
+def test_a_cuda_graph_refuses_documents() -> None:
+    with pytest.raises(
+        ConfigError, match=r"cuda_graph: expected \[data\] reset_attention = false, since the number of"
+    ):
+        load("tiny", ["--train.cuda_graph", "true", "--data.reset_attention", "true"])
