@@ -1,6 +1,6 @@
 """Where a NaN or Inf came from.
 
-    by flags         of the step itself: which of its casts met one (see `dlp.parallel.model.flags`)
+    by flags         of the step itself: which of its casts met one (see `dlp.parallel.model.checks`)
     by a repetition  where flags show nothing in forward, of forward and backward with the weights of now: the first layer
                      whose output is not finite, or in backward whose output's gradient is not
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dlp.parallel.model.flags import Name, first
+from dlp.parallel.model.checks import CastName, first_bad
 from dlp.parallel.model.session import in_backward
 
 
@@ -81,11 +81,11 @@ def _least(mine: Any) -> Any:
 
 
 def origin(
-    names: Sequence[Name | None], flags: Sequence[float], model: nn.Module, repeat: Callable[[], object], steps: int
+    names: Sequence[CastName | None], flags: Sequence[float], model: nn.Module, repeat: Callable[[], object], steps: int
 ) -> str:
     """Where it came from. `flags`: of this rank in that step, of the tensors `names`; `repeat`: forward and backward of its
     microbatches; `steps`: after which the weights of now are."""
-    cast = _least(first(names, flags, dist.get_rank()))
+    cast = _least(first_bad(names, flags, dist.get_rank()))
     if cast is not None and not cast.backward:
         return str(cast)
     forward, backward = map(_least, first_layers(model, repeat))

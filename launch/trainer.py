@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import dlp
 from dlp.comm import observer
+from dlp.parallel.model.checks import OnTheWay
 from dlp.parallel.model.embedding import IGNORED
-from dlp.parallel.model.flags import OnTheWay
 from dlp.parallel.model.session import session_of
 from launch import checkpoint, manifest, together
 from launch.attention import Documents

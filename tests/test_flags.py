@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlp
-from dlp.parallel.model import flags
-from dlp.parallel.model.flags import Flags, Name
+from dlp.parallel.model import checks
+from dlp.parallel.model.checks import CastName, Flags
 from dlp.quant.quantizer import KeepHighPrecision, flagged, one_read
 from dlp.quant.recipe import load
 from tests.emulated import emulated  # noqa: F401
@@ -87,20 +87,21 @@ def test_flags_lie_layer_after_layer_stay_where_they_are_and_begin_anew_with_a_s
         made.views[*name, cpu].fill_(torch.nan)
     found = [flag for closed in made.now for flag in closed.tolist()]
     assert (
-        str(flags.first(made.names, found, 3)) == "w of late held a NaN or Inf when it was cast on rank 3, in forward"
+        str(checks.first_bad(made.names, found, 3))
+        == "w of late held a NaN or Inf when it was cast on rank 3, in forward"
     )
     made.views["late", "w", cpu].zero_()
     found = [flag for closed in made.now for flag in closed.tolist()]
-    assert str(flags.first(made.names, found, 0)) == (
+    assert str(checks.first_bad(made.names, found, 0)) == (
         "dx of o held a NaN or Inf when it was cast on rank 0, the first of 2 in backward; every x and w that was cast "
         "was finite"
     )
     made.close()
     assert not any(now.isnan().any() for now in made.now)
     found = [flag for closed in made.closed for flag in closed.tolist()]
-    assert flags.bad(made.names, found)[0][1] == Name("dy", "q")
+    assert checks.bad_casts(made.names, found)[0][1] == CastName("dy", "q")
     made.close()
-    assert flags.first(made.names, [flag for closed in made.closed for flag in closed.tolist()], 0) is None
+    assert checks.first_bad(made.names, [flag for closed in made.closed for flag in closed.tolist()], 0) is None
 
 
 def model_of(recipe: Any, on_nonfinite: str = "raise") -> nn.Sequential:

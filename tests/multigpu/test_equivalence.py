@@ -28,8 +28,7 @@ from dlp.comm.collectives import Pending, done
 from dlp.parallel import casts
 from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear.modules import ParallelLinear
-from dlp.parallel.model.checks import Replicas
-from dlp.parallel.model.grads import PartialGradients
+from dlp.parallel.model.grads import PartialGradients, Replicas
 from launch.model import Llama, parallel_groups, this_ranks_part
 from launch.sections import Model
 from tests import pool as worker

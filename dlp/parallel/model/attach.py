@@ -31,9 +31,8 @@ from torch.optim import Optimizer
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.parallel.linear.modules import LinearCore, ParallelLinear
 from dlp.parallel.linear.state import cores
-from dlp.parallel.model.checks import Replicas, looks
-from dlp.parallel.model.flags import ACTIONS, NonFiniteWatch
-from dlp.parallel.model.grads import PartialGradients, check_none_waits
+from dlp.parallel.model.checks import ACTIONS, NonFiniteWatch, looks
+from dlp.parallel.model.grads import PartialGradients, Replicas, check_none_waits
 from dlp.parallel.model.session import Session, converted_root, give_session, in_backward, session_of
 from dlp.parallel.model.survey import check_no_fsdp1, guard
 from dlp.parallel.model.swap import make_due_swaps

@@ -1,9 +1,10 @@
-"""Checks: comparisons that find what would otherwise go wrong in silence. Each raises RuntimeError that names the tensor.
+"""Checks: comparisons that find what would otherwise go wrong in silence. Each raises an error that names the tensor.
 
     compare, check_gathered   numbers that ranks must share are equal on all of them: scales, parts that a gather leaves out
-    Replicas, check_replicas  parameters that tp does not cut get equal gradients, and hold equal values
     StaleWeights              weights that something else than the step of an attached optimizer has changed, so that the
                               casts of them are stale
+    Flags, NonFiniteWatch     tensors that were not finite when they were cast
+    (and, of gradients, `dlp.parallel.model.grads.Replicas`)
 
 Those of ranks are collective: all ranks of the group call them together. Those that wait for the device run in the first
 ten steps, and in every hundredth (`looks`).
@@ -18,28 +19,35 @@ Of stale weights,
                     step
 
 What neither sees has to be told by `end_step`.
+
+**What was not finite.** A scale makes something finite of an Inf, so a run may go on with it and nothing shows. Hence a number
+on the device for each tensor that a layer casts, 0, which the cast itself turns into NaN where a value is NaN or Inf: no
+launch more, and nobody waits. The step boundary sets those of the step aside and begins anew with 0; `NonFiniteWatch` reads
+them one step later (`dlp.attach(on_nonfinite=...)`). Operands in high precision have no flag: they hand Inf and NaN on, which
+the loss or the gradients then show.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlp.comm import observer
 from dlp.comm.amax import agree
-from dlp.comm.collectives import all_gather
-from dlp.comm.mesh import TP, placement_on
 from dlp.quant.tensor import SHARED, QuantizedTensor
 
-PROBES = 4  # sums of parts of a gradient
-REPLICA_SAMPLE = 1024  # values of a replica
-TOLERANCE = 1e-2
+LOG = logging.getLogger("dlp")
+ACTIONS = ("raise", "warn", "ignore")
+FORWARD = ("w", "x", "y")  # tensors that forward casts, in the order in which a layer's flags lie
+BACKWARD = ("dx", "dy")  # as backward finds them when it goes from the last to the first
 WEIGHT_SAMPLE = 64  # values of a weight
 ALWAYS, THEN = 10, 100
 Named = dict[str, Tensor]
@@ -83,82 +91,6 @@ def not_sent(mine: QuantizedTensor, dim: int) -> Named:
         for part, tensor in zip(mine.format.parts, parts, strict=True)
         if part.moves_along(dim) is SHARED
     }
-
-
-# ---- replicas on tp
-
-
-class Replicas:
-    """A look at the gradients of parameters that tp does not cut: replicas that get different ones drift apart.
-
-    A module that is replicated on tp but reads features that tp cuts (a norm over head_dim behind a column-parallel q) gets on
-    each rank the gradient of its own features. Shapes do not show it; the first gradients that are not zero do. `partial`: the
-    names of parameters that are summed over tp, and need no look."""
-
-    def __init__(self, model: nn.Module, partial: set[str], group: ProcessGroup) -> None:
-        self._model, self._group = model, group
-        self._unseen = dict.fromkeys(name for name, _ in replicated(model) if name not in partial)
-
-    def look(self, step: int) -> None:
-        """Before step number `step`, from 0: compare over the tp group the gradients that are not zero for the first time;
-        all its ranks call it. RuntimeError, on all of them, naming the first whose ranks disagree by more than TOLERANCE
-        of its norm."""
-        found = {name: p for name, p in replicated(self._model) if name in self._unseen and p.requires_grad}
-        if self._group.size() == 1 or not found or not looks(step):
-            return
-        with observer.label(layer="replicas", direction="other"):
-            (seen,) = all_gather((torch.stack([_probe(p) for p in found.values()])[None],), (0,), self._group).wait()
-        spread, norm = seen.amax(0) - seen.amin(0), seen[..., 0].amax(0)
-        differ = (spread > TOLERANCE * norm[:, None]).any(1).tolist()
-        for name, bad, norms in zip(found, differ, seen[..., 0].t().tolist(), strict=True):
-            if bad:
-                raise RuntimeError(
-                    f"{name} is replicated on tp, but its gradient differs between tp ranks (norms "
-                    f"{', '.join(f'{value:.4g}' for value in norms)}), so that its replicas would drift apart. If its module "
-                    f"reads features that tp cuts, as a norm behind a column-parallel q does, add it to a layer group with "
-                    f"style = 'column': its gradients are then summed over tp"
-                )
-            if max(norms) > 0:
-                del self._unseen[name]
-
-
-@torch.no_grad()
-def check_replicas(model: nn.Module, group: ProcessGroup) -> None:
-    """Compare what tp ranks hold of each replicated parameter; all of them call it. RuntimeError, on all of them, naming the
-    first whose replicas have drifted apart by more than TOLERANCE of its norm, in a sample of REPLICA_SAMPLE values."""
-    found = dict(replicated(model))
-    if group.size() == 1 or not found:
-        return
-    samples = [_evenly(parameter, REPLICA_SAMPLE).float() for parameter in found.values()]
-    with observer.label(layer="replicas", direction="other"):
-        (seen,) = all_gather((torch.cat(samples)[None],), (0,), group).wait()
-    pieces = seen.split([len(sample) for sample in samples], 1)
-    distances = [(its - its[:1]).norm(dim=1).amax() / its.norm(dim=1).amax().clamp(min=1e-30) for its in pieces]
-    for name, drift in zip(found, torch.stack(distances).tolist(), strict=True):
-        if drift > TOLERANCE:
-            raise RuntimeError(
-                f"{name} is replicated on tp, but its replicas have drifted {drift:.2%} apart: its gradients differ between "
-                f"tp ranks. If its module reads features that tp cuts, add it to a layer group with style = 'column'; start "
-                f"anew from a checkpoint in which they are equal"
-            )
-
-
-def replicated(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """The parameters that are whole on every tp rank (shards over dp count as whole)."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and isinstance(placement_on(TP, parameter), Replicate):
-            yield name, parameter
-
-
-def _probe(parameter: DTensor) -> Tensor:
-    """Of its gradient: fp32 [1 + PROBES]: the norm, and sums of interleaved parts, each over the root of its count. Zeros
-    where there is none."""
-    grad = parameter.grad
-    if grad is None:
-        return torch.zeros(1 + PROBES, device=parameter.device)
-    flat = (grad._local_tensor if isinstance(grad, DTensor) else grad).detach().float().reshape(-1)
-    parts = torch.nn.functional.pad(flat, (0, -len(flat) % PROBES)).view(-1, PROBES)
-    return torch.cat([flat.norm()[None], parts.sum(0) / max(len(parts), 1) ** 0.5])
 
 
 # ---- weights that were changed after their casts
@@ -216,7 +148,7 @@ class StaleWeights:
             parameters = weights.stored()
             marks, before = list(map(_mark, parameters)), self._marks.get(weights)
             if before is None or any(old[::3] != new[::3] for old, new in zip(before, marks, strict=True)):
-                self._views[weights] = [_evenly(parameter, WEIGHT_SAMPLE) for parameter in parameters]
+                self._views[weights] = [evenly(parameter, WEIGHT_SAMPLE) for parameter in parameters]
             self._marks[weights] = marks
         self._whole = [weight for weights in self._marks for weight in weights if not weight.managed]
         self._whole_marks = self._now()
@@ -272,7 +204,7 @@ class StaleWeights:
         return bool(changed)
 
 
-def _evenly(parameter: Tensor, count: int) -> Tensor:
+def evenly(parameter: Tensor, count: int) -> Tensor:
     """A view of so many of this rank's values, up to twice as many, evenly spaced; all where there are fewer."""
     flat = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach().reshape(-1)
     return flat[:: max(1, len(flat) // count)]
@@ -281,3 +213,170 @@ def _evenly(parameter: Tensor, count: int) -> Tensor:
 def _bits(values: Tensor) -> Tensor:
     """As integers, so that NaN equals itself."""
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+# ---- what was not finite
+
+
+class CastName(NamedTuple):
+    """A tensor of a layer, as flags tell it."""
+
+    tensor: str
+    member: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor} of {self.member}"
+
+
+class _Piece(NamedTuple):
+    """Some flags, fp32 [room]: those of the step that runs, and of the one before; and what the first of them are of."""
+
+    now: Tensor
+    closed: Tensor
+    names: list[CastName]
+
+    @property
+    def left(self) -> int:
+        return len(self.now) - len(self.names)
+
+
+class Flags:
+    """Those of a model. They are made when a layer first casts, layer after layer in that order, and stay where they are:
+    launches that were taken down or captured keep writing to them."""
+
+    def __init__(self) -> None:
+        self.views: dict[tuple[str, str, torch.device], Tensor] = {}
+        self._pieces: list[_Piece] = []
+
+    def reserve(self, members: Sequence[str], device: torch.device, expected: int) -> None:
+        """Flags for all tensors of a layer of these members, of `expected` in the whole model."""
+        names = [
+            CastName(tensor, member)
+            for tensor in (*FORWARD, *BACKWARD)
+            for member in (members[:1] if tensor in ("x", "dx") else members)
+        ]
+        piece = next((p for p in self._pieces if p.now.device == device and p.left >= len(names)), None)
+        if piece is None:
+            room = max(len(names), expected * len((*FORWARD, *BACKWARD)))
+            with torch.inference_mode(False):  # whatever runs first, others will write to them
+                now, closed = torch.zeros(2, room, device=device).unbind()
+            piece = _Piece(now, closed, [])
+            self._pieces.append(piece)
+        for name in names:
+            self.views[name.member, name.tensor, device] = piece.now[len(piece.names)]
+            piece.names.append(name)
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """A step ends: its flags are set aside, those of the next are 0."""
+        for piece in self._pieces:
+            piece.closed.copy_(piece.now)
+            piece.now.zero_()
+
+    @property
+    def now(self) -> list[Tensor]:
+        """The flags of the step that runs, which casts write to."""
+        return [piece.now for piece in self._pieces]
+
+    @property
+    def names(self) -> list[CastName | None]:
+        """What the flags are of, in the order of `now` and `closed`; None for those that are of nothing yet."""
+        return [name for piece in self._pieces for name in (*piece.names, *[None] * piece.left)]
+
+    @property
+    def closed(self) -> list[Tensor]:
+        """The flags of the last step, on the device until the next one ends."""
+        return [piece.closed for piece in self._pieces]
+
+    def bad_now(self) -> list[str]:
+        """What was not finite in the last step or since its boundary. Waits for the device."""
+        both = [flag for now, closed in zip(self.now, self.closed, strict=True) for flag in (now + closed).tolist()]
+        return [str(name) for _, name in bad_casts(self.names, both)]
+
+
+class FirstBad(NamedTuple):
+    """Of the casts of a step that met a NaN or Inf, the first: in forward, if one did there, else in backward. The least of
+    several ranks' comes first. `place`: among all tensors in the order of that pass; `total`: how many there are."""
+
+    backward: bool
+    place: int
+    rank: int
+    name: CastName
+    total: int
+
+    def __str__(self) -> str:
+        way = "backward" if self.backward else "forward"
+        others = f", the first of {self.total} in {way}" if self.total > 1 else f", in {way}"
+        before = "; every x and w that was cast was finite" if self.backward else ""
+        return f"{self.name} held a NaN or Inf when it was cast on rank {self.rank}{others}{before}"
+
+
+def bad_casts(names: Sequence[CastName | None], flags: Sequence[float]) -> list[tuple[int, CastName]]:
+    """Those that were not finite, with their places. `flags`: of `names`, as `Flags.closed` had them."""
+    found = enumerate(zip(names, flags, strict=False))  # `names` may have grown since
+    return [(place, name) for place, (name, flag) in found if name is not None and math.isnan(flag)]
+
+
+def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: int) -> FirstBad | None:
+    """The first of those of `bad_casts`, None where there are none."""
+    found = bad_casts(names, flags)
+    forward = [(place, name) for place, name in found if name.tensor in FORWARD]
+    if forward:
+        return FirstBad(False, forward[0][0], rank, forward[0][1], len(forward))
+    return FirstBad(True, len(flags) - found[-1][0], rank, found[-1][1], len(found)) if found else None
+
+
+class OnTheWay:
+    """A few numbers, as they are now, that start for the host and are read later: `read` waits for them, and for nothing
+    launched after them (`tensor.tolist()` would wait for all that was launched since)."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._arrival: torch.cuda.Event | None = None
+        if not numbers.is_cuda:
+            self._host = numbers.clone()
+        else:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def read(self) -> list[float]:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
+
+class NonFiniteWatch:
+    """Reads the flags of a model at step boundaries. `action`: one of ACTIONS."""
+
+    def __init__(self, flags: Flags, action: str) -> None:
+        self._flags, self._action = flags, action
+        self._coming: tuple[int, list[OnTheWay]] | None = None
+
+    def close(self) -> None:
+        """A step is over."""
+        self._flags.close()
+
+    def look(self, steps: int) -> None:
+        """After the boundary of step number `steps`: look at the flags of the one before. Raises FloatingPointError. Where
+        the boundary is being captured nothing is read, as nothing could be in a replay."""
+        if self._action == "ignore" or _capturing():
+            return
+        before = self._coming
+        self._coming = steps, [OnTheWay(closed) for closed in self._flags.closed]
+        if before is not None:
+            step, coming = before
+            self._tell(step, [flag for part in coming for flag in part.read()])
+
+    def _tell(self, step: int, flags: list[float]) -> None:
+        found = first_bad(self._flags.names, flags, dist.get_rank() if dist.is_initialized() else 0)
+        if found is None:
+            return
+        if self._action == "raise":
+            raise FloatingPointError(f"step {step}: {found}; to go on after it, dlp.attach(..., on_nonfinite='warn')")
+        LOG.warning("step %d: %s", step, found)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Gradients that backward leaves incomplete: parts of sums over tp, and wgrads that wait.
+"""Gradients of parameters that tp does not cut, which are parts of sums over it or must be equal, and wgrads that wait.
 
 **tp-partial gradients**: one coalesced sum over tp at the end of every backward (`PartialGradients`).
 
@@ -16,6 +16,9 @@ clears what is already there when a backward begins:
 A backward begins where it reaches an output of the model. One that does not, or that takes gradients without leaving them
 in `grad`, is refused where it makes the first partial gradient.
 
+**Replicas**: the others of these parameters get equal gradients on all tp ranks, and so stay equal, where nothing is amiss; the
+first gradients, and what checkpoints save, are compared (`Replicas`, `check_replicas`).
+
 **Wgrads that wait**: layers with `delay_wgrad` queue them in backward, `backward_dw` runs them.
 
     backward       dx of every such layer, and both operands of its wgrad, quantized and gathered
@@ -28,22 +31,27 @@ as wgrad reads them, in the low precision of the recipe. The gradients have the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
 from dlp.comm import collectives, observer
+from dlp.comm.mesh import TP, placement_on
 from dlp.parallel.linear.autograd import no_autocast
+from dlp.parallel.model.checks import evenly, looks
 from dlp.parallel.model.session import Session, cannot_pickle, in_backward, session_of
 from dlp.parallel.weight.fsdp2 import Managed, managed
 from dlp.parallel.weight.local import held
 
+PROBES = 4  # sums of parts of a gradient
+REPLICA_SAMPLE = 1024  # values of a replica
+TOLERANCE = 1e-2
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
@@ -230,6 +238,81 @@ class PartialGradients:
         if there not in self._there:
             self._there[there] = torch.tensor(there, dtype=torch.float32, device=device)
         return self._there[there]
+
+
+class Replicas:
+    """A look at the gradients of parameters that tp does not cut: replicas that get different ones drift apart.
+
+    A module that is replicated on tp but reads features that tp cuts (a norm over head_dim behind a column-parallel q) gets on
+    each rank the gradient of its own features. Shapes do not show it; the first gradients that are not zero do. `partial`: the
+    names of parameters that are summed over tp, and need no look."""
+
+    def __init__(self, model: nn.Module, partial: set[str], group: ProcessGroup) -> None:
+        self._model, self._group = model, group
+        self._unseen = dict.fromkeys(name for name, _ in replicated(model) if name not in partial)
+
+    def look(self, step: int) -> None:
+        """Before step number `step`, from 0: compare over the tp group the gradients that are not zero for the first time;
+        all its ranks call it. RuntimeError, on all of them, naming the first whose ranks disagree by more than TOLERANCE
+        of its norm."""
+        found = {name: p for name, p in replicated(self._model) if name in self._unseen and p.requires_grad}
+        if self._group.size() == 1 or not found or not looks(step):
+            return
+        with observer.label(layer="replicas", direction="other"):
+            (seen,) = collectives.all_gather(
+                (torch.stack([_probe(p) for p in found.values()])[None],), (0,), self._group
+            ).wait()
+        spread, norm = seen.amax(0) - seen.amin(0), seen[..., 0].amax(0)
+        differ = (spread > TOLERANCE * norm[:, None]).any(1).tolist()
+        for name, bad, norms in zip(found, differ, seen[..., 0].t().tolist(), strict=True):
+            if bad:
+                raise RuntimeError(
+                    f"{name} is replicated on tp, but its gradient differs between tp ranks (norms "
+                    f"{', '.join(f'{value:.4g}' for value in norms)}), so that its replicas would drift apart. If its module "
+                    f"reads features that tp cuts, as a norm behind a column-parallel q does, add it to a layer group with "
+                    f"style = 'column': its gradients are then summed over tp"
+                )
+            if max(norms) > 0:
+                del self._unseen[name]
+
+
+@torch.no_grad()
+def check_replicas(model: nn.Module, group: ProcessGroup) -> None:
+    """Compare what tp ranks hold of each replicated parameter; all of them call it. RuntimeError, on all of them, naming the
+    first whose replicas have drifted apart by more than TOLERANCE of its norm, in a sample of REPLICA_SAMPLE values."""
+    found = dict(replicated(model))
+    if group.size() == 1 or not found:
+        return
+    samples = [evenly(parameter, REPLICA_SAMPLE).float() for parameter in found.values()]
+    with observer.label(layer="replicas", direction="other"):
+        (seen,) = collectives.all_gather((torch.cat(samples)[None],), (0,), group).wait()
+    pieces = seen.split([len(sample) for sample in samples], 1)
+    distances = [(its - its[:1]).norm(dim=1).amax() / its.norm(dim=1).amax().clamp(min=1e-30) for its in pieces]
+    for name, drift in zip(found, torch.stack(distances).tolist(), strict=True):
+        if drift > TOLERANCE:
+            raise RuntimeError(
+                f"{name} is replicated on tp, but its replicas have drifted {drift:.2%} apart: its gradients differ between "
+                f"tp ranks. If its module reads features that tp cuts, add it to a layer group with style = 'column'; start "
+                f"anew from a checkpoint in which they are equal"
+            )
+
+
+def replicated(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
+    """The parameters that are whole on every tp rank (shards over dp count as whole)."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and isinstance(placement_on(TP, parameter), Replicate):
+            yield name, parameter
+
+
+def _probe(parameter: DTensor) -> Tensor:
+    """Of its gradient: fp32 [1 + PROBES]: the norm, and sums of interleaved parts, each over the root of its count. Zeros
+    where there is none."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros(1 + PROBES, device=parameter.device)
+    flat = (grad._local_tensor if isinstance(grad, DTensor) else grad).detach().float().reshape(-1)
+    parts = torch.nn.functional.pad(flat, (0, -len(flat) % PROBES)).view(-1, PROBES)
+    return torch.cat([flat.norm()[None], parts.sum(0) / max(len(parts), 1) ** 0.5])
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
     scaling    the scales of delayed scaling, one table over all layers (`dlp.quant.state`); casts read scales and max amaxes
                into its staging row
-    flags      which tensors were not finite when they were cast (`dlp.parallel.model.flags`)
+    flags      which tensors were not finite when they were cast (`dlp.parallel.model.checks`)
     counter    microbatches so far, int64 [] on the device: the random bits of stochastic rounding depend on it
     steps      optimizer steps so far; `swaps`, `scheduled`: the recipe swaps made and to come (`dlp.parallel.model.swap`)
     stale      which weights are others than those that the boundary has cast (`dlp.parallel.model.checks`)
@@ -47,8 +47,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dlp.comm.amax import agree
-from dlp.parallel.model.checks import Replicas, StaleWeights
-from dlp.parallel.model.flags import Flags
+from dlp.parallel.model.checks import Flags, StaleWeights
 from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.recipe import Recipe
 from dlp.quant.state import ForwardScales, ScalingState, SlotUse
@@ -180,7 +179,7 @@ class Session:
         self.weight_batch: Any = None  # `dlp.parallel.weight.base.WeightBatch`, once weights are cast
         self.stale = StaleWeights()
         self.sums: PartialSums | None = None
-        self.replicas: Replicas | None = None
+        self.replicas: Any = None  # `dlp.parallel.model.grads.Replicas`, once an optimizer is attached
 
     # ---- asked by layers, in forward and backward
 
