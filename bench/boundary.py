@@ -29,7 +29,7 @@ from bench.quantize import host_us
 from dlp.kernels import loader
 from dlp.kernels.timing import device_ms
 from dlp.parallel.linear.state import cores
-from dlp.parallel.model.attach import end_step
+from dlp.parallel.model.boundary import end_step
 from dlp.parallel.model.session import session_of
 from dlp.parallel.weight.base import Values
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.model.attach import end_step
+from dlp.parallel.model.boundary import end_step
 from dlp.quant.recipe import GEMMS
 
 Run = Callable[[], None]

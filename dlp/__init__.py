@@ -6,10 +6,10 @@ What stands here is public; everything else may change.
 # the mesh
 from dlp.comm.mesh import build_mesh
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
-from dlp.parallel.model.attach import attach, end_step
 
 # what changes between steps
 from dlp.parallel.model.autocast import autocast
+from dlp.parallel.model.boundary import attach, end_step, read_stats, record_stats, set_recipe
 
 # conversion of a model
 from dlp.parallel.model.convert import convert
@@ -21,7 +21,6 @@ from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import Plan, make_plan
 from dlp.parallel.model.session import not_finite, watch_scales
 from dlp.parallel.model.state import check_scales, load_state_dict, state_dict
-from dlp.parallel.model.swap import read_stats, record_stats, set_recipe
 from dlp.parallel.traffic.ledger import wire_report
 from dlp.parallel.traffic.predict import Workload
 from dlp.parallel.weight.fsdp2 import fully_shard

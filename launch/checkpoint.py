@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 import dlp
-from dlp.parallel.model.swap import recipes_of
+from dlp.parallel.model.boundary import recipes_of
 from launch import stored, together
 from launch.manifest import CheckpointError, complete, damage, hashed, read_manifest, way_out, write_manifest
 from launch.stream import TokenStream

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from dlp.kernels.reference import random_bytes
+from dlp.parallel.model.boundary import layer_modules
 from dlp.parallel.model.session import session_of
-from dlp.parallel.model.swap import layer_modules
 from dlp.parallel.transfer import Result
 from dlp.parallel.weight.local import local
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import dlp
 from dlp import Plan
-from dlp.parallel.model import swap
+from dlp.parallel.model import boundary
 from dlp.quant.patterns import must_match
 from dlp.quant.recipe import as_recipe
 from launch.sections import Group
@@ -67,7 +67,7 @@ def prepare(groups: Sequence[Group], model: nn.Module, plan: Plan) -> list[Plann
     """Schedule the swaps of a converted model with its optimizer attached, and measure the layers that groups choose."""
     swaps = planned_swaps(groups, model, plan)
     for planned in swaps:
-        swap.schedule(model, planned.layers, planned.at_step, planned.recipe)
+        boundary.schedule(model, planned.layers, planned.at_step, planned.recipe)
     chosen: dict[str, bool] = {}
     for group in groups:
         if group.stats is not None:

@@ -8,7 +8,7 @@ import torch
 from bench.boundary import DTYPES, boundary_alone, model_of, nbytes
 from bench.linear_subjects import RECIPES
 from dlp.parallel.linear.state import cores
-from dlp.parallel.model.attach import end_step
+from dlp.parallel.model.boundary import end_step
 
 LAYERS = ((256, (128, 64)), (128, (256,)))
 

@@ -23,7 +23,7 @@ from bench import linear_shape as bench_linear_shape
 from bench.linear import BASE, Line, Times
 from bench.linear_subjects import ALL_FAST, ALL_TUNED, Shape, own_name, recipe_of
 from dlp.kernels import gemms, loader, tune
-from dlp.parallel.model.attach import end_step
+from dlp.parallel.model.boundary import end_step
 from dlp.quant import gemm as quant_gemm
 from dlp.quant.recipe import GEMMS
 from tests.emulated import OnGpu, emulation

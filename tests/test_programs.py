@@ -23,7 +23,7 @@ from dlp.parallel.linear import autograd
 from dlp.parallel.linear.capture import DIRECTIONS, FORWARD
 from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.prologue import PROLOGUES
-from dlp.parallel.model.attach import end_step
+from dlp.parallel.model.boundary import end_step
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.quantizer import QuantizerCaps
 from dlp.quant.recipe import both, load

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dlp.parallel.linear.modules import Linear
-from dlp.parallel.model.attach import attach, end_step
+from dlp.parallel.model.boundary import attach, end_step
 from dlp.parallel.model.session import Session, session_of
 from dlp.quant.recipe import load
 from tests.gpu.inputs import values

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dlp
-from dlp.parallel.model.swap import recipes_of
+from dlp.parallel.model.boundary import recipes_of
 from tests import pool as worker
 from tests.cases import RECIPES
 from tests.metrics import assert_bit_equal, relative_error

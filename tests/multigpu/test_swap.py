@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.parallel.linear.modules import Linear
+from dlp.parallel.model.boundary import layer_modules, recipes_of, schedule
 from dlp.parallel.model.session import session_of
-from dlp.parallel.model.swap import layer_modules, recipes_of, schedule
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.fp8 import CurrentScaling
 from tests import pool as worker

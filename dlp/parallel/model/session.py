@@ -4,7 +4,7 @@
                into its staging row
     flags      which tensors were not finite when they were cast (`dlp.parallel.model.checks`)
     counter    microbatches so far, int64 [] on the device: the random bits of stochastic rounding depend on it
-    steps      optimizer steps so far; `swaps`, `scheduled`: the recipe swaps made and to come (`dlp.parallel.model.swap`)
+    steps      optimizer steps so far; `swaps`, `scheduled`: the recipe swaps made and to come (`dlp.parallel.model.boundary`)
     stale      which weights are others than those that the boundary has cast (`dlp.parallel.model.checks`)
 
 A layer is given its session and asks it, in forward and backward, for no more than
@@ -18,7 +18,7 @@ A layer is given its session and asks it, in forward and backward, for no more t
     note                                  a line that amends the printed plan
 
 A session knows its layers as `Layer`, and imports none: a layer made by hand makes its own, which knows no other layer, and
-gets that of the model around it from `convert` or `attach` (`dlp.parallel.model.attach`, where the step boundary is).
+gets that of the model around it from `convert` or `attach` (`dlp.parallel.model.boundary`, where the step boundary is).
 
 The table of scales is made when it is first needed, for every layer of the model, whether or not it runs on this rank:
 tables are equal on all ranks, so one all-reduce of the staging row agrees on everything and waits for nobody. Scales change

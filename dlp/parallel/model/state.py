@@ -28,10 +28,10 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import all_gather
 from dlp.parallel.linear.state import unflatten, weights_agree
+from dlp.parallel.model.boundary import repeat
 from dlp.parallel.model.checks import Named, compare, not_sent
 from dlp.parallel.model.grads import check_replicas
 from dlp.parallel.model.session import Layer, Session, Swap, converted_root, session_of
-from dlp.parallel.model.swap import repeat
 from dlp.parallel.weight.held import load_masters, masters_of
 from dlp.parallel.weight.sharded import ShardedWeight
 from dlp.quant.recipe import source
