@@ -20,12 +20,13 @@ import dlp
 from dlp.comm.mesh import shutdown, world_size
 from dlp.kernels.table import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
-from dlp.quant.gemm import DEVICES
+from dlp.parallel.traffic.predict import Unpredictable
 from launch import deterministic, wire
-from launch.accumulate import accumulation
-from launch.build import build, meta_model, plan_for
+from launch.boards import NAMES, kind_of
+from launch.build import build, meta_model
 from launch.checkpoint import SaveError
-from launch.config import Config, command_line, make_parser, parallel_dims, ranks_from, to_toml, validate_world
+from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
+from launch.fits import check_fits, planned
 from launch.hang import HangWatch
 from launch.rundir import RunDir
 from launch.schedule import planned_swaps
@@ -34,15 +35,15 @@ from launch.trainer import NotFinite, Trainer
 
 
 def plan_text(config: Config, world: int, device: str) -> str:
-    """Mesh and layer plan for any world size, without ranks; `device` is one of `dlp.quant.gemm.DEVICES`. Raises
-    ValueError."""
-    plan = plan_for(config, world, device)
-    dims = parallel_dims(config, world)
-    swaps = planned_swaps(config.groups, meta_model(config), plan)
-    waits = accumulation(config, plan, validate_world(config, world), dims.dp_shard)
-    load = wire.workload(config, world, waits.reductions)
-    sent = [*wire.describe_gradients(plan, load, waits), *wire.describe(plan, load)]
-    return "\n".join([dims.describe(device), str(plan), "", *sent, *map(str, swaps)])
+    """Mesh, layer plan, memory and wire for any world size, without ranks; `device` is one of `launch.boards.NAMES`. Raises
+    ValueError, of a board that is too small as well."""
+    found = planned(config, world, device)
+    check_fits(config, world, device, found)
+    swaps = planned_swaps(config.groups, meta_model(config), found.plan)
+    sent = [*wire.describe_gradients(found.plan, found.load, found.waits), *wire.describe(found.plan, found.load)]
+    held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
+    lines = [found.dims.describe(kind_of(device)), str(found.plan), "", *held, "", *sent, *map(str, swaps)]
+    return "\n".join(lines)
 
 
 def make_mesh(config: Config) -> DeviceMesh:
@@ -128,7 +129,9 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="print mesh and layer plan and stop; starts no ranks")
     parser.add_argument("--world", default="8", help="with --plan: the number of ranks")
     here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--device", choices=DEVICES, default=here, help="with --plan: the kind of device [this one's]")
+    parser.add_argument(
+        "--device", choices=NAMES, default=here, help="with --plan: a kind of device, or a board [this one's]"
+    )
     try:
         known, config = command_line(parser, sys.argv[1:])
         plan = plan_text(config, ranks_from("--world", known.world), known.device) if known.plan else ""

@@ -1,0 +1,198 @@
+"""What the forward of a model keeps for backward, block by block, and how large its logits are.
+
+The model itself runs, on tensors without memory and with a rank's share of heads, features and tokens. Where a real run calls
+something opaque, a stand-in takes its place that saves what that saves: a linear as its `TransferPlan` says, attention its
+inputs, output and log-sum-exp, a norm its input and rstd. Counted are the tensors that autograd saves, each memory once.
+
+torch.compile keeps of a block what is read or made by something opaque, and makes the pointwise rest again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dlp.parallel.model.rows import LayerPlan, OtherPlan
+from dlp.parallel.style import shard_sizes
+from dlp.parallel.transfer import Result, TransferPlan, transfer_plan
+
+REST = ""  # what is saved outside of blocks
+
+
+@dataclass
+class Saved:
+    """Bytes by module name of the block that they were saved in, REST outside of blocks; with torch.compile, and of the
+    outputs of linears and attention alone.
+
+    inputs     bytes of each block's input
+    logits     bytes of what the model returns
+    """
+
+    eager: dict[str, int] = field(default_factory=dict)
+    compiled: dict[str, int] = field(default_factory=dict)
+    points: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, int] = field(default_factory=dict)
+    logits: int = 0
+
+
+class _Count:
+    """Which memory was seen, where, and by whom."""
+
+    def __init__(self) -> None:
+        self.block, self.saved = REST, Saved()
+        self._seen: dict[str, set[int]] = {"eager": set(), "compiled": set(), "points": set()}
+        self._opaque: set[int] = set()
+        self._alive: list[Any] = []
+
+    def opaque(self, *tensors: Tensor) -> None:
+        """What something opaque reads again in backward, or has returned."""
+        self._opaque.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def point(self, *tensors: Tensor) -> None:
+        """What is made at a point of selective recomputation."""
+        for tensor in tensors:
+            self._add("points", tensor)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            self._add("eager", tensor)
+            if tensor.untyped_storage()._cdata in self._opaque:
+                self._add("compiled", tensor)
+        return tensor
+
+    def _add(self, kind: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen[kind]:
+            self._seen[kind].add(storage._cdata)
+            self._alive.append(storage)  # memory that is let go may be counted twice
+            found = getattr(self.saved, kind)
+            found[self.block] = found.get(self.block, 0) + storage.nbytes()
+
+
+class _Keep(torch.autograd.Function):
+    """`apply(count, make, *inputs)` -> the first of what `make(*inputs)` returns; the second is saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, count: _Count, make: Callable[..., tuple[Tensor, Sequence[Tensor]]], *inputs: Tensor
+    ) -> Tensor:
+        y, kept = make(*inputs)
+        ctx.save_for_backward(*kept)
+        count.opaque(y, *kept)
+        return y
+
+
+class _Linear(nn.Module):
+    """In place of a linear that conversion would make. `shared`: what siblings keep of one x."""
+
+    def __init__(self, row: LayerPlan, tp: int, count: _Count, shared: dict[str, Any]) -> None:
+        super().__init__()
+        self.row, self.tp, self.count, self.shared = row, tp, count, shared
+        self.sizes = shard_sizes(row.row, *row.shape, tp, row.name)
+
+    def plan(self, x: Tensor) -> TransferPlan:
+        return transfer_plan(self.row.recipe, self.row.row, self.tp, x.numel() // x.shape[-1])
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        def make(*given: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            x = given[0]
+            plan, like = self.plan(x), Result(tuple(x.shape), x.dtype)
+            y = plan.y(like, self.sizes[0])
+            if self.shared.get("x") is not inputs[0]:
+                self.shared |= {"x": inputs[0], "kept": self.kept(plan, like, given)}
+            made = torch.empty(y.shape, dtype=y.dtype, device="meta")
+            self.count.point(made, *[kept for kept in self.shared["kept"] if all(kept is not each for each in given)])
+            return made, self.shared["kept"]
+
+        y: Tensor = _Keep.apply(self.count, make, *inputs)
+        return y
+
+    def kept(self, plan: TransferPlan, like: Result, given: Sequence[Tensor]) -> list[Tensor]:
+        prologue = self.row.prologue
+        results = plan.saved(like, prologue is not None)
+        if prologue is not None:
+            results += [Result((plan.tokens,), torch.float32)] * prologue.keeps
+        kept = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in results]
+        return [*kept, *given] if prologue is not None else kept or [given[0]]
+
+
+class _Embedding(nn.Module):
+    """In place of a vocab-parallel embedding, or of a whole one."""
+
+    def __init__(self, row: OtherPlan, hidden: int, dtype: torch.dtype, tp: int, count: _Count) -> None:
+        super().__init__()
+        self.row, self.hidden, self.dtype, self.tp, self.count = row, hidden, dtype, tp, count
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        cut = self.row.style == "vocab" and self.row.sequence_parallel
+        shape = (tokens.numel() // self.tp, self.hidden) if cut else (*tokens.shape, self.hidden)
+        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+
+
+class _Kernels(TorchFunctionMode):
+    """Attention and norms as the kernels of a GPU save."""
+
+    def __init__(self, count: _Count) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            return _Keep.apply(self.count, self._attention, *args[:3])
+        if function is F.rms_norm:
+            return _Keep.apply(self.count, _normed, args[0])
+        return function(*args, **(kwargs or {}))
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        batch, heads, sequence, size = q.shape
+        out = torch.empty(batch, sequence, heads, size, dtype=q.dtype, device="meta").transpose(1, 2)
+        sums = torch.empty(batch, heads, sequence, dtype=torch.float32, device="meta")
+        self.count.point(out, sums)
+        return out, (q, k, v, out, sums)
+
+
+def _normed(x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    return torch.empty_like(x), (x, torch.empty(x.shape[:-1], dtype=torch.float32, device="meta"))
+
+
+def saved_by(
+    model: nn.Module, blocks: Sequence[str], rows: Sequence[LayerPlan | OtherPlan], tp: int, batch: tuple[int, int],
+    weight_dtype: torch.dtype,
+) -> Saved:  # fmt: skip
+    """Of one microbatch of `batch` = (B, S) tokens. `model`: on the meta device, with the heads, features and rows of the
+    vocabulary of one tp rank; it is used up. `blocks`: names of modules. `rows`: of a plan, by the model's names.
+    `weight_dtype`: of the embedding."""
+    count, shared = _Count(), dict[tuple[str, ...], dict[str, Any]]()
+    for row in rows:
+        module = model.get_submodule(row.name)
+        if isinstance(row, LayerPlan):
+            of_set = shared.setdefault(row.siblings or (row.name,), {})
+            model.set_submodule(row.name, _Linear(row, tp, count, of_set))
+        elif isinstance(module, nn.Embedding):
+            model.set_submodule(row.name, _Embedding(row, module.embedding_dim, weight_dtype, tp, count))
+    for name in blocks:
+        _follow(model.get_submodule(name), name, count)
+    tokens = torch.zeros(batch, dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor), _Kernels(count):
+        logits = model(tokens)
+    count.saved.logits = logits.untyped_storage().nbytes()
+    return count.saved
+
+
+def _follow(block: nn.Module, name: str, count: _Count) -> None:
+    """What runs inside counts as the block's."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        count.block, count.saved.inputs[name] = name, args[0].untyped_storage().nbytes()
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        count.block = REST
+
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave)

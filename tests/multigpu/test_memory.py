@@ -1,0 +1,34 @@
+"""What stays in a rank's memory between steps is, tensor by tensor, what was planned; `bench.memory` measures the rest on
+GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import memory as bench_memory
+from launch.config import Config, load
+from tests import pool as worker
+
+SMALL = [
+    "--model.layers=2", "--model.hidden=256", "--model.ffn=512", "--model.heads=4", "--model.kv_heads=2",
+    "--model.head_dim=64", "--model.vocab=512", "--train.sequence=64", "--train.global_batch=4",
+    "--train.micro_batch=1", "--train.compile=false", "--train.checkpointing=none",
+]  # fmt: skip
+MESHES = {"tp": ["--mesh.tp=2"], "fsdp": ["--mesh.tp=1"]}
+
+
+def counted(config: Config) -> dict[str, tuple[float, float]]:
+    sizes = config.mesh
+    mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
+    found = bench_memory.measure("", config, mesh, 2, torch.device(worker.device()))
+    return {name: (nbytes, found.predicted[name]["loss"]) for name, nbytes in found.counted.items()}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("mesh", "recipe"), [("tp", "fp8_current"), ("fsdp", "nvfp4"), ("fsdp", "fp8_block")])
+def test_what_stays_was_planned(ranks, mesh, recipe):
+    config = load("tiny", [*SMALL, *MESHES[mesh], f"--recipe={recipe}"])
+    for found in ranks(2).run(counted, config):
+        for name, (real, planned) in found.items():
+            assert planned == pytest.approx(real, rel=0.01, abs=2048), name
