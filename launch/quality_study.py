@@ -30,9 +30,11 @@ from pathlib import Path
 
 from dlp.quant import recipe as recipes
 from launch import local
-from launch.data import prepare, stdlib_files, walk
+from launch.data import stdlib_files
+from launch.documents import walk
 from launch.metrics import read_metrics
 from launch.overrides import split
+from launch.prepare import prepare
 
 BASELINE = "bf16"
 BARS = {"nvfp4": 0.015}

@@ -13,10 +13,14 @@ import torch
 
 from launch import baseline as baselines
 from launch import data
+from launch import prepare as preparing
 from launch.baseline import baseline, bigram_loss, unigram_loss
-from launch.data import SEPARATOR, STDLIB, encode_bytes, held_out, list_files, main, open_data, prepare
+from launch.data import STDLIB, main, open_data
+from launch.documents import list_files
+from launch.prepare import held_out, prepare
 from launch.shard import HEADER, Shard, open_shard, verify, write_shard
 from launch.stream import TokenStream, permute
+from launch.tokenizer import SEPARATOR, encode_bytes
 from tests.command import command
 
 
@@ -148,7 +152,7 @@ def test_of_two_that_prepare_the_same_folder_the_first_stands(corpus: dict[str, 
 
 def test_prepare_splits_into_shards(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(corpus, tmp_path / "one", validation=0.2)
-    monkeypatch.setattr(data, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(preparing, "SHARD_TOKENS", 1000)
     prepare(corpus, tmp_path / "many", validation=0.2)
     one, many = (open_data(str(tmp_path / name), 257).train for name in ("one", "many"))
     assert len(one) == 1 and len(many) > 2
@@ -271,7 +275,7 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
     main(arguments)
     printed = capsys.readouterr()
     assert "left out, not text: picture.png" in printed.out and "vocabulary 257" in printed.out
-    assert "train: 100%" in printed.err
+    assert "prepare: 100%" in printed.err
     with pytest.raises(ValueError, match="out: exists already; remove it or choose another --out"):
         main(arguments)
     main(["inspect", str(tmp_path / "out" / "train-00000.shard")])
@@ -409,7 +413,9 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> data.Data:
         folder = opened.train[0].path.parent
         assert folder.parent == Path(os.environ["XDG_CACHE_HOME"]) / "dlp"
     assert list(folder.parent.iterdir()) == [folder], "ranks that were late leave nothing behind"
-    assert sorted(path.name for path in folder.iterdir()) == ["train-00000.shard", "validation-00000.shard"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "index.json", "train-00000.shard", "validation-00000.shard",
+    ]  # fmt: skip
     return opened
 
 

@@ -17,9 +17,9 @@ import torch
 
 from launch import deterministic, recorder
 from launch.config import Config, load
-from launch.data import prepare
 from launch.metrics import read_metrics
 from launch.plot import write_plot
+from launch.prepare import prepare
 from launch.stop import StopFlag
 from launch.train import start
 from launch.trainer import Trainer

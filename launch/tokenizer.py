@@ -1,0 +1,133 @@
+"""What makes tokens of text: bytes, or the tokenizer.json that lies beside a model's weights, by the package tokenizers.
+
+Every document ends with the separator: 256 behind bytes, else the token with which the tokenizer's own model ends a text
+(`eos_token` in tokenizer_config.json beside it) or the one that is named. What the tokenizer itself puts around a text, as a
+token for its beginning, is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.shard import Tokens
+
+SEPARATOR = 256  # behind bytes
+MOST_UNKNOWN = 0.01  # of all tokens
+
+Text = tuple[str, bytes]  # what messages call a document, and its text in UTF-8
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """`name`: for people; `digest`: the SHA-256 of its file; `unknown`: what it says where it knows no token, if it has that;
+    `encode`: documents -> their tokens with the separator."""
+
+    name: str
+    digest: str
+    vocabulary: int
+    separator: int
+    encode: Callable[[Sequence[Text]], list[Tokens]]
+    unknown: int | None = None
+
+
+def encode_bytes(text: bytes) -> Tokens:
+    """The bytes of one document and the separator, uint16 [len(text) + 1]."""
+    return np.append(np.frombuffer(text, np.uint8).astype(np.uint16), np.uint16(SEPARATOR))
+
+
+BYTES = Tokenizer("bytes", "", 257, SEPARATOR, lambda texts: [encode_bytes(text) for _, text in texts])
+
+
+class MissingPackage(ValueError):
+    """An optional package is not installed; the message says how it is."""
+
+
+def need(module: str, package: str, what: str) -> Any:
+    """An optional package."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise MissingPackage(
+            f"{what} needs the package {package}, which is not installed: pip install {package}"
+        ) from None
+
+
+def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
+    """ "bytes", or the path of a tokenizer.json. ValueError for a file that is none, and where no token is known to end a
+    document."""
+    if name == BYTES.name:
+        if separator is not None:
+            raise ValueError("--separator: bytes are separated by 256, leave it out")
+        return BYTES
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such tokenizer, expected bytes or the tokenizer.json beside a model's weights")
+    package = need("tokenizers", "tokenizers", f"{path}: a tokenizer")
+    try:
+        made = package.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises Exception itself
+        raise ValueError(
+            f"{path}: not a tokenizer of the package tokenizers ({error}); give the tokenizer.json beside a model's weights"
+        ) from None
+    made.no_truncation()
+    made.no_padding()
+    vocabulary = made.get_vocab(with_added_tokens=True)
+    end = vocabulary[_separator(path, vocabulary, separator)]
+
+    def encode(texts: Sequence[Text]) -> list[Tokens]:
+        found = made.encode_batch([_decoded(*text) for text in texts])
+        return [np.array([*each.ids, *[end] * (each.ids[-1:] != [end])], np.uint32) for each in found]
+
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    unknown = vocabulary.get(getattr(made.model, "unk_token", None) or "")
+    return Tokenizer(str(path), digest, max(vocabulary.values()) + 1, end, encode, unknown)
+
+
+def _decoded(name: str, text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: not UTF-8 at byte {error.start}; convert it, or leave it out") from None
+
+
+def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str:
+    """The token that ends a document."""
+    beside = path.with_name("tokenizer_config.json")
+    if asked is None and beside.is_file():
+        found: Any = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+        asked = found["content"] if isinstance(found, dict) else found
+    if asked is None:
+        raise ValueError(
+            f"{path}: no tokenizer_config.json beside it names an eos_token, so which token ends a document is not known; "
+            f"name it with --separator"
+        )
+    if asked not in vocabulary:
+        raise ValueError(f"{path}: {asked!r}, which is to end documents, is none of its {len(vocabulary)} tokens")
+    return asked
+
+
+class KnownTokens:
+    """Notices text that a tokenizer does not know, of which it makes one token over and over."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._unknown, self._all = tokenizer, 0, 0
+
+    def check(self, name: str, tokens: Tokens) -> None:
+        """The next document. ValueError where too many of all tokens so far are unknown."""
+        if self._tokenizer.unknown is None:
+            return
+        self._all += len(tokens)
+        self._unknown += int((tokens == self._tokenizer.unknown).sum())
+        if self._all >= 1000 and self._unknown > MOST_UNKNOWN * self._all:
+            raise ValueError(
+                f"{self._tokenizer.name}: {self._unknown / self._all:.0%} of the tokens up to {name} are its token for what it "
+                f"does not know, so it is no tokenizer for this text; give another"
+            )

@@ -1,0 +1,233 @@
+"""Preparing data of rows and of a tokenizer's file; what is wrong with either is said in one sentence, and nothing is left."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch import shard as shards
+from launch.data import main, open_data
+from launch.documents import list_files
+from launch.index import INDEX
+from launch.prepare import prepare
+from launch.tokenizer import BYTES, open_tokenizer
+
+WORDS = "the cat sat on a mat and saw one dog"
+ROWS = [f"{word} number {number}" for number, word in enumerate(WORDS.split() * 20)]
+
+
+def texts(
+    folder: Path, decode: Callable[[Any], str] = lambda tokens: bytes(tokens.astype(np.uint8)).decode()
+) -> list[str]:
+    """All documents of prepared data, without their separators, sorted."""
+    opened = open_data(str(folder), 1 << 20)
+    split = [np.split(np.asarray(each.tokens), each.starts[1:]) for each in opened.train + opened.validation]
+    return sorted(decode(document[:-1]) for documents in split for document in documents)
+
+
+def json_lines(path: Path, rows: list[str] = ROWS) -> Path:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt") as file:
+        file.writelines(json.dumps({"text": row, "id": 1}) + "\n" for row in rows)
+    return path
+
+
+def parquet(path: Path) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"id": list(range(len(ROWS))), "text": ROWS}), path, row_group_size=64)
+    return path
+
+
+def saved(folder: Path) -> Path:
+    """What `datasets.Dataset.save_to_disk` writes."""
+    pa = pytest.importorskip("pyarrow")
+    folder.mkdir()
+    names = [f"data-{number:05}-of-00002.arrow" for number in range(2)]
+    for name, part in zip(names, (ROWS[:150], ROWS[150:]), strict=True):
+        table = pa.table({"text": part})
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return folder
+
+
+SOURCES = {"a.jsonl": json_lines, "a.jsonl.gz": json_lines, "a.parquet": parquet, "set": saved}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_rows_are_documents(tmp_path: Path, name: str) -> None:
+    source = SOURCES[name](tmp_path / name)
+    prepare(list_files([source]), tmp_path / "out", validation=0.2)
+    assert texts(tmp_path / "out") == sorted(ROWS)
+    opened = open_data(str(tmp_path / "out"), 257)
+    assert 0.1 < len(opened.validation[0].starts) / len(ROWS) < 0.3
+    listed = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert listed["tokenizer"] == {"name": "bytes", "digest": "", "vocabulary": 257, "separator": 256}
+    assert sum(entry["documents"] for entry in listed["shards"].values()) == len(ROWS)
+
+
+def test_rows_and_files_together_and_rows_without_text(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    json_lines(folder / "a.jsonl", ["", *ROWS, ""]).open("a").write("\n")
+    (folder / "b.txt").write_text("a file")
+    prepare(list_files([folder]), tmp_path / "out", validation=0.2)
+    assert texts(tmp_path / "out") == sorted([*ROWS, "a file"])
+
+
+def tokenizer(folder: Path, end: str | None = "</s>", words: str = " ".join(ROWS), **config: Any) -> Path:
+    """A tokenizer.json of whole words, beside the file that names its separator."""
+    package = pytest.importorskip("tokenizers")
+    known = {word: place for place, word in enumerate(dict.fromkeys(["[UNK]", "</s>", *words.split()]))}
+    made = package.Tokenizer(package.models.WordLevel(known, unk_token="[UNK]"))
+    made.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
+    made.enable_truncation(2)  # as tokenizers of models often say; all of a text is wanted here
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    if end is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end} | config))
+    return folder / "tokenizer.json"
+
+
+def test_a_tokenizer_of_a_file(tmp_path: Path) -> None:
+    path = tokenizer(tmp_path / "model")
+    source = json_lines(tmp_path / "a.jsonl")
+    main(["prepare", "--out", str(tmp_path / "out"), str(source), "--tokenizer", str(path), "--validation", "0.2"])
+    package = pytest.importorskip("tokenizers")
+    made = package.Tokenizer.from_file(str(path))
+    assert texts(tmp_path / "out", lambda tokens: made.decode(tokens.tolist())) == sorted(ROWS)
+    listed = json.loads((tmp_path / "out" / INDEX).read_text())["tokenizer"]
+    assert listed["separator"] == 1 and listed["vocabulary"] == made.get_vocab_size() and len(listed["digest"]) == 64
+    opened = open_data(str(tmp_path / "out"), 1000)
+    assert all(each.tokens[-1] == 1 for each in opened.train)
+    object_like = tokenizer(tmp_path / "other", end={"content": "</s>"})  # type: ignore[arg-type]
+    assert open_tokenizer(str(object_like)).separator == 1
+    assert open_tokenizer(str(tokenizer(tmp_path / "bare", end=None)), "[UNK]").separator == 0
+
+
+def refused(tmp_path: Path, *arguments: str) -> str:
+    """What a preparation that is refused says; it leaves nothing."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError) as caught:
+        main(["prepare", "--out", str(tmp_path / "out"), "--validation", "0.2", *arguments])
+    assert sorted(tmp_path.rglob("*")) == before
+    return str(caught.value)
+
+
+def test_wrong_tokenizers_are_refused(tmp_path: Path) -> None:
+    rows = str(json_lines(tmp_path / "a.jsonl"))
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"model": 1}')
+    told = refused(tmp_path, rows, "--tokenizer", str(broken))
+    assert told.startswith(f"{broken}: not a tokenizer of the package tokenizers (")
+    told = refused(tmp_path, rows, "--tokenizer", "gpt2")
+    assert told == "gpt2: no such tokenizer, expected bytes or the tokenizer.json beside a model's weights"
+    path = tokenizer(tmp_path / "bare", end=None)
+    told = refused(tmp_path, rows, "--tokenizer", str(path))
+    assert told.endswith("names an eos_token, so which token ends a document is not known; name it with --separator")
+    told = refused(tmp_path, rows, "--tokenizer", str(path), "--separator", "<|end|>")
+    assert told == f"{path}: '<|end|>', which is to end documents, is none of its {len(ROWS) + 13} tokens"
+    path = tokenizer(tmp_path / "foreign", words="le chat")
+    told = refused(tmp_path, str(json_lines(tmp_path / "long.jsonl", ROWS * 3)), "--tokenizer", str(path))
+    assert told.startswith(f"{path}: 75% of the tokens up to {tmp_path / 'long.jsonl'}, row 2")
+    assert told.endswith("it is no tokenizer for this text; give another")
+
+
+def test_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for line, told in (
+        (
+            '{"text": "a", "b"',
+            ", row 2: cannot be read (Expecting ':' delimiter: line 2 column 1 (char 18)); get the file",
+        ),
+        ('{"body": "a", "id": 1}', ", row 2: no column text, it has body, id; name one with --column"),
+        ('{"text": 5}', ", row 2: text is no text but 5; name another --column"),
+        ('{"text": "\\ud800"}', ", row 2: no text, it has half a character at 0; leave it out"),
+    ):
+        path.write_text(f'{{"text": "x"}}\n{line}\n')
+        assert refused(tmp_path, str(path)).startswith(f"{path}{told}")
+    torn = json_lines(tmp_path / "b.jsonl.gz")
+    torn.write_bytes(torn.read_bytes()[:-20])
+    assert refused(tmp_path, str(torn)).endswith("cannot be read (Compressed file ended before the end-of-stream marker "
+                                                 "was reached); get the file again")  # fmt: skip
+    path.write_text('{"text": "x"}\n')
+    assert refused(tmp_path, str(path)).startswith("no document fell to ")
+
+
+def test_parquet_and_datasets_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    torn = parquet(tmp_path / "a.parquet")
+    told = refused(tmp_path, str(torn), "--column", "body")
+    assert told == f"{torn}: no column body, it has id, text; name one with --column"
+    whole = bytearray(torn.read_bytes())
+    torn.write_bytes(whole[:-50])
+    assert refused(tmp_path, str(torn)).startswith(f"{torn}, row 1: cannot be read (")
+    folder = saved(tmp_path / "set")
+    (folder / "data-00001-of-00002.arrow").unlink()
+    assert refused(tmp_path, str(folder)) == (
+        f"{folder}/data-00001-of-00002.arrow: missing, state.json beside it lists it; save the dataset again"
+    )
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert refused(tmp_path, str(tmp_path / "all")) == (
+        f"{tmp_path}/all: a dataset of the splits train, test; give one of their folders, as {tmp_path}/all/train"
+    )
+
+
+@pytest.mark.parametrize(("package", "name"), [("tokenizers", "tokenizers"), ("pyarrow.parquet", "pyarrow")])
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
+    (tmp_path / "a.parquet").write_text("x")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, package, None)
+    options = ["--tokenizer", str(tmp_path / "tokenizer.json")] if name == "tokenizers" else []
+    told = refused(tmp_path, str(tmp_path / "a.parquet"), *options)
+    assert told.endswith(f" needs the package {name}, which is not installed: pip install {name}")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rows = json_lines(tmp_path / "a.jsonl")
+    monkeypatch.setattr(shards.os, "fsync", full)
+    told = refused(tmp_path, str(rows))
+    assert told.endswith(f"/train-00000.shard: No space left on device; nothing is left of {tmp_path / 'out'}"), told
+
+
+def test_an_index_finds_shards_that_are_missing_swapped_or_foreign(tmp_path: Path) -> None:
+    files = list_files([json_lines(tmp_path / "a.jsonl")])
+    for name, share in (("one", 0.2), ("two", 0.3)):
+        prepare(files, tmp_path / name, validation=share)
+    folder, other = tmp_path / "one", tmp_path / "two"
+
+    def told() -> str:
+        with pytest.raises(ValueError) as caught:
+            open_data(str(folder), 257)
+        return str(caught.value)
+
+    path = folder / "train-00000.shard"
+    whole = path.read_bytes()
+    (folder / "train-00001.shard").write_bytes(whole)
+    assert told() == f"{folder}/train-00001.shard: this shard is none that index.json lists; prepare it again"
+    path.rename(folder / "train-00001.shard")
+    assert "train-00000.shard: this shard is missing, index.json lists it; prepare it again" in told()
+    (folder / "train-00001.shard").unlink()
+    path.write_bytes((other / path.name).read_bytes())
+    assert told().startswith(f"{path}: damaged or of another preparation, its header says ")
+    path.write_bytes(whole)
+    (folder / INDEX).write_text("{")
+    assert told().startswith(f"{folder / INDEX}: not an index of shards (JSONDecodeError: ")
+
+
+def test_bytes_have_a_separator_of_their_own() -> None:
+    with pytest.raises(ValueError, match="--separator: bytes are separated by 256"):
+        open_tokenizer("bytes", "</s>")
+    assert open_tokenizer("bytes") is BYTES
