@@ -39,7 +39,6 @@ from dlp.parallel.casts import ROWWISE
 from dlp.parallel.linear.core import BoundTransfers
 from dlp.parallel.linear.state import BoundSpec, quantize
 from dlp.parallel.overlap import names as strategies
-from dlp.parallel.traffic.predict import moved
 from dlp.parallel.transfer import WIRES
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
@@ -133,7 +132,7 @@ def gathered(bound: BoundSpec, x: Tensor) -> QuantizedTensor:
 
 def received(bench: Bench, bound: BoundSpec, shape: tuple[int, int]) -> float:
     """Bytes that a rank receives for x of `shape` from each rank."""
-    return moved(bound.spec.recipe.x.rowwise.format, shape, 0, torch.bfloat16) * (bench.world - 1)
+    return bound.spec.recipe.x.rowwise.format.nbytes(shape, torch.bfloat16, along=0) * (bench.world - 1)
 
 
 def bench_gathers(bench: Bench, tokens: int, features: int) -> list[Line]:

@@ -44,7 +44,6 @@ from dlp.kernels import loader
 from dlp.kernels.gemms import Words
 from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms
 from dlp.kernels.tune import by_candidates, fastest, in_bursts, sustained
-from dlp.parallel.traffic.predict import moved
 from dlp.quant.gemm import DECODES, Gemm, kernel_name
 from dlp.quant.recipe import GEMMS, Operand
 
@@ -94,7 +93,7 @@ def cast_bytes(recipe: str) -> tuple[float, float]:
         if operand.rowwise.format.keeps_source:
             return 0.0
         observed = any(way.observe(torch.zeros(BLOCK, dtype=torch.bfloat16)) is not None for way in ways)
-        written = sum(moved(way.format, SAMPLE, 0, torch.bfloat16) / math.prod(SAMPLE) for way in ways)
+        written = sum(way.format.nbytes(SAMPLE, torch.bfloat16, along=0) / math.prod(SAMPLE) for way in ways)
         return BF16 * (1 + observed) + written + (written + len(ways) * BF16 if decoded else 0.0)
 
     return moved_by(of.x), moved_by(of.w)

@@ -16,7 +16,7 @@ Nothing here knows a layer: `dlp.parallel.linear.state` says what casts of one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -307,11 +307,15 @@ class CastPlan:
 
     def numbers_agreed(self, value: Tensor) -> int:
         """How many numbers ranks agree on before these casts."""
-        distinct: dict[int, Tensor] = {}  # by identity: one value may serve both orientations
+        observed: list[Tensor | None] = []
         for read, matrix in zip(self.reads, self.matrices(value), strict=True):
-            amaxes = zip(read.observe(matrix), self.agreed, strict=True)
-            distinct |= {id(amax): amax for amax, agreed in amaxes if agreed and amax is not None}
-        return sum(amax.numel() for amax in distinct.values())
+            observed += [amax for amax, agreed in zip(read.observe(matrix), self.agreed, strict=True) if agreed]
+        return numbers_in(observed)
+
+
+def numbers_in(amaxes: Iterable[Tensor | None]) -> int:
+    """How many there are; by identity, since one value may serve both orientations."""
+    return sum({id(amax): amax.numel() for amax in amaxes if amax is not None}.values())
 
 
 def cast_plan(

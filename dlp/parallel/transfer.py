@@ -31,8 +31,9 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import AS_IT_IS, Parts, ReduceCodec
 from dlp.kernels.wire import pack_fp8, sum_fp8
-from dlp.parallel.casts import COLUMNWISE, NEITHER, ROWWISE, CastPlan, Orientations, cast_plan, operand_shape
+from dlp.parallel.casts import COLUMNWISE, HP, NEITHER, ROWWISE, CastPlan, Orientations, cast_plan, operand_shape
 from dlp.parallel.style import ParallelStyle
+from dlp.quant.gemm import GemmOptions
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import UNSAID, Format
 
@@ -127,8 +128,8 @@ class TransferPlan:
 
     def casts(self, route: Route, *, arrived: bool = False) -> CastPlan:
         """How the orientations `here` are cast, or those `there` of what has `arrived`."""
-        mine, gathered = (self.tokens, self.y_tokens) if route.tensor == "x" else (self.y_tokens, self.tokens)
-        orientations, rows = (route.there, gathered) if arrived else (route.here, mine)
+        whole = "dy" if route.tensor == "x" else "x"  # has the tokens of all ranks
+        orientations, rows = (route.there, self.rows(whole)) if arrived else (route.here, self.rows(route.tensor))
         return cast_plan(
             self.style, self.recipe, route.tensor, orientations, rows, whole=arrived, own_group=self.own_group,
             group=self.group,
@@ -141,13 +142,35 @@ class TransferPlan:
             return None
         return (quantizers.columnwise if gathered.columnwise else quantizers.rowwise).format
 
+    def rows(self, tensor: str) -> int:
+        """Of x, dy, y or dx on this rank."""
+        return self.tokens if tensor in ("x", "dx") else self.y_tokens
+
+    def sends(self, route: Route, gathered: Gathered, features: int, dtype: torch.dtype) -> int:
+        """Bytes of this rank's part of one transfer, of values [tokens, features] of `dtype`."""
+        shape, fmt = (self.rows(route.tensor), features), self.format(route, gathered)
+        if fmt is None:
+            return HP.nbytes(shape, dtype)
+        shape = operand_shape(self.recipe, route.tensor, shape, bool(gathered.columnwise))
+        return fmt.nbytes(shape, dtype, along=gathered.dim)
+
+    def contribution(self, gemm: str, features: int, dtype: torch.dtype) -> Result:
+        """What this rank adds to the sum of y (fprop) or dx (dgrad), before it is packed. `dtype`: of x."""
+        rows, unit = (self.tokens, self.recipe.units[1]) if gemm == "fprop" else (self.y_tokens, self.recipe.units[2])
+        return Result((rows, features + -features % unit), self.result_dtype(gemm, dtype))
+
+    def result_dtype(self, gemm: str, dtype: torch.dtype) -> torch.dtype:
+        """Of y (fprop), which is that of dy, or of dx (dgrad) before it is x's, `dtype`."""
+        options: GemmOptions = getattr(self.recipe, gemm)
+        return options.out_dtype or dtype
+
     def dy(self, row: bool, col: bool) -> Route:
         return self.dys[2 * row + col]
 
     def y(self, x: Result, out_features: int) -> Result:
         """y, of x [..., K]."""
         shape = x.shape[:-1] if self.style.gathers is None else (self.y_tokens,)
-        return Result((*shape, out_features), self.recipe.fprop.out_dtype or x.dtype)
+        return Result((*shape, out_features), self.result_dtype("fprop", x.dtype))
 
     def saved(self, x: Result, made: bool) -> list[Result]:
         """What forward keeps of x [..., K] for wgrad: the parts of an operand, or none where that is x itself, and no prologue

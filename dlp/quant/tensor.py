@@ -192,11 +192,13 @@ class Format:
                 destination.copy_(part)
         return out
 
-    def nbytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
-        """Bytes of all parts of an operand of `shape`."""
-        sizes = (torch.Size(s).numel() * (part.dtype or dtype).itemsize
-                 for part, s in zip(self.parts, self.part_shapes(shape), strict=True))  # fmt: skip
-        return sum(sizes)
+    def nbytes(self, shape: tuple[int, int], dtype: torch.dtype, *, along: int | None = None) -> int:
+        """Bytes of all parts of an operand of `shape`; `along`: of those that move when it is gathered along this dimension."""
+        return sum(
+            torch.Size(size).numel() * (part.dtype or dtype).itemsize
+            for part, size in zip(self.parts, self.part_shapes(shape), strict=True)
+            if along is None or part.moves_along(along) is not SHARED
+        )
 
 
 @dataclass(frozen=True)

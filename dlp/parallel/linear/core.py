@@ -79,7 +79,7 @@ def run_forward(
     """
     spec, x = bound.spec, inputs[0]
     transport.start(spec.group, spec.style.name)
-    options, rows = spec.recipe.fprop, as_matrix(x)
+    rows = as_matrix(x)
     transfers = _transfers(bound, x.shape)
     plan, reduce = transfers.plan, transfers.plan.fprop
     values = rows if spec.prologue is None else spec.prologue.make(spec.name, rows, inputs[1])
@@ -95,7 +95,7 @@ def run_forward(
         kept += spec.prologue.kept(values)
 
     ws = _weight_operands(bound, spec.members, weights, parts, x.dtype, ROWWISE, record)
-    dtype, ys = options.out_dtype or x.dtype, []
+    options, dtype, ys = spec.recipe.fprop, plan.result_dtype("fprop", x.dtype), []
     for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
         features, inside = weight.shape[0], None
         if bias is not None and reduce is None:  # else it is added once, behind the sum
@@ -158,7 +158,7 @@ def run_backward(
     dx: Tensor | Pending[Tensor] | None = None
     if wanted.dx:
         options = spec.recipe.dgrad
-        dtype = options.out_dtype or wanted.dtype
+        dtype = plan.result_dtype("dgrad", wanted.dtype)
         ws = _weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
         gemms = [Gemm("dgrad", w, dtype if len(rows) == 1 else torch.float32, options=options) for w in ws]
         dx = token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)

@@ -30,17 +30,25 @@ from torch import Tensor
 from dlp.comm import collectives, observer
 from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, TP, WORLD, ParallelDims
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.casts import BOTH, COLUMNWISE, ROWWISE, Orientations, Read, agrees, cast_plan, operand_shape
+from dlp.parallel.casts import BOTH, COLUMNWISE, HP, ROWWISE, CastPlan, Orientations, cast_plan, numbers_in
 from dlp.parallel.linear.spec import delayed_slots
 from dlp.parallel.model.plan import LayerPlan, OtherPlan, Plan
 from dlp.parallel.model.rows import ParameterPlan
 from dlp.parallel.style import ParallelStyle, shard_sizes
 from dlp.parallel.transfer import WIRES, Reduction, Route, TransferPlan, transfer_plan
-from dlp.parallel.weight.sharded import VALUES, ShardLayouts, ShardRead, shard_reads, weight_layouts
+from dlp.parallel.weight.sharded import (
+    VALUES,
+    ShardLayouts,
+    ShardRead,
+    agreed_over,
+    read_of,
+    shard_reads,
+    weight_layouts,
+)
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
-from dlp.quant.tensor import SHARED, Format
+from dlp.quant.tensor import Format
 
 Shape = tuple[int, int]
 
@@ -154,16 +162,6 @@ def nothing(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def moved(fmt: Format, shape: Sequence[int], dim: int, dtype: torch.dtype) -> int:
-    """Bytes of the parts of an operand of this shape that move when it is gathered along `dim`."""
-    shapes = fmt.part_shapes((shape[0], shape[1]))
-    return sum(
-        prod(size) * (part.dtype or dtype).itemsize
-        for part, size in zip(fmt.parts, shapes, strict=True)
-        if part.moves_along(dim) is not SHARED
-    )
-
-
 def precision_of(fmt: Format, dtype: torch.dtype) -> str:
     """What an operand of values of `dtype` travels as."""
     return observer.dtype_name(dtype) if fmt.keeps_source else fmt.name
@@ -245,80 +243,69 @@ class _Layer:
     def recipe(self) -> Recipe:
         return self.rows[0].recipe
 
+    @property
+    def x_dtype(self) -> torch.dtype:
+        return self.load.dtypes.get(self.name, self.load.dtype)
+
     @cached_property
     def transfers(self) -> TransferPlan:
-        return transfer_plan(self.recipe, self.style, self.load.ranks(TP), self.tokens("x"))
-
-    def tokens(self, tensor: str) -> int:
-        """Rows of x or dy, or of y or dx, on this rank."""
-        return self.load.tokens // (self.load.ranks(TP) if self.style.cut(tensor) == 0 else 1)
-
-    def dtype(self, tensor: str) -> torch.dtype:
-        """Of x or dy, or of y or dx where they are reduced."""
-        gemm = {"x": None, "dy": self.recipe.fprop, "y": self.recipe.fprop, "dx": self.recipe.dgrad}[tensor]
-        return (gemm and gemm.out_dtype) or self.load.dtypes.get(self.name, self.load.dtype)
+        ranks = self.load.ranks(TP)
+        tokens = self.load.tokens // (ranks if self.style.cut_x == 0 else 1)
+        return transfer_plan(self.recipe, self.style, ranks, tokens, own_group=self.load.amax_group is not None)
 
     def forward(self) -> Sends:
         """With a wgrad to come: x as its transfers say, and y_i is reduced."""
-        features = self.shapes[0][1]
-        yield from self._routed(self.transfers.x[True], [features])
+        yield from self._routed(self.transfers.x[True], [self.shapes[0][1]], self.x_dtype)
         for shapes in self.at_use:
-            yield from self._agreement("w", shapes, ROWWISE)
-        unit = self.recipe.units[1]
+            yield self._agreement(self.casts("w", ROWWISE), shapes)
         for out, _ in self.shapes:
-            yield from self._reduced("fprop", self.transfers.fprop, "y", out + -out % unit)
-            yield from self._rounded("y", out)
+            yield from self._reduced("fprop", "y", out)
 
     def backward(self) -> Sends:
         """dy_i and x as their transfers say, and dx is reduced."""
         features = self.shapes[0][1]
-        yield from self._routed(self.transfers.dy(True, True), [out for out, _ in self.shapes])
-        yield from self._routed(self.transfers.x_again, [features])
+        outs, dtype = [out for out, _ in self.shapes], self.transfers.result_dtype("fprop", self.x_dtype)
+        yield from self._routed(self.transfers.dy(True, True), outs, dtype)
+        yield from self._routed(self.transfers.x_again, [features], self.x_dtype)
         for shapes in self.at_use:
-            yield from self._agreement("w", shapes, COLUMNWISE)
-        unit = self.recipe.units[2]
-        yield from self._reduced("dgrad", self.transfers.dgrad, "dx", features + -features % unit)
-        yield from self._rounded("dx", features)
+            yield self._agreement(self.casts("w", COLUMNWISE), shapes)
+        yield from self._reduced("dgrad", "dx", features)
 
-    def _routed(self, route: Route, features: Sequence[int]) -> Sends:
+    def casts(self, tensor: str, orientations: Orientations) -> CastPlan:
+        """Of w, or of a result: how many rows there are is nothing to those."""
+        own_group = self.load.amax_group is not None
+        return cast_plan(self.style, self.recipe, tensor, orientations, 0, own_group=own_group)
+
+    def _routed(self, route: Route, features: Sequence[int], dtype: torch.dtype) -> Sends:
         """Matrices [tokens, features] that go this way: agreed on and cast here, gathered, agreed on and cast there."""
-        tensor, tokens, dtype = route.tensor, self.tokens(route.tensor), self.dtype(route.tensor)
-        yield from self._agreement(tensor, [(tokens, size) for size in features], route.here)
+        plan, tokens = self.transfers, self.transfers.rows(route.tensor)
+        yield self._agreement(plan.casts(route), [(tokens, size) for size in features])
         for each in route.gathers:
             (size,) = features  # siblings share x, and a layer that gathers dy has none
             self._strategy(each.gemm)  # whichever it is, the shard goes to each other rank
-            if each.columnwise is None:
-                precision, nbytes = observer.dtype_name(dtype), tokens * size * dtype.itemsize
-            else:
-                operand = self.recipe.of(tensor)
-                assert operand is not None
-                fmt = (operand.columnwise if each.columnwise else operand.rowwise).format
-                shape = operand_shape(self.recipe, tensor, (tokens, size), each.columnwise)
-                precision, nbytes = precision_of(fmt, dtype), moved(fmt, shape, each.dim, dtype)
-            sent = Sent(self.load.named(TP), self.name, each.gemm, precision)
-            yield sent, observer.gathered(nbytes, self.load.ranks(TP))
+            sent = Sent(self.load.named(TP), self.name, each.gemm, precision_of(plan.format(route, each) or HP, dtype))
+            yield sent, observer.gathered(plan.sends(route, each, size, dtype), self.load.ranks(TP))
         if any(route.there):
-            yield from self._agreement(tensor, [(self.load.tokens, features[0])], route.there, whole=True)
+            yield self._agreement(plan.casts(route, arrived=True), [(self.load.tokens, features[0])])
 
-    def _agreement(self, tensor: str, shapes: Sequence[Shape], cast: Orientations, *, whole: bool = False) -> Sends:
-        """The all-reduce of what the casts of values of these shapes observe. `whole`: they have been gathered."""
-        group, elements = self.load.amax_group or TP, self.agreed(tensor, shapes, cast, whole)
+    def _agreement(self, casts: CastPlan, shapes: Sequence[Shape]) -> tuple[Sent, int]:
+        """The all-reduce of what the casts of values of these shapes observe."""
+        group, elements = self.load.amax_group or TP, sum(_numbers_agreed(casts, shape) for shape in shapes)
         nbytes = observer.reduced(elements, 4, self.load.ranks(group))
-        yield Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
+        return Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
 
-    def agreed(self, tensor: str, shapes: Sequence[Shape], cast: Orientations, whole: bool = False) -> int:
-        """How many numbers ranks agree on before those casts."""
-        asked = self.style, self.recipe, tensor, cast, whole, self.load.amax_group is not None
-        return sum(_numbers_agreed(shape, *asked) for shape in shapes)
-
-    def _reduced(self, gemm: str, reduce: Reduction | None, tensor: str, features: int) -> Sends:
-        """The sum over tp of y or dx, the tokens of a microbatch x `features`."""
-        if reduce is None:
-            return
-        partial = nothing((self.load.tokens, features), self.dtype(tensor))
-        send = self._strategy(gemm)
-        for dtype, nbytes in send(partial, self.load.ranks(TP), reduce=reduce.how, codec=WIRES[reduce.codec]):
-            yield Sent(self.load.named(TP), self.name, gemm, observer.dtype_name(dtype)), nbytes
+    def _reduced(self, gemm: str, tensor: str, features: int) -> Sends:
+        """The sum over tp of y or dx, and the agreement for one that its recipe rounds."""
+        reduce: Reduction | None = getattr(self.transfers, gemm)
+        if reduce is not None:
+            partial = nothing(*self.transfers.contribution(gemm, features, self.x_dtype))
+            send = self._strategy(gemm)
+            for dtype, nbytes in send(partial, self.load.ranks(TP), reduce=reduce.how, codec=WIRES[reduce.codec]):
+                yield Sent(self.load.named(TP), self.name, gemm, observer.dtype_name(dtype)), nbytes
+        quantizers = self.recipe.of(tensor)
+        if quantizers is not None:
+            rows, columns = quantizers.rowwise.format.padded(nothing((self.transfers.rows(tensor), features))).shape
+            yield self._agreement(self.casts(tensor, ROWWISE), [(rows, columns)])
 
     def _strategy(self, gemm: str) -> Callable[..., overlaps.Sent]:
         """`sent` of the GEMM's strategy. Raises ValueError where there is none."""
@@ -329,20 +316,10 @@ class _Layer:
             raise ValueError(f"the overlap strategy {name!r} does not say what it sends")
         return found
 
-    def _rounded(self, tensor: str, features: int) -> Sends:
-        """The agreement for a result that its recipe rounds."""
-        quantizers = self.recipe.of(tensor)
-        if quantizers is not None:
-            padded = quantizers.rowwise.format.padded(nothing((self.tokens(tensor), features)))
-            yield from self._agreement(tensor, [(padded.shape[0], padded.shape[1])], ROWWISE)
-
 
 @cache
-def _numbers_agreed(
-    shape: Shape, style: ParallelStyle, recipe: Recipe, tensor: str, cast: Orientations, whole: bool, own_group: bool
-) -> int:
-    plan = cast_plan(style, recipe, tensor, cast, shape[0], whole=whole, own_group=own_group)
-    return plan.numbers_agreed(nothing(shape))
+def _numbers_agreed(casts: CastPlan, shape: Shape) -> int:
+    return casts.numbers_agreed(nothing(shape))
 
 
 def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
@@ -383,7 +360,8 @@ def _cached_weights(layers: Sequence[_Layer], load: Workload) -> Sends:
     elements = 0
     for layer in layers:
         with predicting(layer.name):
-            elements += layer.agreed("w", layer.shapes, BOTH) if layer.cached else 0
+            casts = layer.casts("w", BOTH)
+            elements += sum(_numbers_agreed(casts, shape) for shape in layer.shapes) if layer.cached else 0
     group = load.amax_group or TP
     yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))
 
@@ -446,7 +424,7 @@ def _gathers(
     first, *rest = load.shard(parameter.shape, padded=True)
     for layout in (each for layouts in passes for each in dict.fromkeys(layouts)):
         shape = layout.of((first, prod(rest)))
-        nbytes = moved(layout.format, shape, int(layout.transposed), load.weight_dtype)
+        nbytes = layout.format.nbytes(shape, load.weight_dtype, along=int(layout.transposed))
         precision = precision_of(layout.format, load.weight_dtype)
         yield Sent(load.named(DP_SHARD), "", "weights", precision), observer.gathered(nbytes, load.ranks(DP_SHARD))
 
@@ -474,17 +452,10 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
         delayed = [caps_of(layout.quantizer).slot is not None for layout in layouts if layout is not None]
         covered = recipe.reduce_amax and load.amax_group in (None, WORLD, DP_SHARD)
         staged += count * (delayed[0] and not covered)
-        shard, wide = dict[int, Tensor](), dict[int, Tensor]()  # by identity: one value may serve both orientations
-        by_row, by_col = (None if layout is None else layout.quantizer for layout in layouts)
-        amaxes = Read(by_row, by_col).observe(nothing(shape))
-        own_group = load.amax_group is not None
-        for layout, amax in zip(layouts, amaxes, strict=True):
-            if layout is not None and amax is not None:
-                agreed = agrees(style, recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
-                shard |= {id(amax): amax} if layout.spans_rows else {}
-                wide |= {id(amax): amax} if agreed else {}
-        shards += count * sum(amax.numel() for amax in shard.values())
-        wider += count * sum(amax.numel() for amax in wide.values())
+        amaxes = read_of(layouts).observe(nothing(shape))
+        says = [agreed_over(layout, style, recipe, load.amax_group is not None) for layout in layouts]
+        shards += count * numbers_in(amax for amax, (by_shards, _) in zip(amaxes, says, strict=True) if by_shards)
+        wider += count * numbers_in(amax for amax, (_, by_others) in zip(amaxes, says, strict=True) if by_others)
     for group, elements in ((DP_SHARD, shards), (load.amax_group or TP, wider), (DP_SHARD, staged)):
         yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))
 

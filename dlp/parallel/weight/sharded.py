@@ -29,6 +29,7 @@ from dlp.comm.collectives import all_gather
 from dlp.parallel.casts import COLUMNWISE, NOBODY, ROWWISE, Cast, Groups, Read, agrees
 from dlp.parallel.linear.state import quantize
 from dlp.parallel.model.session import in_backward
+from dlp.parallel.style import ParallelStyle
 from dlp.parallel.weight.base import LayerWeights, MemberWeight, Use, Values
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, Wanted, caps_of, one_read
 from dlp.quant.recipe import Operand, Recipe
@@ -87,6 +88,20 @@ def shard_reads(layouts: Iterable[ShardLayout]) -> list[ShardRead]:
         if one_read(chosen[0].quantizer, chosen[1].quantizer) is not None:
             return [(chosen[0], chosen[1])]
     return [(None, each) if each.transposed else (each, None) for each in chosen]
+
+
+def read_of(layouts: ShardRead, groups: tuple[Groups, Groups] = (NOBODY, NOBODY)) -> Read:
+    """One of `shard_reads` as a cast makes it."""
+    row, col = (None if layout is None else layout.quantizer for layout in layouts)
+    return Read(row, col, groups)
+
+
+def agreed_over(layout: ShardLayout | None, style: ParallelStyle, recipe: Recipe, own_group: bool) -> tuple[bool, bool]:
+    """Who has a say in what one cast of rows observes: other ranks of dp_shard, where it spans their rows; those of a wider
+    group after them. `own_group`: of `agrees`."""
+    if layout is None:
+        return False, False
+    return layout.spans_rows, agrees(style, recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
 
 
 def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_group: bool = False) -> str | None:
@@ -198,21 +213,16 @@ class ShardedWeight(MemberWeight):
         matrix = values.of(self.name, mine, dtype, (mine.shape[0], mine.shape[1]))
         flag, made = bound.session.flag(bound.spec.members, "w", self.name, matrix.device), []
         for layouts in self.reads:
-            row, col = (None if each is None else each.quantizer for each in layouts)
             out, out_t = (None if each is None else self.mine.get(each) for each in layouts)
-            read = Read(row, col, (self._agree(layouts[0]), self._agree(layouts[1])))
+            read = read_of(layouts, (self._agree(layouts[0]), self._agree(layouts[1])))
             made.append(Cast(read, matrix, self._slot(layouts[0] or layouts[1]), (), (out, out_t), flag))
         return made
 
     def _agree(self, layout: ShardLayout | None) -> Groups:
-        """Who agrees on what one cast observes: dp_shard, where it spans the rows of other ranks, then a group with a wider
-        say."""
-        if layout is None:
-            return NOBODY
+        """Who agrees on what one cast observes: see `agreed_over`."""
         spec = self.bound.spec
-        own_group = spec.amax_group is not None
-        wider = agrees(spec.style, spec.recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
-        return self.rows.group if layout.spans_rows else None, (spec.amax_group or spec.group) if wider else None
+        shards, wider = agreed_over(layout, spec.style, spec.recipe, spec.amax_group is not None)
+        return self.rows.group if shards else None, (spec.amax_group or spec.group) if wider else None
 
     def _slot(self, layout: ShardLayout | None) -> ScaleSlot | None:
         """The delayed scale that one cast reads, if it has one."""
