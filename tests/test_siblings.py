@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, Member, make_spec
+from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, Member
+from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.model.session import Session
+from dlp.parallel.style import LOCAL
+from dlp.quant.recipe import load
 from tests.metrics import assert_bit_equal, assert_close
 
 NAMES = ("q", "k", "v")
@@ -28,7 +31,9 @@ class Three(nn.Module):
         members = [Member(getattr(self, name), "weight", "bias") for name in NAMES]
         self.runs = 0
         self.core = Counted(
-            make_spec("q and siblings", "local", False, recipe, "serial", None, NAMES), Session(lone=True), members
+            LinearSpec("q and siblings", LOCAL, load(recipe), Overlaps.named("serial"), members=NAMES),
+            Session(lone=True),
+            members,
         )
         for name in NAMES:
             getattr(self, name).core = self.core

@@ -9,16 +9,17 @@ from dataclasses import replace
 import torch
 
 import dlp
-from dlp.parallel.linear.modules import make_spec
-from dlp.parallel.linear.spec import LayerOptions, LinearSpec
+from dlp.parallel.linear.prologue import load as load_prologue
+from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
 from dlp.parallel.linear.state import bound_of, spec_of
+from dlp.parallel.style import COLUMN_SP
+from dlp.quant.recipe import load
 from tests.cases import RECIPES
 
 
 def spec(recipe: str = "fp8_current") -> LinearSpec:
-    return make_spec(
-        "layer", "column", True, recipe, "serial", None, ("layer",), prologue={"name": "rms_norm", "eps": 1e-6}
-    )
+    prologue = load_prologue({"name": "rms_norm", "eps": 1e-6})
+    return LinearSpec("layer", COLUMN_SP, load(recipe), Overlaps.named("serial"), prologue=prologue)
 
 
 def test_specs_are_compared_by_value():

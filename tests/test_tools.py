@@ -24,8 +24,8 @@ MANY = ", ".join("abcdefghi")
 HEAD = f"def f({MANY}): ..."
 
 
-def problems_in(source: str, shrinking: dict[str, int]) -> list[str]:
-    return parameters.problems(list(parameters.functions_in(source, "f.py")), shrinking)
+def problems_in(source: str) -> list[str]:
+    return parameters.problems(list(parameters.functions_in(source, "f.py")))
 
 
 def test_parameters_are_counted_without_self_and_without_stars():
@@ -40,28 +40,24 @@ def test_parameters_are_counted_without_self_and_without_stars():
 
 
 @pytest.mark.parametrize(
-    ("source", "shrinking", "said"),
+    ("source", "said"),
     [
-        (HEAD, {}, "f.py:1 f takes 9 parameters; at most 8: make a record"),
-        (HEAD.replace(", i", ""), {}, ""),
-        (f"class C:\n    {HEAD}", {}, ""),  # the first is self
-        (HEAD, {"f": 9}, ""),
-        (HEAD, {"f": 9, "g": 9}, "g takes at most 8 parameters by now: remove it from SHRINKING"),
-        (HEAD.replace("i)", "i, j)"), {"f": 9}, "f.py:1 f takes 10 parameters; at most 9: make a record"),
-        (f"{HEAD}  # many parameters: the schema of an op is flat", {}, ""),
-        (f"{HEAD}  # many parameters:", {}, "f.py:1 f takes 9 parameters; at most 8: make a record"),
-        (f"def f(\n    {MANY}\n) -> None:  # many parameters: as torch has them\n    pass", {}, ""),
-        (f"def f({MANY}):\n    pass  # many parameters: too late", {}, "f.py:1 f takes 9 parameters; at most 8: make a record"),
-        ("def f(a): ...  # many parameters: once", {}, "f.py:1 f takes 1 parameters: remove its mark"),
+        (HEAD, "f.py:1 f takes 9 parameters; at most 8: make a record"),
+        (HEAD.replace(", i", ""), ""),
+        (f"class C:\n    {HEAD}", ""),  # the first is self
+        (f"{HEAD}  # many parameters: the schema of an op is flat", ""),
+        (f"{HEAD}  # many parameters:", "f.py:1 f takes 9 parameters; at most 8: make a record"),
+        (f"def f(\n    {MANY}\n) -> None:  # many parameters: as torch has them\n    pass", ""),
+        (f"def f({MANY}):\n    pass  # many parameters: too late", "f.py:1 f takes 9 parameters; at most 8: make a record"),
+        ("def f(a): ...  # many parameters: once", "f.py:1 f takes 1 parameters: remove its mark"),
     ],
 )  # fmt: skip
-def test_too_many_parameters_and_exceptions_without_need_are_told(source, shrinking, said):
-    assert "\n".join(problems_in(source, shrinking)) == said
+def test_too_many_parameters_and_exceptions_without_need_are_told(source, said):
+    assert "\n".join(problems_in(source)) == said
 
 
 def test_kernels_bindings_are_exempt_and_nothing_to_look_at_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(parameters, "SHRINKING", {})
     for folder in ("dlp/kernels", "dlp/quant"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.py").write_text(HEAD)

@@ -3,13 +3,12 @@
     python tools/parameters.py dlp launch bench [...]
 
 `self` and `cls` do not count, nor do *args and **kwargs. Who takes more than eight passes arguments on that belong
-together: make a record of them. Two ways remain:
+together: make a record of them. One way remains:
 
     def f(...):  # many parameters: REASON      in the source, for a signature that is not ours to choose: one of
                                                 torch's that is mirrored, the flat schema of a custom op
-    SHRINKING                                   functions that are about to be cut down; their number may only fall
 
-A mark or an entry that is no longer needed fails as well.
+A mark that is no longer needed fails as well.
 """
 
 from __future__ import annotations
@@ -17,17 +16,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 LIMIT = 8
 EXEMPT = Path("dlp/kernels")
 MARK = re.compile(r"# many parameters: \S")
-SHRINKING = {  # by name, wherever it lies: the most that it may have
-    "_backward_flops": 12,
-    "make_spec": 11,
-}
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -63,21 +58,15 @@ def _count(function: Definition, in_class: bool) -> int:
     return len(given.posonlyargs + given.args + given.kwonlyargs) - (in_class and not static)
 
 
-def problems(functions: Sequence[Function], shrinking: Mapping[str, int]) -> list[str]:
-    """One sentence for each function that takes too many, and for each exception that is not needed."""
-    found, needed = [], set()
+def problems(functions: Sequence[Function]) -> list[str]:
+    """One sentence for each function that takes too many, and for each mark that is not needed."""
+    found = []
     for name, place, parameters, marked in functions:
         if marked and parameters <= LIMIT:
             found.append(f"{place} {name} takes {parameters} parameters: remove its mark")
-        if marked or parameters <= LIMIT:
-            continue
-        needed.add(name)
-        if parameters > shrinking.get(name, LIMIT):
-            found.append(
-                f"{place} {name} takes {parameters} parameters; at most {shrinking.get(name, LIMIT)}: make a record"
-            )
-    unneeded = sorted(shrinking.keys() - needed)
-    return found + [f"{name} takes at most {LIMIT} parameters by now: remove it from SHRINKING" for name in unneeded]
+        elif parameters > LIMIT and not marked:
+            found.append(f"{place} {name} takes {parameters} parameters; at most {LIMIT}: make a record")
+    return found
 
 
 def main(folders: Sequence[str]) -> int:
@@ -86,10 +75,8 @@ def main(folders: Sequence[str]) -> int:
     if not functions:
         print(f"no functions in {', '.join(folders)}", file=sys.stderr)
         return 1
-    found = problems(functions, SHRINKING)
-    print(
-        "\n".join(found) or f"{len(functions)} functions: at most {LIMIT} parameters, but {len(SHRINKING)} that shrink"
-    )
+    found = problems(functions)
+    print("\n".join(found) or f"{len(functions)} functions: at most {LIMIT} parameters")
     return 1 if found else 0
 
 

@@ -387,10 +387,10 @@ def _forward_flops(
 
 
 def _backward_flops(
-    dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], cached: Any, spec_id: Any, trace_id: int,
-    dtype: Any, flags: Sequence[int], *, out_shape: Any = None,
+    dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], *args: Any, out_shape: Any = None
 ) -> int:  # fmt: skip
     """Of dgrad and wgrad, now or in `backward_dw`."""
+    _, _, trace_id, dtype, flags = args
     spec, wanted = spec_of(trace_id), _wanted(flags, dtype)
     tokens = prod(dys[0][:-1]) * (spec.tp if spec.style.gathers == "dy" else 1)
     return sum(2 * tokens * prod(weight) * (wanted.dx + dw) for weight, dw in zip(weights, wanted.dw, strict=True))

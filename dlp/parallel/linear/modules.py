@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP
-from dlp.parallel import overlap as overlaps
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.autograd import (
     ACTIVATIONS,
@@ -27,8 +26,7 @@ from dlp.parallel.linear.autograd import (
     no_autocast,
     opaque,
 )
-from dlp.parallel.linear.prologue import Prologue
-from dlp.parallel.linear.spec import OFF, LayerOptions, LinearSpec, Overlaps, num_inputs
+from dlp.parallel.linear.spec import LinearSpec, Overlaps, num_inputs
 from dlp.parallel.linear.state import LayerState
 from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
 from dlp.parallel.model.session import Session
@@ -280,12 +278,15 @@ class Linear(ParallelLinear):
     ) -> None:  # fmt: skip  # many parameters: those of nn.Linear, and of the layers of other tensor-parallel libraries
         super().__init__()
         mesh = _as_mesh(tp, device)
-        runtime = Session(lone=True, amax_group=None if mesh is None else mesh.get_group())
+        session = Session(lone=True, amax_group=None if mesh is None else mesh.get_group())
         members = (
             ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
         )
-        name, ways = type(self).__name__, (self._style, sequence_parallel, recipe, overlap)
-        spec = make_spec(name, *ways, mesh, members, prologue=prologue)
+        spec = LinearSpec(
+            type(self).__name__, style(self._style, sequence_parallel), recipes.as_recipe(recipe).for_layer(members[0]),
+            Overlaps.named(overlap), None if mesh is None else mesh.get_group(), members=members,
+            prologue=prologues.load(prologue),
+        )  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         sizes = (out_features,) if isinstance(out_features, int) else out_features
         suffixes = [""] if isinstance(out_features, int) else [f"_{i}" for i in range(len(sizes))]
@@ -296,8 +297,8 @@ class Linear(ParallelLinear):
             bias_dim = 0 if spec.style.shard_dim == 0 else None
             self.register_parameter(member.weight, place(full.weight, mesh, spec.style.shard_dim))
             self.register_parameter(member.bias, place(full.bias, mesh, bias_dim) if bias else None)
-        self.core = LinearCore(spec, runtime, owners)
-        runtime.cores.append(self.core)
+        self.core = LinearCore(spec, session, owners)
+        session.cores.append(self.core)
         self.tp_partial = partial_names(spec, owners)
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -337,21 +338,3 @@ def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | 
         return tp
     kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
     return DeviceMesh.from_group(tp, kind, mesh_dim_names=(TP,))
-
-
-def make_spec(
-    name: str, style_name: str, sequence_parallel: bool, recipe: Any, overlap: str | dict[str, str],
-    tp: DeviceMesh | None, members: tuple[str, ...], *, amax_group: ProcessGroup | None = None,
-    tokens: int | None = None, options: LayerOptions = OFF,
-    prologue: str | Mapping[str, Any] | Prologue | None = None,
-) -> LinearSpec:  # fmt: skip
-    """A spec from the words users write. `recipe`: a name, a Recipe or a CustomRecipe. `overlap`: one strategy's name,
-    or one per GEMM. `prologue`: see `dlp.parallel.linear.prologue.load`."""
-    chosen = overlap if isinstance(overlap, dict) else dict.fromkeys(recipes.GEMMS, overlap)
-    strategies = Overlaps(**{gemm: overlaps.load(chosen.get(gemm, "serial")) for gemm in recipes.GEMMS})
-    group = None if tp is None else tp.get_group()
-    resolved = recipes.as_recipe(recipe).for_layer(members[0])
-    return LinearSpec(
-        name, style(style_name, sequence_parallel), resolved, strategies, group, amax_group, tokens, members,
-        options=options, prologue=prologues.load(prologue),
-    )  # fmt: skip

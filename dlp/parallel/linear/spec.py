@@ -7,7 +7,7 @@ under is a `BoundSpec` (`dlp.parallel.linear.state`). Changing a layer's recipe 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dlp.parallel import overlap as overlaps
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.quantizer import SlotOptions, caps_of
-from dlp.quant.recipe import OPERANDS, RESULTS, Recipe
+from dlp.quant.recipe import GEMMS, OPERANDS, RESULTS, Recipe
 from dlp.quant.tensor import Format
 
 
@@ -30,6 +31,12 @@ class Overlaps:
     fprop: Overlap
     dgrad: Overlap
     wgrad: Overlap
+
+    @classmethod
+    def named(cls, chosen: str | Mapping[str, str]) -> Overlaps:
+        """By one strategy's name, or one for each GEMM, "serial" where none is given. ValueError for an unknown one."""
+        names = dict.fromkeys(GEMMS, chosen) if isinstance(chosen, str) else chosen
+        return cls(**{gemm: overlaps.load(names.get(gemm, "serial")) for gemm in GEMMS})
 
 
 def _allowed(style: ParallelStyle) -> None:

@@ -34,10 +34,9 @@ from dlp.parallel.linear.modules import (
     ConvertedLinear,
     LinearCore,
     ParallelLinear,
-    make_spec,
     partial_names,
 )
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.spec import LinearSpec, Overlaps
 from dlp.parallel.model.embedding import cut_vocabulary
 from dlp.parallel.model.grads import PartialGradients
 from dlp.parallel.model.groups import LayerGroup
@@ -115,7 +114,7 @@ def convert(
     target = _Target(model, tp, group, tokens, runtime)
     names = {id(module): name for name, module in model.named_modules()}
     sets = _layers_that_run_as_one(plan)
-    specs = [_make_spec(target, rows) for rows in sets]  # all of them, for what they refuse, before the first change
+    specs = [_spec_of(target, rows) for rows in sets]  # all of them, for what they refuse, before the first change
     for spec, rows in zip(specs, sets, strict=True):
         _convert_linears(target, spec, rows)
     for other in plan.others:
@@ -140,7 +139,7 @@ def _layers_that_run_as_one(plan: Plan) -> list[list[LayerPlan]]:
     ]
 
 
-def _make_spec(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
+def _spec_of(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
     """The spec of one linear, or of several siblings."""
     first = rows[0]
     name = first.name if len(rows) == 1 else f"{first.name} and siblings"
@@ -148,10 +147,9 @@ def _make_spec(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
     if isinstance(module, ParallelLinear):
         name = first.module
         module.core.weights.check(first.recipe)
-    return make_spec(
-        name, first.style, first.sequence_parallel, first.recipe, first.overlap, target.tp,
-        tuple(row.name for row in rows), amax_group=target.amax_group, tokens=target.tokens, options=first.options,
-        prologue=first.prologue,
+    return LinearSpec(
+        name, first.row, first.recipe, Overlaps.named(first.overlap), target.tp.get_group(), target.amax_group, target.tokens,
+        tuple(row.name for row in rows), options=first.options, prologue=first.prologue,
     )  # fmt: skip
 
 
