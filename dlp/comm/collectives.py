@@ -14,6 +14,7 @@ type, and a grouped gather of several dtypes would be promoted to one of them th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -66,6 +67,15 @@ class ReduceCodec(NamedTuple):
 
     pack: Callable[[Tensor], Parts]
     total: Callable[[Parts, torch.dtype], Tensor]
+
+
+@cache
+def packed_like(
+    codec: ReduceCodec, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[list[torch.Size], list[torch.dtype]]:
+    """Shapes and dtypes of the parts that chunks of this shape [R, ...] are packed as."""
+    parts = codec.pack(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    return [part.shape for part in parts], [part.dtype for part in parts]
 
 
 AS_IT_IS = ReduceCodec(lambda chunks: (chunks,), lambda parts, dtype: sum_in_order(parts[0], dtype))

@@ -5,13 +5,13 @@
 A step sends what has been written until then, so it may start while the parts of later steps are still being made, and
 what arrives is used rank by rank. All ranks start the same exchanges in the same order, one after the other.
 
-`DirectExchange` sends and receives. `dlp.comm.symmetric` copies from peer to peer instead.
+Where ranks map each other's memory, `dlp.comm.transport` does this by copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,26 +21,6 @@ from torch.distributed import ProcessGroup
 from dlp.comm.collectives import Parts
 
 
-class Exchange(Protocol):
-    """`outgoing`: memory for what this rank sends, one set of parts for all ranks or R sets, set i for rank i.
-    `arrived`: [R, *shape] of each part; row i came from rank i, this rank's own too."""
-
-    outgoing: list[Parts]
-    arrived: Parts
-
-    def keep(self) -> None:
-        """This rank's own parts, which have been written, arrive: before the steps or after them."""
-        ...
-
-    def step(self, distance: int) -> None:
-        """Start step `distance`; every rank starts all steps, in order. What it sends has been written."""
-        ...
-
-    def wait(self, source: int) -> None:
-        """Order the current stream after the arrival of what rank `source` sent. Every rank's is awaited."""
-        ...
-
-
 def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
     """(distance, the rank it sends to, the rank it receives from) of each step."""
     rank, world = group.rank(), group.size()
@@ -48,7 +28,12 @@ def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
 
 
 class DirectExchange:
-    """By `batch_isend_irecv`. What a rank sends itself is written where it arrives."""
+    """By `batch_isend_irecv`.
+
+    outgoing    memory for what this rank sends, one set of parts for all ranks or R sets, set i for rank i; what it sends
+                itself is written where it arrives
+    arrived     [R, *shape] of each part; row i came from rank i
+    """
 
     def __init__(
         self, group: ProcessGroup, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], sets: int,
@@ -64,10 +49,8 @@ class DirectExchange:
         ]
         self._works: dict[int, list[Any]] = {}
 
-    def keep(self) -> None:
-        pass
-
     def step(self, distance: int) -> None:
+        """Start step `distance`; every rank starts all steps, in order. What it sends has been written."""
         to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
         sent, received = self.outgoing[to % len(self.outgoing)], [part[source] for part in self.arrived]
         ops = [self._op(dist.isend, part, to) for part in sent] + [self._op(dist.irecv, p, source) for p in received]
@@ -78,5 +61,6 @@ class DirectExchange:
         return dist.P2POp(what, part, group=self.group, group_peer=peer)
 
     def wait(self, source: int) -> None:
+        """Order the current stream after the arrival of what rank `source` sent. Every rank's is awaited."""
         for work in self._works.pop(source, []):
             work.wait()

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dlp.comm import symmetric, transport
+from dlp.comm import transport
 
 DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
 WORLD = "world"  # beside AXES the name of a group
@@ -192,7 +192,6 @@ def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device
 
 def shutdown() -> None:
     """Leave the process group; for the end of a run that went well (after an error the group may hang)."""
-    symmetric.destroy()
     transport.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import observer
-from dlp.comm.collectives import Parts, Pending, fields
+from dlp.comm.collectives import Parts, Pending, fields, record
 from dlp.comm.slots import AGREED, MAXIMA, RANKS, CudaSlot, Place, Slot
 from dlp.kernels import loader
 from dlp.kernels.launches import Lane, is_recording
@@ -172,11 +172,16 @@ class Exchange:
 
     def send(self, chunks: Sequence[Tensor], to: int) -> None:
         """This rank's chunk of each part to a rank, itself among them. They have been written."""
-        transport = self._transport
+        for chunk in chunks:
+            self._transport.count(chunk, to)
         self._slot.follow()
+        self._push(chunks, to)
+
+    def _push(self, chunks: Sequence[Tensor], to: int) -> None:
+        rank = self._transport.rank
         for chunk, start in zip(chunks, self._starts, strict=True):
-            transport.count(chunk, to)
-            self._slot.push(chunk, to, Place(start + transport.rank * chunk.nbytes, chunk.nbytes, 1, chunk.nbytes))
+            if chunk.nbytes:
+                self._slot.push(chunk, to, Place(start + rank * chunk.nbytes, chunk.nbytes, 1, chunk.nbytes))
         self._sent += chunks
 
     def sent(self) -> Pending[Parts]:
@@ -189,11 +194,14 @@ class Exchange:
         self._sent.clear()
 
     def send_all(self, parts: Sequence[Tensor]) -> Pending[Parts]:
-        """Chunk j of each part [R, ...] to rank j."""
-        transport = self._transport
+        """Chunk j of each part [R, ...] to rank j; counted as one record for each, as `collectives.all_to_all` sends."""
+        transport, first = self._transport, parts[0]
+        whole = torch.empty(record(parts) // first.itemsize, dtype=first.dtype, device="meta") if observer.counting() else first
+        self._slot.follow()
         for distance in range(1, transport.world + 1):
             to = (transport.rank + distance) % transport.world
-            self.send([part[to] for part in parts], to)
+            transport.count(whole, to)
+            self._push([part[to] for part in parts], to)
         return self.sent()
 
 

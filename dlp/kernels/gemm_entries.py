@@ -318,7 +318,7 @@ def _fp8_block_by_tile(
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
     scales = _hopper_scales(a, b, a_layout, b_layout)
-    return gemm_sm90.product(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate)
+    return gemm_sm90.product(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
 @_gemm_of_layouts(REFERENCE, ("cpu",), PAIRS["mxfp8"], "emulated")

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from dlp.kernels import gemms
 from dlp.kernels.gemms import ALIGNMENT, Scales
 from dlp.kernels.launches import launch
 from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
@@ -58,12 +59,12 @@ def can_take(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, bias: Tensor | Non
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
-            accumulate: Tensor | None = None) -> Tensor:  # fmt: skip
+            accumulate: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS) -> Tensor:  # fmt: skip
     """A [rows, C] @ B [cols, C].T, each 128 of C summed in the tensor core, scaled by fl(sa * sb) and added up in fp32, plus
     bias [cols] -> [rows, cols], rounded once to `out_dtype`; or added to `accumulate`, which is returned. For what
     `can_take` allows, of any size but none."""
     (rows, contraction), cols = a.shape, b.shape[0]
-    out = a.new_empty((rows, cols), dtype=out_dtype) if accumulate is None else accumulate
+    out = gemms.room_for(a, (rows, cols), out_dtype, options) if accumulate is None else accumulate
     a_scale, b_scale = (each if each.data_ptr() % ALIGNMENT == 0 else each.clone() for each in scales[:2])
     job = (
         a.data_ptr(), b.data_ptr(), out.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr(),

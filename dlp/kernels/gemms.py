@@ -127,7 +127,7 @@ def prepare(
     """
     _check_devices(a, b, bias, accumulate, alpha, *(scales[:2] if scales else ()))
     (rows, contraction), cols = a.shape, b.shape[0]
-    out = a.new_empty((rows, cols), dtype=out_dtype) if accumulate is None else accumulate
+    out = room_for(a, (rows, cols), out_dtype, options) if accumulate is None else accumulate
     a, a_stride, a_flipped = _lines(a)
     b, b_stride, b_flipped = _lines(b)
     a_scale, b_scale = (None, None) if scales is None else (_aligned(scales.a), _aligned(scales.b))
@@ -274,6 +274,14 @@ def save_choices(device: int, measured: dict[str, int]) -> Path:
 
 
 # Products
+
+
+def room_for(a: Tensor, shape: tuple[int, int], dtype: torch.dtype, options: GemmLaunchOptions) -> Tensor:
+    """Where a result of this shape and dtype is written: where it was asked for, if it fits there."""
+    out = options.out
+    if out is not None and out.shape == shape and out.dtype == dtype and out.is_contiguous():
+        return out
+    return a.new_empty(shape, dtype=dtype)
 
 
 def product(

@@ -128,12 +128,13 @@ class OperandLayout(Protocol):
 class GemmLaunchOptions(NamedTuple):
     """How a GEMM runs. `fast_accumulation`: FP8 products are summed in the tensor core only; of others it says nothing.
     `tuned`: by the measured choice, if there is one. `allow_reference`: by the plain-torch reference on a GPU, where nothing
-    else can. `sms`: on so many multiprocessors, 0 for all."""
+    else can. `sms`: on so many multiprocessors, 0 for all. `out`: the result may be written there."""
 
     fast_accumulation: bool = False
     tuned: bool = True
     allow_reference: bool = False
     sms: int = 0
+    out: Tensor | None = None
 
 
 DEFAULT_OPTIONS = GemmLaunchOptions()

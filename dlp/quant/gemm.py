@@ -56,8 +56,9 @@ class GemmOptions:
 
 @dataclass(frozen=True)
 class Gemm:
-    """D = A @ B.T, waiting for A [rows, C]. `accumulate`: add into this fp32 or bf16 tensor and return it. `sms`: run on
-    so many multiprocessors of a GPU, so that a collective can have the others; 0 for all."""
+    """D = A @ B.T, waiting for A [rows, C]. `accumulate`: add into this fp32 or bf16 tensor and return it; `out`: write to
+    this one, of `out_dtype`, and return it. `sms`: run on so many multiprocessors of a GPU, so that a collective can have the
+    others; 0 for all."""
 
     which: str
     b: QuantizedTensor
@@ -66,9 +67,13 @@ class Gemm:
     accumulate: Tensor | None = None
     options: GemmOptions = GemmOptions()
     sms: int = 0
+    out: Tensor | None = None
 
     def __call__(self, a: QuantizedTensor) -> Tensor:
-        return _multiply(a.format, self.b.format, DEVICE_AT[a.parts[0].get_device()])(self, a)
+        y = _multiply(a.format, self.b.format, DEVICE_AT[a.parts[0].get_device()])(self, a)
+        if self.out is None or y is self.out:
+            return y
+        return self.out.copy_(y)
 
 
 @table.remembered
@@ -82,7 +87,7 @@ def _multiply(a: Format, b: Format, device: str) -> Callable[[Gemm, QuantizedTen
 
 def _launch(launch: GemmLaunch, gemm: Gemm, a: QuantizedTensor) -> Tensor:
     options = gemm.options
-    how = GemmLaunchOptions(options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms)
+    how = GemmLaunchOptions(options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms, gemm.out)
     return launch(a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how)
 
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlp.comm import collectives, symmetric
+from dlp.comm import collectives
 from dlp.comm.amax import agree
-from dlp.comm.exchange import by_distance
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, bit_difference
 from tests.observe import Collectives
@@ -298,91 +296,3 @@ def random_collectives(seed: int, steps: int) -> list[bool]:
 def test_random_sequences_of_collectives_on_shared_buffers(ranks, world):
     for found in ranks(world).run(random_collectives, 7, 60):
         assert len(found) == 60 and all(found)
-
-
-# Symmetric memory: slots that are leased, copied out of by peers, and free again
-
-
-def symmetric_buffer(slots: int, nbytes: int) -> symmetric.SymmetricBuffer:
-    memory = symmetric.SharedMemory if worker.device().type == "cpu" else symmetric.CudaMemory
-    return symmetric.SymmetricBuffer(dist.group.WORLD, nbytes, worker.device(), slots=slots, memory=memory)
-
-
-def random_exchanges(seed: int, steps: int, slots: int) -> list[bool]:
-    """Gathers (one set of parts) and exchanges (a set for each rank), leased early or late and used in any order."""
-    draw, world, rank = random.Random(seed), dist.get_world_size(), dist.get_rank()
-    buffer = symmetric_buffer(slots, 1 << 14)
-    leased: list[tuple[int, Any]] = []
-    started: list[tuple[int, Any]] = []
-    found = []
-
-    def start(step: int, exchange: Any) -> None:
-        for i, (part, tail) in enumerate(exchange.outgoing):
-            part.copy_(value(rank, step, (len(exchange.outgoing), 40, 7))[i])
-            tail.copy_(part[0].bfloat16())
-        before = draw.random() < 0.5
-        exchange.keep() if before else None
-        for distance, _, _ in by_distance(dist.group.WORLD):
-            exchange.step(distance)
-        exchange.keep() if not before else None
-        started.append((step, exchange))
-
-    def check(step: int, exchange: Any) -> None:
-        for source in range(world):
-            exchange.wait(source)
-        sets = len(exchange.outgoing)
-        expected = of_all(step, (sets, 40, 7))[:, rank % sets]
-        tails = torch.equal(exchange.arrived[1].cpu(), expected[:, 0].bfloat16())
-        found.append(tails and torch.equal(exchange.arrived[0].cpu(), expected))
-
-    for step in range(steps):
-        kinds = [(40, 7), (7,)], [torch.float32, torch.bfloat16]
-        leased.append((step, symmetric.SymmetricExchange(buffer, *kinds, draw.choice([1, world]))))
-        while leased and (len(leased) >= slots - 1 or draw.random() < 0.6):
-            start(*leased.pop(0))
-        while started and draw.random() < 0.5:
-            check(*started.pop(draw.randrange(len(started))))
-    for step, exchange in leased:
-        start(step, exchange)
-    for step, exchange in started:
-        check(step, exchange)
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_random_sequences_of_exchanges_in_symmetric_memory(ranks, world, slots):
-    for found in ranks(world).run(random_exchanges, 11, 60, slots):
-        assert len(found) == 60 and all(found)
-
-
-def lease_too_many() -> str:
-    buffer = symmetric_buffer(2, 1 << 12)
-    held = [buffer.lease(), buffer.lease()]
-    try:
-        buffer.lease()
-    except RuntimeError as error:
-        return str(error) * len({slot.index for slot in held})
-    return "no error"
-
-
-@pytest.mark.ranks(2)
-def test_a_slot_is_leased_to_one(ranks):
-    for message in ranks(2).run(lease_too_many):
-        assert message.count("all 2 slots of a symmetric buffer are leased") == 2
-
-
-def without_symmetric_memory() -> str:
-    try:
-        symmetric.CudaMemory(1 << 12, dist.group.WORLD, torch.device("cuda"))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.ranks(2)
-def test_symmetric_memory_that_is_missing_is_an_error(ranks, device_type):
-    if device_type == "cuda":
-        pytest.skip("it is there")
-    for message in ranks(2).run(without_symmetric_memory):
-        assert "cannot map each other's memory" in message and "set overlap = 'serial'" in message

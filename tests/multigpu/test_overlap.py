@@ -8,8 +8,9 @@ flip a code of what is quantized next, within the recipe's own error.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlp.comm import observer, symmetric
+from dlp.comm import observer, transport
 from dlp.comm.amax import agree
 from dlp.comm.mesh import ParallelDims
+from dlp.comm.slots import SharedSlot
+from dlp.comm.transport import Transport
 from dlp.parallel import casts
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import ROWWISE
@@ -38,13 +41,18 @@ from tests.multigpu.test_linear import Full, build, cut, make_full, run, whole_p
 
 
 def strategy(name: str) -> Overlap:
-    """A strategy by name; "symmetric": chunked by copies out of shared memory, as on GPUs."""
-    if name != "symmetric":
-        return overlaps.load(name)
-    exchange = symmetric.exchange
+    """A strategy by name; "mapped" or "mapped serial": through memory that ranks map, as on GPUs."""
+    return overlaps.load({"mapped": "chunked", "mapped serial": "serial"}.get(name, name))
+
+
+@contextmanager
+def memory(group: dist.ProcessGroup, *names: str) -> Iterator[None]:
+    """What these strategies need of it."""
+    if worker.device().type == "cpu" and any(name.startswith("mapped") for name in names):
+        transport.use(group, Transport(group, worker.device(), SharedSlot))
+    yield
     if worker.device().type == "cpu":
-        exchange = partial(symmetric.exchange, memory=symmetric.SharedMemory)
-    return type(overlaps.load("chunked"))({worker.device().type: exchange})
+        transport.use(group, None)
 
 
 def results(case: LinearCase, full: Full, fprop: str, dgrad: str, wgrad: str, wire: str = "hp") -> dict[str, Tensor]:
@@ -57,7 +65,8 @@ def results(case: LinearCase, full: Full, fprop: str, dgrad: str, wgrad: str, wi
     layer.core.set_spec(replace(spec, overlap=chosen, recipe=replace(spec.recipe, **options)))
     x = cut(full.x, case.style.cut_x, mesh.size())
     x = x if case.style.cut_x == 0 else x.view(case.batch, case.sequence, -1)
-    return whole_partials(layer, run(layer, x, [cut(dy, case.style.cut_dy, mesh.size()) for dy in full.dys]))
+    with memory(mesh.get_group(), fprop, dgrad, wgrad):
+        return whole_partials(layer, run(layer, x, [cut(dy, case.style.cut_dy, mesh.size()) for dy in full.dys]))
 
 
 Compared = list[dict[str, tuple[bool, float, float]]]
@@ -107,9 +116,12 @@ SEQUENCE_PARALLEL = [("column", True), ("row", True)]
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block", "nvfp4"])
-def test_copies_out_of_symmetric_memory_are_serial(ranks, device_type, world, recipe):
-    cases = [case for key in SEQUENCE_PARALLEL for case in linear_cases(key, recipe)]
-    check(cases, ranks(world).run(compare, cases, ("symmetric", "symmetric", "symmetric")), device_type)
+def test_memory_that_ranks_map_is_serial(ranks, device_type, world, recipe):
+    """Chunked through it, and serial, whose bits are those of collectives."""
+    cases = [case for key in STYLE_KEYS if key[0] != "local" for case in linear_cases(key, recipe)]
+    check(cases, ranks(world).run(compare, cases, ("mapped", "mapped", "mapped")), device_type)
+    for found in ranks(world).run(compare, cases, ("mapped serial", "mapped serial", "mapped serial")):
+        assert all(equal for results_of in found for equal, _, _ in results_of.values())
 
 
 @pytest.mark.ranks(2)
@@ -164,19 +176,23 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
     mesh, found = worker.mesh(tp=dist.get_world_size()), {}
     device, group, quantizer = worker.device(), mesh["tp"].get_group(), KeepHighPrecision()
     w = quantizer.cast(torch.ones(24, 8, device=device), None)
-    for name in ("serial", "chunked", "symmetric"):
+    for name in ("serial", "chunked", "mapped serial", "mapped"):
         for carried in WIRES:
             for reduce, rows in REDUCTIONS:
                 chosen, a = strategy(name), quantizer.cast(torch.ones(rows, 8, device=device), None)
                 how: dict[str, Any] = {"reduce": reduce, "codec": WIRES[carried]}
 
                 def total(chosen: Any = chosen, a: Any = a, how: dict[str, Any] = how) -> Tensor:
+                    transport.start(group)
                     reduced = chosen.gemm_reduce(a, Gemm("fprop", w, torch.float32), group, dtype=torch.bfloat16, **how)
-                    return reduced.wait()
+                    y = reduced.wait()
+                    transport.finish(group)
+                    return y
 
-                total()  # the first use of symmetric memory allocates it
-                with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
-                    total()
+                with memory(group, name):
+                    total()  # the first use of memory that ranks map allocates it
+                    with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
+                        total()
                 y = torch.empty((rows, 24), dtype=torch.bfloat16, device="meta")
                 said = chosen.sent(y, group.size(), **how)
                 found[name, carried, reduce, rows] = (sum(n for _, n in said), sum(seen.sent.values()))
@@ -186,4 +202,4 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_strategies_say_what_their_reductions_send(ranks, world):
     for of_rank in ranks(world).run(said_and_sent):
-        assert len(of_rank) == 27 and all(said == sent > 0 for said, sent in of_rank.values()), of_rank
+        assert len(of_rank) == 36 and not {k: v for k, v in of_rank.items() if not v[0] == v[1] > 0}

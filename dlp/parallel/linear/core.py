@@ -145,6 +145,7 @@ def run_backward(
     transfers = _transfers_back(bound, rows[0].shape[0])
     plan = transfers.plan
 
+    x_col = transfers.x_kept(saved) if learns else None  # on its way while dy is cast, if it travels
     dy_rows: Sequence[Any]
     dy_cols: Sequence[Columnwise | None]
     if spec.style.gathers == "dy":  # of such a layer there are no siblings
@@ -153,7 +154,6 @@ def run_backward(
     else:
         made = quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
         dy_rows, dy_cols = [dy.rowwise for dy in made], [dy.columnwise for dy in made]
-    x_col = transfers.x_kept(saved) if learns else None
 
     dx: Tensor | Pending[Tensor] | None = None
     if wanted.dx:

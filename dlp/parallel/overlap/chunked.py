@@ -8,43 +8,71 @@ A gathered operand is multiplied own rows first, then in the order in which shar
 over ranks, each rank's rows are computed, sent to it at once, and its own come last; contributions are summed in fp32
 in rank order, as `serial` does. A contraction that is gathered (wgrad's) arrives the same way and is contracted as one.
 
-Shards travel by sends and receives between CPUs, and between GPUs by copy engines, through symmetric memory.
+Shards travel through memory that ranks map where there is a transport (`dlp.comm.transport`), else by sends and receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm import collectives, symmetric
-from dlp.comm.collectives import Pending, ReduceCodec
-from dlp.comm.exchange import DirectExchange, Exchange, by_distance
+from dlp.comm import collectives
+from dlp.comm.collectives import Parts, Pending, ReduceCodec, packed_like
+from dlp.comm.exchange import DirectExchange, by_distance
+from dlp.comm.transport import Gathering, Transport, transport_of
 from dlp.parallel.overlap import Sent
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
-EXCHANGES: dict[str, Callable[..., Exchange]] = {"cpu": DirectExchange, "cuda": symmetric.exchange}
+
+class Shards(Protocol):
+    """The shards of all ranks, on their way."""
+
+    def of(self, rank: int) -> QuantizedTensor:
+        """A rank's, which the current stream waits for."""
+        ...
+
+    def whole(self) -> QuantizedTensor: ...
 
 
 @dataclass(frozen=True)
-class ChunkedGather:
-    """`mine`: this rank's shard; only its parts that are equal on all ranks are read here."""
+class MappedShards:
+    """Through memory that ranks map: this rank's are here before the others'."""
+
+    mine: QuantizedTensor
+    group: ProcessGroup
+    pending: Pending[Parts]
+
+    def of(self, rank: int) -> QuantizedTensor:
+        rows = self.mine.shape[0]
+        here = rank == self.group.rank()
+        return self.mine if here else _cut(self.whole(), rank * rows, (rank + 1) * rows, "gather")
+
+    def whole(self) -> QuantizedTensor:
+        return self.mine.format.wrap(self.pending.wait())
+
+
+@dataclass(frozen=True)
+class SentShards:
+    """By sends and receives. Of `mine` only parts that are equal on all ranks are read here."""
 
     mine: QuantizedTensor
     dims: list[int | None]
     group: ProcessGroup
-    exchange: Exchange
+    exchange: DirectExchange
 
     def _stored(self) -> list[Tensor | None]:
         arrived = iter(self.exchange.arrived)
         return [None if dim is None else next(arrived) for dim in self.dims]
 
-    def _shard(self, rank: int) -> QuantizedTensor:
+    def of(self, rank: int) -> QuantizedTensor:
+        self.exchange.wait(rank)
         pairs = zip(self._stored(), self.mine.parts, strict=True)
         return self.mine.format.wrap([part if whole is None else whole[rank] for whole, part in pairs])
 
@@ -53,57 +81,83 @@ class ChunkedGather:
             self.exchange.wait(rank)
         return self.mine.format.wrap(collectives.join(self._stored(), self.mine.parts, self.dims))
 
+
+@dataclass(frozen=True)
+class ChunkedGather:
+    rows: int  # of a shard
+    group: ProcessGroup
+    shards: Shards
+
+    def whole(self) -> QuantizedTensor:
+        return self.shards.whole()
+
     def gemm(self, gemm: Gemm) -> Tensor:
-        rows, total = self.mine.shape[0], gemm.accumulate
+        total = gemm.accumulate
+        if total is None:
+            device = gemm.b.payload.device
+            total = torch.empty((self.group.size() * self.rows, gemm.b.shape[0]), dtype=gemm.out_dtype, device=device)
         for rank in [self.group.rank(), *(source for _, _, source in by_distance(self.group))]:
-            self.exchange.wait(rank)
-            here = slice(rank * rows, (rank + 1) * rows)
-            into = None if gemm.accumulate is None else gemm.accumulate[here]
-            y = replace(gemm, accumulate=into)(self._shard(rank))
-            total = y.new_empty((self.group.size() * rows, y.shape[1])) if total is None else total
-            if into is None:
-                total[here] = y
-        assert total is not None
+            into = total[rank * self.rows : (rank + 1) * self.rows]
+            adds = gemm.accumulate is not None
+            replace(gemm, out=None if adds else into, accumulate=into if adds else None)(self.shards.of(rank))
         return total
 
 
 @dataclass(frozen=True)
-class ChunkedLease:
+class SentLease:
     mine: QuantizedTensor
     dims: list[int | None]
     group: ProcessGroup
-    exchange: Exchange
+    exchange: DirectExchange
 
     def gather(self) -> ChunkedGather:
-        self.exchange.keep()
         for distance, _, _ in by_distance(self.group):
             self.exchange.step(distance)
-        return ChunkedGather(self.mine, self.dims, self.group, self.exchange)
+        return ChunkedGather(
+            self.mine.shape[0], self.group, SentShards(self.mine, self.dims, self.group, self.exchange)
+        )
+
+
+@dataclass(frozen=True)
+class MappedLease:
+    mine: QuantizedTensor
+    group: ProcessGroup
+    gathering: Gathering
+
+    def gather(self) -> ChunkedGather:
+        return _arriving(self.mine, self.group, self.gathering.gather())
+
+
+def _arriving(mine: QuantizedTensor, group: ProcessGroup, pending: Pending[Parts]) -> ChunkedGather:
+    return ChunkedGather(mine.shape[0], group, MappedShards(mine, group, pending))
 
 
 class Chunked:
     name = "chunked"
-    launches_only = False
-
-    def __init__(self, exchanges: dict[str, Callable[..., Exchange]] = EXCHANGES) -> None:
-        self.exchanges = exchanges
+    launches_only = True  # where ranks map each other's memory
 
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,
-    ) -> ChunkedLease:  # fmt: skip
-        dims = fmt.moves_along(dim)
-        kinds = list(zip(fmt.part_shapes(shape), fmt.part_dtypes(dtype), strict=True))
+    ) -> SentLease | MappedLease:  # fmt: skip
+        dims, shapes, dtypes = fmt.moves_along(dim), fmt.part_shapes(shape), fmt.part_dtypes(dtype)
+        transport = transport_of(group)
+        if transport is not None:
+            gathering = transport.lease(shapes, dtypes, dims)
+            return MappedLease(fmt.wrap(gathering.mine), group, gathering)
+        kinds = list(zip(shapes, dtypes, strict=True))
         moving = [kind for kind, along in zip(kinds, dims, strict=True) if along is not None]
-        shapes, dtypes = [s for s, _ in moving], [d for _, d in moving]
-        exchange = self.exchanges[device.type](group, shapes, dtypes, 1, device)
+        exchange = DirectExchange(group, [s for s, _ in moving], [d for _, d in moving], 1, device)
         outgoing = iter(exchange.outgoing[0])
         mine = [torch.empty(s, dtype=d, device=device) if along is None else next(outgoing)
                 for (s, d), along in zip(kinds, dims, strict=True)]  # fmt: skip
-        return ChunkedLease(fmt.wrap(mine), dims, group, exchange)
+        return SentLease(fmt.wrap(mine), dims, group, exchange)
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> ChunkedGather:
-        """The operand exists elsewhere: one copy into its segment comes first."""
+        """The operand exists elsewhere: between CPUs one copy into its segment comes first."""
+        transport = transport_of(group)
+        if transport is not None:
+            return _arriving(a, group, transport.gather(a.parts, a.format.moves_along(dim)))
         payload = a.payload
         lease = self.lease(a.format, a.shape, dim, group, dtype=payload.dtype, device=payload.device)
         a.format.fill(lease.mine, *a.parts)
@@ -120,23 +174,58 @@ class Chunked:
         codec: ReduceCodec,
     ) -> Pending[Tensor]:
         """Raises ValueError where the format of `a` cannot be cut between the rows of two ranks."""
-        rows, exchange = -(-a.shape[0] // group.size()), None
-        for distance, rank in [*((distance, to) for distance, to, _ in by_distance(group)), (0, group.rank())]:
-            contribution = codec.pack(_rows_for(rank, rows, a, gemm).to(dtype)[None])
-            if exchange is None:
-                kinds = [part.shape[1:] for part in contribution], [part.dtype for part in contribution]
-                exchange = self.exchanges[a.payload.device.type](group, *kinds, group.size(), a.payload.device)
-            for to, part in zip(exchange.outgoing[rank], contribution, strict=True):
-                to.copy_(part[0])
-            exchange.step(distance) if distance else exchange.keep()
-        assert exchange is not None
-        scattered = _total(exchange, group, dtype, codec)
-        return scattered if reduce == "scatter" else _whole(scattered, a.shape[0], group)
+        total, rows = a.shape[0], -(-a.shape[0] // group.size())
+        shapes, dtypes = packed_like(codec, (group.size(), rows, gemm.b.shape[0]), dtype)
+        transport = transport_of(group)
+        if transport is None:
+            arriving = _sent(a, gemm, group, rows, dtype, codec)
+        else:
+            exchange = transport.open(shapes, dtypes)
+            for rank, parts in _contributions(a, gemm, group, rows, dtype, codec):
+                exchange.send(parts, rank)
+            arriving = exchange.sent()
+
+        def finish() -> Tensor:
+            scattered = codec.total(arriving.wait(), dtype)
+            if reduce == "scatter":
+                return scattered
+            return _whole(scattered, group, transport)[:total]
+
+        return Pending((), finish)
 
     def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
         rows = y.new_empty((1, -(-len(y) // ranks), y.shape[1]))
         parts = [*codec.pack(rows), *([rows] if reduce == "all" else [])]
         return [(part.dtype, (ranks - 1) * part.nbytes) for part in parts]
+
+
+def _contributions(
+    a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, rows: int, dtype: torch.dtype, codec: ReduceCodec
+) -> Iterator[tuple[int, Parts]]:
+    """The rows of each rank and what is sent of them, in the order in which they are made: its own come last."""
+    for rank in [*(to for _, to, _ in by_distance(group)), group.rank()]:
+        packed = codec.pack(_rows_for(rank, rows, a, gemm).to(dtype)[None])
+        yield rank, tuple(part[0] for part in packed)
+
+
+def _sent(
+    a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, rows: int, dtype: torch.dtype, codec: ReduceCodec
+) -> Pending[Parts]:
+    """Contributions by sends and receives -> those that came, [R, ...]."""
+    shapes, dtypes = packed_like(codec, (group.size(), rows, gemm.b.shape[0]), dtype)
+    exchange = DirectExchange(group, [shape[1:] for shape in shapes], dtypes, group.size(), a.payload.device)
+    for distance, (rank, parts) in enumerate(_contributions(a, gemm, group, rows, dtype, codec), 1):
+        for to, part in zip(exchange.outgoing[rank], parts, strict=True):
+            to.copy_(part)
+        if rank != group.rank():
+            exchange.step(distance)
+
+    def finish() -> Parts:
+        for rank in range(group.size()):
+            exchange.wait(rank)
+        return exchange.arrived
+
+    return Pending((), finish)
 
 
 def _rows_for(rank: int, rows: int, a: QuantizedTensor, gemm: Gemm) -> Tensor:
@@ -168,18 +257,11 @@ def _cut(a: QuantizedTensor, start: int, stop: int, which: str) -> QuantizedTens
     ])  # fmt: skip
 
 
-def _total(exchange: Exchange, group: ProcessGroup, dtype: torch.dtype, codec: ReduceCodec) -> Pending[Tensor]:
-    def finish() -> Tensor:
-        for rank in range(group.size()):
-            exchange.wait(rank)
-        return codec.total(exchange.arrived, dtype)
-
-    return Pending((), finish)
-
-
-def _whole(scattered: Pending[Tensor], rows: int, group: ProcessGroup) -> Pending[Tensor]:
+def _whole(scattered: Tensor, group: ProcessGroup, transport: Transport | None) -> Tensor:
     """Every rank's rows of a sum -> all of them."""
-    return Pending((), lambda: collectives.all_gather((scattered.wait(),), (0,), group).wait()[0][:rows])
+    if transport is not None:
+        return transport.all_gather(scattered)
+    return collectives.all_gather((scattered,), (0,), group).wait()[0]
 
 
 STRATEGY = Chunked()

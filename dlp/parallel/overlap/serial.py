@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import Parts, Pending, ReduceCodec
+from dlp.comm.collectives import Parts, Pending, ReduceCodec, packed_like
 from dlp.comm.transport import Transport, transport_of
 from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent
@@ -98,9 +98,10 @@ def _summed(
     a: QuantizedTensor, gemm: Gemm, transport: Transport, reduce: str, dtype: torch.dtype, codec: ReduceCodec
 ) -> Pending[Tensor]:
     """The GEMM's contributions, summed over ranks: this rank's rows, or all of them."""
+    chunks = _chunks(torch.empty(a.shape[0], gemm.b.shape[0], device="meta"), transport.world, reduce)
+    exchange = transport.open(*packed_like(codec, chunks.shape, dtype))  # before the GEMM, which fills the GPU
     y = rounded(gemm(a), dtype)
-    parts = codec.pack(_chunks(y, transport.world, reduce))
-    arriving = transport.open([part.shape for part in parts], [part.dtype for part in parts]).send_all(parts)
+    arriving = exchange.send_all(codec.pack(_chunks(y, transport.world, reduce)))
 
     def finish() -> Tensor:
         total = codec.total(arriving.wait(), dtype)
