@@ -22,7 +22,7 @@ import torch
 
 from dlp import Plan
 from dlp.comm.mesh import DP_SHARD, TP
-from dlp.comm.symmetric import LEAST, SLOTS
+from dlp.comm.transport import MAXIMA, slot_bytes
 from dlp.parallel.casts import operand_shape
 from dlp.parallel.model.plan import table
 from dlp.parallel.model.rows import LayerPlan, ParameterPlan
@@ -187,14 +187,16 @@ class _Estimate:
         return copy + sum(made)
 
     def _symmetric(self) -> float:
-        """Rings of slots of the chunked strategy: one for each size, on tp."""
-        sizes: set[int] = set()
-        for row, parameter in self.linears.values():
-            chosen = [row.overlap] if isinstance(row.overlap, str) else list(row.overlap.values())
-            if self.load.ranks(TP) > 1 and "chunked" in chosen and self.plan.device_type != "cpu":
-                width = max(parameter.shape) * self.load.tokens // self.load.ranks(TP) * self.wide
-                sizes.add(max(LEAST, 1 << (width - 1).bit_length()))
-        return float(SLOTS * sum(sizes))
+        """Slots that ranks of tp map (`dlp.comm.transport`): of each style and size one for each transfer of a direction, of
+        which there are at most two; and one for agreements. What travels is at most as wide as the activations."""
+        ranks = self.load.ranks(TP)
+        if ranks == 1 or self.plan.device_type == "cpu":
+            return 0.0
+        sizes = {
+            (row.style, slot_bytes(parameter.shape[row.style != "row"] * self.load.tokens * self.wide))
+            for row, parameter in self.linears.values() if row.style in ("column", "row")
+        }  # fmt: skip
+        return float(2 * sum(size for _, size in sizes) + slot_bytes(2 * 4 * MAXIMA * ranks))
 
     # What comes
 

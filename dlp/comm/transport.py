@@ -60,7 +60,7 @@ class Transport:
 
     def _begin(self, nbytes: int) -> Slot:
         """The slot of the next transfer of a direction, which peers may write to."""
-        slot = self._slot(max(LEAST, 1 << (nbytes - 1).bit_length()), self._kind, len(self._used) + 1)
+        slot = self._slot(slot_bytes(nbytes), self._kind, len(self._used) + 1)
         self._used.append(slot)
         slot.begin()
         return slot
@@ -196,13 +196,22 @@ class Exchange:
     def send_all(self, parts: Sequence[Tensor]) -> Pending[Parts]:
         """Chunk j of each part [R, ...] to rank j; counted as one record for each, as `collectives.all_to_all` sends."""
         transport, first = self._transport, parts[0]
-        whole = torch.empty(record(parts) // first.itemsize, dtype=first.dtype, device="meta") if observer.counting() else first
+        whole = (
+            torch.empty(record(parts) // first.itemsize, dtype=first.dtype, device="meta")
+            if observer.counting()
+            else first
+        )
         self._slot.follow()
         for distance in range(1, transport.world + 1):
             to = (transport.rank + distance) % transport.world
             transport.count(whole, to)
             self._push([part[to] for part in parts], to)
         return self.sent()
+
+
+def slot_bytes(nbytes: int) -> int:
+    """What a slot for so many bytes takes: powers of two, so that few sizes serve all layers."""
+    return max(LEAST, 1 << (nbytes - 1).bit_length())
 
 
 def _gathered(shape: Sequence[int], dim: int | None, world: int) -> tuple[int, ...]:
