@@ -14,7 +14,6 @@ type, and a grouped gather of several dtypes would be promoted to one of them th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -61,24 +60,24 @@ def done(result: T) -> Pending[T]:
     return Pending((), lambda: result)
 
 
+Kinds = tuple[list[tuple[int, ...]], list[torch.dtype]]  # shapes and dtypes of parts
+
+
 class ReduceCodec(NamedTuple):
     """What the contributions to a sum are carried as: `pack`, chunks [R, ...] for the R ranks -> parts that begin with
-    [R]; `total`, such parts from the R ranks and a dtype -> the sum in rank order, rounded once to it."""
+    [R]; `total`, such parts from the R ranks and a dtype -> the sum in rank order, rounded once to it; `kinds`, shape and
+    dtype of chunks -> those of their parts."""
 
     pack: Callable[[Tensor], Parts]
     total: Callable[[Parts, torch.dtype], Tensor]
+    kinds: Callable[[tuple[int, ...], torch.dtype], Kinds]
 
 
-@cache
-def packed_like(
-    codec: ReduceCodec, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[list[torch.Size], list[torch.dtype]]:
-    """Shapes and dtypes of the parts that chunks of this shape [R, ...] are packed as."""
-    parts = codec.pack(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-    return [part.shape for part in parts], [part.dtype for part in parts]
-
-
-AS_IT_IS = ReduceCodec(lambda chunks: (chunks,), lambda parts, dtype: sum_in_order(parts[0], dtype))
+AS_IT_IS = ReduceCodec(
+    pack=lambda chunks: (chunks,),
+    total=lambda parts, dtype: sum_in_order(parts[0], dtype),
+    kinds=lambda shape, dtype: ([shape], [dtype]),
+)
 
 
 # Gathers

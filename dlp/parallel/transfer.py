@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.collectives import AS_IT_IS, Parts, ReduceCodec
-from dlp.kernels.wire import pack_fp8, sum_fp8
+from dlp.comm.collectives import AS_IT_IS, Kinds, Parts, ReduceCodec
+from dlp.kernels.wire import BLOCK, E4M3, pack_fp8, sum_fp8
 from dlp.parallel.casts import COLUMNWISE, HP, NEITHER, ROWWISE, CastPlan, Orientations, cast_plan, operand_shape
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.gemm import GemmOptions
@@ -47,7 +47,15 @@ def _sum_fp8(parts: Parts, dtype: torch.dtype) -> Tensor:
     return sum_fp8(codes, scale_inv, dtype)
 
 
-WIRES = {"hp": AS_IT_IS, "bf16": ReduceCodec(_pack_bf16, AS_IT_IS.total), "fp8": ReduceCodec(pack_fp8, _sum_fp8)}
+def _kinds_fp8(shape: tuple[int, ...], dtype: torch.dtype) -> Kinds:
+    return [shape, (*shape[:-1], -(-shape[-1] // BLOCK))], [E4M3, torch.float32]
+
+
+WIRES = {
+    "hp": AS_IT_IS,
+    "bf16": ReduceCodec(_pack_bf16, AS_IT_IS.total, lambda shape, dtype: ([shape], [torch.bfloat16])),
+    "fp8": ReduceCodec(pack_fp8, _sum_fp8, _kinds_fp8),
+}
 
 ASKED = "its recipe asks for it"
 Reasons = tuple[str | None, str | None]

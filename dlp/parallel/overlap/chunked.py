@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import Parts, Pending, ReduceCodec, packed_like
+from dlp.comm.collectives import Parts, Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, by_distance
 from dlp.comm.transport import Gathering, Transport, transport_of
 from dlp.parallel.overlap import Sent
@@ -175,7 +175,7 @@ class Chunked:
     ) -> Pending[Tensor]:
         """Raises ValueError where the format of `a` cannot be cut between the rows of two ranks."""
         total, rows = a.shape[0], -(-a.shape[0] // group.size())
-        shapes, dtypes = packed_like(codec, (group.size(), rows, gemm.b.shape[0]), dtype)
+        shapes, dtypes = codec.kinds((group.size(), rows, gemm.b.shape[0]), dtype)
         transport = transport_of(group)
         if transport is None:
             arriving = _sent(a, gemm, group, rows, dtype, codec)
@@ -212,7 +212,7 @@ def _sent(
     a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, rows: int, dtype: torch.dtype, codec: ReduceCodec
 ) -> Pending[Parts]:
     """Contributions by sends and receives -> those that came, [R, ...]."""
-    shapes, dtypes = packed_like(codec, (group.size(), rows, gemm.b.shape[0]), dtype)
+    shapes, dtypes = codec.kinds((group.size(), rows, gemm.b.shape[0]), dtype)
     exchange = DirectExchange(group, [shape[1:] for shape in shapes], dtypes, group.size(), a.payload.device)
     for distance, (rank, parts) in enumerate(_contributions(a, gemm, group, rows, dtype, codec), 1):
         for to, part in zip(exchange.outgoing[rank], parts, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import Parts, Pending, ReduceCodec, packed_like
+from dlp.comm.collectives import Parts, Pending, ReduceCodec
 from dlp.comm.transport import Transport, transport_of
 from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent
@@ -99,7 +99,7 @@ def _summed(
 ) -> Pending[Tensor]:
     """The GEMM's contributions, summed over ranks: this rank's rows, or all of them."""
     chunks = _chunks(torch.empty(a.shape[0], gemm.b.shape[0], device="meta"), transport.world, reduce)
-    exchange = transport.open(*packed_like(codec, chunks.shape, dtype))  # before the GEMM, which fills the GPU
+    exchange = transport.open(*codec.kinds(tuple(chunks.shape), dtype))  # before the GEMM, which fills the GPU
     y = rounded(gemm(a), dtype)
     arriving = exchange.send_all(codec.pack(_chunks(y, transport.world, reduce)))
 
