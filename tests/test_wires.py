@@ -98,9 +98,10 @@ def test_nan_and_inf_travel_in_the_scale(special):
 
 def test_every_wire_sums_in_fp32_and_keeps_the_shape():
     x = contributions(torch.float32)[:, :3, :] * 1e-3
-    for name, (pack, total) in WIRES.items():
+    for name, (pack, total, kinds) in WIRES.items():
         parts = pack(x)
         assert all(len(part) == R for part in parts)
+        assert kinds(tuple(x.shape), x.dtype) == ([part.shape for part in parts], [part.dtype for part in parts]), name
         summed = total(parts, torch.float32)
         assert summed.shape == x.shape[1:] and summed.dtype == torch.float32, name
     assert WIRES["bf16"].pack(x)[0].dtype == torch.bfloat16

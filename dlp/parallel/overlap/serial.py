@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -94,12 +95,17 @@ def _chunks(y: Tensor, ranks: int, reduce: str) -> Tensor:
     return collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
 
 
+@cache
+def _shape_of_chunks(rows: int, cols: int, ranks: int, reduce: str) -> tuple[int, ...]:
+    return tuple(_chunks(torch.empty(rows, cols, device="meta"), ranks, reduce).shape)
+
+
 def _summed(
     a: QuantizedTensor, gemm: Gemm, transport: Transport, reduce: str, dtype: torch.dtype, codec: ReduceCodec
 ) -> Pending[Tensor]:
     """The GEMM's contributions, summed over ranks: this rank's rows, or all of them."""
-    chunks = _chunks(torch.empty(a.shape[0], gemm.b.shape[0], device="meta"), transport.world, reduce)
-    exchange = transport.open(*codec.kinds(tuple(chunks.shape), dtype))  # before the GEMM, which fills the GPU
+    chunks = _shape_of_chunks(a.shape[0], gemm.b.shape[0], transport.world, reduce)
+    exchange = transport.open(*codec.kinds(chunks, dtype))  # before the GEMM, which fills the GPU
     y = rounded(gemm(a), dtype)
     arriving = exchange.send_all(codec.pack(_chunks(y, transport.world, reduce)))
 
