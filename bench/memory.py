@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 import dlp
 from bench.e2e import give_back
@@ -77,10 +78,10 @@ def counted(built: Built) -> dict[str, float]:
     copies = [] if batch is None else list(batch.values._kept.values())
     casts = [part for weight in session.weights() for part in weight.parts]
     casts += [part for w in session.weights() for q in getattr(w, "mine", {}).values() for part in q.parts]
-    states = [value for state in built.optimizer.state.values() for value in state.values()]
+    states = tree_leaves(list(built.optimizer.state.values()))
     return {
         "parameters": _bytes(built.model.parameters()), "cached operands": _bytes([*copies, *casts]),
-        "optimizer": _bytes(value for value in states if isinstance(value, Tensor)),
+        "optimizer": _bytes(states),
     }  # fmt: skip
 
 

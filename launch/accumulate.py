@@ -10,6 +10,7 @@ for activations, casts and gathered weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from dlp import Plan
 from launch.config import Batch, Config
 from launch.links import said_bytes
+from launch.optimizers import state_bytes
 
 # Of a rank, where it is not known: the smallest board of its kind; on a CPU, where ranks share a machine, a rule
 MEMORY = {"cpu": 8e9, "cuda": 40e9, "sm_90": 80e9, "sm_100": 180e9}
-STATE = 16  # bytes a parameter of a shard: fp32 weight, gradient, and AdamW's two averages
+WEIGHT = 8  # bytes a parameter of a shard: fp32 weight and gradient
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory
         return Accumulation(1, micro)
     shard = -(-plan.parameters // dp_shard)
     whole, there = 4 * plan.parameters, MEMORY[plan.device_type] if memory is None else memory
-    needed = whole + STATE * shard
+    states = (
+        sum(prod(w.shape) * state_bytes(config.train.optimizer, w.shape, dp_shard) for w in plan.weights) / dp_shard
+    )
+    needed = whole + WEIGHT * shard + states
     if asked == "auto":
         fits = needed <= there / 2
         why = (

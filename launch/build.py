@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import dlp
@@ -25,6 +24,7 @@ from launch import schedule
 from launch.accumulate import Accumulation, accumulation, memory_here
 from launch.config import Batch, Config, ConfigError, validate_world
 from launch.model import DTYPES, Llama, check_plan, init_weights, parallel_groups
+from launch.optimizers import check_installed, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Built:
     plan: Plan
     mesh: DeviceMesh
     device: torch.device
-    optimizer: AdamW
+    optimizer: Optimizer
     dims: ParallelDims
     batch: Batch
     accumulation: Accumulation
@@ -70,6 +70,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
     if config.train.cuda_graph and device.type != "cuda":
         raise ConfigError(f"{config.source}: [train] cuda_graph: expected a GPU, got a {device.type.upper()}")
+    check_installed(config)
     model = meta_model(config)
     batch = validate_world(config, mesh.size())
     tokens = (batch.micro, config.train.sequence)
@@ -110,18 +111,3 @@ def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, quantized_gather: 
     for block in model.model.layers:
         dlp.fully_shard(block, mesh=mesh, mp_policy=policy, quantized_gather=quantized_gather)
     dlp.fully_shard(model, mesh=mesh, mp_policy=policy, quantized_gather=quantized_gather)
-
-
-def make_optimizer(model: nn.Module, config: Config, device: torch.device) -> AdamW:
-    """AdamW (fused), weight decay on matrices only. A CUDA graph reads the learning rate from the device."""
-    train = config.train
-    lr = torch.tensor(train.lr, device=device) if train.cuda_graph else train.lr
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(
-        [g for g in groups if g["params"]], lr=lr, betas=train.betas, eps=train.eps, fused=True,
-        capturable=train.cuda_graph,
-    )  # fmt: skip

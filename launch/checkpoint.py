@@ -31,12 +31,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 import dlp
 from dlp.parallel.model.boundary import recipes_of
-from launch import stored, together
+from launch import converted, stored, together
 from launch.manifest import CheckpointError, complete, damage, hashed, read_manifest, way_out, write_manifest
+from launch.optimizers import make_state
 from launch.stream import TokenStream
 
 
@@ -50,7 +51,7 @@ class Training:
     `config`: the whole file. `recipe_files`: the Python files of recipes that the config names."""
 
     model: nn.Module
-    optimizer: AdamW
+    optimizer: Optimizer
     data: TokenStream
     device: torch.device
     settings: dict[str, Any]
@@ -77,7 +78,7 @@ def _tensors(training: Training) -> dict[str, Any]:
     states = training.optimizer.state
     return {
         "model": {name: parameter.detach() for name, parameter in parameters.items()},
-        "optimizer": {name: states[parameter] for name, parameter in parameters.items() if parameter in states},
+        "optimizer": {name: dict(states[parameter]) for name, parameter in parameters.items() if parameter in states},
     }
 
 
@@ -217,13 +218,17 @@ def load(path: Path, training: Training) -> Loaded:
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {way_out(path)}") from None
     _check_fits(path, manifest, training)
-    _make_state(training.optimizer)
+    make_state(training.optimizer)
     state, rank = {**_tensors(training), "recipes": _saved_recipes(path, index)}, f"rank{dist.get_rank()}"
+    differing_averages = converted.take_differing(state["optimizer"], index)
     same_ranks = manifest["world_size"] == dist.get_world_size()
     if same_ranks:
         state["rng"] = {rank: _rng(training.device)}
     try:
         dcp.load(state, storage_reader=stored.Reader(path, index))
+        converted.convert(
+            differing_averages, index, lambda room: dcp.load(room, storage_reader=stored.Reader(path, index))
+        )
         told = dlp.load_state_dict(training.model, state["recipes"], recipe_files=training.recipe_files)
     except dcp.api.CheckpointException as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}; {way_out(path)}") from error
@@ -273,15 +278,6 @@ def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> Non
         training.data.load_state_dict(manifest["data"])
     except ValueError as error:
         raise CheckpointError(f"{path} is of another run: {error}") from None
-
-
-def _make_state(optimizer: AdamW) -> None:
-    """AdamW's state as it makes it itself in its first step, so that there is something to load into."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": step, **averages}
 
 
 def changes(before: str, now: str) -> list[str]:

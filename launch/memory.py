@@ -32,9 +32,9 @@ from launch.activations import REST, Saved, saved_by
 from launch.build import meta_model
 from launch.config import Config
 from launch.links import said_bytes
+from launch.optimizers import state_bytes
 
 WORKSPACES = 4 * 32 * 2**20  # bytes: of cuBLASLt and cuBLAS, on the two streams that multiply
-OPTIMIZERS = {"adamw": lambda numel: 8 * numel}  # bytes of the states of so many parameters
 MOMENTS = ("loss", "last block", "first block", "update")
 ROWS = (
     "parameters", "cached operands", "optimizer", "gradients", "saved activations", "gathered", "at work",
@@ -128,7 +128,7 @@ class _Estimate:
 
         stays("parameters", self._sum(lambda p: 4 * self._kept_here(p)))
         stays("cached operands", self._operands())
-        stays("optimizer", self._sum(lambda p: OPTIMIZERS["adamw"](self._kept_here(p))))
+        stays("optimizer", self._sum(self._states))
         stays("symmetric memory", self._symmetric())
         stays("workspaces", WORKSPACES)
         every = sum(saved.values())
@@ -139,6 +139,9 @@ class _Estimate:
         rows["gathered"] |= self._gathered()
         rows["at work"] |= self._work()
         return Memory(rows)
+
+    def _states(self, p: ParameterPlan) -> float:
+        return self._kept_here(p) * state_bytes(self.config.train.optimizer, p.shape, self.ranks)
 
     def _sum(self, of: Callable[[ParameterPlan], float], within: str | None = None) -> float:
         """Over all parameters, or those of one of FSDP's units."""

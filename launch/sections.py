@@ -10,6 +10,7 @@ from typing import Any
 from dlp.comm.mesh import TP, WORLD
 from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.groups import FIELDS
+from launch.encodings import ENCODINGS
 from launch.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
 
@@ -87,6 +88,9 @@ class Train(Section):
         "auto",
     )
     seed: int = setting(integer(">= 0"), "of the initial weights and the order of the data", 0)
+    optimizer: str = setting(
+        choice("adamw", *ENCODINGS), "adamw8bit, adamw4bit, adamwfp8: its averages in so many bits, by torchao", "adamw"
+    )
     lr: float = setting(number("> 0"), "peak learning rate")
     min_lr: float = setting(
         number(">= 0", "<= 1"), "the last step's learning rate, as a fraction of lr; constant ignores it", 0.1

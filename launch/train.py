@@ -28,6 +28,7 @@ from launch.checkpoint import SaveError
 from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
 from launch.fits import check_fits, planned
 from launch.hang import HangWatch
+from launch.optimizers import describe as describe_optimizer
 from launch.rundir import RunDir
 from launch.schedule import planned_swaps
 from launch.stop import StopFlag, end_hung, leave_after_exceptions, leave_behind, refuse
@@ -42,7 +43,8 @@ def plan_text(config: Config, world: int, device: str) -> str:
     swaps = planned_swaps(config.groups, meta_model(config), found.plan)
     sent = [*wire.describe_gradients(found.plan, found.load, found.waits), *wire.describe(found.plan, found.load)]
     held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
-    lines = [found.dims.describe(kind_of(device)), str(found.plan), "", *held, "", *sent, *map(str, swaps)]
+    averages = describe_optimizer(config, found.plan, found.dims.dp_shard)
+    lines = [found.dims.describe(kind_of(device)), str(found.plan), "", *held, "", *sent, *averages, *map(str, swaps)]
     return "\n".join(lines)
 
 
@@ -65,7 +67,9 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         run.say(built.dims.describe(mesh.device_type))
         run.say(str(built.plan).splitlines()[0])
         load = wire.workload(config, mesh.size(), built.accumulation.reductions)
-        for line in (*wire.describe_gradients(built.plan, load, built.accumulation), *map(str, built.swaps)):
+        gradients = wire.describe_gradients(built.plan, load, built.accumulation)
+        averages = describe_optimizer(config, built.plan, built.dims.dp_shard)
+        for line in (*gradients, *averages, *map(str, built.swaps)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)
         done = trainer.resume()

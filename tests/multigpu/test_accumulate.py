@@ -82,7 +82,8 @@ def test_both_ways_train_alike_and_keep_what_was_said(ranks, tmp_path, data, wor
 
 def planned(parameters: int, device: str = "sm_90") -> dlp.Plan:
     plan = dlp.make_plan(nn.Linear(4, 4, bias=False).to("meta"), [dlp.LayerGroup("all", "**", recipe="bf16")], 1)
-    return replace(plan, layers=(replace(plan.layers[0], parameters=parameters),), device_type=device)
+    layer, weight = replace(plan.layers[0], parameters=parameters), replace(plan.weights[0], shape=(parameters,))
+    return replace(plan, layers=(layer,), weights=(weight,), device_type=device)
 
 
 def test_auto_keeps_whole_gradients_where_they_fit():
@@ -94,6 +95,8 @@ def test_auto_keeps_whole_gradients_where_they_fit():
     chosen = accumulation(config, large, batch, 8, memory=141e9)
     assert chosen.reductions == 1 and chosen.why.endswith(", no more than half of a rank's 141 GB")
     assert accumulation(config, planned(10**6, "cpu"), batch, 8).reductions == 1
+    eight_bit = load("tiny", ["--train.optimizer=adamw8bit"])
+    assert accumulation(eight_bit, large, batch, 8).why.startswith("with weights and optimizer 45.7 GB, more than half")
     for asked, reductions in (("step", 1), ("microbatch", 4)):
         chosen = accumulation(load("tiny", [f"--train.reduce_gradients={asked}"]), large, batch, 8)
         assert (chosen.reductions, chosen.why) == (reductions, "as reduce_gradients asks")

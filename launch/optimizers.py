@@ -1,0 +1,104 @@
+"""The optimizer of a run, by the name that `[train] optimizer` has."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from dlp import Plan
+from launch.config import Config, ConfigError
+from launch.encodings import AVERAGES, ENCODINGS, Encoding
+from launch.low_bit import LowBitAdamW
+from launch.sections import Train
+
+Groups = list[dict[str, Any]]
+FP32 = 8.0  # bytes of two averages of an element
+
+
+def adamw(groups: Groups, train: Train, device: torch.device) -> AdamW:
+    """Fused. A CUDA graph reads the learning rate from the device."""
+    lr = torch.tensor(train.lr, device=device) if train.cuda_graph else train.lr
+    return AdamW(groups, lr=lr, betas=train.betas, eps=train.eps, fused=True, capturable=train.cuda_graph)
+
+
+def low_bit(encoding: Encoding, groups: Groups, train: Train, device: torch.device) -> LowBitAdamW:
+    return LowBitAdamW(groups, encoding, lr=train.lr, betas=train.betas, eps=train.eps)
+
+
+OPTIMIZERS: dict[str, Callable[[Groups, Train, torch.device], Optimizer]] = {
+    "adamw": adamw,
+    **{name: partial(low_bit, encoding) for name, encoding in ENCODINGS.items()},
+}
+
+
+def state_bytes(name: str, shape: Sequence[int], dp_shard: int) -> float:
+    """Of an optimizer, for an element of a parameter of this shape before FSDP cuts it: AdamW's are two averages in fp32."""
+    encoding = ENCODINGS.get(name)
+    if encoding is None or encoding.keeps_fp32(shape, fsdp_shards(shape, dp_shard)) is not None:
+        return FP32
+    return encoding.state_bytes
+
+
+def fsdp_shards(shape: Sequence[int], dp_shard: int) -> tuple[int, ...]:
+    return dp_shard, *(1 for _ in shape[1:])
+
+
+def check_installed(config: Config) -> None:
+    """ConfigError where the optimizer is of a package that is not here."""
+    if config.train.optimizer in ENCODINGS and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"{config.source}: [train] optimizer: {config.train.optimizer!r} keeps its averages as torchao does, which is not "
+            f"installed: pip install 'dlp[ao]', or, to leave torch as it is, pip install --no-deps 'torchao>=0.18,<0.19'"
+        )
+
+
+def make_optimizer(model: nn.Module, config: Config, device: torch.device) -> Optimizer:
+    """Over all parameters that learn, with weight decay on matrices only. A step divides gradients by its attribute
+    `grad_scale` and does nothing at all where `found_inf` is 1; both are fp32 []."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: Groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.train.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return OPTIMIZERS[config.train.optimizer]([group for group in groups if group["params"]], config.train, device)
+
+
+def describe(config: Config, plan: Plan, dp_shard: int) -> Iterator[str]:
+    """What of the averages a rank keeps in few bits, and what in fp32 and why, in lines; none for fp32 alone."""
+    encoding = ENCODINGS.get(config.train.optimizer)
+    if encoding is None:
+        return
+    encoded, total, fp32 = 0, 0, dict[str, list[str]]()
+    for row in plan.weights:
+        elements = prod(row.shape) // dp_shard
+        reason = encoding.keeps_fp32(row.shape, fsdp_shards(row.shape, dp_shard))
+        total += elements
+        encoded += elements if reason is None else 0
+        if reason is not None:
+            fp32.setdefault(reason, []).append(row.name)
+    size = encoding.state_bytes * encoded + FP32 * (total - encoded)
+    yield (
+        f"{config.train.optimizer}: averages of {encoded:,} of a rank's {total:,} parameters in blocks of {encoding.block}; "
+        f"{size / 1e6:,.1f} MB, where fp32 takes {FP32 * total / 1e6:,.1f} MB"
+    )
+    for reason, names in fp32.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{config.train.optimizer}: fp32 averages for {names[0]}{more}: {reason}"
+
+
+def make_state(optimizer: Optimizer) -> None:
+    """The state that an optimizer makes in its first step, as it is before it: for a checkpoint to be loaded into."""
+    if isinstance(optimizer, LowBitAdamW):
+        optimizer.make_state()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **{name: torch.zeros_like(parameter) for name in AVERAGES}}
