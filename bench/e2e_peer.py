@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
 from launch.config import Config
-from launch.model import DTYPES, Llama, init_weights
+from launch.models.initial import init_weights
+from launch.models.modules import DTYPES, Llama
 
 
 def convert_to_float8(model: nn.Module, recipe: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,9 +26,12 @@ class Documents(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
-    """q [B, heads, S, D], k and v [B, kv heads, S, D] -> [B, heads, S, D]. No token sees a later one, nor, where `documents`
-    are given, one of another document."""
-    grouped = q.shape[1] != k.shape[1]
+    """q [B, heads, S, D], k and v [B, kv heads, S or more, D] -> [B, heads, S, D]. No token sees a later one, nor, where
+    `documents` are given, one of another document. Fewer queries than keys are those of the last tokens."""
+    grouped, before = q.shape[1] != k.shape[1], k.shape[2] - q.shape[2]
+    if before:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen if len(seen) > 1 else None, enable_gqa=grouped)
     if documents is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if q.is_cuda:

@@ -23,7 +23,9 @@ from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch import schedule
 from launch.accumulate import Accumulation, accumulation, memory_here
 from launch.config import Batch, Config, ConfigError, validate_world
-from launch.model import DTYPES, Llama, check_plan, init_weights, parallel_groups
+from launch.models.initial import init_weights
+from launch.models.modules import DTYPES, Llama
+from launch.models.parallel import check_plan, parallel_groups
 from launch.optimizers import check_installed, make_optimizer
 
 

@@ -21,7 +21,7 @@ import shutil
 import time
 import tomllib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,11 @@ from dlp.parallel.model.boundary import recipes_of
 from launch import converted, stored, together
 from launch.manifest import CheckpointError, complete, damage, hashed, read_manifest, way_out, write_manifest
 from launch.optimizers import make_state
+from launch.sections import Model
 from launch.stream import TokenStream
+
+# of settings that older checkpoints do not know
+MODEL_DEFAULTS = {each.name: each.default for each in fields(Model) if each.default is not MISSING}
 
 
 class SaveError(RuntimeError):
@@ -266,7 +270,7 @@ def _saved_recipes(path: Path, index: Metadata) -> dict[str, Tensor]:
 
 def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> None:
     for key, now in training.settings.items():
-        saved = manifest["model"].get(key)
+        saved = manifest["model"].get(key, MODEL_DEFAULTS.get(key))
         if saved != now:
             raise CheckpointError(
                 f"{path} is of another model: its [model] {key} is {saved!r}, this run's is {now!r}; {way_out(path)}"

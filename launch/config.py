@@ -59,6 +59,12 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
         f"[model] kv_heads: expected a divisor of heads = {model.heads}, got {model.kv_heads}",
     )
     yield model.head_dim % 2 == 0, f"[model] head_dim: expected an even number, got {model.head_dim}"
+    window = model.sliding_window or train.sequence
+    yield (
+        train.sequence <= window,
+        f"[train] sequence: expected at most [model] sliding_window = {window}, got {train.sequence}: attention here sees "
+        f"all tokens of a sequence",
+    )
     for name in ("heads", "kv_heads", "ffn", "vocab"):
         size = getattr(model, name)
         yield size % mesh.tp == 0, f"[mesh] tp: expected a divisor of [model] {name} = {size}, got {mesh.tp}"

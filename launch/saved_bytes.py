@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dlp.parallel.linear.modules import Linear
 from dlp.quant import recipe as recipes
 from launch.config import Config, command_line, make_parser
-from launch.model import DTYPES
+from launch.models.modules import DTYPES
 from launch.sections import Model
 
 LAYERS = ("q, k, v", "o", "gate, up", "down")

@@ -11,6 +11,8 @@ from dlp.comm.mesh import TP, WORLD
 from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.groups import FIELDS
 from launch.encodings import ENCODINGS
+from launch.models.rope import SCALINGS, is_scaling
+from launch.models.tables import FAMILIES
 from launch.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
 
@@ -33,9 +35,20 @@ class Mesh(Section):
     )
 
 
+SCALING = Rule(
+    "a table { rope_type = " + " or ".join(f'"{kind}"' for kind in SCALINGS) + ", and its numbers }",
+    (dict,),
+    is_scaling,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model(Section):
-    """A Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU. Its shape has no defaults."""
+    """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. Its shape has no defaults."""
+
+    family: str = setting(
+        choice(*FAMILIES), "qwen2 has biases in q, k and v, qwen3 norms of the heads of q and k", "llama"
+    )
 
     layers: int = setting(integer(">= 1"), "transformer blocks")
     hidden: int = setting(integer(">= 1"), "width of the residual stream")
@@ -45,6 +58,12 @@ class Model(Section):
     head_dim: int = setting(integer(">= 2"), "width of one head, even for RoPE")
     vocab: int = setting(integer(">= 1"), "rows of the embedding, padded, not smaller than the data's vocabulary")
     rope_theta: float = setting(number("> 0"), "base of the rotary frequencies", 10000.0)
+    rope_scaling: dict[str, Any] | None = setting(
+        SCALING, "frequencies for longer contexts, as rope_scaling in Hugging Face's config.json", None
+    )
+    sliding_window: int | None = setting(
+        integer(">= 1"), "tokens that attention of the model may see; a sequence may not be longer", None
+    )
     norm_eps: float = setting(number("> 0"), "added to the mean square in RMSNorm", 1e-5)
     tie_embeddings: bool = setting(flag(), "the head reads the embedding's weight", False)
     fused: bool = setting(

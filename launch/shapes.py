@@ -25,7 +25,7 @@ from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
 from dlp.quant.tensor import Format
 from launch.build import plan_for
 from launch.config import Config, command_line, make_parser, validate_world
-from launch.model import DTYPES
+from launch.models.modules import DTYPES
 
 SIZES = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}  # rows, cols, contraction
 Problem = dict[str, Any]

@@ -31,7 +31,7 @@ from launch.accumulate import Accumulation
 from launch.build import Built
 from launch.config import Config, parallel_dims, validate_world
 from launch.links import link_of, said_bytes, said_seconds
-from launch.model import DTYPES
+from launch.models.modules import DTYPES
 
 WARM = 2  # steps before one is watched: by then weights are cast at the step boundary, and compiled code is compiled
 # fp32 numbers that ranks share in a step: valid tokens, the norm's square, loss, wish to stop and flags

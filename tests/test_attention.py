@@ -7,7 +7,8 @@ import torch
 
 from launch.attention import Documents, attend, mask
 from launch.config import ConfigError, load
-from launch.model import Llama, init_weights
+from launch.models.initial import init_weights
+from launch.models.modules import Llama
 from launch.sections import Model
 
 SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)

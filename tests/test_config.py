@@ -35,9 +35,9 @@ def refused_file(folder: Path, old: str, new: str) -> str:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_configs_load_and_fit_two_ranks(name: str) -> None:
+def test_shipped_configs_load_and_fit_few_ranks(name: str) -> None:
     config = load(name)
-    batch = validate_world(config, 2)
+    batch = validate_world(config, max(2, config.mesh.tp, config.mesh.dp_shard))
     assert batch.micro * batch.num_micro * batch.dp_size == config.train.global_batch
     assert batch.micro * config.train.sequence // config.mesh.tp % 128 == 0
 
@@ -192,7 +192,8 @@ def test_a_section_must_be_a_table(tmp_path: Path) -> None:
 
 def test_unknown_config_lists_the_shipped_ones() -> None:
     assert refused([], "tinny") == (
-        "tinny: no such config, expected a path to a TOML file or one of bench_8b, fidelity, llama3_1b, quality, tiny"
+        "tinny: no such config, expected a path to a TOML file or one of bench_8b, fidelity, llama3_1b, "
+        "llama3_70b, llama3_8b, quality, qwen3_8b, tiny"
     )
 
 

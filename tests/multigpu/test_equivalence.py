@@ -29,7 +29,9 @@ from dlp.parallel import casts
 from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.grads import PartialGradients, Replicas
-from launch.model import Llama, parallel_groups, this_ranks_part
+from launch.models.initial import this_ranks_part
+from launch.models.modules import Llama
+from launch.models.parallel import parallel_groups
 from launch.sections import Model
 from tests import pool as worker
 from tests.metrics import relative_error
@@ -49,6 +51,7 @@ class Kind(NamedTuple):
     gradient: float
     loss: float
     fused: bool = False
+    family: str = "llama"
 
 
 # Scales that are agreed over the world are those of one rank, so with fp32 activations the codes are as well. Scales of
@@ -60,6 +63,7 @@ KINDS = {
     "fp8": Kind(torch.bfloat16, "fp8_current", "auto", 0.16, 1e-2),
     "fused": Kind(torch.float32, "bf16", "auto", 1e-5, 1e-5, fused=True),
     "fused fp8_world": Kind(torch.float32, "fp8_current", "world", 6e-2, 1e-2, fused=True),
+    "qwen3": Kind(torch.float32, "bf16", "auto", 1e-5, 1e-5, family="qwen3"),
 }
 
 
@@ -121,7 +125,7 @@ def initial(name: str, shape: torch.Size) -> Tensor:
 def llama(kind: str) -> Llama:
     """The model with biases, on meta."""
     with torch.device("meta"):
-        model = Llama(replace(CONFIG, fused=KINDS[kind].fused), KINDS[kind].dtype)
+        model = Llama(replace(CONFIG, fused=KINDS[kind].fused, family=KINDS[kind].family), KINDS[kind].dtype)
         for module in model.model.layers.modules():
             if isinstance(module, nn.Linear):
                 module.bias = nn.Parameter(torch.empty(module.out_features))
@@ -285,6 +289,7 @@ def test_many_ranks_train_as_one(ranks, one_rank, layout, world, kind):
     [
         ("norm gradients", "fp32", "norm.weight"),
         ("norm gradients", "fused", "norm.weight"),
+        ("norm gradients", "qwen3", "norm.weight"),
         ("bias gradients", "fp32", "_proj.bias"),
         ("one reduction", "fp32", ""),
         ("amax group", "fp8", ""),

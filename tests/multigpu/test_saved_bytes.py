@@ -11,7 +11,8 @@ import torch
 import dlp
 from dlp.parallel.linear.modules import ParallelLinear
 from launch.config import load
-from launch.model import Llama, parallel_groups
+from launch.models.modules import Llama
+from launch.models.parallel import parallel_groups
 from launch.saved_bytes import main, of_block, saved
 from launch.sections import Model
 from tests import pool as worker

@@ -1,0 +1,1 @@
+"""The models that are trained: decoders of one shape, of which families of published weights are settings."""

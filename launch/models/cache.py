@@ -1,0 +1,27 @@
+"""Keys and values of tokens that a model has read, so that reading on does not begin anew."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class KeyValues:
+    """Of one block: [B, kv heads, `room`, head_dim] each, filled up to `length`; made by the first tokens."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.length = room, 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [B, kv heads, S, head_dim] of the next S tokens -> those of all tokens so far. ValueError where there is no
+        room for them."""
+        first, end = self.length, self.length + k.shape[2]
+        if end > self.room:
+            raise ValueError(f"a cache for {self.room} tokens was given {end}; make one with more room")
+        if self._keys is None or self._values is None:
+            self._keys, self._values = (each.new_empty(*each.shape[:2], self.room, each.shape[3]) for each in (k, v))
+        for kept, new in ((self._keys, k), (self._values, v)):
+            kept[:, :, first:end] = new
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]

@@ -1,0 +1,155 @@
+"""A decoder from plain modules: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head; biases of q,
+k and v and norms of q and k where its family has them (tables.py).
+
+Parameter names are Hugging Face's. The model knows nothing of ranks: attention views its heads as
+`view(B, S, -1, head_dim)`, so each tp rank computes the heads its weights make, and hidden states may be [B, S, H] or,
+under sequence parallelism, this rank's token shard [B*S/tp, H]. `parallel.py` says how tp cuts it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from launch.attention import Documents, attend
+from launch.models.cache import KeyValues
+from launch.models.rope import rotary_table, rotate
+from launch.models.tables import FAMILIES
+from launch.sections import Model
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+Inputs = Tensor | tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in fp32, in the dtype of x (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+class LaterRMSNorm(RMSNorm):
+    """Hands on x and the weight, for linears with the prologue rms_norm: they compute it in their cast."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        family = FAMILIES[config.family]
+        self.q_proj = nn.Linear(config.hidden, q_size, bias=family.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden, kv_size, bias=family.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden, kv_size, bias=family.qkv_bias)
+        if family.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.qk_norm = family.qk_norm
+        self.o_proj = nn.Linear(q_size, config.hidden, bias=False)
+
+    def forward(
+        self, normed: Inputs, batch: int, cos: Tensor, sin: Tensor, documents: Documents | None,
+        past: KeyValues | None,
+    ) -> Tensor:  # fmt: skip
+        """What a norm returns, of x [B, S, H] or of a token shard -> the same shape; `batch` is B. past: keys and values of
+        the tokens before these, to which theirs are added."""
+        inputs = normed if isinstance(normed, tuple) else (normed,)
+        q, k, v = (
+            projection(*inputs).view(batch, cos.shape[-2], -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if past is not None:
+            k, v = past.extend(k, v)
+        attended = attend(q, k, v, documents)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.fused = config.fused
+        self.gate_proj = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
+
+    def forward(self, normed: Inputs) -> Tensor:
+        inputs = normed if isinstance(normed, tuple) else (normed,)
+        gate, up = self.gate_proj(*inputs), self.up_proj(*inputs)
+        out: Tensor = self.down_proj(gate, up) if self.fused else self.down_proj(F.silu(gate) * up)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        norm = LaterRMSNorm if config.fused else RMSNorm
+        self.input_layernorm = norm(config.hidden, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = norm(config.hidden, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, batch: int, cos: Tensor, sin: Tensor, documents: Documents | None = None,
+        past: KeyValues | None = None,
+    ) -> Tensor:  # fmt: skip
+        x = x + self.self_attn(self.input_layernorm(x), batch, cos, sin, documents, past)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaModel(nn.Module):
+    def __init__(self, config: Model, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+
+    def forward(
+        self, tokens: Tensor, documents: Documents | None = None, past: Sequence[KeyValues] | None = None
+    ) -> Tensor:
+        batch, sequence = tokens.shape
+        first, config = past[0].length if past else 0, self.config
+        positions = torch.arange(first, first + sequence, device=tokens.device)
+        cos, sin = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        if documents is not None:
+            cos, sin = (table[documents.positions].unsqueeze(1) for table in (cos, sin))
+        x = self.embed_tokens(tokens).to(self.dtype)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, batch, cos, sin, documents, past[i] if past else None)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """tokens [B, S] int64 -> logits [B*S, V] (V/tp per rank once converted), in `dtype`. Attention and positions end and begin
+    anew with each of `documents`, where they are given. past: keys and values of each block, of tokens before these."""
+
+    base_model_prefix = "model"  # Hugging Face's attribute: layer groups may leave this prefix out
+
+    def __init__(self, config: Model, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config, dtype)
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self, tokens: Tensor, documents: Documents | None = None, past: Sequence[KeyValues] | None = None
+    ) -> Tensor:
+        return self.lm_head(
+            self.model(tokens, documents, past).flatten(0, -2)
+        )  # the head's own result: FSDP warns of a view

@@ -1,0 +1,55 @@
+"""How tp cuts a model, and under which layer groups it cannot run."""
+
+from __future__ import annotations
+
+from dlp import LayerGroup, Plan
+from launch.models.tables import FAMILIES
+from launch.sections import Model
+
+
+def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:
+    """How tp cuts a Llama, and which of its linears have a prologue; a run's own layer groups come after these and may
+    override them."""
+    sp = sequence_parallel
+    qkv, gate_up = "layers.*.self_attn.{q,k,v}_proj", "layers.*.mlp.{gate,up}_proj"
+    head_norms = [LayerGroup("norms of heads", ["layers.*.self_attn.{q,k}_norm"], style="column")]
+    return [
+        LayerGroup("vocabulary", ["embed_tokens", "lm_head"], style="column", sequence_parallel=sp),
+        LayerGroup("norms", ["layers.*.*norm", "norm"], sequence_parallel=sp),
+        *(head_norms if FAMILIES[config.family].qk_norm else []),
+        LayerGroup("qkv", [qkv], style="column", siblings=True, sequence_parallel=sp),
+        LayerGroup("gate_up", [gate_up], style="column", siblings=True, sequence_parallel=sp),
+        LayerGroup("o_down", ["layers.*.{self_attn.o,mlp.down}_proj"], style="row", sequence_parallel=sp),
+        *(_prologues(config, [qkv, gate_up]) if config.fused else []),
+    ]
+
+
+def _prologues(config: Model, behind_norms: list[str]) -> list[LayerGroup]:
+    norm = {"name": "rms_norm", "eps": config.norm_eps}
+    return [
+        LayerGroup("norm in the cast", behind_norms, prologue=norm),
+        LayerGroup("swiglu in the cast", ["layers.*.mlp.down_proj"], prologue="swiglu"),
+    ]
+
+
+def check_plan(plan: Plan) -> None:
+    """ValueError for layer groups under which this model cannot run: it splits and joins no tokens itself, its attention reads
+    whole sequences, and its loss reads logits that tp cuts."""
+    cut = next(row for row in plan.layers if row.name.endswith("o_proj")).sequence_parallel
+    rows = [(row.name, row.style, row.sequence_parallel) for row in plan.layers]
+    rows += [(other.name, other.style, other.sequence_parallel) for other in plan.others]
+    for name, style, on_shards in rows if plan.tp > 1 else ():
+        if on_shards != cut:
+            raise ValueError(
+                f"{name}: its groups set sequence_parallel = {on_shards}, others {cut}, and a Llama's tokens are cut from its "
+                f"embedding to its head, or nowhere: leave it to [mesh] sequence_parallel"
+            )
+        if name == "lm_head" and style != "column":
+            raise ValueError(
+                f"{name}: style = {style!r}, but the loss reads logits that tp cuts: leave style out of its groups"
+            )
+        if ".self_attn." in name and style == "local" and cut:
+            raise ValueError(
+                f"{name}: style = 'local' under sequence parallelism leaves attention a part of the tokens: set [mesh] "
+                f"sequence_parallel = false, or leave style out of its groups"
+            )

@@ -1,0 +1,66 @@
+"""What families of published models are here: features, and how names and settings of Hugging Face's folders map to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family differs from the others. architecture: the class of `transformers` that reads it. qkv_bias: q, k and v have
+    biases; qk_norm: RMSNorm over each head of q and k. fixed: settings of config.json that must be so, if they are there."""
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    fixed: tuple[tuple[str, object], ...] = ()
+
+
+_NO_BIAS = (("attention_bias", False), ("mlp_bias", False))
+_WHOLE = (("use_sliding_window", False), ("attention_bias", False))
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", fixed=_NO_BIAS),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed=(("use_sliding_window", False),)),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, fixed=_WHOLE),
+}
+
+# [model] key: config.json key. What stands in tables of its own there, or follows, is in `launch/hf_config.py`.
+KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "sliding_window": "sliding_window",
+}
+
+# Our parameter: theirs. {i} is a block's number.
+NAMES = {
+    "model.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    **{
+        f"model.layers.{{i}}.{name}": f"model.layers.{{i}}.{name}"
+        for name in (
+            "input_layernorm.weight",
+            "post_attention_layernorm.weight",
+            *(f"self_attn.{which}_proj.{part}" for which in "qkv" for part in ("weight", "bias")),
+            "self_attn.o_proj.weight",
+            *(f"self_attn.{which}_norm.weight" for which in "qk"),
+            *(f"mlp.{which}_proj.weight" for which in ("gate", "up", "down")),
+        )
+    },
+}
+
+
+def their_names(layers: int) -> Iterator[tuple[str, str]]:
+    """All of our names with theirs, in order; which of them a model has is its own matter."""
+    for ours, theirs in NAMES.items():
+        for i in range(layers) if "{i}" in ours else (0,):
+            yield ours.format(i=i), theirs.format(i=i)
