@@ -81,8 +81,9 @@ def push_part(part: int, to: int, pitch: int, width: int, height: int, stream: i
         ctypes.memmove(to + row * pitch, part + row * width, width)
 
 
-def copy_bytes(source: int, to: int, nbytes: int, stream: int) -> None:
-    ctypes.memmove(to, source, nbytes)
+def copy_rows(source: int, pitch: int, to: int, width: int, height: int, stream: int) -> None:
+    for row in range(height):
+        ctypes.memmove(to + row * width, source + row * pitch, width)
 
 
 def new_event() -> int:
@@ -114,5 +115,5 @@ def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int)
             numbers(at, count)[:], mine = mine[:count], mine[count:]
 
 
-_ALL = (begin_use, meet, release_use, push_part, copy_bytes, agree, new_event, mark)
+_ALL = (begin_use, meet, release_use, push_part, copy_rows, agree, new_event, mark)
 STEPS = {each.__name__: staticmethod(each) for each in _ALL} | {"await_mark": staticmethod(mark)}

@@ -119,6 +119,14 @@ def transpose_words(matrix: Tensor, out: Tensor) -> None:
     launch("transpose_words", out, pointer, _output(out, matrix.shape[::-1], [torch.float32], "out"), *matrix.shape)
 
 
+def copied_rows(x: Tensor) -> Tensor:
+    """[rows, n], adjacent elements in each row, the rows at any distance -> the same, contiguous."""
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    launch("copy_rows", x, x.data_ptr(), x.stride(0) * x.itemsize, out.data_ptr(), width * x.itemsize, rows)
+    return out
+
+
 def sum_in_order(contributions: Tensor, out: Tensor) -> None:
     """contributions bf16 or fp32 [R, ...] -> out [...]: their fp32 sum, first to last, rounded once."""
     pointer = _output(contributions, contributions.shape, INPUTS, "contributions")

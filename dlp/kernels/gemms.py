@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dlp.kernels import loader, reference
 from dlp.kernels.codes import transposed
+from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import run_plan
 from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
 
@@ -398,4 +399,6 @@ def block_scales(scale_inv: Tensor, tile: bool) -> Tensor:
         return reference.block_2d_layout(scale_inv)
     if scale_inv.stride() == (1, lines + -lines % 4):
         return scale_inv.t()
+    if scale_inv.stride(0) == 1 and lines % 4 == 0:  # some of the lines of a larger operand
+        return copied_rows(scale_inv.t())
     return transposed(scale_inv) if lines % 4 == 0 else reference.block_1d_layout(scale_inv)

@@ -73,14 +73,15 @@ def moved_by(group: dist.ProcessGroup, mapped: bool) -> Iterator[None]:
 
 
 def over_two_ranks(
-    kind: str, recipe: str, sequence_parallel: bool, codec: str = "hp"
+    kind: str, recipe: str, sequence_parallel: bool, codec: str = "hp", overlap: str = "serial"
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
     """A layer over two tp ranks, through mapped memory and by collectives."""
     mesh, found = worker.mesh(tp=2), []
     for mapped in (True, False):
         with device(), moved_by(mesh["tp"].get_group(), mapped):  # type: ignore[attr-defined]
             torch.manual_seed(0)
-            options = {"tp": mesh["tp"], "recipe": recipe, "sequence_parallel": sequence_parallel}
+            options = {"tp": mesh["tp"], "recipe": recipe, "sequence_parallel": sequence_parallel,
+                       "overlap": overlap}  # fmt: skip
             sizes = (N, K) if kind == "siblings" else N
             made = dlp.RowParallelLinear if kind == "row" else dlp.ColumnParallelLinear
             layer = made(2 * K, sizes, dtype=torch.bfloat16, **options).to(worker.device())
@@ -152,6 +153,16 @@ def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_sums_are_packed_and_unpacked_inside(ranks, kind: str, codec: str):
     for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, "fp8_current", True, codec):
+        assert min(mapped.values()) > 0, mapped
+        for result, expected in pairs:
+            assert_bit_equal(result, expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_chunks_are_captured(ranks, kind: str, recipe: str):
+    """What is multiplied chunk by chunk through mapped memory is one call, with the bits of chunks that are sent."""
+    for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", "chunked"):
         assert min(mapped.values()) > 0, mapped
         for result, expected in pairs:
             assert_bit_equal(result, expected)
