@@ -20,8 +20,8 @@ from __future__ import annotations
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Collection
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ class SaveError(RuntimeError):
 @dataclass(frozen=True)
 class Training:
     """What a checkpoint saves and restores on this rank. `settings`: what the config says of the model, as a table;
-    `config`: the whole file. `recipe_files`: the Python files of recipes that the config names."""
+    `config`: the whole file. `recipe_files`: the Python files of recipes that the config names. `update`: what the update of a
+    step keeps, by name, the same on all ranks."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -61,6 +62,7 @@ class Training:
     settings: dict[str, Any]
     config: str
     recipe_files: Collection[Path] = ()
+    update: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
     began, rank = time.perf_counter(), dist.get_rank()
     final, temporary = folder / f"step-{step}", folder / f".step-{step}.tmp"
     recipes, rng = dlp.state_dict(training.model), {f"rank{rank}": _rng(training.device)}
-    state = {**_tensors(training), "recipes": recipes, "rng": rng}
+    state = {**_tensors(training), "recipes": recipes, "rng": rng, "update": dict(training.update)}
     try:
         _at_rank_0(lambda: _make_room(folder, temporary))
         try:
@@ -225,6 +227,13 @@ def load(path: Path, training: Training) -> Loaded:
     make_state(training.optimizer)
     state, rank = {**_tensors(training), "recipes": _saved_recipes(path, index)}, f"rank{dist.get_rank()}"
     differing_averages = converted.take_differing(state["optimizer"], index)
+    kept = {name: each for name, each in training.update.items() if f"update.{name}" in index.state_dict_metadata}
+    if kept:
+        state["update"] = kept
+    elif training.update:
+        differing.append(
+            "gradient norms before this step were not saved: spikes are skipped once enough are known again"
+        )
     same_ranks = manifest["world_size"] == dist.get_world_size()
     if same_ranks:
         state["rng"] = {rank: _rng(training.device)}

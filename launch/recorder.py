@@ -66,9 +66,9 @@ class Recorder:
 
     def step(
         self, step: int, *, loss: float, norm: float, lr: float, seconds: float, split: dict[str, float],
-        wire_bytes: dict[str, int],
+        wire_bytes: dict[str, int], skipped: bool = False,
     ) -> None:  # fmt: skip
-        """A finished step that took `seconds`. `wire_bytes`: that one rank sent in it, by group."""
+        """A finished step that took `seconds`. `wire_bytes`: that one rank sent in it, by group. `skipped`: its update."""
         if not self._run.leader:
             return
         rate = self._tokens / seconds
@@ -77,6 +77,7 @@ class Recorder:
             step=step, loss=loss, gradient_norm=norm, lr=lr, tokens_per_second=round(rate, 1),
             model_flops_per_second=flops, mfu="n/a" if self._peak is None else round(flops / self._peak, 4),
             seconds=round(seconds, 6), split=split, wire_bytes=wire_bytes, peak_memory_bytes=peak_memory(self._device),
+            **({"skipped": True} if skipped else {}),
         )  # fmt: skip
         if self._progress is not None:
             self._progress.show(step, f"loss {loss:.3f}, {rate:,.0f} tokens/s")

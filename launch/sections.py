@@ -125,6 +125,12 @@ class Train(Section):
     betas: tuple[float, float] = setting(numbers(2, ">= 0", "< 1"), "AdamW's averages", (0.9, 0.95))
     eps: float = setting(number("> 0"), "AdamW's denominator", 1e-8)
     clip: float = setting(number("> 0"), "largest global gradient norm", 1.0)
+    skip_spikes: float = setting(
+        Rule("a number > 1, or 0", (int, float), lambda value: value == 0 or 1 < value < float("inf"), float),
+        "steps whose gradient norm is over so many times the median of the last 100 are not made, 5 in a row at most; 0: all "
+        "are made",
+        0.0,
+    )
     dtype: str = setting(choice("bf16", "fp32"), "of activations and of layers that are not quantized", "bf16")
     checkpointing: str = setting(choice("none", "full"), "full recomputes each block in backward", "none")
     compile: bool = setting(flag(), "torch.compile, block by block", False)

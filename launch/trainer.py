@@ -30,7 +30,6 @@ from launch.attention import Documents
 from launch.baseline import baseline
 from launch.build import Built
 from launch.check_data import check_data
-from launch.clip import GradientNorm
 from launch.config import Config, recipe_files, to_toml
 from launch.data import open_data
 from launch.diagnose import origin
@@ -42,13 +41,14 @@ from launch.rundir import RunDir, move_aside
 from launch.schedule import some
 from launch.stop import StopFlag
 from launch.stream import TokenStream
+from launch.update import Update
 from launch.wire import OWN, WireWatch
 
 
 @dataclass
 class Step:
     """A step whose numbers are still on their way: mean loss x tp, ranks that were asked to stop, ranks with
-    a flag set, gradient norm, this rank's flags.
+    a flag set, gradient norm, its limit, whether the update was skipped, this rank's flags.
     `began`, `ended`: host clock; the end is the next step's beginning, or when the numbers were waited for. `wire`: bytes
     this rank sent in it, by group. `remarks`: what is to be said of it, after its numbers."""
 
@@ -78,16 +78,18 @@ class Trainer:
         self.validation_data = TokenStream(self.shards.validation, split="validation", seed=0, **settings)
         run.say(check_data((*self.shards.train, *self.shards.validation)))
         model = {key: value for key, value in asdict(config.model).items() if key != "fused"}  # the same parameters
+        self.update = Update(built.model, built.optimizer, train, built.device)
         self.state = checkpoint.Training(
-            built.model, built.optimizer, self.train_data, built.device, model, to_toml(config), recipe_files(config)
-        )
-        self.gradient_norm = GradientNorm(built.model.parameters())
+            built.model, built.optimizer, self.train_data, built.device, model, to_toml(config), recipe_files(config),
+            self.update.spikes.state(),
+        )  # fmt: skip
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
         self.recipes = session_of(built.model)
         self.wire = WireWatch(config, built)
         self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
         self.wants_stop = False
         self.captured: CapturedStep | None = None
+        self.skipped = 0  # updates since the start
         self.warm = 0  # steps since the start, as far as a capture waits for them
 
     def resume(self) -> int:
@@ -182,7 +184,7 @@ class Trainer:
         return Step(step + 1, coming, lr, watch, began, self.wire.bytes())
 
     def compute(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
-        """What a step does on the device -> this rank's part of the loss, and the gradient norm; fp32 [2]."""
+        """What a step does on the device -> this rank's part of the loss, and what `optimize` returns; fp32 [4]."""
         model, dp_size = self.built.model, self.built.batch.dp_size
         valid = self.valid_tokens(batches)
         total = torch.zeros((), device=self.built.device)
@@ -195,7 +197,7 @@ class Trainer:
             dlp.backward_dw(model)
             total += loss.detach()
             lap("backward")
-        return torch.stack([total, self.optimize()])
+        return torch.cat([total.unsqueeze(0), self.optimize()])
 
     def replay(self, batches: Sequence[Batch]) -> Tensor:
         """`compute` by a CUDA graph, which is captured at the first call. The host's count of steps goes on beside it."""
@@ -223,19 +225,12 @@ class Trainer:
                 group["lr"] = lr
 
     def optimize(self) -> Tensor:
-        """Clip by the true global norm and step; the fused optimizer divides by `grad_scale` in its own pass and does
-        nothing at all when the norm is not finite. Returns the norm before clipping."""
-        optimizer = self.built.optimizer
-        norm = self.gradient_norm()
-        optimizer.grad_scale = ((norm + 1e-6) / self.config.train.clip).clamp(min=1.0)  # type: ignore[attr-defined]
-        optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return norm
+        """Of `Update`: gradient norm, its limit, whether the update was skipped; fp32 [3]."""
+        return self.update()
 
     def read(self, step: Step) -> None:
         """Take a finished step's numbers: record them, and notice what is not finite or a wish to stop."""
-        loss, wishes, flagged, norm, *flags = step.numbers.read()
+        loss, wishes, flagged, norm, limit, skipped, *flags = step.numbers.read()
         loss /= self.built.dims.tp  # every tp rank brought the same
         seconds = (step.ended or time.perf_counter()) - step.began
         if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
@@ -245,8 +240,15 @@ class Trainer:
             raise NotFinite(f"step {step.number}: loss {loss}, gradient norm {norm}: {where}")
         split = step.watch.split()
         self.recorder.step(
-            step.number, loss=loss, norm=norm, lr=step.lr, seconds=seconds, split=split, wire_bytes=step.wire
-        )
+            step.number, loss=loss, norm=norm, lr=step.lr, seconds=seconds, split=split, wire_bytes=step.wire,
+            skipped=skipped > 0,
+        )  # fmt: skip
+        if skipped:
+            self.skipped += 1
+            step.remarks.append(
+                f"step {step.number}: its update was skipped, its gradient norm of {norm:.4g} is over {limit:.4g}, "
+                f"{self.config.train.skip_spikes:g} times the median ({self.skipped} skipped since the start)"
+            )
         self.say_remarks(step)
         self.wants_stop = wishes > 0
 

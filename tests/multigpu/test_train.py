@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -242,6 +243,48 @@ def begun(config: Config) -> tuple[str, int]:
     with pytest.raises(NotFinite) as caught:
         trainer.train(done)
     return str(caught.value), len(counted)
+
+
+class Spikes(Trainer):
+    """The gradients of steps 4 and 5 are a thousand times too large."""
+
+    def optimize(self) -> torch.Tensor:
+        if self.recipes.steps in (3, 4):
+            torch._foreach_mul_([p.grad._local_tensor for p in self.built.model.parameters()], 1000.0)
+        return super().optimize()
+
+
+def spiked(config: Config, steps: int | None = None) -> None:
+    """A run of so many steps, or all, that knows a median after two."""
+    with patch("launch.update.KNOWN", 2):
+        trainer, done = training.trainer(config, Spikes)
+        if steps is None:
+            trainer.train(done)
+            return
+        trainer.recorder.begin(done)
+        while done < steps:
+            trainer.read(trainer.train_step(done))
+            done += 1
+        trainer.save(done)
+
+
+@pytest.mark.ranks(2)
+def test_updates_with_spikes_are_skipped_and_a_resumed_run_skips_the_same(ranks, tmp_path, data):
+    options = ["--train.skip_spikes=10", "--checkpoint.every=100", "--train.eval_every=100"]
+    whole, parts = (training.config(tmp_path, data, *options, f"--run.dir={tmp_path}/{n}") for n in ("whole", "parts"))
+    ranks(2).run(spiked, whole)
+    assert training.metrics(whole, "skipped") == {4: True, 5: True}
+    (first, second) = (line for line in training.said(whole) if "was skipped" in line)
+    assert re.fullmatch(
+        r"step 4: its update was skipped, its gradient norm of [\d.]+e?.* is over [\d.]+, 10 times the median "
+        r"\(1 skipped since the start\)", first
+    ) and second.endswith("(2 skipped since the start)")  # fmt: skip
+    losses, norms = training.metrics(whole), training.metrics(whole, "gradient_norm")
+    assert norms[4] > 100 * norms[3] and losses[6] < losses[1], "nothing of the spikes is left"
+    ranks(2).run(spiked, parts, 4)
+    ranks(2).run(spiked, parts)
+    assert "resuming from step 4" in "\n".join(training.said(parts))
+    assert training.metrics(parts) == losses and training.metrics(parts, "skipped") == {4: True, 5: True}
 
 
 class BadGradient(Trainer):

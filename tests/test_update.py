@@ -1,0 +1,77 @@
+"""Which updates are skipped as spikes, beside the same rule in plain Python."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from launch import update
+from launch.config import ConfigError, load
+from launch.update import IN_A_ROW, KNOWN, WINDOW, SpikeFilter
+
+
+def plainly(norms: list[float], factor: float) -> list[tuple[float, bool]]:
+    """Limits, and which are skipped."""
+    known: list[float] = []
+    found, row = [], 0
+    for norm in norms:
+        limit = factor * statistics.median_low(known[-WINDOW:]) if len(known) >= KNOWN else math.inf
+        spike = norm > limit
+        skips = spike and row < IN_A_ROW
+        row = row + 1 if spike else 0
+        if not skips:
+            known.append(norm)
+        found.append((limit, skips))
+    return found
+
+
+def skipped(norms: list[float], factor: float) -> list[tuple[float, bool]]:
+    decides = SpikeFilter(factor, torch.device("cpu"))
+    return [(limit.item(), bool(skips)) for limit, skips in (decides(torch.tensor(norm)) for norm in norms)]
+
+
+def test_spikes_are_those_of_the_rule() -> None:
+    draw = random.Random(0)
+    norms = [torch.tensor(draw.lognormvariate(0, 0.3)).item() for _ in range(400)]
+    for place in (5, KNOWN + 3, 150, 151, *range(200, 200 + IN_A_ROW + 3), 350):
+        norms[place] *= 64
+    found = skipped(norms, 4.0)
+    expected = plainly(norms, 4.0)
+    assert [skips for _, skips in found] == [skips for _, skips in expected]
+    assert [limit for limit, _ in found] == pytest.approx([limit for limit, _ in expected])
+    places = [place for place, (_, skips) in enumerate(found) if skips]
+    assert places == [KNOWN + 3, 150, 151, *range(200, 200 + IN_A_ROW), 350], "neither early ones nor a sixth in a row"
+
+
+def test_a_new_level_of_norms_is_taken() -> None:
+    found = skipped([1.0] * 30 + [100.0] * 200, 4.0)
+    assert sum(skips for _, skips in found) == IN_A_ROW and found[-1][0] == 400
+
+
+def test_norms_that_are_not_finite_are_not_remembered() -> None:
+    found = skipped([1.0] * KNOWN + [math.nan, math.inf, 1.0, 1.0], 4.0)
+    assert [limit for limit, _ in found[KNOWN:]] == [4.0] * 4
+
+
+def test_without_a_factor_nothing_is_skipped_or_saved() -> None:
+    assert not any(skips for _, skips in skipped([1.0] * 50 + [1e30], 0.0))
+    assert SpikeFilter(0.0, torch.device("cpu")).state() == {} != SpikeFilter(2.0, torch.device("cpu")).state()
+
+
+@pytest.mark.parametrize("value", ["1", "0.5", "-3"])
+def test_a_factor_that_would_skip_half_of_all_steps_is_refused(value: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--train.skip_spikes|\[train\] skip_spikes: expected a number > 1, or 0, got"
+    ):
+        load("tiny", [f"--train.skip_spikes={value}"])
+
+
+def test_nothing_of_the_rule_waits_for_the_device() -> None:
+    """Numbers stay where they are: a meta tensor has none to read."""
+    decides = SpikeFilter(3.0, torch.device("meta"))
+    limit, skips = decides(torch.ones((), device="meta"))
+    assert limit.shape == skips.shape == () and update.IN_A_ROW == 5
