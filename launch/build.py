@@ -6,15 +6,12 @@ memory allocated and filled, each rank with its slice.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import LayerGroup, Plan
@@ -27,6 +24,8 @@ from launch.models.initial import init_weights
 from launch.models.modules import DTYPES, Llama
 from launch.models.parallel import check_plan, parallel_groups
 from launch.optimizers import check_installed, make_optimizer
+from launch.recompute import recompute
+from launch.sections import Mesh
 
 
 @dataclass(frozen=True)
@@ -79,14 +78,12 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     groups, shared = layer_groups(config), config.mesh.amax_group
     plan = dlp.convert(model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed)
     check_plan(plan)
-    if config.train.checkpointing == "full":
-        for block in model.model.layers:
-            recompute(block)
+    recompute(list(model.model.layers), config.train)
     if config.train.compile:
         for block in model.model.layers:
             block.compile()
     if batch.dp_size > 1:
-        shard(model, mesh, DTYPES[config.train.dtype], config.mesh.quantized_gather)
+        shard(model, mesh, DTYPES[config.train.dtype], config.mesh)
         if config.mesh.grad_wire != "fp32":
             set_grad_wire(model, config.mesh.grad_wire)
     model.to_empty(device=device)
@@ -101,15 +98,12 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps)
 
 
-def recompute(block: nn.Module) -> None:
-    """Keep only the block's input in forward; run the block again in backward. It draws no random numbers: those of
-    stochastic rounding are counted, not drawn."""
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, quantized_gather: bool) -> None:
-    """FSDP over each block and the rest: gathered quantized, or in `dtype`; gradients reduced in fp32."""
+def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, asked: Mesh) -> None:
+    """FSDP over each block and the rest: gathered quantized, or in `dtype`; gradients reduced in fp32. Blocks let go of what
+    they gathered after forward, where that is `asked`; the rest keeps it for backward."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    gather = asked.quantized_gather
     for block in model.model.layers:
-        dlp.fully_shard(block, mesh=mesh, mp_policy=policy, quantized_gather=quantized_gather)
-    dlp.fully_shard(model, mesh=mesh, mp_policy=policy, quantized_gather=quantized_gather)
+        frees = asked.reshard_after_forward
+        dlp.fully_shard(block, mesh=mesh, mp_policy=policy, quantized_gather=gather, reshard_after_forward=frees)
+    dlp.fully_shard(model, mesh=mesh, mp_policy=policy, quantized_gather=gather)

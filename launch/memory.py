@@ -33,6 +33,7 @@ from launch.build import meta_model
 from launch.config import Config
 from launch.links import said_bytes
 from launch.optimizers import state_bytes
+from launch.recompute import recomputed
 
 WORKSPACES = 4 * 32 * 2**20  # bytes: of cuBLASLt and cuBLAS, on the two streams that multiply
 MOMENTS = ("loss", "last block", "first block", "update")
@@ -221,8 +222,9 @@ class _Estimate:
         whole = found.compiled if train.compile else found.eager
         used = {block: run[kind[block]] for block in self.blocks}
         kept = {block: float(whole.get(name, 0)) for block, name in used.items()} | {REST: float(whole.get(REST, 0))}
-        if train.checkpointing == "full":
-            kept |= {block: float(found.inputs[name]) for block, name in used.items()}
+        for block in (self.blocks[i] for i in recomputed(train, len(self.blocks))):
+            points = found.points[used[block]] if train.checkpointing == "selective" else 0
+            kept[block] = float(min(found.inputs[used[block]] + points, kept[block]))
         self.recomputed = float(max(whole.get(name, 0) - kept[block] for block, name in used.items()))
         return kept
 
@@ -246,6 +248,9 @@ class _Estimate:
             return dict.fromkeys(MOMENTS, 0.0)
         root = self._sum(self._travels, "")
         block = max(self._sum(self._travels, block) for block in self.blocks)
+        if not self.load.resharded:
+            every = root + sum(self._sum(self._travels, block) for block in self.blocks)
+            return {"loss": every, "last block": every, "first block": root + block}
         return {"loss": root + block, "last block": root + 2 * block, "first block": root + 2 * block}
 
     def _travels(self, parameter: ParameterPlan) -> float:

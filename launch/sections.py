@@ -28,6 +28,9 @@ class Mesh(Section):
         choice("auto", TP, "tp+dp", WORLD), "ranks that share a scale; auto agrees only what must be", "auto"
     )
     quantized_gather: bool = setting(flag(), "FSDP gathers weights as their recipe quantizes them", True)
+    reshard_after_forward: bool = setting(
+        flag(), "FSDP frees a block's gathered weights after its forward; false: they stay until its backward", True
+    )
     grad_wire: str = setting(
         choice("fp32", "bf16", "fp8"),
         "what FSDP's gradients are carried as; fp32: by FSDP's own reduce-scatter, the others are summed in fp32",
@@ -132,7 +135,13 @@ class Train(Section):
         0.0,
     )
     dtype: str = setting(choice("bf16", "fp32"), "of activations and of layers that are not quantized", "bf16")
-    checkpointing: str = setting(choice("none", "full"), "full recomputes each block in backward", "none")
+    checkpointing: str = setting(
+        choice("none", "selective", "full"),
+        "what runs again in backward; full: blocks, of which only inputs are kept; selective: all of them but GEMMs and "
+        "attention",
+        "none",
+    )
+    recompute_every: int = setting(integer(">= 1"), "with checkpointing: every n-th block does, the others keep all", 1)
     compile: bool = setting(flag(), "torch.compile, block by block", False)
     weight_cache: str = setting(
         choice("step", "forward"),

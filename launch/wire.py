@@ -32,6 +32,7 @@ from launch.build import Built
 from launch.config import Config, parallel_dims, validate_world
 from launch.links import link_of, said_bytes, said_seconds
 from launch.models.modules import DTYPES
+from launch.recompute import recomputed
 
 WARM = 2  # steps before one is watched: by then weights are cast at the step boundary, and compiled code is compiled
 # fp32 numbers that ranks share in a step: valid tokens, the norm's square, loss, wish to stop and flags
@@ -45,12 +46,13 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
     batch, mesh = validate_world(config, world), config.mesh
     blocks = tuple(f"model.layers.{i}" for i in range(config.model.layers))
     dtype, sharded = DTYPES[config.train.dtype], batch.dp_size > 1
+    again = tuple(blocks[i] for i in recomputed(config.train, len(blocks)))
     return Workload(
         parallel_dims(config, world).sizes, batch.micro * config.train.sequence,
         batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
         units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather, weight_cache=config.train.weight_cache,
         reductions=reductions, grad_wire=None if mesh.grad_wire == "fp32" else mesh.grad_wire,
-        recomputed=blocks if config.train.checkpointing == "full" else (),
+        recomputed=again if config.train.checkpointing == "full" else (), resharded=mesh.reshard_after_forward,
         amax_group={"auto": None, TP: TP}.get(mesh.amax_group, WORLD),
     )  # fmt: skip
 

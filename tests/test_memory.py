@@ -55,9 +55,10 @@ EAGER = 2 * NORM + 2 * (2 * T * H) + ATTENTION + 2 * T * 4 * F  # gate, silu(gat
         ([], EAGER),
         (["--train.compile=true"], EAGER - 2 * T * F),
         (["--train.checkpointing=full"], 2 * T * H),
+        (["--train.checkpointing=selective"], 2 * T * (2 * Q + 2 * KV + 3 * H + 2 * F) + SUMS),
         (["--recipe=fp8_current"], EAGER - 2 * T * (2 * H + F) + T * (2 * H + Q + F)),
     ],
-    ids=["eager", "compiled", "recomputed", "fp8"],
+    ids=["eager", "compiled", "recomputed", "selective", "fp8"],
 )
 def test_what_a_block_saves(changes, block):
     """Counted by hand: norms, the x of each linear, attention and the MLP."""

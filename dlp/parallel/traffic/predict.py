@@ -94,7 +94,8 @@ class Workload:
     weight_cache   as of `attach`
     reductions     of FSDP's gradients in a step: 1, or one a microbatch
     grad_wire      what carries FSDP's gradients over dp_shard (see `dlp.parallel.transfer`); None: FSDP's own reduction
-    recomputed     modules whose forward runs again in backward
+    recomputed     modules whose forward runs again in backward, their linears too
+    resharded      units other than the root gather once for forward and once for backward
     amax_group     an axis or "world" that agrees on every scale; None: the style table decides
     dp_shard_rank  whose part of uneven shards is meant
     """
@@ -112,6 +113,7 @@ class Workload:
     reductions: int = 1
     grad_wire: str | None = None
     recomputed: tuple[str, ...] = ()
+    resharded: bool = True
     amax_group: str | None = None
     dp_shard_rank: int = 0
 
@@ -194,7 +196,8 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
     for unit, own in _units(plan, load).items():
         for parameter in own:
             with predicting(f"the gathers of {parameter.name}"):
-                add(_gathers(linears.get(parameter.name), parameter, load, bool(unit)), load.microbatches)
+                again = bool(unit) and load.resharded
+                add(_gathers(linears.get(parameter.name), parameter, load, again), load.microbatches)
     total.update(fsdp_gradients(plan, load))
     with predicting("what the casts of shards agree on"):
         add(_agreements(plan, load))

@@ -1,0 +1,94 @@
+"""Blocks that run again in backward, wholly or but for GEMMs and attention, and weights that stay gathered: the same bits,
+and the bytes on the wire that the plan says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dlp
+from dlp.parallel.linear import autograd
+from launch.build import build
+from launch.config import Config
+from tests import pool as worker
+from tests import training
+from tests.pool import Pool
+
+WATCHED = ["--train.steps=4", "--train.ledger=always", "--checkpoint.every=10", "--train.eval_every=10"]
+FSDP = ["--mesh.tp=1", "--train.micro_batch=2"]
+SELECTIVE, FULL = "--train.checkpointing=selective", "--train.checkpointing=full"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
+    yield training.shards(tmp_path_factory.mktemp("data"))
+    if device_type == "cuda":
+        for pool in pools.values():
+            pool.run(training.end_determinism)
+
+
+CASES = [
+    pytest.param([], [SELECTIVE], id="tp"),
+    pytest.param(["--recipe=fp8_delayed"], [SELECTIVE], id="tp-delayed", marks=pytest.mark.slow),
+    pytest.param(["--model.fused=true", "--recipe=nvfp4"], [SELECTIVE], id="tp-fused", marks=pytest.mark.slow),
+    pytest.param(FSDP, [SELECTIVE, "--train.recompute_every=2"], id="fsdp-every-2nd", marks=pytest.mark.slow),
+    pytest.param(FSDP, [FULL, "--train.recompute_every=2"], id="fsdp-full-every-2nd", marks=pytest.mark.slow),
+    pytest.param(FSDP, ["--mesh.reshard_after_forward=false"], id="fsdp-gathered"),
+    pytest.param(
+        [*FSDP, "--recipe=mxfp8", "--model.hidden=128", "--model.ffn=256"],
+        ["--mesh.reshard_after_forward=false", FULL], id="fsdp-gathered-full", marks=pytest.mark.slow,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("overrides", "changed"), CASES)
+def test_what_runs_again_changes_no_bit_and_sends_what_was_planned(ranks, tmp_path, data, overrides, changed):
+    found = []
+    for name, more in (("plain", []), ("changed", changed)):
+        config = training.config(tmp_path, data, *WATCHED, *overrides, *more, f"--run.dir={tmp_path / name}")
+        ranks(2).run(training.run, config)
+        found.append(training.metrics(config))
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+def runs(config: Config) -> dict[str, int]:
+    """How often linears and blocks run in one step, after two."""
+    mesh = worker.mesh(tp=config.mesh.tp)
+    built = build(config, mesh, torch.device(worker.device()))
+    tokens = torch.zeros(1, config.train.sequence, dtype=torch.int64, device=built.device)
+    counts: Counter[str] = Counter()
+    real = autograd.run_forward
+
+    def counted(*args: Any) -> Any:
+        counts["linears"] += 1
+        return real(*args)
+
+    def norm(module: Any, args: Any, y: Any) -> None:
+        counts["norms"] += 1
+
+    for block in built.model.model.layers:
+        block.input_layernorm.register_forward_hook(norm)
+    autograd.run_forward = counted
+    try:
+        dlp.cross_entropy(built.model(tokens), tokens, mesh).backward()
+    finally:
+        autograd.run_forward = real
+    return dict(counts)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("changed", "linears", "norms"),
+    [([], 9, 2), ([SELECTIVE], 9, 4), ([SELECTIVE, "--train.recompute_every=2"], 9, 3), ([FULL], 17, 4)],
+    ids=["none", "selective", "every 2nd", "full"],
+)
+def test_linears_do_not_run_again_where_their_results_are_kept(ranks, tmp_path, data, changed, linears, norms):
+    """Of 2 blocks, each 4 linears or sets of siblings, and the head."""
+    config = training.config(tmp_path, data, "--mesh.tp=1", "--train.global_batch=1", *changed)
+    assert ranks(1).run(runs, config) == [{"linears": linears, "norms": norms}]
