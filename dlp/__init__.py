@@ -3,6 +3,9 @@
 What stands here is public; everything else may change.
 """
 
+# models of small operations
+from dlp import ops
+
 # the mesh
 from dlp.comm.mesh import build_mesh
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
@@ -34,7 +37,7 @@ from dlp.quant.recipe import load as recipe
 __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
     "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "check_scales", "convert",
-    "cross_entropy", "end_step", "fully_shard", "gather_tokens", "load_state_dict", "make_plan", "not_finite",
+    "cross_entropy", "end_step", "fully_shard", "gather_tokens", "load_state_dict", "make_plan", "not_finite", "ops",
     "quantized_model_init", "read_stats", "recipe", "record_stats", "scatter_tokens", "set_recipe", "state_dict",
     "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip

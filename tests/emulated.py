@@ -179,9 +179,10 @@ class Module:
 
     @staticmethod
     def rms_norm_backward(words: Any, wide: bool, stream: int) -> None:
-        x, (weight, fp32, rstd, dy, stride, dx, parts) = matrix(words, wide), words[5:]
+        x, (weight, fp32, rstd, dy, stride, dx, parts, add, add_stride) = matrix(words, wide), words[5:]
         given = at(dy, x.shape, x.dtype, (stride, 1)), x, at(weight, x.shape[1:], TYPE[fp32])
-        dvalue, dweight = reference.rms_norm_backward(*given, at(rstd, (len(x),), torch.float32))
+        more = at(add, x.shape, x.dtype, (add_stride, 1)) if add else None
+        dvalue, dweight = reference.rms_norm_backward(*given, at(rstd, (len(x),), torch.float32), more)
         at(dx, x.shape, x.dtype).copy_(dvalue)
         sums = at(parts, (min(len(x), Module.NORM_PARTS), x.shape[1]), torch.float32)
         sums.zero_()[0] = dweight

@@ -42,8 +42,10 @@ def rms_norm(
     launch("rms_norm", x, words, eps, x.dtype == torch.float32)
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor) -> None:
-    """dy, x [rows, cols], weight [cols], rstd [rows] -> dx [rows, cols], dweight fp32 [cols].
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor, add: Tensor | None = None
+) -> None:
+    """dy, x [rows, cols], weight [cols], rstd [rows] -> dx [rows, cols], to which `add` is added, dweight fp32 [cols].
 
     Raises ValueError where cols is over MAX_NORM_COLS.
     """
@@ -54,7 +56,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dx: T
     parts = torch.empty(min(rows, module.NORM_PARTS), cols, device=x.device)
     words = (
         *_matrix(x), 0, *_vector(weight, x), _output(rstd, [rows], [torch.float32], "rstd"), *_beside(dy, x, "dy"),
-        _output(dx, x.shape, [x.dtype], "dx"), parts.data_ptr(),
+        _output(dx, x.shape, [x.dtype], "dx"), parts.data_ptr(), *((0, 0) if add is None else _beside(add, x, "add")),
     )  # fmt: skip
     launch("rms_norm_backward", x, words, x.dtype == torch.float32)
     sum_parts(parts, dweight)

@@ -61,9 +61,9 @@ BY_TILE = (("fp8_block_1d", "fp8_block_2d"),)
 BLOCKS = (*BY_TILE, ("fp8_block_1d", "fp8_block_1d"), ("fp8_block_2d", "fp8_block_1d"))
 
 
-def _checked(run: GemmLaunch) -> GemmLaunch:
+def _checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
     """Of operands that share their contraction, ValueError if they do not, and are not empty, which cuBLASLt refuses: sums of
-    nothing are made here."""
+    nothing are made here. `scales_inside`: it multiplies by `options.alpha` itself; else that is done here."""
 
     @functools.wraps(run)
     def checked(
@@ -76,7 +76,10 @@ def _checked(run: GemmLaunch) -> GemmLaunch:
                 f"GEMM operands must share their last dimension; got {tuple(left.shape)} and {tuple(right.shape)}"
             )
         if left.numel() and right.numel():
-            return run(a, b, out_dtype, bias, accumulate, options, **more)
+            if options.alpha == 1.0 or scales_inside:
+                return run(a, b, out_dtype, bias, accumulate, options, **more)
+            sums = run(a, b, torch.float32, None, None, options._replace(alpha=1.0, out=None), **more)
+            return finish(sums * options.alpha, out_dtype, bias, accumulate)
         return finish(torch.zeros(len(left), len(right), device=left.device), out_dtype, bias, accumulate)
 
     return checked
@@ -86,7 +89,7 @@ def _gemm(name: str, devices: tuple[str, ...], formats: Any, status: str, **more
     """Enters a GEMM of this package: a `GemmLaunch`."""
 
     def enter(run: Any) -> Any:
-        checked = _checked(run)
+        checked = _checked(run, bool(more.get("cublaslt")))
         register(
             GemmEntry(name=name, devices=devices, formats=formats, status=status, run=checked, captured=True, **more)
         )
@@ -102,7 +105,7 @@ def _gemm_of_layouts(
 
     def enter(run: Any) -> Any:
         def prepare(a: OperandLayout, b: OperandLayout) -> GemmLaunch:
-            return _checked(partial(run, a, b))
+            return _checked(partial(run, a, b), bool(more.get("cublaslt")))
 
         register(
             GemmEntry(

@@ -33,10 +33,12 @@ def is_large(rows: int, cols: int, contraction: int, sms: int) -> bool:
 
 def takes(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
           options: GemmLaunchOptions = DEFAULT_OPTIONS) -> bool:  # fmt: skip
-    """Whether codes a [rows, C], b [cols, C] are multiplied here on Hopper. Asked for fewer multiprocessors (`options.sms`), it
-    is cuBLASLt that does."""
+    """Whether codes a [rows, C], b [cols, C] are multiplied here on Hopper. Asked for fewer multiprocessors (`options.sms`), or
+    to scale its sums, it is cuBLASLt that does."""
     rows, contraction = a.shape
-    if options.sms or contraction < CONTRACTION:  # most are refused here, without asking the device
+    if (
+        options.sms or options.alpha != 1.0 or contraction < CONTRACTION
+    ):  # most are refused here, without asking the device
         return False
     large = is_large(rows, b.shape[0], contraction, _multiprocessors(a.get_device()))
     return large and can_take(a, b, out_dtype, bias=bias, accumulate=accumulate)

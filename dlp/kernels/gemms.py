@@ -126,6 +126,9 @@ def prepare(
 
     bias [cols] in the dtype of the result is added to it; `alpha` fp32 [] multiplies the product.
     """
+    if options.alpha != 1.0:
+        factor = number(a.device, options.alpha)
+        alpha = factor if alpha is None else alpha * factor
     _check_devices(a, b, bias, accumulate, alpha, *(scales[:2] if scales else ()))
     (rows, contraction), cols = a.shape, b.shape[0]
     out = room_for(a, (rows, cols), out_dtype, options) if accumulate is None else accumulate
@@ -160,9 +163,20 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros((), device=device)
 
 
-def constants(device: torch.device) -> tuple[Tensor, Tensor]:
+_NUMBERS: dict[tuple[torch.device, float], Tensor] = {}
+
+
+def number(device: torch.device, value: float) -> Tensor:
+    """A number in the memory of a device, fp32 []."""
+    found = _NUMBERS.get((device, value))
+    if found is None:
+        found = _NUMBERS[device, value] = torch.full((), value, device=device)
+    return found
+
+
+def constants(device: torch.device) -> tuple[Tensor, ...]:
     """What GEMMs on a device read beside their operands, kept for good."""
-    return one(device), _zero(device)
+    return one(device), _zero(device), *[kept for (where, _), kept in _NUMBERS.items() if where == device]
 
 
 # Plans
@@ -294,7 +308,7 @@ def product(
     if bias is None and accumulate is None:
         return launch(prepare(a, b, out_dtype, scales, alpha=alpha, options=options), a.get_device(), options.tuned)
     inside = bias is None or _takes_bias(bias, out_dtype if accumulate is None else accumulate.dtype)
-    direct = accumulate is None or _takes_output(accumulate)
+    direct = accumulate is None or _takes_output(accumulate, options.rounds)
     if inside and direct:
         job = prepare(a, b, out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha, options=options)
         return launch(job, a.get_device(), options.tuned)
@@ -309,11 +323,13 @@ def _takes_bias(bias: Tensor, out_dtype: torch.dtype) -> bool:
     return bias.dtype == out_dtype != torch.float32 and bias.is_contiguous() and aligned
 
 
-def _takes_output(out: Tensor) -> bool:
-    """An accumulator is added to inside if it is fp32: with a bf16 one the product would be rounded before the sum."""
+def _takes_output(out: Tensor, rounds: bool) -> bool:
+    """An accumulator is added to inside if it is fp32: with a bf16 one the product would be rounded before the sum, if that may
+    be (`rounds`)."""
     stride, step = out.stride()
-    aligned = (4 * stride | out.data_ptr()) % ALIGNMENT == 0
-    return out.dtype == torch.float32 and step == 1 and stride >= out.shape[1] and aligned
+    aligned = (out.itemsize * stride | out.data_ptr()) % ALIGNMENT == 0
+    fits = out.dtype == torch.float32 or (rounds and out.dtype == torch.bfloat16)
+    return fits and step == 1 and stride >= out.shape[1] and aligned
 
 
 def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:

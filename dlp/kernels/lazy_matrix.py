@@ -144,8 +144,8 @@ class Gated(LazyMatrix):
 class Summed(LazyMatrix):
     """x [rows, C] as it is; its cast takes the sums of its columns, which is what the bias of a linear gets."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.matrix = x
+    def __init__(self, x: Tensor | LazyMatrix) -> None:
+        self.matrix = stored(x)
         self._parts: Tensor | None = None
 
     @property

@@ -12,6 +12,14 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import table
+from dlp.kernels.activations import (
+    activation,
+    activation_backward,
+    gated,
+    gated_backward,
+    layer_norm,
+    layer_norm_backward,
+)
 from dlp.kernels.casts import (
     amax,
     amax_lines,
@@ -49,6 +57,7 @@ from dlp.kernels.codes import (
 )
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
 from dlp.kernels.gemm_entries import HP
+from dlp.kernels.lazy_activations import Activated, ActivationGrad, GatedBy, GatedGrad, GatedGrads, LayerNormed
 from dlp.kernels.lazy_matrix import ACTIVATION_CODES, Gated, LazyMatrix, RmsNormed, Summed, stored
 from dlp.kernels.loss import log_sum_exp, softmax_gradient
 from dlp.kernels.producers import column_sums, rms_norm, rms_norm_backward, swiglu, swiglu_backward
@@ -86,15 +95,18 @@ from dlp.kernels.reference import (
 from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunch, GemmLaunchOptions
 
 __all__ = [
-    "ACTIVATION_CODES", "AMAX_ALGORITHMS", "DEFAULT_OPTIONS", "FLT_MAX", "FP8_MAX", "DelayedSlots", "PhiloxState", "Flags",
-    "Fp8Scale", "Gated", "GemmLaunchOptions", "Launches", "Outs", "Parts", "LazyMatrix", "RmsNormed", "Summed",
-    "Wanted", "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout", "cast_fp8",
+    "ACTIVATION_CODES", "AMAX_ALGORITHMS", "Activated", "ActivationGrad", "DEFAULT_OPTIONS", "DelayedSlots", "FLT_MAX",
+    "FP8_MAX", "Flags", "Fp8Scale", "Gated", "GatedBy", "GatedGrad", "GatedGrads", "GemmLaunchOptions", "Launches",
+    "LayerNormed", "LazyMatrix", "Outs", "Parts", "PhiloxState", "RmsNormed", "Summed", "Wanted", "activation",
+    "activation_backward", "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout",
+    "cast_fp8",
     "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",
     "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8",
     "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "column_sums",
     "decode_e2m1", "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale",
     "delayed_update", "delayed_updates", "empty_block_scales", "empty_mx_scales", "encode_e2m1",
-    "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_hp", "has_batches", "log_sum_exp", "mx_scale",
+    "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gated", "gated_backward", "gemm_hp", "has_batches", "layer_norm",
+    "layer_norm_backward", "log_sum_exp", "mx_scale",
     "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale", "pack_e2m1", "pad_scales",
     "random_bytes", "rht16", "rms_norm", "rms_norm_backward", "rounded", "scale_from_amax", "softmax_gradient",
     "stored", "sum_in_order", "swiglu", "swiglu_backward", "swizzle_128x4", "transpose_codes", "transpose_e2m1",

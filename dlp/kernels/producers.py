@@ -23,8 +23,8 @@ def _readable(x: Tensor, *_: Any) -> bool:
     return cuda.readable(x)
 
 
-def _both_readable(dy: Tensor, x: Tensor, *_: Any) -> bool:
-    return has_kernel(dy, x)
+def _both_readable(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None) -> bool:
+    return has_kernel(dy, x) and (add is None or has_kernel(add))
 
 
 @operation
@@ -41,15 +41,20 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @operation
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dy, x [rows, C], weight [C], rstd [rows] -> dx [rows, C] in the dtype of x, dweight fp32 [C]."""
-    return reference.rms_norm_backward(dy, x, weight, rstd)
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dy, x [rows, C], weight [C], rstd [rows] -> dx [rows, C] in the dtype of x, to which `add` of its shape and dtype is
+    added, dweight fp32 [C]."""
+    return reference.rms_norm_backward(dy, x, weight, rstd, add)
 
 
 @kernel("rms_norm_backward", reads=INPUTS, takes=_both_readable)
-def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     dx, dweight = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape[1], device=x.device)
-    cuda_producers.rms_norm_backward(dy, x, weight, rstd, dx, dweight)
+    cuda_producers.rms_norm_backward(dy, x, weight, rstd, dx, dweight, add)
     return dx, dweight
 
 

@@ -128,13 +128,16 @@ class OperandLayout(Protocol):
 class GemmLaunchOptions(NamedTuple):
     """How a GEMM runs. `fast_accumulation`: FP8 products are summed in the tensor core only; of others it says nothing.
     `tuned`: by the measured choice, if there is one. `allow_reference`: by the plain-torch reference on a GPU, where nothing
-    else can. `sms`: on so many multiprocessors, 0 for all. `out`: the result may be written there."""
+    else can. `sms`: on so many multiprocessors, 0 for all. `out`: the result may be written there. `alpha`: the sums are
+    multiplied by it. `rounds`: a product may be rounded to bf16 before it is added to a bf16 accumulator."""
 
     fast_accumulation: bool = False
     tuned: bool = True
     allow_reference: bool = False
     sms: int = 0
     out: Tensor | None = None
+    alpha: float = 1.0
+    rounds: bool = False
 
 
 DEFAULT_OPTIONS = GemmLaunchOptions()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dlp.kernels import ops, table
 from dlp.kernels.gemm_entries import DECODES
+from dlp.kernels.gemms import finish as gemm_finish
 from dlp.kernels.table import (
     DEVICE_AT,
     DEVICES,
@@ -56,9 +57,9 @@ class GemmOptions:
 
 @dataclass(frozen=True)
 class Gemm:
-    """D = A @ B.T, waiting for A [rows, C]. `accumulate`: add into this fp32 or bf16 tensor and return it; `out`: write to
-    this one, of `out_dtype`, and return it. `sms`: run on so many multiprocessors of a GPU, so that a collective can have the
-    others; 0 for all."""
+    """D = alpha A @ B.T, waiting for A [rows, C]. `accumulate`: add into this fp32 or bf16 tensor and return it; `out`: write
+    to this one, of `out_dtype`, and return it. `sms`: run on so many multiprocessors of a GPU, so that a collective can have
+    the others; 0 for all. `rounds`: a product may be rounded to bf16 before it is added to a bf16 accumulator."""
 
     which: str
     b: QuantizedTensor
@@ -68,6 +69,8 @@ class Gemm:
     options: GemmOptions = GemmOptions()
     sms: int = 0
     out: Tensor | None = None
+    alpha: float = 1.0
+    rounds: bool = False
 
     def __call__(self, a: QuantizedTensor) -> Tensor:
         y = _multiply(a.format, self.b.format, DEVICE_AT[a.parts[0].get_device()])(self, a)
@@ -87,7 +90,9 @@ def _multiply(a: Format, b: Format, device: str) -> Callable[[Gemm, QuantizedTen
 
 def _launch(launch: GemmLaunch, gemm: Gemm, a: QuantizedTensor) -> Tensor:
     options = gemm.options
-    how = GemmLaunchOptions(options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms, gemm.out)
+    how = GemmLaunchOptions(
+        options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms, gemm.out, gemm.alpha, gemm.rounds
+    )  # fmt: skip
     return launch(a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how)
 
 
@@ -100,7 +105,11 @@ def _own(own: Callable[..., Tensor], takes_options: bool, gemm: Gemm, a: Quantiz
     finish: dict[str, Any] = {"out_dtype": gemm.out_dtype, "bias": gemm.bias, "accumulate": gemm.accumulate}
     if takes_options:
         finish["options"] = gemm.options
-    return own(gemm.which, a, gemm.b, **finish)
+    if gemm.alpha == 1.0:
+        result: Tensor = own(gemm.which, a, gemm.b, **finish)
+        return result
+    alone = finish | {"out_dtype": torch.float32, "bias": None, "accumulate": None}
+    return gemm_finish(own(gemm.which, a, gemm.b, **alone) * gemm.alpha, gemm.out_dtype, gemm.bias, gemm.accumulate)
 
 
 def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:

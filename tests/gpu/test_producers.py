@@ -72,6 +72,13 @@ def test_rms_norm_backward_is_the_reference(device, poisoned, dtype, weight_dtyp
         )  # fmt: skip
         assert_equal(dx, expected[0], f"dx, {data} {dtype} {shape}")
         assert_equal(dweight, expected[1], f"dweight, {data} {dtype} {shape}")
+        add = values(data, *shape, dtype, 3)
+        dx = poisoned(shape, dtype)
+        cuda_producers.rms_norm_backward(
+            place(dy, stride, device), place(x, stride, device), weight.to(device), rstd.to(device), dx, dweight,
+            place(add, STRIDES[(number + 2) % 3], device),
+        )  # fmt: skip
+        assert_equal(dx, expected[0] + add, f"dx + add, {data} {dtype} {shape}")
 
 
 @dtypes

@@ -202,7 +202,9 @@ struct NormGradJob {
     int64_t dy_stride;
     void* dx;                 // [rows, cols] as x
     float* dweight;           // [kNormParts, cols]: the sums over every kNormParts-th row
-    static constexpr uint32_t addresses = words(0, 5, 7, 8, 10, 11);
+    const void* add;          // [rows, cols] as x, rows `add_stride` apart, added to dx; null: nothing is
+    int64_t add_stride;
+    static constexpr uint32_t addresses = words(0, 5, 7, 8, 10, 11, 12);
 };
 
 struct SwigluJob {            // h = silu(gate) * up

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads, kForwardBlocks) rms_norm_kernel(c
 
 // With g = dy * weight and n = x * rstd:   dx = (g - n * mean(g * n)) * rstd,   dweight = the sum of dy * n over all rows
 // (Zhang and Sennrich, arXiv 1910.07467). A block takes every kNormParts-th row and keeps its sums in shared memory.
-template <class T>
+template <class T, bool kAdd>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
     __shared__ float scratch[2][kRowWarps];  // in turn, so that a row needs one barrier
     float4* sums = reinterpret_cast<float4*>(shared_memory());
@@ -91,7 +91,16 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
                 sum.set(i, __fadd_rn(sum[i], __fmul_rn(dy[i], n)));
             }
             low = make_float4(sum[0], sum[1], sum[2], sum[3]), high = make_float4(sum[4], sum[5], sum[6], sum[7]);
-            store_at(job.dx, row, column, cols, rounded<T>(dx));
+            Octet<T> result = rounded<T>(dx);
+            if constexpr (kAdd) {
+                const T* more = static_cast<const T*>(job.add) + row * job.add_stride + column;
+                const Octet<T> add = load_octet(more, cols - column, reinterpret_cast<uintptr_t>(more) % 16 == 0);
+                Octet<float> both;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) both.set(i, __fadd_rn(result[i], add[i]));
+                result = rounded<T>(both);
+            }
+            store_at(job.dx, row, column, cols, result);
         }, x, dy);
     }
     for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) {
@@ -119,10 +128,14 @@ void rms_norm_backward(const NormGradJob& job, Input input, Stream stream) {
     if (job.x.rows == 0) return;
     const size_t shared = size_t(job.x.cols + 7) / 8 * sizeof(Octet<float>);
     with_input(input, [&](auto element) {
-        constexpr auto kernel = rms_norm_backward_kernel<decltype(element)>;
-        if (shared > 48 * 1024)
-            DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
-        launch<kernel>(std::min(job.x.rows, kNormParts), kRowThreads, shared, stream, job);
+        const auto run = [&](auto adds) {
+            constexpr auto kernel = rms_norm_backward_kernel<decltype(element), decltype(adds)::value>;
+            if (shared > 48 * 1024)
+                DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+            launch<kernel>(std::min(job.x.rows, kNormParts), kRowThreads, shared, stream, job);
+        };
+        if (job.add) run(std::true_type{});
+        else run(std::false_type{});
     });
 }
 

@@ -10,11 +10,21 @@ NaN and keeps Inf (the semantics of CUDA's fmax). Nothing here reads a value bac
     fp4.py      E2M1: elements, packing, stochastic rounding and its Philox bits
     nvfp4.py    two-level scales over E2M1, the 16-point Hadamard transform
     producers.py  RMSNorm, SwiGLU, their gradients, sums of columns
+    activations.py  other activations and gates, LayerNorm, their gradients
     loss.py     cross entropy of rows of logits, and its gradient
     layout.py   the scale layouts that GEMM kernels read
     gemm.py     the GEMM of every pair of formats
 """
 
+from dlp.kernels.reference.activations import (
+    ACTIVATIONS,
+    activation,
+    activation_backward,
+    gated,
+    gated_backward,
+    layer_norm,
+    layer_norm_backward,
+)
 from dlp.kernels.reference.fp4 import (
     PhiloxState,
     decode_e2m1,
@@ -85,11 +95,14 @@ from dlp.kernels.reference.scales import (
 )
 
 __all__ = [
-    "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "PhiloxState", "Fp8Scale", "amax", "block_1d_layout", "block_2d_layout",
+    "ACTIVATIONS", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "PhiloxState", "Fp8Scale", "activation",
+    "activation_backward", "amax", "block_1d_layout", "block_2d_layout",
     "cast_fp8", "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "column_sums", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
-    "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gemm_fp8_block", "gemm_fp8_rowwise",
-    "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "log_sum_exp", "matmul_bf16_exact",
+    "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gated",
+    "gated_backward", "gemm_fp8_block", "gemm_fp8_rowwise",
+    "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "layer_norm",
+    "layer_norm_backward", "log_sum_exp", "matmul_bf16_exact",
     "mx_from_block_scales", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale",
     "pack_e2m1", "pad_scales", "philox_4x32", "random_bytes", "rht16", "rms_norm", "rms_norm_backward",
     "scale_from_amax", "softmax_gradient", "sum_in_order", "sum_parts", "swiglu", "swiglu_backward", "swizzle_128x4",

@@ -94,15 +94,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * rstd[:, None] * weight.float()).to(x.dtype), rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dy, x [rows, C], weight [C], rstd [rows] -> dx [rows, C] in the dtype of x, dweight fp32 [C].
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dy, x [rows, C], weight [C], rstd [rows] -> dx [rows, C] in the dtype of x, dweight fp32 [C]. `add` [rows, C] in its
+    dtype is added to the rounded dx.
 
     With g = dy * weight and n = x * rstd: dx = (g - n * mean(g * n)) * rstd, dweight = the sum of dy * n over rows.
     """
     wide, n = widen(dy), widen(x) * rstd[:, None]
     g = wide * weight.float()
     dx = (g - n * _row_means(g * n)[:, None]) * rstd[:, None]
-    return dx.to(x.dtype), sum_parts(in_order(_groups(wide * n, NORM_PARTS), 0))
+    dx = dx.to(x.dtype)
+    return dx if add is None else dx + add, sum_parts(in_order(_groups(wide * n, NORM_PARTS), 0))
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

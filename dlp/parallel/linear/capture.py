@@ -47,7 +47,7 @@ class CapturedDirections:
     def __init__(self, bound: BoundSpec, x: Tensor) -> None:
         device = captured.possible(x)
         self.bound, self.communicates = bound, bound.spec.group is not None
-        self.possible = {direction: device and _can_be_captured(bound, direction) for direction in DIRECTIONS}
+        self.possible = {direction: device and can_be_captured(bound, direction) for direction in DIRECTIONS}
         self.found: dict[Key, CapturedLaunches | str] = {}
 
     def forward(
@@ -93,7 +93,7 @@ class CapturedDirections:
 
 
 @remembered
-def _can_be_captured(bound: BoundSpec, direction: str) -> bool:
+def can_be_captured(bound: BoundSpec, direction: str) -> bool:
     """What is communicated in this direction is launches, too, nothing waits, quantizers are pure and GEMMs those of this
     package."""
     spec = bound.spec

@@ -61,19 +61,30 @@ class GradsWanted(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
+class Finish(NamedTuple):
+    """What the GEMM of fprop or dgrad does to its sums: times `alpha`, added into `into` [rows, columns], which it returns."""
+
+    alpha: float = 1.0
+    into: Tensor | None = None
+
+
+NO_FINISH = Finish()
+
+
 # Forward
 
 
 def run_forward(
-    bound: BoundSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
-    parts: Sequence[Tensor], save: bool, record: bool,
+    bound: BoundSpec, inputs: Sequence[Values], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    parts: Sequence[Tensor], save: bool, record: bool, finish: Finish = NO_FINISH,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """x and w -> y.
 
-    inputs    x [..., K], or what the prologue reads
+    inputs    x [..., K], or x [M, K] that is still to be made, or what the prologue reads
     weights   w_i [N_i, K] and biases b_i [N_i] of this rank; parts: of their rowwise operands, none: they are cast here
     save      there will be a wgrad
     record    gradients are enabled, so amaxes count for delayed scales
+    finish    of the one member there is, where its y is not reduced
     returns   y_i [..., N_i] (token shards [M/R, N_i] where x is gathered or y scattered), and what is kept for backward: the
               parts of x, none where wgrad reads x itself, and what the prologue keeps
     """
@@ -82,7 +93,7 @@ def run_forward(
     rows = as_matrix(x)
     transfers = _transfers(bound, x.shape)
     plan, reduce = transfers.plan, transfers.plan.fprop
-    values = rows if spec.prologue is None else spec.prologue.make(spec.name, rows, inputs[1])
+    values = rows if spec.prologue is None else spec.prologue.make(spec.name, rows, stored(inputs[1]))
 
     operand, _, mine = transfers.x[save].send(values, record)
     assert operand is not None
@@ -101,7 +112,7 @@ def run_forward(
         if bias is not None and reduce is None:  # else it is added once, behind the sum
             appended = w.shape[0] - features
             inside = F.pad(bias, (0, appended)) if appended else bias
-        gemm = Gemm("fprop", w, dtype, bias=inside, options=options)
+        gemm = Gemm("fprop", w, dtype, inside, finish.into, options, alpha=finish.alpha, rounds=True)
         y = trimmed(arrived(token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype)), features)
         if bias is not None and reduce is not None:
             y = y + bias.to(y.dtype)
@@ -124,14 +135,15 @@ def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> lis
 
 
 def run_backward(
-    bound: BoundSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
-    wanted: GradsWanted,
+    bound: BoundSpec, dys: Sequence[Values], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
+    wanted: GradsWanted, finish: Finish = NO_FINISH,
 ) -> list[Tensor]:  # fmt: skip
     """dy -> dx, dw and db.
 
-    dys       dy_i [..., N_i] of the used members, as their y are
+    dys       dy_i [..., N_i] of the used members, as their y are, or [M, N_i] that are still to be made
     saved     what forward saved (`to_save`)
     weights   w_i [N_i, K] of the used members; parts: of their columnwise operands, none: they are cast here
+    finish    of dgrad, where dx is not reduced; its `alpha` of wgrad, too
     returns   what is wanted, in the order dx [M, K] (with a prologue: the gradients of what that read), dw_i [N_i, K], db_i
               [N_i]; without dw_i that its weight takes otherwise (`Weight.take_grad`)
     """
@@ -161,6 +173,8 @@ def run_backward(
         dtype = plan.result_dtype("dgrad", wanted.dtype)
         ws = _weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
         gemms = [Gemm("dgrad", w, dtype if len(rows) == 1 else torch.float32, options=options) for w in ws]
+        if finish is not NO_FINISH:
+            gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
         dx = token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)
 
     grads: list[Tensor] = []
@@ -170,10 +184,10 @@ def run_backward(
         for i, dy, w, needed in zip(wanted.used, dy_cols, weights, wanted.dw, strict=True):
             if needed:
                 assert dy is not None
-                wgrad = partial(contract_gemm, bound, _here(dy, bound, keep), x, w.shape, w.dtype)
+                wgrad = partial(contract_gemm, bound, _here(dy, bound, keep), x, w.shape, w.dtype, finish.alpha)
                 dw = bound.weights.members[i].take_grad(wgrad, may_wait=wanted.dx)
                 grads += [] if dw is None else [dw]
-    grads += [rounded(dy.sums(), w.dtype) for dy, w in zip(rows, weights, strict=True) if isinstance(dy, Summed)]
+    grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
     if dx is None:
         transport.finish(spec.group)
         return grads
@@ -238,17 +252,23 @@ def _run(a: Rowwise, gemm: Gemm) -> Tensor:
 
 
 def contract_gemm(
-    bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
+    bound: BoundSpec,
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    alpha: float = 1.0,
 ) -> Tensor:
     """wgrad, where tokens are contracted: dy columnwise [N, M], x columnwise [K, M], which may be padded -> the gradient of a
     weight of this shape [N, K] and dtype, one GEMM over all tokens."""
     options = bound.spec.recipe.wgrad
-    return trimmed(Gemm("wgrad", x, options.out_dtype or dtype, options=options)(dy), shape[1], shape[0]).to(dtype)
+    gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
+    return trimmed(gemm(dy), shape[1], shape[0]).to(dtype)
 
 
-def as_matrix(x: Tensor) -> Tensor:
+def as_matrix(x: Values) -> Any:
     """[..., K] -> [M, K]."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if isinstance(x, LazyMatrix) or x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:

@@ -7,6 +7,7 @@ where the weights are, and is shared by siblings: layers that read the same x an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +27,9 @@ from dlp.parallel.linear.autograd import (
     no_autocast,
     opaque,
 )
+from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LinearSpec, Overlaps, num_inputs
-from dlp.parallel.linear.state import LayerState
+from dlp.parallel.linear.state import BoundSpec, LayerState
 from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
 from dlp.parallel.model.session import Session
 from dlp.parallel.style import shard_sizes, style
@@ -155,7 +157,7 @@ class LinearCore(LayerState):
             with no_autocast(inputs):
                 return self(*in_autocast_dtype(inputs))
         if opaque():
-            return self._by_ops(inputs)
+            return self.by_ops(inputs)
         bound, record = active_spec(self), torch.is_grad_enabled()
         sides = self.weights.kept(bound, inputs[0].dtype)
         parameters = self.parameters()
@@ -165,9 +167,11 @@ class LinearCore(LayerState):
             return results
         return tuple(forward(call, sides, inputs, parameters)[0])
 
-    def _by_ops(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The same, for what traces or watches."""
+    def by_ops(self, inputs: tuple[Tensor, ...], prologue: Prologue | None = None) -> tuple[Tensor, ...]:
+        """The same, for what traces or watches. `prologue`: in the place of the layer's own."""
         bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
+        if prologue is not None:
+            bound = self.bound_with(bound, prologue)
         kept, weights, biases = self.weights.kept(bound, inputs[0].dtype), self.weight_tensors(), self.biases()
         cached = [] if kept is None else kept.parts
         record = torch.is_grad_enabled()
@@ -184,6 +188,15 @@ class LinearCore(LayerState):
             *weights, *biases, *cached,
         )  # fmt: skip
         return results
+
+    def bound_with(self, bound: BoundSpec, prologue: Prologue) -> BoundSpec:
+        """A spec of this layer, with a prologue."""
+        found: BoundSpec | None = bound.cache.get(prologue)
+        if found is None:
+            found = bound.cache[prologue] = BoundSpec(
+                replace(bound.spec, prologue=prologue), bound.session, bound.weights
+            )
+        return found
 
     def sibling(self, index: int, *inputs: Tensor) -> Tensor:
         """y of one member. The first call with an x computes all; the others, which must bring the same x, collect. One

@@ -1,0 +1,48 @@
+"""Activations, alone and as gates, LayerNorm, and their gradients: by the CUDA kernels where the device has them, else by the
+reference. Matrices whose columns are not adjacent run the reference, too.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dlp.kernels import reference
+from dlp.kernels.table import operation
+
+
+@operation
+def activation(x: Tensor, name: str) -> Tensor:
+    """x [rows, C] -> act(x) in its dtype; `name`: silu, gelu, relu, srelu or sigmoid."""
+    return reference.activation(x, name)
+
+
+@operation
+def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
+    """dy, x [rows, C] -> dx [rows, C] in their dtype."""
+    return reference.activation_backward(dy, x, name)
+
+
+@operation
+def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    """gate, up [rows, C] -> act(gate) * up in their dtype."""
+    return reference.gated(gate, up, name)
+
+
+@operation
+def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """dh, gate, up [rows, C] -> dgate, dup [rows, C] in their dtype."""
+    return reference.gated_backward(dh, gate, up, name)
+
+
+@operation
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, C], weight, bias [C] -> y [rows, C] in the dtype of x, mean and rstd fp32 [rows]; see the reference."""
+    return reference.layer_norm(x, weight, bias, eps)
+
+
+@operation
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x [rows, C], weight [C], mean, rstd [rows] -> dx [rows, C] in the dtype of x, dweight, dbias fp32 [C]."""
+    return reference.layer_norm_backward(dy, x, weight, mean, rstd)

@@ -1,0 +1,110 @@
+"""More matrices that a cast may make on its way (`lazy_matrix`): what LayerNorm and activations make, and their gradients.
+
+    LayerNormed      (x - mean) * rstd * weight + bias
+    Activated        act(x)
+    GatedBy          act(gate) * up
+    ActivationGrad   dy * act'(x)
+    GatedGrad        one of dh * up * act'(gate) and dh * act(gate), which a `GatedGrads` makes together
+
+The bits are those of the functions of `activations`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dlp.kernels.activations import activation, activation_backward, gated, gated_backward, layer_norm
+from dlp.kernels.cuda import MATRIX
+from dlp.kernels.lazy_matrix import LazyMatrix, Source, stored
+from dlp.kernels.producers import swiglu_backward
+
+
+class _Stored(LazyMatrix):
+    """One that no cast makes: it is stored where it is read."""
+
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        return self.value, MATRIX
+
+
+class LayerNormed(_Stored):
+    """Of x [rows, C], weight and bias [C]. mean and rstd, fp32 [rows], come with the values."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self.matrix, self.weight, self.bias, self.eps = x, weight, bias, eps
+
+    @cached_property
+    def made(self) -> tuple[Tensor, Tensor, Tensor]:
+        return layer_norm(self.matrix, self.weight, self.bias, self.eps)
+
+    @property
+    def value(self) -> Tensor:
+        return self.made[0]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.made[1]
+
+    @property
+    def rstd(self) -> Tensor:
+        return self.made[2]
+
+
+class Activated(_Stored):
+    """Of x [rows, C]; `name`: of the activation."""
+
+    def __init__(self, x: Tensor, name: str) -> None:
+        self.matrix, self.name = x, name
+
+    @cached_property
+    def value(self) -> Tensor:
+        return activation(self.matrix, self.name)
+
+
+class GatedBy(_Stored):
+    """Of gate and up [rows, C]; `name`: of the activation of the gate."""
+
+    def __init__(self, gate: Tensor, up: Tensor, name: str) -> None:
+        self.matrix, self.up, self.name = gate, up, name
+
+    @cached_property
+    def value(self) -> Tensor:
+        return gated(self.matrix, self.up, self.name)
+
+
+class ActivationGrad(_Stored):
+    """Of dy [rows, C], which may be still to be made itself, and x."""
+
+    def __init__(self, dy: Tensor | LazyMatrix, x: Tensor, name: str) -> None:
+        self.dy, self.matrix, self.name = dy, x, name
+
+    @cached_property
+    def value(self) -> Tensor:
+        return activation_backward(stored(self.dy), self.matrix, self.name)
+
+
+class GatedGrads:
+    """The two gradients of a gate, made together when either is first read."""
+
+    def __init__(self, dh: Tensor | LazyMatrix, gate: Tensor, up: Tensor, name: str) -> None:
+        self.dh, self.gate, self.up, self.name = dh, gate, up, name
+
+    @cached_property
+    def values(self) -> tuple[Tensor, Tensor]:
+        dh = stored(self.dh)
+        if self.name == "silu":
+            return swiglu_backward(dh, self.gate, self.up)
+        return gated_backward(dh, self.gate, self.up, self.name)
+
+
+class GatedGrad(_Stored):
+    """One of `GatedGrads`: of the gate (0) or of up (1)."""
+
+    def __init__(self, grads: GatedGrads, which: int) -> None:
+        self.grads, self.which, self.matrix = grads, which, grads.gate
+
+    @property
+    def value(self) -> Tensor:
+        return self.grads.values[self.which]

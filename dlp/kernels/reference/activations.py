@@ -1,0 +1,104 @@
+"""Activations, alone and as gates, LayerNorm, and their gradients: in fp32, rounded once at the end.
+
+    silu      g * s(g), s(g) = 1 / (1 + exp(-g))
+    gelu      g * t(g), t(g) = (1 + tanh(a (g + b g^3))) / 2, a = sqrt(2 / pi), b = 0.044715     arXiv 1606.08415
+    relu      max(g, 0)            srelu   max(g, 0)^2            sigmoid   s(g)
+    gated     act(gate) * up                                        Shazeer, arXiv 2002.05202
+    layer_norm   y = (x - mean) * rstd * weight + bias of a row          Ba, Kiros and Hinton, arXiv 1607.06450
+
+As elsewhere here, sums run in a fixed order; exp and tanh differ between devices by units in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dlp.kernels.reference.producers import NORM_PARTS, _groups, _row_means, _sqrt, in_order, sum_parts
+from dlp.kernels.reference.scales import widen
+
+GELU_A, GELU_B = 0.7978845608028654, 0.044715
+Slope = tuple[Tensor, Tensor]  # act(g), act'(g)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return (1 + (-x).exp()).reciprocal()
+
+
+def _silu(g: Tensor) -> Slope:
+    s = _sigmoid(g)
+    return g * s, s * (1 + g * (1 - s))
+
+
+def _gelu(g: Tensor) -> Slope:
+    square = g * g
+    t = torch.tanh(GELU_A * (g + GELU_B * (square * g)))
+    inner = GELU_A * (1 + (3 * GELU_B) * square)
+    return 0.5 * g * (1 + t), 0.5 * (1 + t) + 0.5 * g * ((1 - t * t) * inner)
+
+
+def _relu(g: Tensor) -> Slope:
+    return g.clamp_min(0), (g > 0).float()
+
+
+def _srelu(g: Tensor) -> Slope:
+    kept = g.clamp_min(0)
+    return kept * kept, 2 * kept
+
+
+def _sigmoid_slope(g: Tensor) -> Slope:
+    s = _sigmoid(g)
+    return s, s * (1 - s)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Slope]] = {
+    "silu": _silu, "gelu": _gelu, "relu": _relu, "srelu": _srelu, "sigmoid": _sigmoid_slope,
+}  # fmt: skip
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    """x [rows, C] -> act(x) in its dtype; `name`: one of ACTIVATIONS."""
+    return ACTIVATIONS[name](widen(x))[0].to(x.dtype)
+
+
+def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
+    """dy, x [rows, C] -> dx = dy * act'(x) in their dtype."""
+    return (widen(dy) * ACTIVATIONS[name](widen(x))[1]).to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    """gate, up [rows, C] -> act(gate) * up in their dtype."""
+    return (ACTIVATIONS[name](widen(gate))[0] * widen(up)).to(gate.dtype)
+
+
+def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """dh, gate, up [rows, C] -> dgate = dh * up * act'(gate), dup = dh * act(gate), in their dtype."""
+    value, slope = ACTIVATIONS[name](widen(gate))
+    d = widen(dh)
+    return (d * widen(up) * slope).to(gate.dtype), (d * value).to(gate.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, C], weight, bias [C] -> y [rows, C] in the dtype of x, mean fp32 [rows], rstd fp32 [rows]."""
+    wide = widen(x)
+    mean = _row_means(wide)
+    centred = wide - mean[:, None]
+    rstd = _sqrt(_row_means(centred * centred) + eps).reciprocal()
+    return (centred * rstd[:, None] * weight.float() + bias.float()).to(x.dtype), mean, rstd
+
+
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x [rows, C], weight [C], mean, rstd [rows] -> dx [rows, C] in the dtype of x, dweight, dbias fp32 [C].
+
+    With g = dy * weight and n = (x - mean) * rstd: dx = (g - mean(g) - n * mean(g * n)) * rstd, dweight the sum of dy * n and
+    dbias that of dy over rows.
+    """
+    wide, n = widen(dy), (widen(x) - mean[:, None]) * rstd[:, None]
+    g = wide * weight.float()
+    dx = (g - _row_means(g)[:, None] - n * _row_means(g * n)[:, None]) * rstd[:, None]
+    dweight, dbias = (sum_parts(in_order(_groups(part, NORM_PARTS), 0)) for part in (wide * n, wide))
+    return dx.to(x.dtype), dweight, dbias

@@ -1,0 +1,30 @@
+"""dlp.ops: models of small operations that run as fused ones, different ones forward and backward (docs/ops.md).
+
+The names are those of `transformer_engine.pytorch.ops`. What stands here is public.
+"""
+
+# bases, for ops and fusions of one's own
+from dlp.ops.basic.activations import GEGLU, GELU, GLU, ReGLU, ReLU, SiLU, SReLU, SwiGLU
+from dlp.ops.basic.arithmetic import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Reshape
+from dlp.ops.basic.bias import Bias
+from dlp.ops.basic.communication import AllGather, AllReduce, ReduceScatter
+from dlp.ops.basic.norms import L2Normalization, LayerNorm, RMSNorm
+from dlp.ops.context import OperationContext
+from dlp.ops.fuser import OperationFuser
+from dlp.ops.fusions import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from dlp.ops.linear import BasicLinear, Linear
+from dlp.ops.op import BasicOperation, FusedOperation, FusibleOperation
+from dlp.ops.sequential import Sequential
+from dlp.ops.values import Produced
+
+__all__ = [
+    "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ConstantScale", "Dropout",
+    "FusedOperation", "FusibleOperation", "GEGLU", "GELU", "GLU", "Identity", "L2Normalization", "LayerNorm", "Linear",
+    "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter",
+    "Reshape", "SReLU", "Sequential", "SiLU", "SwiGLU", "register_backward_fusion", "register_forward_backward_fusion",
+    "register_forward_fusion",
+]  # fmt: skip

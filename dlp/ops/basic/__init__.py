@@ -1,0 +1,1 @@
+"""The basic ops that dlp ships."""

@@ -1,0 +1,136 @@
+"""Activations, and gates: act(gate) * up, of siblings (gate, up) or of one tensor cut in halves.
+
+    GELU (tanh), ReLU, SiLU, SReLU       act(x)
+    SwiGLU, GEGLU, ReGLU, GLU            act(gate) * up with SiLU, GELU, ReLU, sigmoid
+
+All return matrices that the cast behind them may make, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.kernels.reference import ACTIVATIONS
+from dlp.ops.op import BasicOperation
+from dlp.ops.values import LAZY, MANY, Produced, Value, each, rows_of, tensor_of
+from dlp.parallel.linear.prologue import SwiGlu
+
+
+class _Activation(BasicOperation):
+    act: str
+    takes = frozenset({LAZY})
+    launches = True
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        x = tensor_of(input_)
+        ctx.save_for_backward(x)
+        return Produced(ops.Activated(rows_of(x), self.act), x.shape)
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        (x,) = ctx.saved_tensors
+        return Produced(ops.ActivationGrad(rows_of(grad_output), rows_of(x), self.act), x.shape), ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return ACTIVATIONS[self.act](x.float())[0].to(x.dtype)
+
+
+class GELU(_Activation):
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+
+    act = "gelu"
+
+
+class ReLU(_Activation):
+    """max(x, 0)."""
+
+    act = "relu"
+
+
+class SiLU(_Activation):
+    """x / (1 + exp(-x))."""
+
+    act = "silu"
+
+
+class SReLU(_Activation):
+    """max(x, 0)^2."""
+
+    act = "srelu"
+
+
+class _Gate(BasicOperation):
+    act: str
+    takes = frozenset({LAZY, MANY})
+    launches = True
+
+    def halves(self, input_: Value) -> tuple[Tensor, Tensor]:
+        """gate and up. ValueError for what has none."""
+        values = each(input_)
+        if len(values) == 2:
+            return tensor_of(values[0]), tensor_of(values[1])
+        if len(values) != 1:
+            raise ValueError(f"{type(self).__name__}: it takes (gate, up) and is given {len(values)} tensors")
+        x = tensor_of(values[0])
+        if x.shape[-1] % 2:
+            raise ValueError(
+                f"{type(self).__name__}: it cuts its input in halves, gate and up; got {x.shape[-1]} features: give it "
+                f"siblings, Linear(in_features, (gate, up))"
+            )
+        gate, up = x.chunk(2, dim=-1)
+        return gate, up
+
+    def can_launch(self, ctx: Any, which: str) -> bool:
+        return True
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        gate, up = self.halves(input_)
+        ctx.many = isinstance(input_, tuple)
+        ctx.save_for_backward(*((gate, up) if ctx.many else (tensor_of(input_),)))
+        rows = rows_of(gate), rows_of(up)
+        made = ops.Gated(*rows) if self.act == "silu" else ops.GatedBy(*rows, self.act)
+        return Produced(made, gate.shape)
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        saved = ctx.saved_tensors
+        gate, up = self.halves(saved if ctx.many else saved[0])
+        grads = ops.GatedGrads(rows_of(grad_output), rows_of(gate), rows_of(up), self.act)
+        if ctx.many:
+            return (Produced(ops.GatedGrad(grads, 0), gate.shape), Produced(ops.GatedGrad(grads, 1), up.shape)), ()
+        return torch.cat(grads.values, dim=-1).view(saved[0].shape), ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        gate, up = self.halves(x)
+        return (ACTIVATIONS[self.act](gate.float())[0] * up.float()).to(gate.dtype)
+
+
+class SwiGLU(_Gate):
+    """silu(gate) * up."""
+
+    act = "silu"
+
+    def as_prologue(self, x: Any, behind: Any) -> Any:
+        takes = hasattr(behind, "with_prologue") and isinstance(x, tuple) and len(x) == 2
+        return (SwiGlu(), x) if takes else None
+
+
+class GEGLU(_Gate):
+    """gelu(gate) * up."""
+
+    act = "gelu"
+
+
+class ReGLU(_Gate):
+    """relu(gate) * up."""
+
+    act = "relu"
+
+
+class GLU(_Gate):
+    """sigmoid(gate) * up."""
+
+    act = "sigmoid"

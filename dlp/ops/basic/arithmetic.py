@@ -1,0 +1,175 @@
+"""Small ops: what is added, branched off, scaled, dropped or viewed otherwise.
+
+AddExtraInput     x, extra -> x + extra             backward: dy to both
+MakeExtraOutput   x -> x and x                      backward: the sum of both gradients
+ConstantScale     x -> scale * x
+Dropout           x -> x * mask / (1 - p)           nothing where the op does not train
+Reshape           x -> x.view(shape)
+Identity          x -> x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlp.ops.op import BasicOperation, Extras
+from dlp.ops.values import HANDED, LAZY, MANY, Value
+
+
+class AddExtraInput(BasicOperation):
+    """The sum of the input and of an extra input of its shape. `in_place`: written to the extra input, which nobody may need
+    as it was."""
+
+    num_extra_inputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def check(self, x: Tensor, extra: Tensor) -> None:
+        """ValueError for tensors that do not fit."""
+        if extra.shape != x.shape:
+            raise ValueError(f"AddExtraInput: the input is {tuple(x.shape)} and the extra input {tuple(extra.shape)}")
+        if self.in_place and extra.requires_grad and extra.is_leaf and torch.is_grad_enabled():
+            raise ValueError(
+                "AddExtraInput(in_place=True) would write to a leaf that needs a gradient: set in_place=False"
+            )
+
+    def fuser_forward(
+        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, basic_op_kwargs: Sequence[Any],
+        **quantizers: Any,
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
+        extra = basic_op_extra_inputs[0][0]
+        assert extra is not None
+        self.check(input_, extra)
+        if not self.in_place:
+            return input_ + extra, [()]
+        basic_op_ctxs[0].mark_dirty(extra)
+        return extra.add_(input_), [()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:
+        return grad_output, [()], [(grad_output,)]
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return x + extra_inputs[0]
+
+
+class MakeExtraOutput(BasicOperation):
+    """The input twice: as the output and as an extra output. `in_place`: backward adds into the gradient of the extra output,
+    which nobody may need as it was; where it is that of another output, too, the sum has a place of its own."""
+
+    num_extra_outputs = 1
+    none_grads = True
+    launches = True
+    takes = frozenset({LAZY})
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def can_launch(self, ctx: Any, which: str) -> bool:
+        return which == "forward"
+
+    def fuser_forward(
+        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, basic_op_kwargs: Sequence[Any],
+        **quantizers: Any,
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
+        return input_, [(input_,)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:
+        extra = basic_op_grad_extra_outputs[0][0]
+        if extra is None:
+            return grad_output, [()], [()]
+        grad = grad_output if isinstance(grad_output, Tensor) else grad_output.tensor()
+        return (
+            (extra.add_(grad) if self.in_place and extra.data_ptr() not in basic_op_ctxs[0].shared else grad + extra),
+            [()],
+            [()],
+        )
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return x, x
+
+
+class ConstantScale(BasicOperation):
+    """x times a number."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        return input_ * self.scale
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        return grad_output * self.scale, ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return x * self.scale
+
+
+class Dropout(BasicOperation):
+    """Zeroes elements with probability p in training, and scales the others up."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"Dropout: p must be at least 0 and less than 1; got {p}")
+        self.p = p
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        if not self.training or self.p == 0:
+            ctx.drops = False
+            return input_
+        ctx.drops, kept = True, torch.rand_like(input_, dtype=torch.float32) >= self.p
+        ctx.save_for_backward(kept)
+        return input_ * kept * (1 / (1 - self.p))
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        return (grad_output * ctx.saved_tensors[0] * (1 / (1 - self.p)) if ctx.drops else grad_output), ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return F.dropout(x, self.p, self.training)
+
+
+class Reshape(BasicOperation):
+    """The same elements in another shape."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        ctx.before = tuple(input_.shape)
+        return input_.reshape(self.shape)
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        return grad_output.reshape(ctx.before), ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return x.reshape(self.shape)
+
+
+class Identity(BasicOperation):
+    """What it is given."""
+
+    takes = frozenset({LAZY, MANY, HANDED})
+    launches = True
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        return input_
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        return grad_output, ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Mapping[str, Any]) -> Any:
+        return x

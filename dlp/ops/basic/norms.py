@@ -1,0 +1,127 @@
+"""RMSNorm, LayerNorm, L2Normalization: over the last dimension, in fp32, in the dtype of x.
+
+The first two return a matrix that the cast behind them makes on its way; what it makes beside, backward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlp.kernels import ops
+from dlp.ops.op import BasicOperation
+from dlp.ops.values import LAZY, Produced, Value, rows_of, tensor_of
+from dlp.parallel.linear.prologue import RmsNorm
+
+
+class _Norm(BasicOperation):
+    """normalized_shape: the number of features; `zero_centered_gamma`: x is multiplied by 1 + weight."""
+
+    launches = True
+    takes = frozenset({LAZY})
+    biased = False
+
+    def __init__(
+        self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        size = normalized_shape if isinstance(normalized_shape, int) else normalized_shape[-1]
+        if not isinstance(normalized_shape, int) and len(normalized_shape) > 1:
+            raise ValueError(
+                f"{type(self).__name__} normalizes the last dimension; got normalized_shape {tuple(normalized_shape)}: flatten "
+                f"them by ops.Reshape"
+            )
+        self.size, self.eps, self.zero_centered_gamma = size, eps, zero_centered_gamma
+        self.weight = nn.Parameter(torch.full((size,), float(not zero_centered_gamma), device=device, dtype=dtype))
+        if self.biased:
+            self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps:g}{', zero_centered_gamma' * self.zero_centered_gamma}"
+
+    def can_launch(self, ctx: Any, which: str) -> bool:
+        return not self.zero_centered_gamma and (which == "forward" or self.weight.dtype == torch.float32)
+
+    def scale(self) -> Tensor:
+        return self.weight + 1 if self.zero_centered_gamma else self.weight
+
+    def rows(self, input_: Value) -> Tensor:
+        """x [M, C]. ValueError for another C."""
+        x: Tensor = ops.stored(rows_of(input_))
+        if x.shape[-1] != self.size:
+            raise ValueError(f"{type(self).__name__}({self.size}): it is given {x.shape[-1]} features")
+        return x
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        x, weight = self.rows(input_), self.scale()
+        normed = ops.RmsNormed(x, weight, self.eps)
+        ctx.shape = tuple(input_.shape)
+        ctx.save_for_backward(x, weight, lambda: normed.rstd)
+        return Produced(normed, input_.shape)
+
+    def op_backward(
+        self, ctx: Any, grad_output: Value, *, residual: Tensor | None = None
+    ) -> tuple[Value, Sequence[Any]]:
+        """`residual`: added to dx."""
+        x, weight, rstd = ctx.saved_tensors
+        dy = ops.stored(rows_of(grad_output))
+        dx, dweight = ops.rms_norm_backward(dy, x, weight, rstd, None if residual is None else rows_of(residual))
+        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype)]
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return F.rms_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.eps)
+
+    def as_prologue(self, x: Any, behind: Any) -> Any:
+        takes = hasattr(behind, "with_prologue") and isinstance(x, Tensor)
+        return (RmsNorm(self.eps), (x, self.scale())) if takes else None
+
+
+class LayerNorm(_Norm):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+
+    biased = True
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        x, weight = self.rows(input_), self.scale()
+        normed = ops.LayerNormed(x, weight, self.bias, self.eps)
+        ctx.shape = tuple(input_.shape)
+        ctx.save_for_backward(x, weight, lambda: normed.mean, lambda: normed.rstd)
+        return Produced(normed, input_.shape)
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = ops.layer_norm_backward(ops.stored(rows_of(grad_output)), x, weight, mean, rstd)
+        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype), ops.rounded(dbias, weight.dtype)]
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return F.layer_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class L2Normalization(BasicOperation):
+    """x / sqrt(sum(x^2) + eps)."""
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
+        inverse = torch.rsqrt((input_.float() ** 2).sum(-1, keepdim=True) + self.eps)
+        ctx.save_for_backward(input_, inverse)
+        return (input_ * inverse).to(input_.dtype)
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        x, inverse = ctx.saved_tensors
+        n, g = x.float() * inverse, tensor_of(grad_output).float()
+        return ((g - n * (g * n).sum(-1, keepdim=True)) * inverse).to(x.dtype), ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return (x * torch.rsqrt((x.float() ** 2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)

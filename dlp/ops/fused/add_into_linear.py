@@ -1,0 +1,65 @@
+"""Forward: BasicLinear, Bias?, ConstantScale?, AddExtraInput(in_place=True). The GEMM scales its sums and adds them into the
+extra input: y is rounded once, where the ops round two to four times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlp.ops.basic.arithmetic import AddExtraInput, ConstantScale
+from dlp.ops.basic.bias import Bias
+from dlp.ops.fusions import Pattern, maybe, register_forward_fusion
+from dlp.ops.linear import BasicLinear
+from dlp.ops.op import Extras, InnerFused
+from dlp.ops.values import LAZY, Value, tensor_of
+from dlp.parallel.linear.core import Finish
+
+
+class LinearIntoExtraInput(InnerFused):
+    takes = frozenset({LAZY})
+    launches = False  # its result is an input
+
+    def fuser_forward(
+        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+    ) -> tuple[Value, Sequence[Any]]:
+        linear, *between, add = self.basic_ops
+        ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[-1][0]
+        assert extra is not None
+        biases, alpha = None, 1.0
+        for op, its in zip(between, basic_op_ctxs[1:], strict=False):
+            if isinstance(op, Bias):
+                biases = op.begin_sum(its)
+            else:
+                alpha = op.scale
+        add.check(extra, extra)
+        if not extra.is_contiguous() or extra.dtype != input_.dtype:
+            y = tensor_of(linear.multiply(ctx, input_, ctx.bound, biases, Finish(alpha))[0])
+            extra.add_(y)
+        else:
+            linear.multiply(ctx, input_, ctx.bound, biases, Finish(alpha, extra.view(-1, extra.shape[-1])))
+        basic_op_ctxs[-1].mark_dirty(extra)
+        return extra, [()] * len(self.basic_ops)
+
+
+def why_not(linear: Any, *behind: Any) -> str | None:
+    spec, kinds = linear.planned_spec, [type(op) for op in behind]
+    if not behind[-1].in_place:
+        return "it is not in_place, so the sum has a place of its own"
+    if len(linear.core.members) > 1:
+        return "several siblings"
+    if spec.style.fprop.reduce is not None and spec.tp > 1:
+        return "y is summed over tp first"
+    if spec.recipe.y is not None or spec.recipe.fprop.out_dtype is not None:
+        return "its recipe rounds y itself"
+    if ConstantScale in kinds and Bias in kinds:
+        return "the scale is of the bias, too"
+    if linear.pads:
+        return "out_features are padded for its recipe"
+    return None
+
+
+register_forward_fusion(
+    Pattern(LinearIntoExtraInput, BasicLinear, maybe(Bias), maybe(ConstantScale), AddExtraInput, obstacle=why_not),
+    prepend=True,
+)

@@ -1,0 +1,28 @@
+"""Backward: Bias, activation. The gradient of the activation, the sums of its columns and its cast are one read of dy and x."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlp.ops.basic.activations import GELU, ReLU, SiLU, SReLU
+from dlp.ops.basic.bias import Bias
+from dlp.ops.fusions import Pattern, register_backward_fusion
+from dlp.ops.op import Extras, InnerFused
+from dlp.ops.values import LAZY, Value
+
+
+class BackwardBiasActivation(InnerFused):
+    takes = frozenset({LAZY})
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        bias, activation = self.basic_ops
+        dx, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
+        dx, sums = bias.op_backward(basic_op_ctxs[0], dx, made=True)
+        return dx, [sums, ()], [(), ()]
+
+
+for _activation in (GELU, ReLU, SiLU, SReLU):
+    register_backward_fusion(Pattern(BackwardBiasActivation, Bias, _activation))

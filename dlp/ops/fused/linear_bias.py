@@ -1,0 +1,34 @@
+"""Forward: BasicLinear, Bias. The GEMM adds the bias to its fp32 sums, so y is rounded once where the two ops round twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlp.ops.basic.bias import Bias
+from dlp.ops.fusions import Pattern, register_forward_fusion
+from dlp.ops.linear import BasicLinear
+from dlp.ops.op import Extras, InnerFused
+from dlp.ops.values import LAZY, MANY, Value
+
+
+class ForwardLinearBias(InnerFused):
+    takes = frozenset({LAZY, MANY})
+
+    def fuser_forward(
+        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+    ) -> tuple[Value, Sequence[Any]]:
+        linear, bias = self.basic_ops
+        ys = linear.multiply(basic_op_ctxs[0], input_, basic_op_ctxs[0].bound, bias.begin_sum(basic_op_ctxs[1]))
+        return (ys if len(ys) > 1 else ys[0]), [(), ()]
+
+
+def why_not(linear: Any, bias: Any) -> str | None:
+    if len(bias.names) != len(linear.core.members):
+        return "one bias for several siblings"
+    if linear.planned_spec.recipe.y is not None:
+        return "its recipe rounds y before the bias"
+    return None
+
+
+register_forward_fusion(Pattern(ForwardLinearBias, BasicLinear, Bias, obstacle=why_not))

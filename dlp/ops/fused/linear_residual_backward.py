@@ -1,0 +1,49 @@
+"""Backward: MakeExtraOutput(in_place=True), BasicLinear. dgrad adds into the gradient of the extra output: rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlp.ops.basic.arithmetic import MakeExtraOutput
+from dlp.ops.fusions import Pattern, register_backward_fusion
+from dlp.ops.linear import BasicLinear
+from dlp.ops.op import Extras, InnerFused
+from dlp.ops.values import LAZY, MANY, Value
+from dlp.parallel.linear.core import NO_FINISH, Finish
+
+
+class BackwardLinearIntoResidual(InnerFused):
+    takes = frozenset({LAZY, MANY})
+    launches = False
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        linear, ctx, extra = self.basic_ops[1], basic_op_ctxs[1], basic_op_grad_extra_outputs[0][0]
+        own = extra is not None and extra.data_ptr() not in basic_op_ctxs[0].shared
+        direct = own and extra is not None and extra.is_contiguous() and extra.dtype == ctx.x_dtype and ctx.needs_dx
+        finish = Finish(into=extra.view(-1, extra.shape[-1])) if direct and extra is not None else NO_FINISH
+        dx, of_weights = linear.differentiate(ctx, grad_output, ctx.bound, finish)
+        if extra is not None and not direct:
+            dx = extra if dx is None else extra.add_(dx) if own else extra + dx
+        return dx, [(), of_weights], [(), ()]
+
+
+def why_not(residual: Any, linear: Any) -> str | None:
+    spec = linear.planned_spec
+    if not residual.in_place:
+        return "it is not in_place, so the sum has a place of its own"
+    if spec.style.dgrad.reduce is not None and spec.tp > 1:
+        return "dx is summed over tp first"
+    if (
+        spec.recipe.dx is not None
+        or spec.recipe.dgrad.out_dtype is not None
+        or len(linear.core.members) > 1
+        or linear.pads
+    ):
+        return "dx is finished behind its GEMM"
+    return None
+
+
+register_backward_fusion(Pattern(BackwardLinearIntoResidual, MakeExtraOutput, BasicLinear, obstacle=why_not))

@@ -1,0 +1,26 @@
+"""Backward: MakeExtraOutput, RMSNorm. The norm's gradient adds that of the extra output in its own write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlp.ops.basic.arithmetic import MakeExtraOutput
+from dlp.ops.basic.norms import RMSNorm
+from dlp.ops.fusions import Pattern, register_backward_fusion
+from dlp.ops.op import Extras, InnerFused
+from dlp.ops.values import LAZY, Value
+
+
+class BackwardNormResidual(InnerFused):
+    takes = frozenset({LAZY})
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        norm, extra = self.basic_ops[1], basic_op_grad_extra_outputs[0][0]
+        dx, of_weight = norm.op_backward(basic_op_ctxs[1], grad_output, residual=extra)
+        return dx, [(), of_weight], [(), ()]
+
+
+register_backward_fusion(Pattern(BackwardNormResidual, MakeExtraOutput, RMSNorm))

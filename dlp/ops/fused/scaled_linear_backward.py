@@ -1,0 +1,35 @@
+"""Backward: BasicLinear, ConstantScale. dy is cast as it comes, and both GEMMs scale their sums: dy is rounded once less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlp.ops.basic.arithmetic import ConstantScale
+from dlp.ops.fusions import Pattern, register_backward_fusion
+from dlp.ops.linear import BasicLinear
+from dlp.ops.op import Extras, InnerFused
+from dlp.ops.values import LAZY, MANY, Value
+from dlp.parallel.linear.core import Finish
+
+
+class BackwardScaledLinear(InnerFused):
+    takes = frozenset({LAZY, MANY})
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        linear, scale = self.basic_ops
+        dx, of_weights = linear.differentiate(
+            basic_op_ctxs[0], grad_output, basic_op_ctxs[0].bound, Finish(scale.scale)
+        )
+        return dx, [of_weights, ()], [(), ()]
+
+
+def why_not(linear: Any, scale: Any) -> str | None:
+    if len(linear.core.members) > 1 or linear.planned_spec.options.delay_wgrad:
+        return "siblings, or a wgrad that waits"
+    return None
+
+
+register_backward_fusion(Pattern(BackwardScaledLinear, BasicLinear, ConstantScale, obstacle=why_not))

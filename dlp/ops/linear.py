@@ -1,0 +1,284 @@
+"""BasicLinear and Linear: dlp's parallel linear as ops.
+
+    BasicLinear   y = x @ weight.T, cast, gathered and multiplied as its recipe, style and overlap say (`LinearCore`)
+    Linear        BasicLinear, what sums its result over tp, and Bias, which comes after the sum, once
+
+x may be a matrix that is still to be made (a norm or an activation in front): it is made in the cast. So is dy. Several
+`out_features` are siblings: one cast of x, a tuple of y.
+
+A row-parallel `Linear` is BasicLinear, AllReduce or ReduceScatter, and Bias; by themselves the first multiplies only what is
+here, and fused (`dlp.ops.fused.reduced_linear`) all are one row of the style table, with its overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.kernels.ops import LazyMatrix
+from dlp.ops.basic.bias import Bias
+from dlp.ops.basic.communication import AllReduce, ReduceScatter
+from dlp.ops.op import BasicOperation
+from dlp.ops.values import LAZY, MANY, Produced, Value, each, rows_of
+from dlp.parallel.linear import modules
+from dlp.parallel.linear.autograd import check_features
+from dlp.parallel.linear.capture import can_be_captured
+from dlp.parallel.linear.core import NO_FINISH, Finish, GradsWanted, run_backward, run_forward, to_save, waits
+from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.model.autocast import active_spec
+from dlp.parallel.style import LOCAL
+from dlp.parallel.weight.local import check_whole, held
+from dlp.quant.recipe import Recipe
+
+MODES = (None, "column", "row")
+
+
+class Forward(NamedTuple):
+    """y_i and what backward reads, of `multiply`."""
+
+    ys: list[Tensor]
+    saved: list[Tensor]
+
+
+class BasicLinear(BasicOperation, modules.Linear):
+    """y = x @ weight.T; weight [out_features, in_features], or weight_0, weight_1, ... of siblings.
+
+    tensor_parallel_mode    None: whole here; "column": out_features are cut over the group, "row": in_features
+    tensor_parallel_group   a ProcessGroup, or a DeviceMesh with one axis
+    sequence_parallel       tokens are cut over the group on the other side of the layer
+
+    Raises ValueError for another mode, sizes that tp does not divide, and x of other features.
+    """
+
+    takes = frozenset({LAZY, MANY})
+    launches = True
+
+    def __init__(
+        self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool = False,
+        tensor_parallel_mode: str | None = None, tensor_parallel_group: DeviceMesh | ProcessGroup | None = None,
+        sequence_parallel: bool = False, recipe: str | Recipe = "bf16", overlap: str = "serial",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip  # many parameters: those of `transformer_engine.pytorch.ops.Linear`
+        if tensor_parallel_mode not in MODES:
+            raise ValueError(f"tensor_parallel_mode must be one of {MODES}; got {tensor_parallel_mode!r}")
+        if tensor_parallel_mode == "row" and not isinstance(out_features, int):
+            raise ValueError(
+                f"a row-parallel Linear takes one out_features; got {out_features!r}: siblings are column-parallel"
+            )
+        self._style = tensor_parallel_mode or "local"
+        super().__init__(
+            in_features, out_features, bias, tp=tensor_parallel_group, sequence_parallel=sequence_parallel, recipe=recipe,
+            overlap=overlap, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    @property
+    def reduced(self) -> bool:
+        """Whether another op sums y over ranks."""
+        return False
+
+    def op_parameters(self) -> Sequence[Tensor]:
+        return [member.module._parameters[member.weight] for member in self.core.members]
+
+    @property
+    def planned_spec(self) -> LinearSpec:
+        """The spec that a plan is made for."""
+        found: LinearSpec = vars(self).get("_planned") or self.core.spec
+        return found
+
+    @property
+    def pads(self) -> bool:
+        """Whether zeros are appended to its weight for the recipe that a plan is made for."""
+        _, n, k = self.planned_spec.recipe.units
+        return any(held(weight).shape[0] % n or held(weight).shape[1] % k for weight in self.op_parameters())
+
+    # Asked by the fuser
+
+    def begin(self, ctx: Any, dtype: torch.dtype, record: bool) -> None:
+        ctx.bound, ctx.record = active_spec(self.core), record
+        ctx.bound.session.begin_forward(ctx.bound, record)
+        ctx.scales = ctx.bound.session.scales
+        self._take_weights(ctx, dtype)
+
+    def _take_weights(self, ctx: Any, dtype: torch.dtype) -> None:
+        bound, parameters = ctx.bound, self.op_parameters()
+        ctx.dtype, ctx.sides = dtype, self.core.weights.kept(bound, dtype)
+        for parameter in parameters:
+            check_whole(parameter, bound.spec.num_axes, bound.spec.name)
+        weights = [held(parameter) for parameter in parameters]
+        ctx.learns = [parameter.requires_grad for parameter in parameters]
+        parts: Sequence[Tensor]
+        if ctx.sides is not None:
+            parts = ctx.sides.rowwise
+        else:
+            parts = bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=ctx.record)
+        ctx.given = weights, parts
+
+    def state(self, ctx: Any) -> Any:
+        return ctx.bound, tuple(ctx.learns)
+
+    def planned(self, ctx: Any) -> None:
+        vars(self)["_planned"] = ctx.bound.spec
+
+    def recipe_of(self, ctx: Any) -> Any:
+        return ctx.bound.spec.recipe
+
+    def input_quantizer(self, ctx: Any) -> Any:
+        return ctx.bound.spec.recipe.of("x")
+
+    def grad_output_quantizer(self, ctx: Any) -> Any:
+        return ctx.bound.spec.recipe.of("dy")
+
+    def reads(self, ctx: Any) -> Sequence[Tensor]:
+        weights, parts = ctx.given
+        return [*weights, *parts]
+
+    def reads_back(self, ctx: Any) -> Sequence[Tensor]:
+        given: Sequence[Tensor] = ctx.given
+        return given
+
+    def can_launch(self, ctx: Any, which: str) -> bool:
+        return can_be_captured(ctx.bound, which)
+
+    # Computing
+
+    def op_forward(
+        self,
+        ctx: Any,
+        input_: Value,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        **kwargs: Any,
+    ) -> Value:
+        ys = self.multiply(ctx, input_, self._alone(ctx))
+        return ys if len(ys) > 1 else ys[0]
+
+    def _alone(self, ctx: Any) -> BoundSpec:
+        """Of a row, what it does without the sum: that is another op's."""
+        return here_only(ctx.bound) if self.reduced else ctx.bound
+
+    def multiply(
+        self,
+        ctx: Any,
+        input_: Value,
+        bound: BoundSpec,
+        biases: Sequence[Tensor | None] | None = None,
+        finish: Finish = NO_FINISH,
+    ) -> tuple[Tensor, ...]:
+        """y_i under this spec; what backward reads is saved."""
+        if isinstance(input_, tuple):
+            raise ValueError(
+                f"{bound.spec.name}: it reads one tensor and is given {len(input_)}: join siblings by SwiGLU or GEGLU"
+            )
+        if input_.dtype != ctx.dtype:
+            self._take_weights(ctx, input_.dtype)
+        x: Any = input_.matrix if isinstance(input_, Produced) else input_
+        weights, parts = ctx.given
+        check_features(bound.spec, x, weights[0])
+        save = ctx.requires_grad and any(ctx.learns)
+        ys, kept = run_forward(bound, [x], weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
+        ctx.save_for_backward(*weights, *to_save([x], kept, save))
+        ctx.x_shape, ctx.x_dtype = tuple(input_.shape), input_.dtype
+        leading = input_.shape[:-1]
+        if isinstance(x, LazyMatrix) and len(leading) > 1 and bound.spec.style.gathers is None:
+            ys = [y.view(*leading, y.shape[-1]) for y in ys]
+        return tuple(ys)
+
+    def begin_backward(self, ctx: Any) -> None:
+        bound, weights = ctx.bound, ctx.saved_tensors[: len(ctx.learns)]
+        bound.session.scales = ctx.scales
+        bound.session.in_layer_backward(bound)
+        if not ctx.needs_dx:
+            ctx.given = ()
+        elif ctx.sides is not None:
+            ctx.given = ctx.sides.columnwise
+        else:
+            ctx.given = bound.weights.read(
+                bound, range(len(weights)), weights, ctx.x_dtype, columnwise=True, record=True
+            )
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
+        return self.differentiate(ctx, grad_output, self._alone(ctx))
+
+    def differentiate(
+        self, ctx: Any, grad_output: Value, bound: BoundSpec, finish: Finish = NO_FINISH
+    ) -> tuple[Value, list[Tensor | None]]:
+        """dx, and the gradients of the weights."""
+        count = len(ctx.learns)
+        weights, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        grads = each(grad_output)
+        used = tuple([i for i, dy in enumerate(grads) if dy is not None])
+        learned: list[Tensor | None] = [None] * count
+        if not used:
+            return torch.zeros(ctx.x_shape, dtype=ctx.x_dtype, device=weights[0].device), learned
+        dys, ws = [rows_of(grads[i]) for i in used], [weights[i] for i in used]
+        dw = tuple([ctx.learns[i] for i in used])
+        wanted = GradsWanted(used, ctx.needs_dx, dw, (False,) * len(used), ctx.x_dtype, ctx.x_shape)
+        bound.session.scales = ctx.scales
+        size = len(ctx.given) // count
+        parts = [part for i in used for part in ctx.given[i * size : (i + 1) * size]]
+        made = run_backward(bound, dys, saved, ws, parts, wanted, finish)
+        bound.session.scales = None
+        dx = made.pop(0) if ctx.needs_dx else None
+        if not waits(bound.spec.options.delay_wgrad, ctx.needs_dx):
+            for i, learns in zip(used, dw, strict=True):
+                learned[i] = made.pop(0) if learns else None
+        return dx, learned
+
+    # For what traces
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """All of a `Linear`, its sum and its bias too."""
+        return self.with_prologue(None, (x,))
+
+    def with_prologue(self, prologue: Any, given: Sequence[Tensor]) -> Any:
+        ys = self.core.by_ops(tuple(given), prologue)
+        return ys if len(ys) > 1 else ys[0]
+
+
+def here_only(bound: BoundSpec) -> BoundSpec:
+    """The spec of the same layer where nothing is communicated."""
+    found: BoundSpec | None = bound.cache.get(here_only)
+    if found is None:
+        spec = replace(bound.spec, style=LOCAL, tokens=None)
+        found = bound.cache[here_only] = BoundSpec(spec, bound.session, bound.weights)
+    return found
+
+
+class Linear(BasicLinear):
+    """BasicLinear and Bias; row-parallel: BasicLinear, AllReduce or (`sequence_parallel`) ReduceScatter, Bias. Parameters are
+    `weight` and `bias`, or weight_0, bias_0, ... of siblings."""
+
+    def __init__(
+        self, in_features: int, out_features: int | tuple[int, ...], bias: bool = True, **options: Any
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, **options)
+        self.biased = bias
+
+    @property
+    def reduced(self) -> bool:
+        return self.core.spec.style.fprop.reduce is not None and self.core.spec.tp > 1
+
+    @property
+    def expanded(self) -> Sequence[BasicOperation]:
+        found: Sequence[BasicOperation] | None = vars(self).get("_ops")
+        if found is None:
+            spec, behind = self.core.spec, list[BasicOperation]()
+            if self.reduced:
+                behind.append((ReduceScatter if spec.style.fprop.reduce == "scatter" else AllReduce)(spec.tp_group))
+            if self.biased:
+                behind.append(Bias.of(self))
+            for op in behind:
+                vars(op)["part_of"] = self
+            found = vars(self)["_ops"] = (self, *behind)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_ops"}

@@ -1,0 +1,234 @@
+"""Operations: the names and signatures of `transformer_engine.pytorch.ops`, so that code written for these runs here.
+
+    BasicOperation   one step: `op_forward(ctx, input_, ...)` and `op_backward(ctx, grad_output)`; a module, callable by itself
+    FusedOperation   several basic ops in one: `fuser_forward`, `fuser_backward`, either of which may lack
+    ctx              an `OperationContext`: what one forward of an op keeps for its backward
+
+An op computes under `no_grad`: autograd sees the fuser that runs it (`dlp.ops.fuser`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlp.ops.context import OperationContext
+from dlp.ops.fuser import OperationFuser
+from dlp.ops.values import Value
+from dlp.parallel.weight.local import held
+
+Extras = Sequence[Sequence[Tensor | None]]
+
+
+class FusibleOperation(nn.Module):
+    """Base of all operations. `basic_ops`: what it runs as one, in order, itself if it is basic."""
+
+    @property
+    def basic_ops(self) -> Sequence[BasicOperation]:
+        raise NotImplementedError
+
+    @property
+    def expanded(self) -> Sequence[BasicOperation]:
+        """The basic ops that it is to a fuser."""
+        return self.basic_ops
+
+    @property
+    def is_fused_operation(self) -> bool:
+        return len(self.expanded) > 1
+
+    @property
+    def basic_extra_inputs(self) -> int:
+        """How many extra inputs its basic ops take."""
+        return sum(op.num_extra_inputs for op in self.expanded)
+
+    @property
+    def basic_extra_outputs(self) -> int:
+        return sum(op.num_extra_outputs for op in self.expanded)
+
+    def forward(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """By itself: a fuser of its own basic ops."""
+        fuser = vars(self).get("_fuser")
+        if fuser is None:
+            fuser = vars(self)["_fuser"] = OperationFuser([self])
+        return fuser(x, *extra_inputs, basic_op_kwargs=[kwargs] + [{}] * (len(self.expanded) - 1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fuser"}
+
+    # What a fuser calls: a fused op overrides both or one of these, a basic op is adapted to them
+
+    def fuser_forward(
+        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, basic_op_kwargs: Sequence[Mapping[str, Any]],
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
+        raise NotImplementedError
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
+        raise NotImplementedError
+
+
+class BasicOperation(FusibleOperation):
+    """One step of a computation.
+
+    num_extra_inputs, num_extra_outputs   tensors that it takes or returns beside input and output. An op with some
+                                          overrides `fuser_forward` and `fuser_backward` instead of `op_forward`, `op_backward`
+    takes        what its input and its gradient may be beside a tensor: "lazy", "many", "handed" (see `dlp.ops.values`)
+    none_grads   it takes None for the gradient of an extra output that nobody used; else zeros are made
+    launches     all that it does on a GPU is launches of this package, so that a pass may be captured
+    """
+
+    num_extra_inputs = 0
+    num_extra_outputs = 0
+    takes: frozenset[str] = frozenset()
+    none_grads = False
+    launches = False
+    part_of: Any = None  # a linear that does this itself where ops run one by one
+
+    @property
+    def basic_ops(self) -> Sequence[BasicOperation]:
+        return (self,)
+
+    def op_parameters(self) -> Sequence[Tensor]:
+        """The parameters whose gradients `op_backward` returns, in order."""
+        return [parameter for parameter in self._parameters.values() if parameter is not None]
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """The same for what traces: of tensors, by code that autograd differentiates. With extra outputs, a tuple."""
+        return OneOpFn.apply(self, kwargs, x, *self.op_parameters())
+
+    def as_prologue(self, x: Any, behind: Any) -> Any:
+        """(prologue, what it is given), where the linear behind can run this op in its cast; else None."""
+        return None
+
+    # What a fuser asks beside: ops with a linear's core, or with quantizers, have answers of their own
+
+    def begin(self, ctx: Any, dtype: torch.dtype, record: bool) -> None:
+        """A forward begins, with an input of this dtype, with gradients or not: what happens at each call, captured or not."""
+
+    def begin_backward(self, ctx: Any) -> None:
+        """The same for a backward."""
+
+    def state(self, ctx: Any) -> Any:
+        """What plans depend on."""
+        return None
+
+    def planned(self, ctx: Any) -> None:
+        """A plan is about to be made for calls like this one."""
+
+    def recipe_of(self, ctx: Any) -> Any:
+        """The recipe it runs under."""
+        return None
+
+    def input_quantizer(self, ctx: Any) -> Any:
+        """The quantizers of what it casts of its input, a `dlp.quant.recipe.Operand`; None where it casts nothing."""
+        return None
+
+    def grad_output_quantizer(self, ctx: Any) -> Any:
+        """Those of what it casts of its gradient."""
+        return None
+
+    def reads(self, ctx: Any) -> Sequence[Tensor]:
+        """The tensors that forward reads beside input and extra inputs."""
+        return [held(parameter) for parameter in self.op_parameters()]
+
+    def reads_back(self, ctx: Any) -> Sequence[Tensor]:
+        """Those that backward reads beside gradients and what was saved."""
+        return [held(parameter) for parameter in self.op_parameters()]
+
+    def can_launch(self, ctx: Any, which: str) -> bool:
+        """Whether all that it does in this direction on a GPU is launches."""
+        return self.launches
+
+    def goes(self, which: str) -> bool:
+        return True
+
+    def op_forward(
+        self,
+        ctx: Any,
+        input_: Value,
+        *,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **kwargs: Any,
+    ) -> Value:
+        """input [..., C] -> output. `prev_op_grad_output_quantizer`, `next_op_input_quantizer`: those of the neighbours, which
+        will cast what this op returns; None where they cast nothing."""
+        raise NotImplementedError(f"{type(self).__name__} must define op_forward")
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
+        """The gradient of the output -> that of the input, and those of `parameters(recurse=False)`, in order."""
+        raise NotImplementedError(f"{type(self).__name__} must define op_backward")
+
+    def fuser_forward(
+        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, basic_op_kwargs: Sequence[Mapping[str, Any]],
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
+        output = self.op_forward(
+            basic_op_ctxs[0], input_, prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer, **basic_op_kwargs[0],
+        )  # fmt: skip
+        return output, [()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+
+class OneOpFn(torch.autograd.Function):
+    """`apply(op, kwargs, x, *parameters)`: a basic op without extra tensors, by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, kwargs: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        own = OperationContext(requires_grad=True, needs_dx=True)
+        y = op.op_forward(own, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs)
+        ctx.op = op
+        ctx.save_for_backward(*own.to_save)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        own = OperationContext(requires_grad=True, needs_dx=True)
+        own.saved_tensors = ctx.saved_tensors
+        dx, of_parameters = ctx.op.op_backward(own, grad)
+        return None, None, dx, *of_parameters
+
+
+class FusedOperation(FusibleOperation):
+    """Several basic ops, forward, backward or both. Its parameters are theirs, under their places."""
+
+    takes: frozenset[str] = frozenset()
+    launches = True
+
+    def goes(self, which: str) -> bool:
+        """Whether it runs in this direction; else its basic ops do."""
+        method = f"fuser_{which}"
+        return getattr(type(self), method) is not getattr(FusibleOperation, method)
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        super().__init__()
+        for place, op in enumerate(basic_ops):
+            self.add_module(str(place), op)
+
+    @property
+    def basic_ops(self) -> Sequence[BasicOperation]:
+        return tuple(self._modules.values())  # type: ignore[arg-type]
+
+
+class InnerFused(FusedOperation):
+    """One that a fusion makes: it is no part of a model, so it registers nothing."""
+
+    def __init__(self, *basic_ops: BasicOperation) -> None:
+        super().__init__(())
+        vars(self)["_ops"] = tuple(basic_ops)
+
+    @property
+    def basic_ops(self) -> Sequence[Any]:
+        ops: Sequence[Any] = vars(self)["_ops"]
+        return ops

@@ -1,0 +1,45 @@
+"""What a Sequential says of itself: groups, the ops of each direction, and what is not fused and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlp.ops.fuser import OperationFuser
+from dlp.ops.fusions import fuse
+
+
+class SequencePlan:
+    """Printed, a line each."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+
+def group_plan(fuser: OperationFuser) -> str:
+    """The ops of a fuser as they last ran, or would, before the first call."""
+    notes: list[str]
+    if fuser.last is not None:
+        ways: Any = [[placed.op for placed in way] for way in (fuser.last.forward, fuser.last.backward)]
+        notes = list(fuser.last.notes)
+        notes += [
+            f"{direction.name} is launched in one call: {'yes' if not isinstance(found, str) else found}"
+            for direction in fuser.last.captured
+            for found in list(direction.found.values())[-1:]
+        ]
+    else:
+        notes = []
+        ways = [fuse(which, fuser.basic_ops, None, notes) for which in ("forward", "backward")]
+    said = [f"ops {', '.join(fuser.names)}"]
+    for direction, ops in zip(("forward", "backward"), ways, strict=True):
+        said.append(f"  {direction:9}{' | '.join(_said(op) for op in ops)}")
+    return "\n".join([*said, *[f"  {note}" for note in dict.fromkeys(notes)]])
+
+
+def _said(op: Any) -> str:
+    name = type(op).__name__
+    return name if len(op.basic_ops) == 1 else f"{name}[{', '.join(type(basic).__name__ for basic in op.basic_ops)}]"

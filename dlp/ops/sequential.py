@@ -1,0 +1,180 @@
+"""Sequential: modules in order, in which neighbouring ops run as one fuser.
+
+A plain module ends a group, and so does an op with hooks of its own, or one that FSDP shards alone: it is called by itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any, overload
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dlp.ops.fuser import OperationFuser
+from dlp.ops.linear import Linear
+from dlp.ops.op import FusibleOperation
+from dlp.ops.plans import SequencePlan, group_plan
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Sequential(nn.Module):
+    """Modules, or one dict of modules by name, in order, as `nn.Sequential`.
+
+    Called with x and the extra inputs of all ops, in order; returns the output, or a tuple of it and the extra outputs.
+    `plan()` says what runs.
+    """
+
+    def __init__(self, *modules: nn.Module | OrderedDict[str, nn.Module] | dict[str, nn.Module]) -> None:
+        super().__init__()
+        named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], dict) else enumerate(modules)
+        for name, module in named:
+            self.add_module(str(name), module)  # type: ignore[arg-type]
+
+    # A list of modules
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        vars(self).pop("_groups", None)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequential: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | Sequential:
+        names = list(self._modules)
+        if isinstance(index, slice):
+            return Sequential(OrderedDict((name, self._modules[name]) for name in names[index]))  # type: ignore[misc]
+        return self._modules[names[index]]  # type: ignore[return-value]
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        self.add_module(list(self._modules)[index], module)
+
+    def __delitem__(self, index: int | slice) -> None:
+        names = list(self._modules)
+        kept = [
+            m
+            for name, m in self._modules.items()
+            if name not in ([names[index]] if isinstance(index, int) else names[index])
+        ]
+        self._renumber(kept)
+
+    def append(self, module: nn.Module) -> Sequential:
+        self.add_module(str(len(self)), module)
+        return self
+
+    def extend(self, modules: Iterable[nn.Module]) -> Sequential:
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Sequential:
+        """Modules behind it are numbered anew."""
+        modules: list[Any] = list(self)
+        modules.insert(index, module)
+        self._renumber(modules)
+        return self
+
+    def _renumber(self, modules: list[Any]) -> None:
+        self._modules.clear()
+        for name, module in enumerate(modules):
+            self.add_module(str(name), module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_groups"}
+
+    # Running
+
+    def forward(self, x: Any, *extra_inputs: Tensor) -> Any:
+        groups, at, outputs = self._groups_now(), 0, list[Tensor]()
+        for group in groups:
+            if not isinstance(group, OperationFuser):
+                count = group.basic_extra_inputs if isinstance(group, FusibleOperation) else 0
+                x = group(x, *extra_inputs[at : at + count])
+                at += count
+                if isinstance(group, FusibleOperation) and group.basic_extra_outputs:
+                    x, *more = x
+                    outputs += more
+                continue
+            last = group is groups[-1]
+            x = group(x, *(extra_inputs[at:] if last else extra_inputs[at : at + group.num_extra_inputs]))
+            at += group.num_extra_inputs
+            if group.num_extra_outputs:
+                x, *more = x
+                outputs += more
+        if at < len(extra_inputs) and not isinstance(groups[-1], OperationFuser):
+            raise ValueError(f"Sequential: its ops take {at} extra inputs; got {len(extra_inputs)}")
+        return (x, *outputs) if outputs else x
+
+    def _groups_now(self) -> list[Any]:
+        """Fusers of neighbouring ops, and modules that are called."""
+        apart = tuple([_apart(module) for module in self])
+        kept = vars(self).get("_groups")
+        if kept is not None and kept[0] == apart:
+            found: list[Any] = kept[1]
+            return found
+        groups, run = list[Any](), list[tuple[str, FusibleOperation]]()
+        for (name, module), alone in zip([*self._modules.items(), ("", None)], [*apart, "the end"], strict=True):
+            if alone is None:
+                run.append((name, module))  # type: ignore[arg-type]
+                continue
+            if run:
+                groups.append(_fuser(run))
+                run = []
+            if module is not None:
+                groups.append(module)
+        vars(self)["_groups"] = apart, groups
+        return groups
+
+    def plan(self) -> SequencePlan:
+        """Which ops run, in which groups, forward and backward, as of the last call; before that, as the sequence is."""
+        lines, at = [], iter(zip(self._modules.items(), [_apart(module) for module in self], strict=True))
+        for group in self._groups_now():
+            if isinstance(group, OperationFuser):
+                lines.append(group_plan(group))
+                continue
+            name, why = next((name, why) for (name, module), why in at if module is group)
+            lines.append(f"{name} ({type(group).__name__}): {why}")
+        return SequencePlan(lines)
+
+
+def _apart(module: Any) -> str | None:
+    """Why a module is called by itself; None for an op that runs with its neighbours."""
+    if not isinstance(module, FusibleOperation):
+        return "no op: it ends a group"
+    if isinstance(module, FSDPModule):
+        return "sharded by itself: it ends a group; shard the Sequential, or what is above it"
+    if any(getattr(module, hooks, None) for hooks in HOOKS):
+        return "it has hooks: it ends a group"
+    return None
+
+
+def _fuser(run: list[tuple[str, FusibleOperation]]) -> OperationFuser:
+    names = [
+        f"{name} ({type(op).__name__}{'' if basic is op else f': {type(basic).__name__}'})"
+        for name, op in run
+        for basic in op.expanded
+    ]
+    ops = [op for _, op in run]
+    check_halves(ops, names)
+    return OperationFuser(ops, names)
+
+
+def check_halves(ops: list[FusibleOperation], names: list[str]) -> None:
+    """ValueError for one tensor that a gate cuts in halves where tp has cut it already: a rank would have the gate only."""
+    for before, gate in zip(ops, ops[1:], strict=False):
+        spec = before.core.spec if isinstance(before, Linear) else None
+        cut = spec is not None and spec.style.cut_dy == 1 and spec.tp > 1 and len(spec.members) == 1
+        if spec is not None and cut and hasattr(gate, "halves"):
+            raise ValueError(
+                f"{type(gate).__name__} behind {type(before).__name__}: tp {spec.tp} cuts its output, of which a rank would "
+                f"have the gate only; make it siblings, Linear(in_features, (gate, up))"
+            )

@@ -1,0 +1,450 @@
+"""dlp.ops: sequences of operations beside the same thing built of plain torch modules; ops and fusions of a user's own.
+
+Single rank; `tests/test_ops_ranks.py` has tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dlp
+from dlp import ops
+from dlp.ops.fusions import REGISTERED
+from tests.metrics import assert_bit_equal, assert_close
+
+H, FFN, M = 32, 64, 32
+NAMES = ("y", "dx")
+
+
+def values(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mlp(recipe: Any = "bf16", bias: bool = True, act: type = ops.SwiGLU) -> ops.Sequential:
+    torch.manual_seed(0)
+    wide = FFN if issubclass(act, ops.SwiGLU) else FFN // 2
+    return ops.Sequential(
+        ops.LayerNorm(H), ops.Linear(H, wide, bias, recipe=recipe), act(), ops.Linear(FFN // 2, H, bias, recipe=recipe)
+    )
+
+
+def run(model: nn.Module, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Forward and backward; y, dx and the gradients of the parameters, which are emptied before."""
+    x = values(seed, *(shape or (M, H))).to(dtype).requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.backward(values(seed + 1, *y.shape).to(dtype))
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad} | {
+        f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+class PlainMlp(nn.Module):
+    """`mlp` of torch's modules, with its parameters."""
+
+    def __init__(self, model: ops.Sequential) -> None:
+        super().__init__()
+        for name, parameter in model.named_parameters():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self._parameters
+        h = F.layer_norm(x, (H,), own["0_weight"], own["0_bias"])
+        gate, up = F.linear(h, own["1_weight"], own["1_bias"]).chunk(2, -1)  # type: ignore[arg-type]
+        return F.linear(F.silu(gate) * up, own["3_weight"], own["3_bias"])  # type: ignore[arg-type]
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor], at_most: float = 1e-6) -> None:
+    assert [name.replace(".", "_") for name in found] == [name.replace(".", "_") for name in expected]
+    for (name, tensor), other in zip(found.items(), expected.values(), strict=True):
+        assert_close(tensor, other, at_most, name)
+
+
+# The six programs
+
+
+@pytest.mark.parametrize("shape", [(M, H), (2, M // 2, H)], ids=["tokens", "sequences"])
+def test_a_sequence(shape: tuple[int, ...]):
+    model = mlp()
+    same(run(model, *shape), run(PlainMlp(model), *shape))
+    assert "forward  LayerNorm | " in str(model.plan())
+    forward, backward = (
+        line for line in str(model.plan()).splitlines() if line.strip().startswith(("forward", "backward"))
+    )
+    assert forward.split()[1:] != backward.split()[1:]
+
+
+def test_quantized_parameters_and_a_region_around_the_forward():
+    with dlp.quantized_model_init(recipe="fp8_current"):
+        model = mlp("fp8_current")
+    plain = mlp("fp8_current")
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(model.state_dict()[name])
+    x = values(1, M, H).requires_grad_()
+    with dlp.autocast(recipe="fp8_current"):
+        y = model(x)
+    y.backward(values(2, M, H))
+    assert_close(y, plain(x.detach()), 0.1)
+    assert x.grad is not None and x.grad.isfinite().all() and x.grad.any()
+
+
+def branching() -> tuple[ops.Sequential, ops.Sequential]:
+    torch.manual_seed(0)
+    first = ops.Sequential(ops.LayerNorm(H), ops.MakeExtraOutput(), ops.Linear(H, FFN), ops.SwiGLU())
+    return first, ops.Sequential(ops.Linear(FFN // 2, H), ops.AddExtraInput())
+
+
+def test_branches():
+    fc1, fc2 = branching()
+    x = values(1, M, H).requires_grad_()
+    y, residual = fc1(x)
+    y = fc2(y, residual)
+    y.backward(values(2, M, H))
+    other = x.detach().clone().requires_grad_()
+    p, q = dict(fc1.named_parameters()), dict(fc2.named_parameters())
+    h = F.layer_norm(other, (H,), p["0.weight"], p["0.bias"])
+    gate, up = F.linear(h, p["2.weight"], p["2.bias"]).chunk(2, -1)
+    expected = F.linear(F.silu(gate) * up, q["0.weight"], q["0.bias"]) + h
+    expected.backward(values(2, M, H))
+    same({"y": y, "dx": x.grad}, {"y": expected, "dx": other.grad})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("used", ["output", "extra output"])
+def test_a_gradient_that_nobody_has_is_none(used: str):
+    fc1, _ = branching()
+    x = values(1, M, H).requires_grad_()
+    y, residual = fc1(x)
+    (y if used == "output" else residual).sum().backward()
+    assert x.grad is not None and x.grad.any()
+
+
+class LearnableScale(ops.BasicOperation):
+    """A user's: an fp32 scalar times the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def op_forward(
+        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+    ) -> Tensor:
+        ctx.save_for_backward(input_, self.scale)
+        return self.scale * input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        x, scale = ctx.saved_tensors
+        return scale * grad_output, [torch.inner(x.reshape(-1), grad_output.reshape(-1)).reshape(())]
+
+
+def test_a_basic_op_of_the_users():
+    model = ops.Sequential(ops.RMSNorm(H), LearnableScale(), ops.Linear(H, H))
+    model[1].scale.data.fill_(3.0)
+    found = run(model)
+    x = values(1, M, H).requires_grad_()
+    norm, scale, weight, bias = (p.detach().clone().requires_grad_() for p in model.parameters())
+    y = F.linear(scale * F.rms_norm(x, (H,), norm, 1e-5), weight, bias)
+    y.backward(values(2, M, H))
+    same(
+        found,
+        {
+            "y": y,
+            "dx": x.grad,
+            "d0.weight": norm.grad,
+            "d1.scale": scale.grad,
+            "d2.weight": weight.grad,
+            "d2.bias": bias.grad,
+        },
+    )  # type: ignore[dict-item]
+    assert_close(LearnableScale()(x), x, 0)
+
+
+class ScaleAdd(ops.FusedOperation):
+    """A user's: ConstantScale, then AddExtraInput, forward only."""
+
+    runs = 0
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **rest: Any) -> Any:
+        ScaleAdd.runs += 1
+        return torch.add(basic_op_extra_inputs[1][0], input_, alpha=self.basic_ops[0].scale), [(), ()]
+
+
+def fuse_scale_add(fused: Sequence[Any], *, recipe: Any) -> list[Any]:
+    out, left = [], list(fused)
+    while left:
+        window = left[:2]
+        if len(window) == 2 and isinstance(window[0], ops.ConstantScale) and isinstance(window[1], ops.AddExtraInput):
+            out.append(ScaleAdd(window))
+            left = left[2:]
+        else:
+            out.append(left.pop(0))
+    return out
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Fusions registered in a test are gone after it."""
+    REGISTERED.load()
+    before = REGISTERED.forward[:], REGISTERED.backward[:]
+    yield
+    REGISTERED.forward[:], REGISTERED.backward[:] = before
+    REGISTERED.version += 1
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_fused_op_of_the_users():
+    model = ops.Sequential(ops.ConstantScale(0.5), ops.AddExtraInput(), ops.GELU())
+    x, extra = values(1, M, H).requires_grad_(), values(2, M, H).requires_grad_()
+    unfused = model(x, extra)
+    ScaleAdd.runs = 0
+    ops.register_forward_fusion(fuse_scale_add, prepend=True)
+    y = model(x, extra)
+    assert ScaleAdd.runs == 1
+    assert_close(y, unfused, 0)
+    y.sum().backward()
+    assert_close(x.grad, 0.5 * extra.grad, 1e-6)  # type: ignore[operator]
+    assert "forward  ScaleAdd[ConstantScale, AddExtraInput] | GELU" in str(model.plan())
+    assert "backward ConstantScale | AddExtraInput | GELU" in str(model.plan())
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_fusion_must_keep_the_basic_ops():
+    model = ops.Sequential(ops.ConstantScale(0.5), ops.Identity())
+    ops.register_forward_backward_fusion(lambda fused, *, recipe: fused[:1])
+    with pytest.raises(RuntimeError, match=r"expand to \[ConstantScale, Identity\]; it returned \[ConstantScale\]"):
+        model(values(0, M, H))
+
+
+# Counts, kinds and places
+
+
+def test_a_wrong_number_of_extra_inputs_is_refused():
+    model = ops.Sequential(ops.Identity(), ops.AddExtraInput())
+    with pytest.raises(ValueError, match=r"take 1 extra inputs \(of 1 \(AddExtraInput\)\); got 0"):
+        model(values(0, M, H))
+    with pytest.raises(ValueError, match="got 2"):
+        model(values(0, M, H), values(0, M, H), values(0, M, H))
+
+
+def test_an_op_that_returns_too_few_gradients_is_named():
+    class Forgets(LearnableScale):
+        def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            return super().op_backward(ctx, grad_output)[0], ()
+
+    model = ops.Sequential(ops.Identity(), Forgets())
+    with pytest.raises(RuntimeError, match=r"1 \(Forgets\): it returned 0 gradients of parameters; it declares 1"):
+        model(values(0, M, H).requires_grad_()).sum().backward()
+
+
+def test_siblings_go_to_gates_and_to_nothing_else():
+    model = ops.Sequential(ops.Linear(H, (FFN, FFN)), ops.SwiGLU())
+    assert model(values(0, M, H)).shape == (M, FFN)
+    with pytest.raises(ValueError, match=r"1 \(Reshape\): it takes one tensor and is given 2"):
+        ops.Sequential(ops.Linear(H, (FFN, FFN)), ops.Reshape((-1,)))(values(0, M, H))
+
+
+@pytest.mark.parametrize(
+    ("op", "plain"),
+    [
+        (ops.GELU(), lambda x: F.gelu(x, approximate="tanh")), (ops.ReLU(), F.relu), (ops.SiLU(), F.silu),
+        (ops.SReLU(), lambda x: F.relu(x) ** 2), (ops.GLU(), F.glu), (ops.GEGLU(), None), (ops.ReGLU(), None),
+        (ops.L2Normalization(), lambda x: x * torch.rsqrt((x**2).sum(-1, keepdim=True) + 1e-6)),
+        (ops.RMSNorm(H, zero_centered_gamma=True), lambda x: F.rms_norm(x, (H,), eps=1e-5)),
+        (ops.ConstantScale(3.0), lambda x: 3 * x), (ops.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),
+        (ops.AllReduce(), lambda x: x), (ops.Dropout(0.0), lambda x: x), (ops.Bias(H), lambda x: x),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)  # fmt: skip
+def test_a_basic_op_by_itself(op: Any, plain: Any):
+    if isinstance(op, ops.GLU):
+
+        def plain(x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, -1)
+            return gate.sigmoid() * up
+    elif plain is None:
+
+        def plain(x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, -1)
+            return (F.relu(gate) if isinstance(op, ops.ReGLU) else F.gelu(gate, approximate="tanh")) * up
+
+    same({name: tensor for name, tensor in run(op).items() if name in NAMES}, run(_Plain(plain)))
+
+
+class _Plain(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)  # type: ignore[no-any-return]
+
+
+def test_dropout_drops_the_same_in_backward_and_nothing_in_evaluation():
+    op = ops.Dropout(0.5)
+    found = run(op)
+    zeros = found["y"] == 0
+    assert 0.3 < zeros.float().mean() < 0.7
+    assert ((found["dx"] == 0) == zeros).all()
+    op.eval()
+    assert_close(run(op)["y"], values(1, M, H), 0)
+
+
+# State: recipes, regions, recomputation, gradients that are not needed
+
+
+def test_a_recipe_that_changes_makes_another_plan_and_finds_the_old_one_again():
+    model = mlp("fp8_current")
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    dlp.attach(model, optimizer)
+    first = run(model)
+    fuser = model._groups_now()[0]
+    for recipe, plans in (({"name": "fp8_current", "power_of_two": True}, 2), ("bf16", 3), ("fp8_current", 3)):
+        dlp.set_recipe(model, "*", recipe)
+        optimizer.step()
+        last = run(model)
+        assert len(fuser.plans) in (plans, plans + 1)
+    for name, tensor in first.items():
+        assert_bit_equal(last[name], tensor, name)
+
+
+def test_recomputation_gives_the_same_bits():
+    model = mlp("fp8_current")
+    expected = run(model)
+    found = run(_Recomputed(model))
+    for name, tensor in expected.items():
+        assert_bit_equal(found.get(name, found.get(name.replace("d", "dinner.", 1))), tensor, name)  # type: ignore[arg-type]
+
+
+class _Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_gradients_are_made_of_what_needs_them():
+    model = mlp()
+    for parameter in model[:3].parameters():
+        parameter.requires_grad_(False)
+    x = values(1, M, H)
+    model(x).sum().backward()
+    assert model[3].weight.grad.any() and model[1].weight.grad is None
+    with torch.no_grad():
+        assert not model(x).requires_grad
+
+
+def test_copies_states_and_lists():
+    model = mlp()
+    other = copy.deepcopy(model)
+    assert_close(other(values(0, M, H)), model(values(0, M, H)), 0)
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
+    other.append(nn.Tanh()).insert(0, ops.Identity())
+    assert [type(m).__name__ for m in other] == ["Identity", "LayerNorm", "Linear", "SwiGLU", "Linear", "Tanh"]
+    assert_close(other(values(0, M, H)), model(values(0, M, H)).tanh(), 0)
+    assert len(other[1:3]) == 2 and isinstance(other[1:3], ops.Sequential)
+    assert "5 (Tanh): no op: it ends a group" in str(other.plan())
+    named = ops.Sequential({"norm": ops.RMSNorm(H), "linear": ops.Linear(H, H)})
+    assert list(named.state_dict()) == ["norm.weight", "linear.weight", "linear.bias"]
+
+
+def test_an_op_with_hooks_ends_its_group():
+    model, seen = mlp(), list[int]()
+    expected = model(values(0, M, H))
+    model[2].register_forward_hook(lambda *args: seen.append(1))
+    assert_close(model(values(0, M, H)), expected, 0)
+    assert seen and "2 (SwiGLU): it has hooks: it ends a group" in str(model.plan())
+
+
+# Every fusion beside its basic ops
+
+
+@pytest.fixture
+def basic_only() -> Any:
+    """Inside, no fusion runs."""
+
+    class Off:
+        def __enter__(self) -> None:
+            REGISTERED.load()
+            self.before = REGISTERED.forward[:], REGISTERED.backward[:]
+            self.set([], [])
+
+        def set(self, forward: list[Any], backward: list[Any]) -> None:
+            REGISTERED.forward[:], REGISTERED.backward[:] = forward, backward
+            REGISTERED.version += 1
+
+        def __exit__(self, *error: Any) -> None:
+            self.set(*self.before)
+
+    return Off()
+
+
+class Residual(nn.Module):
+    """Ops between a MakeExtraOutput and an AddExtraInput."""
+
+    def __init__(self, *inner: nn.Module, in_place: bool = False) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(ops.MakeExtraOutput(in_place=in_place), *inner)
+        self.add = ops.Sequential(ops.Identity(), ops.AddExtraInput())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, residual = self.inner(1.0 * x)
+        return self.add(y, residual)  # type: ignore[no-any-return]
+
+
+class IntoInput(nn.Module):
+    """Ops that end in an AddExtraInput(in_place=True)."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(*inner, ops.AddExtraInput(in_place=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, 2.0 * x)  # type: ignore[no-any-return]
+
+
+def linear(recipe: str, **options: Any) -> ops.Linear:
+    return ops.Linear(H, H, recipe=recipe, **options)
+
+
+# what it says in the plan -> the model of a recipe, and the bound where it rounds less often than its ops
+FUSED: dict[str, tuple[Any, float]] = {
+    "ForwardLinearBias[Linear, Bias]": (lambda r: ops.Sequential(ops.RMSNorm(H), linear(r)), 4e-3),
+    "LinearIntoExtraInput[Linear, Bias, AddExtraInput]": (lambda r: IntoInput(linear(r)), 8e-3),
+    "LinearIntoExtraInput[Linear, ConstantScale, AddExtraInput]":
+        (lambda r: IntoInput(linear(r, bias=False), ops.ConstantScale(0.5)), 8e-3),
+    "BackwardLinearIntoResidual[MakeExtraOutput, Linear]": (lambda r: Residual(linear(r), in_place=True), 8e-3),
+    "BackwardScaledLinear[Linear, ConstantScale]":
+        (lambda r: ops.Sequential(linear(r, bias=False), ops.ConstantScale(0.5)), 0.0),
+    "BackwardBiasActivation[Bias, GELU]": (lambda r: ops.Sequential(linear(r), ops.GELU()), 1e-2),
+    "BackwardNormResidual[MakeExtraOutput, RMSNorm]": (lambda r: Residual(ops.RMSNorm(H), linear(r, bias=False)), 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("said", FUSED)
+def test_a_fusion_equals_its_basic_ops(said: str, recipe: str, basic_only: Any):
+    make, bound = FUSED[said]
+    torch.manual_seed(0)
+    fused = make(recipe).bfloat16()
+    basic = copy.deepcopy(fused)
+    found = run(fused, dtype=torch.bfloat16)
+    sequences = [module for module in fused.modules() if isinstance(module, ops.Sequential)]
+    assert any(said in str(each.plan()) for each in sequences), [str(each.plan()) for each in sequences]
+    with basic_only:
+        expected = run(basic, dtype=torch.bfloat16)
+    for name, tensor in expected.items():
+        if bound == 0.0:
+            assert_bit_equal(found[name], tensor, name)
+        else:
+            assert_close(found[name], tensor, bound, name)

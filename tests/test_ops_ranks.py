@@ -1,0 +1,155 @@
+"""dlp.ops on tp ranks: a block of ops, with and without sequence parallelism, beside the same on one rank; FSDP; conversion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import dlp
+from dlp import ops
+from dlp.ops.fusions import REGISTERED
+from tests import pool as worker
+from tests.metrics import assert_bit_equal, assert_close
+
+H, FFN, M = 64, 128, 64
+
+
+def block(tp: Any = None, recipe: str = "bf16", sp: bool = False, siblings: bool = True) -> ops.Sequential:
+    """norm, gate and up, SwiGLU, down, of equal weights everywhere."""
+    torch.manual_seed(0)
+    more: dict[str, Any] = {"recipe": recipe}
+    column = more | (
+        {} if tp is None else {"tensor_parallel_mode": "column", "tensor_parallel_group": tp, "sequence_parallel": sp}
+    )
+    row = more | (
+        {} if tp is None else {"tensor_parallel_mode": "row", "tensor_parallel_group": tp, "sequence_parallel": sp}
+    )
+    return ops.Sequential(
+        ops.RMSNorm(H),
+        ops.Linear(H, (FFN, FFN) if siblings else FFN, **column),
+        ops.SwiGLU(),
+        ops.Linear(FFN, H, **row),
+    )
+
+
+def values(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step(model: nn.Module, tokens: slice = slice(None)) -> dict[str, Tensor]:
+    x = values(1, M, H)[tokens].clone().requires_grad_()
+    y = model(x)
+    y.backward(values(2, M, H)[tokens])
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad} | {
+        f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def on_ranks(recipe: str, sp: bool, basic: bool) -> dict[str, Tensor]:
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    REGISTERED.load()
+    before = REGISTERED.forward[:], REGISTERED.backward[:]
+    if basic:
+        REGISTERED.forward[:], REGISTERED.backward[:] = [], []
+        REGISTERED.version += 1
+    try:
+        model = block(mesh["tp"], recipe, sp)
+        rank = mesh["tp"].get_local_rank()
+        found = step(model, slice(rank * M // 2, (rank + 1) * M // 2) if sp else slice(None))
+        if not basic:
+            assert "ReducedLinear[Linear" in str(model.plan())
+    finally:
+        REGISTERED.forward[:], REGISTERED.backward[:] = before
+        REGISTERED.version += 1
+    return {name: whole(tensor) for name, tensor in found.items()}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block", "nvfp4"])
+def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str, sp: bool, ranks: Any):
+    fused, basic = (ranks(2).run(on_ranks, recipe, sp, basic) for basic in (False, True))
+    alone = step(block(None, recipe))
+    bound = {"bf16": 1e-5, "nvfp4": 0.3}.get(recipe, 0.08)
+    for rank in range(2):
+        for name, tensor in basic[rank].items():
+            assert_close(fused[rank][name], tensor, 1e-6 if recipe in ("bf16", "fp8_current") else bound, name)
+    for name, expected in alone.items():
+        parts = [found[name] for found in fused]
+        if sp and name in ("y", "dx"):
+            parts = [torch.cat(parts)] * 2
+        if sp and name in ("d0.weight", "d3.bias"):  # of its own tokens: a converted model sums them
+            parts = [parts[0] + parts[1]] * 2
+        for part in parts:
+            assert_close(part, expected, bound, name)
+
+
+def refused() -> str:
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    try:
+        block(mesh["tp"], siblings=False)(values(1, M, H))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks(2)
+def test_one_tensor_in_halves_is_refused_where_tp_cuts_it(ranks: Any):
+    for said in ranks(2).run(refused):
+        assert "make it siblings, Linear(in_features, (gate, up))" in said
+
+
+class Residual(nn.Module):
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.inner = block(None, recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)  # type: ignore[no-any-return]
+
+
+def sharded(recipe: str) -> dict[str, Tensor]:
+    mesh = worker.mesh(dp_shard=2, tp=1)
+    model = Residual(recipe)
+    plan = dlp.convert(model, [dlp.LayerGroup("all", "inner.*", recipe=recipe)], mesh)
+    assert [type(op).__name__.removeprefix("Replicated") for op in model.inner] == [
+        "RMSNorm",
+        "Linear",
+        "SwiGLU",
+        "Linear",
+    ]
+    assert {str(row.recipe) for row in plan.layers} == {recipe}
+    dlp.fully_shard(model.inner, mesh=mesh)
+    dlp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    dlp.attach(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        found = step(model)
+        optimizer.step()
+    return {name: whole(tensor) for name, tensor in found.items()}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_a_sharded_and_converted_sequence_trains(recipe: str, ranks: Any):
+    found = ranks(2).run(sharded, recipe)
+    alone = Residual(recipe)
+    optimizer = torch.optim.SGD(alone.parameters(), 0.01)
+    dlp.attach(alone, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected = step(alone)
+        optimizer.step()
+    for name, tensor in expected.items():
+        assert_close(found[0][name], tensor, 1e-5 if recipe == "bf16" else 0.05, name)
+        assert_bit_equal(found[0][name], found[1][name], name)
