@@ -52,8 +52,8 @@ class SaveError(RuntimeError):
 @dataclass(frozen=True)
 class Training:
     """What a checkpoint saves and restores on this rank. `settings`: what the config says of the model, as a table;
-    `config`: the whole file. `recipe_files`: the Python files of recipes that the config names. `update`: what the update of a
-    step keeps, by name, the same on all ranks."""
+    `config`: the whole file. `recipe_files`: the Python files of recipes that the config names. `tokenizer`: the hash of
+    the data's, where it is known. `update`: what the update of a step keeps, by name, the same on all ranks."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -62,6 +62,7 @@ class Training:
     settings: dict[str, Any]
     config: str
     recipe_files: Collection[Path] = ()
+    tokenizer: str | None = None
     update: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -192,9 +193,10 @@ def _finish(
     stored.check_index(temporary, files)
     if reason := damage(temporary, files, share=()):
         raise ValueError(f"{reason}, as when ranks do not share this folder")
+    data = {**training.data.state_dict(), "tokenizer": training.tokenizer}
     manifest = {
         "step": step, "world_size": dist.get_world_size(), "torch": torch.__version__, "model": training.settings,
-        "recipes": recipes_of(training.model), "data": training.data.state_dict(), "config": training.config,
+        "recipes": recipes_of(training.model), "data": data, "config": training.config,
         "files": files,
     }  # fmt: skip
     write_manifest(temporary, manifest)
@@ -211,15 +213,34 @@ def _reason(error: dcp.api.CheckpointException) -> str:
     return f"rank {rank}: {type(failure).__name__}: {' '.join(str(failure).split())}"
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose files are as they were written: its manifest, the index of its tensors, and what checking cost."""
+
+    manifest: dict[str, Any]
+    index: Metadata
+    remark: str
+
+
+def opened(path: Path) -> Opened:
+    """All ranks together, or a process without ranks. CheckpointError on all of them for a torn or foreign checkpoint."""
+    manifest = together.from_rank_0(lambda: read_manifest(path))
+    remark = _check_files(path, manifest["files"])
+    try:
+        index = stored.check_index(path, manifest["files"])
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {way_out(path)}") from None
+    return Opened(manifest, index, remark)
+
+
 def load(path: Path, training: Training) -> Loaded:
     """Restore everything from a checkpoint, on this or another mesh, into a model that has not run yet.
 
     Raises CheckpointError, on all ranks, for a torn or foreign one, or one of another model or other data.
     """
-    manifest = together.from_rank_0(lambda: read_manifest(path))
-    checked = _check_files(path, manifest["files"])
+    found = opened(path)
+    manifest, index = found.manifest, found.index
     try:
-        index = stored.check_index(path, manifest["files"])
         differing = changes(manifest["config"], training.config)
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {way_out(path)}") from None
@@ -249,12 +270,12 @@ def load(path: Path, training: Training) -> Loaded:
         raise CheckpointError(f"{path} does not fit this run's recipes: {error}") from error
     if same_ranks:
         _set_rng(state["rng"][rank], training.device)
-    return Loaded(manifest["step"], [checked, *differing, *told], manifest["config"])
+    return Loaded(manifest["step"], [found.remark, *differing, *told], manifest["config"])
 
 
 def _check_files(path: Path, files: dict[str, Any]) -> str:
     """Every rank looks at all sizes and at its share of the hashes; returns what it cost. CheckpointError on all ranks."""
-    began, rank, world = time.perf_counter(), dist.get_rank(), dist.get_world_size()
+    began, (rank, world) = time.perf_counter(), together.place()
     found = together.from_all(damage(path, files, share=sorted(files)[rank::world]))
     for finder, reason in enumerate(found):
         if reason is not None:
@@ -277,13 +298,20 @@ def _saved_recipes(path: Path, index: Metadata) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {reason}; {way_out(path)}") from None
 
 
-def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> None:
-    for key, now in training.settings.items():
+def check_model(path: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """CheckpointError for one of another model than `settings`, [model] as a table."""
+    for key, now in settings.items():
         saved = manifest["model"].get(key, MODEL_DEFAULTS.get(key))
         if saved != now:
             raise CheckpointError(
                 f"{path} is of another model: its [model] {key} is {saved!r}, this run's is {now!r}; {way_out(path)}"
             )
+
+
+def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> None:
+    check_model(path, manifest, training.settings)
+    if manifest["step"] == 0:
+        raise CheckpointError(f"{path} holds weights alone: name it as [train] init_from, not as [checkpoint] resume")
     if missing := training.data.state_dict().keys() - manifest["data"].keys():
         reason = f"its data lacks {', '.join(sorted(missing))}"
         raise CheckpointError(f"{path} is torn: {reason}; {way_out(path)}")

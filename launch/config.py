@@ -188,17 +188,26 @@ def _find(name_or_path: str | Path) -> Path:
 def _load(name_or_path: str | Path, changes: Sequence[tuple[str, str]]) -> Config:
     path = _find(name_or_path)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path.name}: not a TOML file: {error}") from None
-    _check_shape(tables, path.name)
+    return from_text(text, path.name, changes)
+
+
+def from_text(text: str, name: str, changes: Sequence[tuple[str, str]] = ()) -> Config:
+    """The checked config of a TOML file's text; `name`: what messages call it; `changes`: overrides. Raises ConfigError."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not a TOML file: {error}") from None
+    _check_shape(tables, name)
     overrides.apply(tables, changes, SCHEMA)
     try:
-        sections: dict[str, Any] = {name: read(cls, tables.get(name, {}), f"[{name}]") for name, cls in TABLES.items()}
+        sections: dict[str, Any] = {key: read(cls, tables.get(key, {}), f"[{key}]") for key, cls in TABLES.items()}
         groups = [read(Group, table, f"[[groups]] {place}") for place, table in enumerate(tables["groups"], start=1)]
     except ConfigError as error:
-        raise ConfigError(f"{path.name}: {error}") from None
-    return Config(source=path.name, groups=tuple(groups), **sections)
+        raise ConfigError(f"{name}: {error}") from None
+    return Config(source=name, groups=tuple(groups), **sections)
 
 
 def _check_shape(tables: dict[str, Any], source: str) -> None:

@@ -34,10 +34,11 @@ SPLIT_VERSION = 2  # of encoding, split and index: raise it when they change, so
 
 @dataclass(frozen=True)
 class Data:
-    """The open shards of both splits."""
+    """The open shards of both splits. tokenizer: the SHA-256 of its file, "" for bytes, None where it is not known."""
 
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
+    tokenizer: str | None = None
 
 
 def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
@@ -62,9 +63,10 @@ def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
                     f"{shard.path}: its vocabulary of {shard.vocabulary} is larger than the model's {vocabulary}; "
                     f"set [model] vocab to at least {shard.vocabulary}"
                 )
-    if (index := read_index(folder, remedy)) is not None:
-        check_against(index, folder, [shard for found in shards.values() for shard in found], remedy)
-    return Data(**shards)
+    if (index := read_index(folder, remedy)) is None:
+        return Data(shards["train"], shards["validation"])
+    check_against(index, folder, [shard for found in shards.values() for shard in found], remedy)
+    return Data(shards["train"], shards["validation"], index["tokenizer"]["digest"])
 
 
 def stdlib_files() -> dict[str, Path]:

@@ -113,6 +113,11 @@ class Train(Section):
     optimizer: str = setting(
         choice("adamw", *ENCODINGS), "adamw8bit, adamw4bit, adamwfp8: its averages in so many bits, by torchao", "adamw"
     )
+    init_from: str | None = setting(
+        text("a checkpoint's folder"),
+        "the weights of step 0: a checkpoint of the same [model], as launch.convert_hf makes; unset: random ones",
+        None,
+    )
     lr: float = setting(number("> 0"), "peak learning rate")
     min_lr: float = setting(
         number(">= 0", "<= 1"), "the last step's learning rate, as a fraction of lr; constant ignores it", 0.1

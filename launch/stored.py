@@ -106,6 +106,8 @@ def _cause(error: BaseException) -> BaseException:
 
 
 class Writer(dcp.FileSystemWriter):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    """A file for each rank, or for each tensor: torch keeps what it wrote to a file until that is complete."""
+
+    def __init__(self, path: Path, *, file_each: bool = False) -> None:
+        super().__init__(path, single_file_per_rank=not file_each)
         self.fs = _Files()

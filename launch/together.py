@@ -1,4 +1,5 @@
-"""What ranks of a run tell each other as plain objects, over the whole process group: answers, refusals, findings."""
+"""What ranks of a run tell each other as plain objects, over the whole process group: answers, refusals, findings. A process
+without a group is alone."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ T = TypeVar("T")
 
 def from_rank_0(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on all ranks; a ValueError or RuntimeError that it raises there is raised on all."""
+    if not dist.is_initialized():
+        return make()
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -28,6 +31,13 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 def from_all(mine: T) -> list[T]:
     """Every rank's value, by rank."""
+    if not dist.is_initialized():
+        return [mine]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, mine)
     return values
+
+
+def place() -> tuple[int, int]:
+    """This process among all: rank and number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from dlp.comm import observer
 from dlp.parallel.model.checks import OnTheWay
 from dlp.parallel.model.embedding import IGNORED
 from dlp.parallel.model.session import session_of
-from launch import checkpoint, manifest, together
+from launch import checkpoint, manifest, together, weights
 from launch.attention import Documents
 from launch.baseline import baseline
 from launch.build import Built
@@ -77,11 +78,10 @@ class Trainer:
         self.train_data = TokenStream(self.shards.train, split="train", seed=train.seed, **settings)
         self.validation_data = TokenStream(self.shards.validation, split="validation", seed=0, **settings)
         run.say(check_data((*self.shards.train, *self.shards.validation)))
-        model = {key: value for key, value in asdict(config.model).items() if key != "fused"}  # the same parameters
         self.update = Update(built.model, built.optimizer, train, built.device)
         self.state = checkpoint.Training(
-            built.model, built.optimizer, self.train_data, built.device, model, to_toml(config), recipe_files(config),
-            self.update.spikes.state(),
+            built.model, built.optimizer, self.train_data, built.device, weights.settings_of(config.model),
+            to_toml(config), recipe_files(config), self.shards.tokenizer, self.update.spikes.state(),
         )  # fmt: skip
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
         self.recipes = session_of(built.model)
@@ -97,6 +97,7 @@ class Trainer:
         resume = self.config.checkpoint.resume
         path = together.from_rank_0(lambda: manifest.resolve(resume, self.run.checkpoints))
         if path is None:
+            self.start_from_weights()
             return 0
         self.starts_a_lineage = path.resolve().parent != self.run.checkpoints.resolve()
         loaded = checkpoint.load(path, self.state)
@@ -104,6 +105,17 @@ class Trainer:
         for remark in (*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train)):
             self.run.say(remark)
         return loaded.step
+
+    def start_from_weights(self) -> None:
+        """Those that the config names, if it names any. Raises CheckpointError."""
+        config = self.config
+        if config.train.init_from is None:
+            return
+        path = Path(config.train.init_from)
+        opened, remarks = weights.load(path, self.built.model, self.state.settings)
+        weights.check_tokenizer(path, opened.manifest, config.data.path, self.shards.tokenizer)
+        for remark in (f"weights from {path}", *remarks):
+            self.run.say(remark)
 
     def place(self) -> str:
         """Where this rank is, for whoever watches it from another thread."""

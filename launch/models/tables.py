@@ -9,21 +9,25 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Family:
     """How a family differs from the others. architecture: the class of `transformers` that reads it. qkv_bias: q, k and v have
-    biases; qk_norm: RMSNorm over each head of q and k. fixed: settings of config.json that must be so, if they are there."""
+    biases; qk_norm: RMSNorm over each head of q and k; window: it may have a sliding window. Of settings of config.json,
+    fixed: what must be so, if it is there; defaults: what is meant where it is not."""
 
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    window: bool = False
     fixed: tuple[tuple[str, object], ...] = ()
+    defaults: tuple[tuple[str, object], ...] = ()
 
 
+FIXED = (("hidden_act", "silu"), ("quantization_config", None))  # of all families
 _NO_BIAS = (("attention_bias", False), ("mlp_bias", False))
 _WHOLE = (("use_sliding_window", False), ("attention_bias", False))
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", fixed=_NO_BIAS),
-    "mistral": Family("MistralForCausalLM"),
+    "mistral": Family("MistralForCausalLM", window=True, defaults=(("sliding_window", 4096),)),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed=(("use_sliding_window", False),)),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, fixed=_WHOLE),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, fixed=_WHOLE, defaults=(("head_dim", 128),)),
 }
 
 # [model] key: config.json key. What stands in tables of its own there, or follows, is in `launch/hf_config.py`.
@@ -57,6 +61,9 @@ NAMES = {
         )
     },
 }
+
+# Ends of names in folders that are no weights: tables of positions that old folders hold.
+UNREAD = ("rotary_emb.inv_freq",)
 
 
 def their_names(layers: int) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,188 @@
+"""Weights of Hugging Face's folders into a checkpoint that a run can start from, and back, a tensor at a time.
+
+    python -m launch.convert_hf import FOLDER CHECKPOINT              safetensors and config.json -> checkpoint, config.toml
+    python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     back, for `transformers`
+
+Names map by the tables of `launch/models/tables.py`. A checkpoint is for any mesh, and keeps the dtype that was read; what
+is exported has one dtype. What is missing, of another shape, or left over is refused by name, before anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launch import hf_folder, weights
+from launch.config import from_text
+from launch.hf_config import CONFIG, config_json, read_config
+from launch.models.modules import DTYPES, Llama
+from launch.models.rope import ORIGINAL
+from launch.models.tables import UNREAD, their_names
+from launch.schema import toml_lines
+from launch.sections import Model
+
+TOKENIZER = "tokenizer.json"
+FILE_BYTES = 4 << 30
+NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+
+START = """\
+# Made from {folder}: set data, steps and learning rate, then
+# torchrun --nproc-per-node 8 -m launch.train {out}/config.toml
+
+[mesh]
+tp = 1
+sequence_parallel = false
+
+{model}
+
+[data]
+path = "builtin:stdlib"           # or a folder made with the model's tokenizer: launch.data prepare --tokenizer
+
+[train]
+steps = 1000
+micro_batch = 1
+global_batch = 8
+sequence = {sequence}
+lr = 1e-5
+warmup = 50
+init_from = {init_from}
+
+[run]
+dir = {run}
+
+[[groups]]
+name = "default"
+match = ["layers.**"]
+recipe = "fp8_current"
+
+[[groups]]
+name = "edges"
+match = ["layers.0.**", "layers.-1.**", "lm_head"]
+recipe = "bf16"
+"""
+
+
+def parameters_of(model: Model) -> dict[str, Tensor]:
+    """All parameters by name, without memory; a tied one once."""
+    with torch.device("meta"):
+        return {name: parameter.detach() for name, parameter in Llama(model).named_parameters()}
+
+
+def import_folder(folder: Path, out: Path) -> str:
+    """Returns what was done, in a sentence."""
+    model, config = read_config(folder)
+    theirs, found = dict(their_names(model.layers)), hf_folder.entries(folder)
+    tensors = {}
+    for name, parameter in parameters_of(model).items():
+        entry = found.get(theirs[name])
+        if entry is None:
+            raise ValueError(f"{folder}: no tensor {theirs[name]} in its files, which a {model.family} of {CONFIG} has")
+        if entry.shape != tuple(parameter.shape):
+            raise ValueError(
+                f"{entry.file}: {theirs[name]} is {list(entry.shape)}, and {CONFIG} makes it {list(parameter.shape)}"
+            )
+        tensors[name] = parameter.to(entry.dtype)
+    used = {theirs[name] for name in tensors} | ({"lm_head.weight"} if model.tie_embeddings else set())
+    if over := sorted(name for name in found.keys() - used if not name.endswith(UNREAD)):
+        raise ValueError(f"{found[over[0]].file}: {over[0]} is no tensor that a {model.family} has here")
+    text = start_config(model, folder, out, config)
+    digest = sha256(folder / TOKENIZER)
+    size = weights.write(
+        out,
+        model,
+        tensors,
+        lambda name: hf_folder.read(found[theirs[name]], theirs[name]),
+        config=text,
+        tokenizer=digest,
+    )
+    (out / "config.toml").write_text(text)
+    return (
+        f"{len(tensors)} tensors, {size / 1e9:.2f} GB, of a {model.family} in {out}; {out}/config.toml starts from them"
+    )
+
+
+def start_config(model: Model, folder: Path, out: Path, config: dict[str, object]) -> str:
+    """A run's config, which starts from the checkpoint."""
+    positions = config.get("max_position_embeddings")
+    sequence = min(2048, positions if isinstance(positions, int) else 2048, model.sliding_window or 2048)
+    shape = "\n".join(["[model]", *toml_lines(model)])
+    paths = {"init_from": json.dumps(os.fspath(out.resolve())), "run": json.dumps(f"runs/{out.name}")}
+    return START.format(folder=folder, out=out, sequence=sequence, model=shape, **paths)
+
+
+def sha256(path: Path) -> str | None:
+    """Of a file; None where there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def export(checkpoint: Path, folder: Path, dtype: str, positions: int | None, limit: int = FILE_BYTES) -> str:
+    """Returns what was done, in a sentence. `limit`: bytes of a file, which are what is in memory at once."""
+    reader = weights.Reader(checkpoint)
+    model, theirs = reader.model(), dict(their_names(reader.model().layers))
+    ours = {theirs[name]: name for name in parameters_of(model)}
+    tensors = {theirs[name]: each.to(DTYPES[dtype]) for name, each in parameters_of(model).items()}
+    if positions is None:
+        positions = longest(model, reader.opened.manifest["config"])
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+
+        def load(names: Sequence[str]) -> dict[str, Tensor]:
+            found = reader.read({ours[name]: tensors[name] for name in names})
+            return {name: found[ours[name]] for name in names}
+
+        hf_folder.write(temporary, tensors, load, limit)
+        (temporary / CONFIG).write_text(json.dumps(config_json(model, NAMES[dtype], positions), indent=2) + "\n")
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return f"{len(tensors)} tensors, {size / 1e9:.2f} GB of {dtype}, of a {model.family} in {folder}"
+
+
+def longest(model: Model, config: str) -> int:
+    """The longest context that its positions were made for, or else that it was trained with."""
+    scaling = model.rope_scaling or {}
+    if ORIGINAL in scaling:
+        return int(scaling["factor"] * scaling[ORIGINAL])
+    return from_text(config, "its config").train.sequence
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="launch.convert_hf", description="Weights of Hugging Face's folders, in and out."
+    )
+    ways = parser.add_subparsers(dest="way", required=True)
+    reading = ways.add_parser("import", help="a folder of safetensors into a checkpoint")
+    reading.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and model*.safetensors")
+    reading.add_argument("out", type=Path, metavar="CHECKPOINT", help="the folder to make")
+    writing = ways.add_parser("export", help="a checkpoint into a folder of safetensors")
+    writing.add_argument("source", type=Path, metavar="CHECKPOINT", help="of a run (checkpoints/step-N), or imported")
+    writing.add_argument("out", type=Path, metavar="FOLDER", help="the folder to make")
+    writing.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors [bf16]")
+    writing.add_argument("--positions", type=int, help="the longest context that config.json claims [as trained]")
+    known = parser.parse_args(arguments)
+    if known.out.exists():
+        raise ValueError(f"{known.out}: exists already; remove it or choose another folder")
+    known.out.parent.mkdir(parents=True, exist_ok=True)
+    if known.way == "import":
+        print(import_folder(known.source, known.out))
+    else:
+        print(export(known.source, known.out, known.dtype, known.positions))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))

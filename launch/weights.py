@@ -1,0 +1,142 @@
+"""Weights alone: checkpoints without optimizer and data, written and read a tensor at a time, and models filled from any
+checkpoint.
+
+A folder of them is a checkpoint like those of a run (checkpoint.py): torch's files, and a manifest with their hashes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launch import checkpoint, stored
+from launch.manifest import CheckpointError, hashed, write_manifest
+from launch.sections import Model
+
+PREFIX = "model."
+
+
+def settings_of(model: Model) -> dict[str, Any]:
+    """What must be equal between a checkpoint and a run: all but how the same parameters are computed with."""
+    return {key: value for key, value in asdict(model).items() if key != "fused"}
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Plans by tensors without memory, and reads each when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index: Any) -> Tensor:
+        return self.read(index.fqn.removeprefix(PREFIX))
+
+
+def write(
+    folder: Path, model: Model, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], *, config: str,
+    tokenizer: str | None,
+) -> int:  # fmt: skip
+    """Make a checkpoint of `tensors`, names with shapes and dtypes, each as `read` returns it; returns its bytes. tokenizer:
+    the hash of its file. ValueError and OSError leave nothing behind."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with _cause():
+            dcp.save(
+                {"model": dict(tensors)},
+                storage_writer=stored.Writer(temporary, file_each=True),
+                planner=_OneByOne(read),
+                no_dist=True,
+            )
+        files = {path.name: hashed(path) for path in sorted(temporary.iterdir())}
+        stored.check_index(temporary, files)
+        write_manifest(temporary, {
+            "step": 0, "world_size": 1, "torch": torch.__version__, "model": settings_of(model), "recipes": {},
+            "data": {} if tokenizer is None else {"tokenizer": tokenizer}, "config": config, "files": files,
+        })  # fmt: skip
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sum(entry["bytes"] for entry in files.values())
+
+
+@contextmanager
+def _cause() -> Iterator[None]:
+    """What a rank raised, in place of torch's report of it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no ranks are meant
+            yield
+    except dcp.api.CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+
+
+class Reader:
+    """A checkpoint whose tensors are read by name, without ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.opened = checkpoint.opened(path)
+
+    def model(self) -> Model:
+        """ValueError for a checkpoint of a model that is not here."""
+        try:
+            return Model(**self.opened.manifest["model"])
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read: its model is none that is known here ({error})"
+            ) from None
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of these names, shapes and dtypes."""
+        found = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+        fill(self.path, self.opened, found, no_dist=True)
+        return found
+
+
+def fill(path: Path, opened: checkpoint.Opened, tensors: Mapping[str, Tensor], *, no_dist: bool = False) -> None:
+    """Write a checkpoint's weights into tensors of any dtype, sharded or whole; all ranks together, or one without others.
+    CheckpointError naming a tensor that is not there or has another shape."""
+    there = opened.index.state_dict_metadata
+    for name, tensor in tensors.items():
+        entry = there.get(PREFIX + name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{path}: it has no tensor {name}, which this model has")
+        if tuple(entry.size) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{path}: its tensor {name} is {list(entry.size)}, and this model's is {list(tensor.shape)}"
+            )
+    with _cause():
+        dcp.load({"model": dict(tensors)}, storage_reader=stored.Reader(path, opened.index), no_dist=no_dist)
+
+
+def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[checkpoint.Opened, list[str]]:
+    """Fill a model that has not run yet from any checkpoint of one like it, on any mesh; all ranks together. Returns what was
+    found there, and remarks. CheckpointError, on all ranks, for what does not fit."""
+    opened = checkpoint.opened(path)
+    checkpoint.check_model(path, opened.manifest, settings)
+    fill(path, opened, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    return opened, [opened.remark]
+
+
+def check_tokenizer(path: Path, manifest: Mapping[str, Any], folder: str, digest: str | None) -> None:
+    """CheckpointError where a model has learned tokens of another tokenizer than the data was made with, as far as both are
+    known."""
+    learned = manifest["data"].get("tokenizer")
+    if learned is not None and digest is not None and learned != digest:
+        raise CheckpointError(
+            f"{folder} was prepared with another tokenizer than the model of {path} has learned: the SHA-256 of its file "
+            f"begins {digest[:16] or 'nowhere (bytes)'}, and the model's {learned[:16]}; prepare the data with the "
+            f"tokenizer.json that lies beside the model's weights"
+        )
