@@ -15,9 +15,10 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,11 +35,40 @@ SPLIT_VERSION = 2  # of encoding, split and index: raise it when they change, so
 
 @dataclass(frozen=True)
 class Data:
-    """The open shards of both splits. tokenizer: the SHA-256 of its file, "" for bytes, None where it is not known."""
+    """The open shards of both splits; those of a folder lie together. `tokenizer`: the SHA-256 of its file, "" for bytes, None
+    where it is not known. `weights`: of the folders, where there are several."""
 
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
     tokenizer: str | None = None
+    weights: Mapping[Path, float] = field(default_factory=dict)
+
+
+def open_sources(given: str | Sequence[Mapping[str, Any]], vocabulary: int, validation: float = 0.05) -> Data:
+    """What `[data] path` names: one source, or several with their weights. Raises ValueError where one cannot be used, two are
+    the same, or tokenizers differ."""
+    if isinstance(given, str):
+        return open_data(given, vocabulary, validation)
+    opened = [open_data(each["path"], vocabulary, validation) for each in given]
+    weights = {data.train[0].path.parent: each["weight"] for data, each in zip(opened, given, strict=True)}
+    if len(weights) < len(opened):
+        raise ValueError(f"[data] path: expected folders that differ, got {', '.join(each['path'] for each in given)}")
+    tokenizer, first = opened[0].tokenizer, given[0]["path"]
+    for data, each in zip(opened, given, strict=True):
+        if data.tokenizer != tokenizer:
+            raise ValueError(
+                f"{each['path']}: its tokens are of {_short(data.tokenizer)}, and those of {first} of {_short(tokenizer)}; "
+                f"prepare both with one tokenizer"
+            )
+    train, held = (tuple(shard for data in opened for shard in getattr(data, split)) for split in SPLITS)
+    return Data(train, held, tokenizer, weights)
+
+
+def _short(tokenizer: str | None) -> str:
+    """A tokenizer by its digest."""
+    if tokenizer is None:
+        return "a tokenizer that is not known, without index.json"
+    return f"the tokenizer {tokenizer[:12]}" if tokenizer else "bytes"
 
 
 def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:

@@ -74,12 +74,30 @@ class Model(Section):
     )
 
 
+def _are_sources(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value)
+    return len(value) > 0 and all(
+        isinstance(each, dict)
+        and each.keys() == {"path", "weight"}
+        and text().accepts(each["path"])
+        and number("> 0").accepts(each["weight"])
+        for each in value
+    )
+
+
+SOURCES = Rule(
+    '"builtin:stdlib", a folder made by launch.data prepare, or a list of { path = one of these, weight = a number > 0 }',
+    (str, list, tuple), _are_sources, lambda value: value if isinstance(value, str) else tuple(value),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
     """What is read. See data.md for the formats."""
 
-    path: str = setting(
-        text('"builtin:stdlib" or a folder made by launch.data prepare'), "where the tokens are", "builtin:stdlib"
+    path: str | tuple[dict[str, Any], ...] = setting(
+        SOURCES, "where the tokens are; of several, a step has each as often as its weight says", "builtin:stdlib"
     )
     validation: float = setting(
         number("> 0", "< 1"), "share of builtin:stdlib's files held out; a prepared folder has its own split", 0.05

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from launch.baseline import baseline
 from launch.build import Built
 from launch.check_data import check_data
 from launch.config import Config, recipe_files, to_toml
-from launch.data import open_data
+from launch.data import open_sources
 from launch.diagnose import origin
 from launch.exposure import profiled
 from launch.graph import WARM_UP, Batch, CapturedStep
@@ -73,11 +74,16 @@ class Trainer:
     def __init__(self, config: Config, built: Built, run: RunDir, stop: StopFlag) -> None:
         self.config, self.built, self.run, self.stop = config, built, run, stop
         train = config.train
-        self.shards = open_data(config.data.path, config.model.vocab, config.data.validation)
-        settings = {"sequence": train.sequence, "global_batch": train.global_batch, "micro_batch": built.batch.micro}
+        self.shards = open_sources(config.data.path, config.model.vocab, config.data.validation)
+        settings: dict[str, Any] = {
+            "sequence": train.sequence, "global_batch": train.global_batch, "micro_batch": built.batch.micro,
+            "weights": self.shards.weights,
+        }  # fmt: skip
         self.train_data = TokenStream(self.shards.train, split="train", seed=train.seed, **settings)
         self.validation_data = TokenStream(self.shards.validation, split="validation", seed=0, **settings)
         run.say(check_data((*self.shards.train, *self.shards.validation)))
+        for line in self.train_data.describe(train.steps):
+            run.say(line)
         self.update = Update(built.model, built.optimizer, train, built.device)
         self.state = checkpoint.Training(
             built.model, built.optimizer, self.train_data, built.device, weights.settings_of(config.model),
@@ -113,7 +119,8 @@ class Trainer:
             return
         path = Path(config.train.init_from)
         opened, remarks = weights.load(path, self.built.model, self.state.settings)
-        weights.check_tokenizer(path, opened.manifest, config.data.path, self.shards.tokenizer)
+        data = str(self.shards.train[0].path.parent)
+        weights.check_tokenizer(path, opened.manifest, data, self.shards.tokenizer)
         for remark in (f"weights from {path}", *remarks):
             self.run.say(remark)
 

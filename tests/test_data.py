@@ -5,6 +5,7 @@ import math
 import os
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,12 @@ from launch import baseline as baselines
 from launch import data
 from launch import prepare as preparing
 from launch.baseline import baseline, bigram_loss, unigram_loss
-from launch.data import STDLIB, main, open_data
+from launch.data import STDLIB, main, open_data, open_sources
 from launch.documents import list_files
 from launch.prepare import held_out, prepare
 from launch.shard import HEADER, Shard, open_shard, verify, write_shard
 from launch.stream import TokenStream, permute
-from launch.tokenizer import SEPARATOR, encode_bytes
+from launch.tokenizer import BYTES, SEPARATOR, encode_bytes
 from tests.command import command
 
 
@@ -359,6 +360,67 @@ def test_an_epoch_reads_every_window_once_and_none_across_shards(tmp_path: Path)
     assert sorted(firsts) == [*range(0, 160, 10), *range(1000, 1080, 10)]
     second = [int(row[0]) for step in range(3, 6) for row in global_batch(stream, step, 1)]
     assert sorted(second) == sorted(firsts) and second != firsts
+
+
+def mixed(tmp_path: Path, weights: tuple[float, ...] = (3, 1), **settings: int) -> TokenStream:
+    """Two folders with 12 and 5 windows; tokens of the second begin at 100000."""
+    opened = []
+    for name, length, first in (("a", 81, 0), ("a", 42, 1000), ("b", 51, 100_000)):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{first}.shard"
+        write_shard(path, [np.arange(first, first + length)], 1 << 20)
+        opened.append(open_shard(path))
+    given = dict(zip((tmp_path / "a", tmp_path / "b"), weights, strict=True))
+    batch = {"sequence": 10, "global_batch": 8, "micro_batch": 2, "seed": 0} | settings
+    return TokenStream(opened, split="train", weights=given, **batch)  # type: ignore[arg-type]
+
+
+def test_sources_have_their_shares_and_go_through_their_own_windows(tmp_path: Path) -> None:
+    stream = mixed(tmp_path, global_batch=64)
+    windows = np.concatenate([stream.order(step) for step in range(128)]).astype(int)
+    second = windows >= 12
+    assert [int(each.sum()) for each in np.split(second, 2)] == [1024, 1024], "of each 4096 a quarter, exactly"
+    assert 0.2 < second[:1024].mean() < 0.3, "spread over them"
+    for of_source, there in ((windows[~second], [*range(12)]), (windows[second], [*range(12, 17)])):
+        for epoch in range(3):
+            read = of_source[epoch * len(there) : (epoch + 1) * len(there)].tolist()
+            assert sorted(read) == there, "each of its windows once before any again"
+    tokens, shards = global_batch(stream, 0, 1)[:, 0] >= 100_000, torch.from_numpy(second[:64])
+    assert torch.equal(tokens, shards), "and those are the windows that are read"
+    assert list(stream.describe(10)) == [
+        f"data: {tmp_path}/a: 75.0% of the sequences, 40 times all of it in 10 steps",
+        f"data: {tmp_path}/b: 25.0% of the sequences, 32 times all of it in 10 steps",
+    ]
+    assert torch.equal(global_batch(mixed(tmp_path, global_batch=64), 77, 1), global_batch(stream, 77, 4))
+
+
+def test_weights_are_a_part_of_the_order(tmp_path: Path) -> None:
+    one, other = mixed(tmp_path), mixed(tmp_path, (1, 1))
+    one.load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match=r"made with weights \[2048, 2048\] and this run has \[3072, 1024\]"):
+        one.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=r"b would have less than one of 4096 sequences; raise its weight of 0.0001"):
+        mixed(tmp_path, (1, 1e-4))
+    with pytest.raises(
+        ValueError, match="/b: the 51 tokens of the largest train shard are fewer than one sequence of 60"
+    ):
+        mixed(tmp_path, sequence=60)
+
+
+def test_sources_of_different_tokenizers_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
+    sources = [{"path": str(tmp_path / name), "weight": 1.0} for name in ("a", "b")]
+    prepare(corpus, tmp_path / "a", validation=0.2)
+    prepare(corpus, tmp_path / "b", validation=0.3)
+    opened = open_sources(sources, 257)
+    assert list(opened.weights) == [tmp_path / "a", tmp_path / "b"] and len(opened.train) == 2
+    with pytest.raises(ValueError, match="expected folders that differ, got "):
+        open_sources([sources[0], sources[0]], 257)
+    prepare(corpus, tmp_path / "c", validation=0.3, tokenizer=replace(BYTES, name="other", digest="12"))
+    with pytest.raises(
+        ValueError, match=f"{tmp_path}/c: its tokens are of the tokenizer 12, and those of {tmp_path}/a of bytes; "
+    ):
+        open_sources([sources[0], {"path": str(tmp_path / "c"), "weight": 1}], 257)
 
 
 def test_a_batch_may_cross_epochs(tmp_path: Path) -> None:

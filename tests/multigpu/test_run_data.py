@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from launch.check_data import check_data
-from launch.config import Config
+from launch.config import Config, load
 from launch.data import open_data
 from launch.shard import HEADER, write_shard
 from tests import training
@@ -72,6 +72,27 @@ def test_a_run_whose_attention_keeps_to_documents(ranks, tmp_path):
         ranks(2).run(training.run, config)
         losses.append(training.metrics(config)[1])
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05), "of untrained weights"
+
+
+@pytest.mark.ranks(2)
+def test_a_run_on_several_sources_continues_exactly(ranks, tmp_path):
+    web, code = random_data(tmp_path / "web"), random_data(tmp_path / "code", documents=5)
+    path = f'[{{ path = "{web}", weight = 3 }}, {{ path = "{code}", weight = 1 }}]'
+    losses = []
+    for name, steps in (("whole", (4,)), ("parts", (2, 4))):
+        for count in steps:
+            options = [
+                "--model.vocab=1024",
+                f"--train.steps={count}",
+                "--train.min_lr=1",
+                f"--run.dir={tmp_path / name}",
+            ]
+            config = training.config(tmp_path, web, *options, "--data.path", path)
+            ranks(2).run(training.run, config)
+        assert load(Path(config.run.dir) / "config.toml") == config
+        losses.append(training.metrics(config))
+    assert losses[0] == losses[1]
+    assert f"data: {web}: 75.0% of the sequences, 0.39 times all of it in 4 steps" in training.said(config)
 
 
 def other_data(folders: list[Path]) -> str:
