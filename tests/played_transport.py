@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, CudaSlot, SharedSlot
 from dlp.kernels.launches import Lane
 
-RELEASED, MET, USES = 0, RANKS, 2 * RANKS  # words of a header
+UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header
 PATIENCE = 60.0
 EVENTS = itertools.count(1)
 
@@ -30,11 +31,11 @@ class PlayedSlot(CudaSlot):
         self.payload, self._shared = shared.payload, shared
         self._payloads = [payload.data_ptr() for payload in shared._payloads]
         self._table = torch.tensor([address - HEADER for address in self._payloads])
-        self._set(lane, self._table.data_ptr(), (0, 0, 0, group.rank(), group.size(), tag))
+        self._set(lane, self._table.tolist(), (0, 0, 0, group.rank(), group.size(), tag))
 
     def spans(self) -> list[Tensor]:
         """All that launches name: headers and payloads of all ranks, and the table."""
-        return [*self._shared._payloads, self._table]
+        return [*self._shared.memory, self._table]
 
 
 def header(address: int) -> ctypes.Array[ctypes.c_int]:
@@ -52,28 +53,32 @@ def until(done: Callable[[], bool]) -> None:
         time.sleep(0)
 
 
-def begin_use(slots: int, waiting: Sequence[int], stream: int) -> None:
-    rank, world = waiting[3:5]
-    mine = header(bases(slots, world)[rank])
-    until(lambda: all(mine[RELEASED + peer] >= mine[USES] for peer in range(world) if peer != rank))
+def peers(slots: Sequence[int]) -> tuple[int, list[int], list[Any]]:
+    """This rank, the others, and the headers of all."""
+    rank, world = slots[RANKS:]
+    return rank, [peer for peer in range(world) if peer != rank], [header(base) for base in slots[:world]]
 
 
-def meet(slots: int, waiting: Sequence[int], stream: int) -> None:
-    rank, world = waiting[3:5]
-    headers = [header(base) for base in bases(slots, world)]
-    mine, use = headers[rank], headers[rank][USES] + 1
-    for peer in range(world):
-        if peer != rank:
-            headers[peer][MET + rank] = use
-    until(lambda: all(mine[MET + peer] >= use for peer in range(world) if peer != rank))
-    mine[USES] = use
+def begin_use(slots: Sequence[int], stream: int) -> None:
+    rank, others, headers = peers(slots)
+    for peer in others:
+        until(lambda peer=peer: headers[rank][UNREAD + peer] == 0)
+        headers[rank][UNREAD + peer] = 1
 
 
-def release_use(slots: int, rank: int, world: int, stream: int) -> None:
-    headers = [header(base) for base in bases(slots, world)]
-    for peer in range(world):
-        if peer != rank:
-            headers[peer][RELEASED + rank] = headers[rank][USES]
+def meet(slots: Sequence[int], stream: int) -> None:
+    rank, others, headers = peers(slots)
+    for peer in others:
+        headers[peer][SENT + rank] = 1
+    for peer in others:
+        until(lambda peer=peer: headers[rank][SENT + peer] == 1)
+        headers[rank][SENT + peer] = 0
+
+
+def release_use(slots: Sequence[int], stream: int) -> None:
+    rank, others, headers = peers(slots)
+    for peer in others:
+        headers[peer][UNREAD + rank] = 0
 
 
 def push_part(part: int, to: int, pitch: int, width: int, height: int, stream: int) -> None:
@@ -104,7 +109,11 @@ def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int)
     for peer in range(world):
         if peer != rank:
             numbers(every[peer] + half + rank * MAXIMA * 4, len(mine))[:] = mine
-    meet(slots, waiting, stream)
+    headers = [header(base) for base in every]
+    for peer in range(world):
+        headers[peer][MET + rank] = use
+    until(lambda: all(headers[rank][MET + peer] >= use for peer in range(world)))
+    headers[rank][USES] = use
     for peer in range(world):
         if peer != rank:
             mine = [

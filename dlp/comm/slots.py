@@ -79,14 +79,15 @@ class CudaSlot:
         self._report = torch.zeros(8, dtype=torch.int32).pin_memory()
         self._said = torch.zeros((), dtype=torch.int32, device=device)
         waiting = (int(PATIENCE * 1e3), self._report.data_ptr(), self._said.data_ptr(), rank, world, tag)
-        self._set(lane, self._table.data_ptr(), waiting)
+        self._set(lane, bases, waiting)
 
-    def _set(self, lane: Lane, slots: int, waiting: tuple[int, ...]) -> None:
-        self._lane, self._slots, self._waiting, self._arrived = lane, slots, waiting, new_event()
+    def _set(self, lane: Lane, bases: Sequence[int], waiting: tuple[int, ...]) -> None:
+        self._lane, self._waiting, self._arrived = lane, waiting, new_event()
+        self._bases = (*bases, *[0] * (RANKS - len(bases)), *waiting[3:5])
 
     def begin(self) -> None:
         self._lane.follow(self.payload)
-        self._lane.launch("begin_use", self._slots, self._waiting)
+        self._lane.launch("begin_use", self._bases)
 
     def follow(self) -> None:
         self._lane.follow(self.payload)
@@ -96,7 +97,7 @@ class CudaSlot:
         self._lane.launch("push_part", part.data_ptr(), self._payloads[to] + offset, pitch, width, height)
 
     def meet(self) -> None:
-        self._lane.launch("meet", self._slots, self._waiting)
+        self._lane.launch("meet", self._bases)
         self._lane.mark(self._arrived)
 
     def wait(self) -> None:
@@ -106,13 +107,13 @@ class CudaSlot:
         return copied_rows(part.view(1, -1)).view(part.shape)
 
     def release(self) -> None:
-        launch("release_use", self.payload, self._slots, *self._waiting[3:5])
+        launch("release_use", self.payload, self._bases)
 
     def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
         blank = [0] * (AGREED - len(observed))
         words = [*(t.data_ptr() for t in observed), *blank, *(t.data_ptr() for t in largest), *blank]
         words += [*(t.numel() for t in observed), *blank, len(observed), MAXIMA]
-        launch("agree", self.payload, self._slots, tuple(words), self._waiting)
+        launch("agree", self.payload, self._table.data_ptr(), tuple(words), self._waiting)
 
     def spans(self) -> list[Tensor]:
         """Memory of this rank that launches name."""
@@ -133,10 +134,10 @@ class SharedSlot:
         names = [tempfile.mktemp(prefix="dlp-slot-", dir="/dev/shm") if self._rank == 0 else ""]
         dist.broadcast_object_list(names, group=group, group_src=0)
         files = [f"{names[0]}-{rank}" for rank in range(self._world)]
-        memory = [torch.from_file(file, shared=True, size=HEADER + nbytes, dtype=torch.uint8) for file in files]
-        words = [whole[:HEADER].view(torch.int32) for whole in memory]
+        self.memory = [torch.from_file(file, shared=True, size=HEADER + nbytes, dtype=torch.uint8) for file in files]
+        words = [whole[:HEADER].view(torch.int32) for whole in self.memory]
         self._released, self._met = [w[:RANKS] for w in words], [w[RANKS:] for w in words]
-        self._payloads = [whole[HEADER:] for whole in memory]
+        self._payloads = [whole[HEADER:] for whole in self.memory]
         self.payload = self._payloads[self._rank]
         dist.barrier(group)
         if self._rank == 0:

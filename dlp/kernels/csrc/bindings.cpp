@@ -226,22 +226,15 @@ std::unique_ptr<Program> make_program(const std::vector<std::tuple<std::string, 
     return std::make_unique<Program>(std::move(steps), pieces, bases);
 }
 
-// `slots`: the table of a slot's addresses on all ranks. Addresses on other ranks are plain numbers:
-// they are no memory of a call, and stay as they are.
+// Addresses of slots are plain numbers: they are no memory of a call, and stay as they are.
 void bind_transport(pybind11::module_& m) {
     m.attr("SLOT_HEADER") = kSlotHeader;
     m.attr("SLOT_RANKS") = kSlotRanks;
     m.attr("AGREED") = kAgreed;
     const auto table = [](int64_t slots) { return reinterpret_cast<const uint64_t*>(slots); };
-    bind_step(m, "begin_use", [table](int64_t slots, const Words<Waiting>& waiting, Stream stream) {
-        begin_use(table(slots), make_job<Waiting>(waiting), stream);
-    });
-    bind_step(m, "meet", [table](int64_t slots, const Words<Waiting>& waiting, Stream stream) {
-        meet(table(slots), make_job<Waiting>(waiting), stream);
-    });
-    bind_step(m, "release_use", [table](int64_t slots, int64_t rank, int64_t world, Stream stream) {
-        release_use(table(slots), uint32_t(rank), uint32_t(world), stream);
-    });
+    bind_step(m, "begin_use", [](const Words<SlotBases>& slots, Stream stream) { begin_use(make_job<SlotBases>(slots), stream); });
+    bind_step(m, "meet", [](const Words<SlotBases>& slots, Stream stream) { meet(make_job<SlotBases>(slots), stream); });
+    bind_step(m, "release_use", [](const Words<SlotBases>& slots, Stream stream) { release_use(make_job<SlotBases>(slots), stream); });
     bind_step(m, "agree", [table](int64_t slots, const Words<AgreeJob>& job, const Words<Waiting>& waiting, Stream stream) {
         agree(table(slots), make_job<AgreeJob>(job), make_job<Waiting>(waiting), stream);
     });

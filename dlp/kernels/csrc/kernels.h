@@ -275,6 +275,12 @@ struct Waiting {              // who waits, how long, and what is said if it is 
     static constexpr uint32_t addresses = 0;
 };
 
+struct SlotBases {            // where a slot lies on each rank of a group (transport.cu)
+    int64_t base[kSlotRanks];
+    int64_t rank, world;
+    static constexpr uint32_t addresses = 0;
+};
+
 struct AgreeJob {             // fp32 values that are not negative -> their maxima over ranks
     const float* from[kAgreed];
     float* to[kAgreed];
@@ -343,9 +349,9 @@ void log_sum_exp(const LossJob& job, Input input, Stream stream);
 void softmax_gradient(const LossGradJob& job, Input input, Stream stream);
 void sum_parts(const float* parts, int64_t count, int64_t cols, float* out, Stream stream);
 
-void begin_use(const uint64_t* slots, const Waiting& waiting, Stream stream);
-void meet(const uint64_t* slots, const Waiting& waiting, Stream stream);
-void release_use(const uint64_t* slots, uint32_t rank, uint32_t world, Stream stream);
+void begin_use(const SlotBases& slots, Stream stream);
+void meet(const SlotBases& slots, Stream stream);
+void release_use(const SlotBases& slots, Stream stream);
 void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream);
 void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream);
 int64_t new_event();

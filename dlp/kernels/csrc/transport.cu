@@ -1,27 +1,27 @@
 // Transfers between ranks that map each other's memory: when memory may be read and written, and agreements. The bytes
 // themselves are moved by copy engines (`copy_part`), which take no part of a running GEMM.
 //
-// A slot is a piece of memory that every rank of a group has, mapped on all of them, with a header:
+// A slot is a piece of memory that every rank of a group has, mapped on all of them, with a header of words, all 0 at first:
 //
-//     released[r]   the last use of this slot that rank r has done with
-//     met[r]        the last use for which rank r has come to the meeting
-//     uses          how many uses this rank has come to the meeting of
+//     unread[r]   rank r has not read yet what was pushed to it from here
+//     sent[r]     rank r has pushed what this one is to read
+//     met[r]      the last agreement that rank r has come to, and `uses` this rank; they count and are never reset
 //
-// All three count and are never reset, so that a launch that was recorded, or captured in a CUDA graph, is the same every
-// time: what it compares with lies in memory. They are compared cyclically, as 32-bit numbers.
+//     begin      until unread is 0 for all; then it is 1
+//     meet       tells all that this rank has pushed (their `sent` = 1); until all have told this one; then `sent` is 0
+//     release    tells all that this rank has read (their `unread` = 0)
 //
-//     begin      until every rank has released the use before: slots of peers may be written again
-//     meet       this rank has written its peers' slots; goes on when they have written this one: it may be read
-//     release    this rank has read its slot
+// What these write and wait for is the same every time, so that a launch that was recorded, or captured in a CUDA graph, is so,
+// too. Streams write and wait by themselves, without a kernel: a GEMM that fills the GPU leaves no room even for a kernel of one
+// warp, which would begin when the GEMM ends, and hold up peers until then. A word is written behind the copies in front of it
+// (a flag that a copy engine copied behind its data came too early in one of ten replays of a CUDA graph). Nobody holds up what
+// it waits for: ranks tell before they wait, and all use their slots in the same order.
 //
-// begin, the copies and meet run on a lane, beside the stream that computes, which waits for the lane before it reads, and
-// releases. A GEMM that fills the GPU leaves no room even for a kernel of one warp, so begin runs before the GEMM that makes what
-// is sent, and a meeting that a GEMM holds up waits for its end: who reads comes behind it anyway. Copies never signal: what
-// one engine writes to a peer may arrive after what it writes next, and only a kernel that is ordered behind the copy can tell
-// (a flag copied behind its data came too early in one of ten replays of a CUDA graph). Nobody holds up what it waits for: ranks
-// publish before they wait, and all use their slots in the same order. A wait that lasts longer than `patience` writes who
-// waits for whom into memory of the host, and ends the program.
+// An agreement is a kernel. Where it waits longer than `patience` it writes who waits for whom into memory of the host, and
+// ends the program.
 #include <cstdint>
+
+#include <cuda.h>
 
 #include "jobs.cuh"
 #include "launch.cuh"
@@ -29,7 +29,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kReleased = 0, kMet = kSlotRanks, kUses = 2 * kSlotRanks;  // words of a slot's header
+constexpr int kUnread = 0, kSent = kSlotRanks, kMet = 2 * kSlotRanks, kUses = 3 * kSlotRanks;  // words of a slot's header
 constexpr int kAgreeThreads = 512;
 
 __host__ __device__ inline uint32_t* header(uint64_t slot) { return reinterpret_cast<uint32_t*>(slot); }
@@ -66,29 +66,6 @@ __device__ void await(const uint32_t* at, uint32_t wanted, const Waiting& waitin
         }
         __trap();
     }
-}
-
-__global__ void begin_kernel(const uint64_t* slots, Waiting waiting) {
-    const uint32_t* mine = header(slots[waiting.rank]);
-    const uint32_t peer = threadIdx.x;
-    if (peer < waiting.world && peer != waiting.rank) await(mine + kReleased + peer, mine[kUses], waiting, peer, 0);
-}
-
-__global__ void meet_kernel(const uint64_t* slots, Waiting waiting) {
-    uint32_t* mine = header(slots[waiting.rank]);
-    const uint32_t use = mine[kUses] + 1, peer = threadIdx.x;
-    if (peer < waiting.world && peer != waiting.rank) {
-        __threadfence_system();  // before this, copies and kernels in front of this one have written
-        store_release(header(slots[peer]) + kMet + waiting.rank, use);
-        await(mine + kMet + peer, use, waiting, peer, 1);
-    }
-    __syncwarp();
-    if (threadIdx.x == 0) mine[kUses] = use;
-}
-
-__global__ void release_kernel(const uint64_t* slots, uint32_t rank, uint32_t world) {
-    const uint32_t peer = threadIdx.x;
-    if (peer < world && peer != rank) store_release(header(slots[peer]) + kReleased + rank, header(slots[rank])[kUses]);
 }
 
 // The largest of the values of all ranks, as bits: amaxes are not negative, and NaN is larger than all. Use e lies in half
@@ -128,16 +105,51 @@ __global__ void __launch_bounds__(kAgreeThreads) agree_kernel(const uint64_t* sl
 
 cudaStream_t stream_of(Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-}  // namespace
+using StreamValue = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 
-void begin_use(const uint64_t* slots, const Waiting& waiting, Stream stream) {
-    launch<begin_kernel>(1, 32, 0, stream, slots, waiting);
+StreamValue driver_function(const char* name) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    DLP_CHECK_CUDA(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result));
+    DLP_CHECK_EQ(int(result), int(cudaDriverEntryPointSuccess));
+    return reinterpret_cast<StreamValue>(function);
 }
 
-void meet(const uint64_t* slots, const Waiting& waiting, Stream stream) { launch<meet_kernel>(1, 32, 0, stream, slots, waiting); }
+CUdeviceptr word(const SlotBases& slots, int rank, int index) { return CUdeviceptr(slots.base[rank]) + 4 * index; }
 
-void release_use(const uint64_t* slots, uint32_t rank, uint32_t world, Stream stream) {
-    launch<release_kernel>(1, 32, 0, stream, slots, rank, world);
+void write_value(const SlotBases& slots, int rank, int index, uint32_t value, Stream stream) {
+    static const StreamValue write = driver_function("cuStreamWriteValue32");
+    DLP_CHECK_EQ(int(write(stream_of(stream), word(slots, rank, index), value, CU_STREAM_WRITE_VALUE_DEFAULT)), int(CUDA_SUCCESS));
+}
+
+void await_value(const SlotBases& slots, int rank, int index, uint32_t value, Stream stream) {
+    static const StreamValue wait = driver_function("cuStreamWaitValue32");
+    DLP_CHECK_EQ(int(wait(stream_of(stream), word(slots, rank, index), value, CU_STREAM_WAIT_VALUE_EQ)), int(CUDA_SUCCESS));
+}
+
+}  // namespace
+
+void begin_use(const SlotBases& slots, Stream stream) {
+    for (int peer = 0; peer < slots.world; ++peer) {
+        if (peer == slots.rank) continue;
+        await_value(slots, slots.rank, kUnread + peer, 0, stream);
+        write_value(slots, slots.rank, kUnread + peer, 1, stream);
+    }
+}
+
+void meet(const SlotBases& slots, Stream stream) {
+    for (int peer = 0; peer < slots.world; ++peer)
+        if (peer != slots.rank) write_value(slots, peer, kSent + slots.rank, 1, stream);
+    for (int peer = 0; peer < slots.world; ++peer) {
+        if (peer == slots.rank) continue;
+        await_value(slots, slots.rank, kSent + peer, 1, stream);
+        write_value(slots, slots.rank, kSent + peer, 0, stream);
+    }
+}
+
+void release_use(const SlotBases& slots, Stream stream) {
+    for (int peer = 0; peer < slots.world; ++peer)
+        if (peer != slots.rank) write_value(slots, peer, kUnread + slots.rank, 0, stream);
 }
 
 void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream) {
