@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -117,25 +118,51 @@ def _cost(size: int, seconds: float) -> str:
     return f"{size / 1e6:,.1f} MB in {seconds:.2f} s"
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint of this rank will hold: tensors by name, in a tree, and the manifest but for the files. `tensors` of
+    "model" and "optimizer" are the run's own, all others are copies."""
+
+    step: int
+    tensors: dict[str, Any]
+    manifest: dict[str, Any]
+
+
+def snapshot(step: int, training: Training) -> Snapshot:
+    """Of the run as it is between two steps; all ranks call it together."""
+    recipes, rng = dlp.state_dict(training.model), {f"rank{dist.get_rank()}": _rng(training.device)}
+    data = {**training.data.state_dict(), "tokenizer": training.tokenizer}
+    manifest = {
+        "step": step, "world_size": dist.get_world_size(), "torch": torch.__version__, "model": training.settings,
+        "recipes": recipes_of(training.model), "data": data, "config": training.config,
+    }  # fmt: skip
+    update = {name: tensor.clone() for name, tensor in training.update.items()}
+    return Snapshot(step, {**_tensors(training), "recipes": recipes, "rng": rng, "update": update}, manifest)
+
+
 def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
-    """Write checkpoint `step-N` under `folder`, all ranks together, then remove all but the newest `keep`.
+    """`write` of the run as it is."""
+    return write(folder, snapshot(step, training), keep)
+
+
+def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None = None) -> Saved:
+    """Write checkpoint `step-N` under `folder`, all ranks together, then remove all but the newest `keep`. `group`: of all
+    ranks, which nothing else uses meanwhile.
 
     Raises SaveError on all ranks when one could not write; what was there before stands, and nothing else is left.
     """
     began, rank = time.perf_counter(), dist.get_rank()
-    final, temporary = folder / f"step-{step}", folder / f".step-{step}.tmp"
-    recipes, rng = dlp.state_dict(training.model), {f"rank{rank}": _rng(training.device)}
-    state = {**_tensors(training), "recipes": recipes, "rng": rng, "update": dict(training.update)}
+    final, temporary = folder / f"step-{taken.step}", folder / f".step-{taken.step}.tmp"
     try:
-        _at_rank_0(lambda: _make_room(folder, temporary))
+        _at_rank_0(lambda: _make_room(folder, temporary), group)
         try:
-            dcp.save(state, storage_writer=stored.Writer(temporary))
+            dcp.save(taken.tensors, storage_writer=stored.Writer(temporary), process_group=group)
         except dcp.api.CheckpointException as error:
             raise SaveError(_reason(error)) from None
         written = time.perf_counter()
-        files = _hashed_by_writers(temporary, rank)
+        files = _hashed_by_writers(temporary, rank, group)
         hashing = time.perf_counter() - written
-        _at_rank_0(lambda: _finish(temporary, final, step, training, files, keep))
+        _at_rank_0(lambda: _finish(temporary, final, {**taken.manifest, "files": files}, keep), group)
     except SaveError as error:
         if rank == 0:
             _remove(temporary)
@@ -144,7 +171,7 @@ def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
     return Saved(final, size, time.perf_counter() - began, hashing)
 
 
-def _at_rank_0(do: Callable[[], None]) -> None:
+def _at_rank_0(do: Callable[[], None], group: ProcessGroup | None) -> None:
     """Do it on rank 0; all ranks raise SaveError where it cannot be done."""
 
     def done() -> None:
@@ -153,7 +180,7 @@ def _at_rank_0(do: Callable[[], None]) -> None:
         except (OSError, ValueError) as error:
             raise SaveError(f"rank 0: {error}") from None
 
-    together.from_rank_0(done)
+    together.from_rank_0(done, group)
 
 
 def _make_room(folder: Path, temporary: Path) -> None:
@@ -171,7 +198,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _hashed_by_writers(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
+def _hashed_by_writers(folder: Path, rank: int, group: ProcessGroup | None) -> dict[str, dict[str, Any]]:
     """Size and hash of every file, each hashed by the rank that wrote it."""
     try:
         own = sorted(folder.glob(f"__{rank}_*.distcp")) + [folder / stored.INDEX] * (rank == 0)
@@ -179,29 +206,21 @@ def _hashed_by_writers(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     except OSError as error:
         mine = f"rank {rank}: {error}"
     found: dict[str, dict[str, Any]] = {}
-    for each in together.from_all(mine):
+    for each in together.from_all(mine, group):
         if isinstance(each, str):
             raise SaveError(each)
         found |= each
     return found
 
 
-def _finish(
-    temporary: Path, final: Path, step: int, training: Training, files: dict[str, dict[str, Any]], keep: int
-) -> None:
+def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> None:
     """On rank 0: compare what torch says it wrote with what ranks hashed and with what lies here, then rename."""
-    stored.check_index(temporary, files)
-    if reason := damage(temporary, files, share=()):
+    stored.check_index(temporary, manifest["files"])
+    if reason := damage(temporary, manifest["files"], share=()):
         raise ValueError(f"{reason}, as when ranks do not share this folder")
-    data = {**training.data.state_dict(), "tokenizer": training.tokenizer}
-    manifest = {
-        "step": step, "world_size": dist.get_world_size(), "torch": torch.__version__, "model": training.settings,
-        "recipes": recipes_of(training.model), "data": data, "config": training.config,
-        "files": files,
-    }  # fmt: skip
     write_manifest(temporary, manifest)
     if final.exists():
-        final.rename(final.with_name(f".step-{step}.old.tmp"))
+        final.rename(final.with_name(f".{final.name}.old.tmp"))
     temporary.rename(final)
     for old in [*final.parent.glob(".step-*.tmp"), *complete(final.parent)[:-keep]]:
         _remove(old)

@@ -196,6 +196,9 @@ class Checkpoint(Section):
 
     every: int = setting(integer(">= 1"), "steps between checkpoints; the last step always has one", 100)
     keep: int = setting(integer(">= 1"), "newest checkpoints kept", 3)
+    asynchronous: bool = setting(
+        flag(), "a checkpoint is copied to the host's memory and written while the next steps run", False
+    )
     resume: str = setting(
         text('"auto", "none" or a path'), "auto: the newest complete checkpoint of the run, if any", "auto"
     )

@@ -1,5 +1,5 @@
-"""What ranks of a run tell each other as plain objects, over the whole process group: answers, refusals, findings. A process
-without a group is alone."""
+"""What ranks of a run tell each other as plain objects, over the whole process group or another one of all ranks: answers,
+refusals, findings. A process without a group is alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
+def from_rank_0(make: Callable[[], T], group: ProcessGroup | None = None) -> T:
     """What `make` returns on rank 0, on all ranks; a ValueError or RuntimeError that it raises there is raised on all."""
     if not dist.is_initialized():
         return make()
@@ -22,19 +23,19 @@ def from_rank_0(make: Callable[[], T]) -> T:
             box[0] = make()
         except (ValueError, RuntimeError) as error:
             box[1] = error
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     if box[1] is not None:
         raise box[1]
     found: T = box[0]
     return found
 
 
-def from_all(mine: T) -> list[T]:
+def from_all(mine: T, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's value, by rank."""
     if not dist.is_initialized():
         return [mine]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, mine)
+    dist.all_gather_object(values, mine, group)
     return values
 
 

@@ -40,6 +40,7 @@ from launch.graph import WARM_UP, Batch, CapturedStep
 from launch.rate import learning_rate, rate_remarks
 from launch.recorder import Recorder, Stopwatch
 from launch.rundir import RunDir, move_aside
+from launch.saver import Saver
 from launch.schedule import some
 from launch.stop import StopFlag
 from launch.stream import TokenStream
@@ -92,6 +93,8 @@ class Trainer:
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
         self.recipes = session_of(built.model)
         self.wire = WireWatch(config, built)
+        saves = config.checkpoint
+        self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
         self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
         self.wants_stop = False
         self.captured: CapturedStep | None = None
@@ -223,6 +226,7 @@ class Trainer:
         steps = self.recipes.steps
         if self.captured is None:
             self.captured = CapturedStep(self.compute, batches)
+        self.saver.before_update()
         numbers = self.captured(batches)
         self.recipes.steps = steps + 1
         return numbers
@@ -245,6 +249,7 @@ class Trainer:
 
     def optimize(self) -> Tensor:
         """Of `Update`: gradient norm, its limit, whether the update was skipped; fp32 [3]."""
+        self.saver.before_update()
         return self.update()
 
     def read(self, step: Step) -> None:
@@ -272,8 +277,7 @@ class Trainer:
         self.wants_stop = wishes > 0
 
     def say_remarks(self, step: Step) -> None:
-        for remark in step.remarks:
-            self.run.say(remark)
+        self.say(step.remarks)
 
     def repeat(self, step: int) -> None:
         """Forward and backward of a step once more, for what is seen of them; gradients are left."""
@@ -295,11 +299,15 @@ class Trainer:
         dist.all_reduce(totals)
         return (totals[0] / totals[1]).item()
 
-    def save(self, step: int) -> None:
-        """Raises SaveError on all ranks."""
+    def save(self, step: int, final: bool = False) -> None:
+        """`final`: the run ends with it. Raises SaveError on all ranks."""
         self.stop.beat()
-        self.run.say(str(checkpoint.save(self.run.checkpoints, step, self.state, self.config.checkpoint.keep)))
+        self.say(self.saver.save(step, final))
         self.stop.beat()
+
+    def say(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.run.say(line)
 
     def loop(self, done: int) -> tuple[int, float]:
         """Train on from `done` steps; returns the steps done, fewer than asked for after a SIGTERM, and the last
@@ -323,7 +331,7 @@ class Trainer:
                 loss = self.validate()
                 self.recorder.validation(done, loss)
             if saves or self.wants_stop:
-                self.save(done)
+                self.save(done, final=done == steps or self.wants_stop)
         return done, loss
 
     def tell_recipes(self, current: Step) -> None:
@@ -350,8 +358,15 @@ class Trainer:
         if self.run.leader:
             to_beat = baseline(self.shards.train, self.shards.validation)
             self.recorder.baseline(done, to_beat)
-        done, loss = self.loop(done) if done < steps else (done, self.validate())
+        began = time.perf_counter()
+        try:
+            done, loss = self.loop(done) if done < steps else (done, self.validate())
+        except NotFinite:
+            self.say(self.saver.settle(final=False))
+            raise
         self.recorder.close()
+        if self.saver.overhead.saves:
+            self.run.say(self.saver.overhead.said(time.perf_counter() - began))
         if done < steps:
             self.run.say(f"stopped by SIGTERM at step {done}, checkpoint {self.run.checkpoints / f'step-{done}'}")
         elif self.run.leader:

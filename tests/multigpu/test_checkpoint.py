@@ -396,7 +396,7 @@ def save_without_room(config: Config) -> list[str]:
     try:
         for name in ("__1_0.distcp", ".metadata", "manifest.json"):  # noqa: B007 (read by the two above)
             with pytest.raises(checkpoint.SaveError) as caught:
-                trainer.save(2)
+                checkpoint.save(trainer.run.checkpoints, 2, trainer.state, keep=2)
             said.append(str(caught.value))
     finally:
         FileSystem.create_stream, Path.open = create, opened

@@ -1,0 +1,105 @@
+"""Checkpoints that are written while the next steps run: what is in them, what a failing one does, and what is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import checkpoint
+from launch.checkpoint import SaveError
+from launch.config import Config
+from launch.manifest import complete
+from tests import training
+from tests.multigpu.test_checkpoint import equal_tensors, folder
+from tests.pool import Pool
+
+ASYNC = "--checkpoint.asynchronous=true"
+FSDP = ["--mesh.tp=1", "--recipe=fp8_delayed"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, Pool], device_type: str) -> Iterator[Path]:
+    yield training.shards(tmp_path_factory.mktemp("data"))
+    if device_type == "cuda":
+        for pool in pools.values():
+            pool.run(training.end_determinism)
+
+
+def run_with_slow_disk(config: Config, seconds: float) -> None:
+    """A whole run, in which nothing is written before the next step is done."""
+    write = checkpoint.write
+
+    def slow(*given: Any) -> Any:
+        time.sleep(seconds)
+        return write(*given)
+
+    checkpoint.write = slow
+    try:
+        training.run(config)
+    finally:
+        checkpoint.write = write
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [[], pytest.param(FSDP, marks=pytest.mark.slow)], ids=["tp", "fsdp"])
+def test_what_is_written_later_is_the_step_that_was_saved(ranks, tmp_path, data, mesh):
+    settings = ["--train.steps=3", "--checkpoint.every=1", "--train.ledger=always", *mesh]
+    waited = training.config(tmp_path, data, *settings, f"--run.dir={tmp_path}/waited")
+    ranks(2).run(training.run, waited)
+    later = training.config(tmp_path, data, *settings, ASYNC, f"--run.dir={tmp_path}/later")
+    ranks(2).run(run_with_slow_disk, later, 0.1)
+    assert training.metrics(waited) == training.metrics(later)
+    assert [path.name for path in complete(folder(later))] == ["step-1", "step-2", "step-3"]
+    one, other = (
+        training.config(tmp_path, data, *settings, f"--run.dir={tmp_path}/a", f"--checkpoint.resume={folder(c)}/step-1")
+        for c in (waited, later)
+    )
+    assert ranks(2).run(equal_tensors, one, other) == [True, True]
+    said = training.said(later)
+    assert sum(line.startswith("saved ") for line in said) == 3
+    assert any(line.startswith("3 saves: training waited ") and line.endswith("% of the steps' time") for line in said)
+
+
+def run_on_full_disk(config: Config, steps: list[int]) -> str:
+    """Saves of these steps fail; what ends the run, if anything does."""
+    write = checkpoint.write
+
+    def fails(folder: Path, taken: Any, *given: Any) -> Any:
+        if taken.step in steps:
+            raise SaveError(f"step-{taken.step} could not be written: rank 1: no space; what was saved before stands")
+        return write(folder, taken, *given)
+
+    checkpoint.write = fails
+    try:
+        training.run(config)
+    except SaveError as error:
+        return str(error)
+    finally:
+        checkpoint.write = write
+    return ""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("settings", "failing", "ends", "left"),
+    [
+        ([ASYNC], [2], "", ["step-1", "step-3", "step-4"]),
+        ([ASYNC], [2, 3], "step-3 could not be written", ["step-1"]),
+        ([ASYNC], [4], "step-4 could not be written", ["step-1", "step-2", "step-3"]),
+        ([], [2], "", ["step-1", "step-3", "step-4"]),
+        ([], [2, 3], "step-3 could not be written", ["step-1"]),
+    ],
+    ids=["once", "twice", "last", "waited once", "waited twice"],
+)
+def test_a_save_that_fails_is_said_and_the_second_ends_the_run(ranks, tmp_path, data, settings, failing, ends, left):
+    config = training.config(tmp_path, data, "--train.steps=4", "--checkpoint.every=1", *settings)
+    for error in ranks(2).run(run_on_full_disk, config, failing):
+        assert error.startswith(ends) and bool(error) == bool(ends)
+    assert [path.name for path in complete(folder(config))] == left
+    warned = [line for line in training.said(config) if line.startswith("WARNING: step-")]
+    assert len(warned) == (len(failing) > 0 and failing != [4])
+    assert all("the run goes on, and ends if the next save fails, too" in line for line in warned)
