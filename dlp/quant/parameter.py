@@ -1,0 +1,468 @@
+"""QuantizedParameter: any quantized matrix as a tensor, to be the weight of a plain `nn.Linear`.
+
+One class serves every format, because a format says how its parts move: slices, concatenation and gathers go part by part. So
+a weight is saved by `torch.save` and read with weights_only, sharded as a DTensor or by FSDP2, and compiled.
+
+    linear, mm, addmm     one opaque op, `dlp::quantized_linear`: casts x as `activation` says, and multiplies by the kernel
+                          that the table has for the two formats
+    parts                 detach, clone, moves, t, slice, narrow, split, cat, views of the same shape, all_gather
+    anything else         decodes, and says so once for each operation
+
+Values are read-only: what writes into such a tensor raises, unless it brings another of the same format.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dlp.quant.fp8 import CurrentScaling, Fp8Tensor
+from dlp.quant.fp8_block import BlockScaling, Fp8Block
+from dlp.quant.fp8_rowwise import Fp8Rowwise, RowwiseScaling
+from dlp.quant.gemm import Gemm, GemmOptions
+from dlp.quant.mxfp8 import Mxfp8, MxScaling
+from dlp.quant.nvfp4 import Nvfp4, Nvfp4Scaling
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, caps_of
+from dlp.quant.tensor import SHARED, UNSAID, Format, HighPrecision, QuantizedTensor
+
+LOG = logging.getLogger("dlp")
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+_HP, PLAIN = HighPrecision(), GemmOptions()
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a weight is read. `activation`: casts x first; None: x stays as it is. `options`: of the GEMM."""
+
+    format: Format
+    activation: Quantizer | None = None
+    options: GemmOptions = PLAIN
+
+
+_NUMBERS: dict[Use, int] = {}  # what the opaque ops call a use
+_USES: list[Use] = []
+
+
+def _number(use: Use) -> int:
+    if use not in _NUMBERS:
+        _NUMBERS[use] = len(_USES)
+        _USES.append(use)
+    return _NUMBERS[use]
+
+
+@torch.library.custom_op("dlp::quantized_linear", mutates_args=())
+def quantized_linear(
+    x: Tensor, parts: list[Tensor], x_scale: Tensor | None, bias: Tensor | None, use: int
+) -> Tensor:  # fmt: skip
+    """x [..., K], the parts of w [N, K], b [N] -> y [..., N] in the dtype of x. `x_scale`: fp32 [], what a static cast
+    multiplies x by."""
+    how, rows = _USES[use], x.reshape(-1, x.shape[-1])
+    w = how.format.wrap(parts)
+    if how.activation is None:
+        a = QuantizedTensor(_HP, (rows,))
+    else:
+        given: dict[str, Any] = {} if x_scale is None else {"slot": ScaleSlot(x_scale, torch.zeros_like(x_scale))}
+        a = how.activation.cast(rows, how.activation.observe(rows), **given)
+    y = Gemm("fprop", w, x.dtype, bias=bias, options=how.options)(a)
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+@quantized_linear.register_fake
+def _(x: Tensor, parts: list[Tensor], x_scale: Any, bias: Any, use: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], parts[0].shape[0])
+
+
+@torch.library.custom_op("dlp::decoded", mutates_args=())
+def decoded(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
+    """The values [N, K] that parts stand for."""
+    return _USES[use].format.wrap(parts).dequantize(dtype).clone()
+
+
+@decoded.register_fake
+def _(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
+    rows, columns = parts[0].shape
+    return parts[0].new_empty(rows, columns * _USES[use].format.elements_per_code, dtype=dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, parts, _, bias, use = inputs
+    ctx.save_for_backward(*parts)
+    ctx.dtype, ctx.use, ctx.biased = x.dtype, use, bias is not None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """dx by the decoded weight, and the gradient of the bias; codes have none."""
+    needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
+    dx = dy @ decoded(list(ctx.saved_tensors), dy.dtype, ctx.use) if needs_x else None
+    db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_bias else None
+    return dx, [None] * len(ctx.saved_tensors), None, db, None
+
+
+quantized_linear.register_autograd(_backward, setup_context=_keep)
+
+
+class QuantizedParameter(Tensor):
+    """The values of a QuantizedTensor [N, K], or of its transpose, in `dtype`."""
+
+    use: Use
+    names: tuple[str, ...]
+    x_scale: Tensor | None
+    turned: bool
+
+    @staticmethod
+    def __new__(
+        cls, q: QuantizedTensor, dtype: torch.dtype, use: Use | None = None, x_scale: Tensor | None = None,
+        turned: bool = False, shape: tuple[int, ...] | None = None,
+    ) -> QuantizedParameter:  # fmt: skip
+        size = shape or (q.shape[::-1] if turned else q.shape)
+        made: QuantizedParameter = torch.Tensor._make_wrapper_subclass(
+            cls, size, dtype=dtype, device=q.payload.device, requires_grad=False
+        )
+        return made
+
+    def __init__(
+        self, q: QuantizedTensor, dtype: torch.dtype, use: Use | None = None, x_scale: Tensor | None = None,
+        turned: bool = False, shape: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """`use`: by default x is not cast. `turned`: the transpose is shown; `shape`: another one, of a flat view."""
+        self.use = use or Use(q.format)
+        self.names = tuple(f"part_{part.name}" for part in q.format.parts)
+        for name, part in zip(self.names, q.parts, strict=True):
+            setattr(self, name, part)
+        self.x_scale, self.turned = x_scale, turned
+
+    @classmethod
+    def from_float(
+        cls, values: Tensor, quantizer: Quantizer, activation: Quantizer | None = None, *,
+        x_scale: Tensor | None = None, options: GemmOptions = PLAIN,
+    ) -> QuantizedParameter:  # fmt: skip
+        """w [N, K] -> quantized. `activation`: casts x, by `x_scale` (fp32 [], what x is multiplied by) where it is static.
+
+        ValueError where the format cannot hold w, and where a delayed scale is asked for and not given."""
+        if caps_of(quantizer).slot is not None:
+            raise ValueError(
+                f"{quantizer} scales by history, of which a single weight has none: use a current or block scale"
+            )
+        if activation is not None and caps_of(activation).slot is not None and x_scale is None:
+            raise ValueError(f"{activation} casts x with a scale that is known before: calibrate, and pass x_scale")
+        values = values.detach()
+        quantizer.format.check((values.shape[0], values.shape[1]))
+        q = quantizer.cast(values, quantizer.observe(values))
+        return cls(q, values.dtype, Use(quantizer.format, activation, options), x_scale)
+
+    @property
+    def quantized(self) -> QuantizedTensor:
+        """The matrix [N, K] itself."""
+        return QuantizedTensor(self.use.format, self.parts)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.names)
+
+    def like(self, parts: Sequence[Tensor], **changes: Any) -> QuantizedParameter:
+        """Other parts, used as these are."""
+        kept: dict[str, Any] = {
+            "dtype": self.dtype,
+            "use": self.use,
+            "x_scale": self.x_scale,
+            "turned": self.turned,
+        } | changes
+        return QuantizedParameter(QuantizedTensor(self.use.format, tuple(parts)), **kept)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, as they are shown."""
+        made = decoded(list(self.parts), dtype or self.dtype, _number(self.use))
+        return (made.t() if self.turned else made).reshape(self.shape)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] -> y [..., N]."""
+        y: Tensor = quantized_linear(x, list(self.parts), self.x_scale, bias, _number(self.use))
+        return y
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"QuantizedParameter({tuple(self.shape)}, {self.use.format.name}, {self.dtype}, {self.device})"
+
+    # what torch.compile, torch.save, FSDP2 ask
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        scale = [] if self.x_scale is None else ["x_scale"]
+        return [*self.names, *scale], (self.use, self.dtype, self.turned, self.dim() == 2)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], how: Any, size: Any, stride: Any) -> QuantizedParameter:
+        use, dtype, turned, matrix = how
+        parts = tuple(inner[f"part_{part.name}"] for part in use.format.parts)
+        shape = None if matrix else tuple(size)
+        return QuantizedParameter(QuantizedTensor(use.format, parts), dtype, use, inner.get("x_scale"), turned, shape)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.parts, self.dtype, _spelled(self.use), self.x_scale, self.turned)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        moving = [p for p, part in zip(self.parts, self.use.format.parts, strict=True) if part.rows is not SHARED]
+        return tuple(moving), self
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], mine: QuantizedParameter, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        moved = iter(outputs)
+        whole = [
+            p if part.rows is SHARED else next(moved) for p, part in zip(mine.parts, mine.use.format.parts, strict=True)
+        ]
+        if out is None:
+            return mine.like(whole), outputs
+        for old, new in zip(out.parts, whole, strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear:
+            x, w, *rest = args if len(args) > 1 else (*args, kwargs["weight"])
+            bias = rest[0] if rest else kwargs.get("bias")
+            if isinstance(w, QuantizedParameter) and not w.turned and type(x) is Tensor:
+                return w.linear(x, bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        known = OPS.get(func)
+        done = NotImplemented if known is None else known(*args, **kwargs)
+        return _decode_and_run(func, args, kwargs) if done is NotImplemented else done
+
+
+def _spelled(value: Any) -> Any:
+    """A format, quantizer or use as its class and fields, without what it has cached."""
+    if not is_dataclass(value):
+        return value
+    return type(value), {each.name: _spelled(getattr(value, each.name)) for each in fields(value) if each.init}
+
+
+def _read(value: Any) -> Any:
+    """The inverse of `_spelled`."""
+    if not (isinstance(value, tuple) and value and isinstance(value[0], type)):
+        return value
+    kind, given = value
+    return kind(**{name: _read(each) for name, each in given.items()})
+
+
+def _rebuild(
+    parts: tuple[Tensor, ...], dtype: torch.dtype, use: Any, x_scale: Tensor | None, turned: bool
+) -> QuantizedParameter:
+    how: Use = _read(use)
+    return QuantizedParameter(QuantizedTensor(how.format, tuple(parts)), dtype, how, x_scale, turned)
+
+
+_TOLD: set[Any] = set()
+
+
+def _decode_and_run(func: Any, args: Any, kwargs: Any) -> Any:
+    if func._schema.is_mutable and isinstance(args[0], QuantizedParameter):
+        raise ValueError(
+            f"{func} would write into a weight that is held as {args[0].use.format.name} codes: quantize the new values "
+            f"(QuantizedParameter.from_float), or load them before the model is quantized"
+        )
+    if func not in _TOLD:
+        _TOLD.add(func)
+        LOG.warning("%s of a quantized weight runs on its decoded values", func)
+    plain = tree_map(lambda each: each.dequantize() if isinstance(each, QuantizedParameter) else each, (args, kwargs))
+    return func(*plain[0], **plain[1])
+
+
+Run = Callable[..., Any]
+OPS: dict[Any, Run] = {}
+
+
+def _runs(*funcs: Any) -> Callable[[Run], Run]:
+    """Enters what these operations do; NotImplemented: decode."""
+
+    def enter(run: Run) -> Run:
+        OPS.update({func: partial(run, func) for func in funcs})
+        return run
+
+    return enter
+
+
+@_runs(aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, c10d.wait_tensor.default)
+@_runs(
+    *(getattr(c10d, name).default for name in ("_wrap_tensor_autograd",) if hasattr(c10d, name))
+)  # not in torch 2.11
+def _each_part(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedParameter:
+    return w.like([func(part) for part in w.parts], shape=_flat(w))
+
+
+def _flat(w: QuantizedParameter) -> tuple[int, ...] | None:
+    return None if w.dim() == 2 else tuple(w.shape)
+
+
+@_runs(aten._to_copy.default)
+def _to_copy(func: Any, w: QuantizedParameter, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    """To a device; another dtype is what values are shown in."""
+    scale = None if w.x_scale is None else func(w.x_scale, device=device)
+    return w.like(
+        [func(part, device=device) for part in w.parts], dtype=dtype or w.dtype, x_scale=scale, shape=_flat(w)
+    )
+
+
+@_runs(aten.t.default, aten.transpose.int, aten.permute.default)
+def _turn(func: Any, w: QuantizedParameter, *dims: Any) -> Any:
+    if func is aten.t.default or {d % 2 for d in (dims[0] if func is aten.permute.default else dims)} == {0, 1}:
+        same = func is aten.permute.default and list(dims[0])[0] % 2 == 0
+        return w.like(w.parts, turned=w.turned ^ (not same))
+    return NotImplemented
+
+
+@_runs(aten.view.default, aten._unsafe_view.default, aten.as_strided.default)
+def _view(func: Any, w: QuantizedParameter, size: Sequence[int], *more: Any) -> Any:
+    if list(size) == [-1] or list(size) == [w.numel()]:
+        return w.like(w.parts, shape=(w.numel(),))
+    return w.like(w.parts) if list(size) == list(w.quantized.shape) and not w.turned else NotImplemented
+
+
+@_runs(aten.slice.Tensor)
+def _slice(func: Any, w: QuantizedParameter, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    if w.dim() == 1:  # FSDP2's flat views are of whole shards
+        return w.like(w.parts, shape=_flat(w)) if (end or w.numel()) >= w.numel() and not start else NotImplemented
+    size = w.shape[dim]
+    first, last = slice(start, end).indices(size)[:2]
+    cut = (dim % 2) ^ w.turned  # the dimension of the operand
+    fmt = w.use.format
+    whole = first == 0 and last == size
+    aligned = fmt.block[cut] == 0 or (first % fmt.block[cut] == 0 and (last % fmt.block[cut] == 0 or last == size))
+    said = all(part.moves_along(cut) != UNSAID for part in fmt.parts)
+    if step != 1 or last <= first or not (whole or (aligned and said)):
+        return NotImplemented
+    parts = []
+    for part, tensor, full in zip(fmt.parts, w.parts, fmt.part_shapes(w.quantized.shape), strict=True):
+        along = part.moves_along(cut)
+        if along is SHARED or whole:
+            parts.append(aten.alias(tensor))
+            continue
+        count = full[along]
+        per = -(-size // count)  # elements of the operand in an entry of the part
+        parts.append(tensor.narrow(along, first // per, -(-last // per) - first // per))
+    return w.like(parts)
+
+
+@_runs(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, w: QuantizedParameter, sizes: Any, dim: int = 0) -> Any:
+    total = w.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+    made, at = [], 0
+    for size in sizes:
+        made.append(_slice(func, w, dim, at, at + size))
+        at += size
+    return NotImplemented if any(each is NotImplemented for each in made) else made
+
+
+@_runs(aten.cat.default)
+def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    first = tensors[0]
+    if not all(isinstance(w, QuantizedParameter) and (w.use, w.turned) == (first.use, first.turned) for w in tensors):
+        return NotImplemented
+    cut = (dim % 2) ^ first.turned
+    fmt: Format = first.use.format
+    if not all(fmt.concatenates(cut, w.quantized.shape[cut]) for w in tensors):
+        return NotImplemented
+    parts = []
+    for i, part in enumerate(fmt.parts):
+        along, given = part.moves_along(cut), [w.parts[i] for w in tensors]
+        if along is not SHARED:
+            parts.append(_joined(given, along))
+        elif all(torch.equal(each, given[0]) for each in given[1:]):
+            parts.append(given[0])
+        else:
+            return NotImplemented  # scales of their own: one format cannot hold both
+    return first.like(parts)
+
+
+def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
+    """FP8 codes are joined as bytes, which every device can."""
+    assert along is not None
+    if given[0].dtype.itemsize == 1 and given[0].is_floating_point():
+        return torch.cat([each.view(torch.uint8) for each in given], along).view(given[0].dtype)
+    return torch.cat(list(given), along)
+
+
+@_runs(c10d.all_gather_into_tensor.default)
+def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
+    """Along the first dimension that is shown. Shared parts are equal on all ranks, as `amax_scope` or whoever cut the whole
+    has seen to."""
+    cut, fmt = int(w.turned), w.use.format
+    parts = []
+    for part, tensor in zip(fmt.parts, w.parts, strict=True):
+        along = part.moves_along(cut)
+        if along is SHARED:
+            parts.append(tensor)
+            continue
+        payload = tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.contiguous()
+        gathered = c10d.wait_tensor(func(payload, size, group))
+        if along:
+            gathered = torch.cat(gathered.chunk(size, 0), along)
+        parts.append(gathered.view(tensor.dtype) if payload.dtype != tensor.dtype else gathered)
+    return w.like(parts)
+
+
+@_runs(aten.copy_.default)
+def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
+    if not (
+        isinstance(w, QuantizedParameter) and isinstance(other, QuantizedParameter) and w.use.format == other.use.format
+    ):
+        return NotImplemented
+    for mine, its in zip(w.parts, other.parts, strict=True):
+        mine.copy_(its)
+    return w
+
+
+@_runs(aten.empty_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.new_empty.default)
+def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    shape: Any = tuple(size[0]) if size else tuple(w.shape)
+    fmt = w.use.format
+    fits = shape == tuple(w.shape) or (len(shape) == 2 and fmt.concatenates(int(w.turned), shape[0]))
+    if not fits or dtype not in (None, w.dtype):
+        return NotImplemented
+    made = fmt.empty(shape[::-1] if w.turned else shape, dtype=w.dtype, device=device or w.device)
+    if "zeros" in str(func):
+        for part in made.parts:
+            part.zero_()
+    return w.like(made.parts)
+
+
+@_runs(aten.linear.default)
+def _linear(func: Any, x: Any, w: Any, bias: Any = None) -> Any:
+    return w.linear(x, bias) if isinstance(w, QuantizedParameter) and not w.turned else NotImplemented
+
+
+@_runs(aten.mm.default)
+def _mm(func: Any, x: Any, w: Any) -> Any:
+    if not isinstance(w, QuantizedParameter):
+        return NotImplemented
+    return w.linear(x) if w.turned else x @ w.dequantize(x.dtype)  # fprop, or dgrad
+
+
+@_runs(aten.addmm.default)
+def _addmm(func: Any, bias: Any, x: Any, w: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    plain = beta == 1 and alpha == 1 and bias.dim() == 1
+    return w.linear(x, bias) if isinstance(w, QuantizedParameter) and w.turned and plain else NotImplemented
+
+
+def allow(*kinds: Any) -> None:
+    """`torch.load(weights_only=True)` may make these: formats and quantizers from outside of dlp."""
+    torch.serialization.add_safe_globals(list(kinds))
+
+
+allow(
+    QuantizedParameter, Use, GemmOptions, _rebuild, HighPrecision, KeepHighPrecision, Fp8Tensor, Fp8Rowwise, Fp8Block, Mxfp8,
+    Nvfp4, CurrentScaling, RowwiseScaling, BlockScaling, MxScaling, Nvfp4Scaling,
+)  # fmt: skip
