@@ -93,7 +93,7 @@ def _gemm(name: str, devices: tuple[str, ...], formats: Any, status: str, **more
         register(
             GemmEntry(name=name, devices=devices, formats=formats, status=status, run=checked, captured=True, **more)
         )
-        return checked
+        return run
 
     return enter
 

@@ -154,10 +154,6 @@ class Cast(NamedTuple):
     def observe(self) -> Amaxes:
         return self.read.observe(self.matrix)
 
-    def alone(self) -> Wanted:
-        """The operands, where nobody else has a say."""
-        return self.make(self.read.observe(self.matrix))
-
     def make(self, amaxes: Amaxes) -> Wanted:
         """The operands, by agreed amaxes."""
         read, matrix, slot, at, (out, out_t), flag = self
@@ -240,8 +236,8 @@ class Beside(NamedTuple):
     origins: Sequence[tuple[Origin, ...]]
 
 
-# the plan, whose values they are, their shape, that of what each read is given, where they lie, and whether amaxes count
-AskBeside = Callable[["CastPlan", str, Sequence[int], Sequence[Sequence[int]], torch.device, bool], Beside]
+# the plan, whose values they are, the values, what each read is given of them, and whether amaxes count
+AskBeside = Callable[["CastPlan", str, "Values", Sequence[Any], bool], Beside]
 
 
 @dataclass(frozen=True)
@@ -287,16 +283,9 @@ class CastPlan:
         return all(type(q) is KeepHighPrecision for read in self.reads for q in (read.rowwise, read.columnwise) if q)
 
     @cached_property
-    def draws(self) -> bool:
-        """A cast rounds by chance, and asks where its matrix lies."""
-        return any(read.origins for read in self.reads)
-
-    @cached_property
-    def bare(self) -> Beside | None:
-        """What casts take that want no delayed scales and no origins; None where they do."""
-        if self.draws or any(read.has_slot for read in self.reads):
-            return None
-        return Beside(None, (None,) * len(self.reads), ((),) * len(self.reads))
+    def scaled_by_slots(self) -> bool:
+        """A cast reads a delayed scale."""
+        return any(read.has_slot for read in self.reads)
 
     def casts(self, matrices: Sequence[Any], beside: Beside, into: Wanted = NOWHERE) -> list[Cast]:
         """Those of one tensor, of which each read is given a matrix."""
@@ -382,18 +371,15 @@ def cast(
     if not plan.reads:
         return [Operands(None, None)] * len(values)
     if plan.keeps:
-        rows = (
-            [stored(value) for value in values]
-            if not plan.pads
-            else [stored(plan.matrices(value)[0]) for value in values]
-        )
-        return [Operands(_kept(x) if row else None, _kept(x.t()) if col else None) for x in rows]
+        kept = []
+        for value in values:
+            x = stored(plan.matrices(value)[0] if plan.pads else value)
+            kept.append(Operands(_kept(x) if row else None, _kept(x.t()) if col else None))
+        return kept
     casts: list[Cast] = []
     for value, member in zip(values, members, strict=True):
         matrices = plan.matrices(value)
-        padded = [matrix.shape for matrix in matrices] if plan.draws else ()
-        its = beside(plan, member, value.shape, padded, value.device, record)
-        casts += plan.casts(matrices, its, into)
+        casts += plan.casts(matrices, beside(plan, member, value, matrices, record), into)
     made = make_casts(casts)
     if len(plan.reads) == 1 and not plan.derived:
         return [Operands(*operands) for operands in made]
@@ -422,7 +408,7 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
         if prepared is not None or cast.read.agreed:
             break
     else:
-        return [cast.alone() for cast in casts]
+        return [cast.make(cast.observe()) for cast in casts]
     amaxes = {} if prepared is None else prepared.observe()
     observed = [amaxes[i] if i in amaxes else cast.observe() for i, cast in enumerate(casts)]
     agreed = _agreed(casts, observed)

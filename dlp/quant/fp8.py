@@ -70,7 +70,7 @@ class CurrentScaling:
         one_read=True, one_launch=True, flag=True, op="cast_fp8_tensor", pure=True, lazy=True
     )
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return FORMATS[self.element]
 
@@ -122,7 +122,7 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         _ = self.caps  # refuses wrong options at construction
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return FORMATS[self.element]
 

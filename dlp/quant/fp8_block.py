@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -64,7 +65,7 @@ class BlockScaling:
         one_read=True, one_launch=True, flag=True, op="cast_fp8_block", pure=True, lazy=True
     )
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return Fp8Block(self.element, self.tile, self.power_of_two)
 

@@ -55,7 +55,7 @@ class Fp8Blocks(Fp8Codes):
     def name(self) -> str:
         return f"{self.KIND}[{self.element}, {self.block[0]}x{self.block[1]}]"
 
-    @property
+    @cached_property
     def block(self) -> tuple[int, int]:
         return (self.SIZE if self.tile else 1), self.SIZE
 

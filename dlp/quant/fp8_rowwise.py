@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +49,7 @@ class RowwiseScaling:
         one_read=True, one_launch=True, flag=True, op="cast_fp8_rowwise", pure=True, lazy=True
     )
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return Fp8Rowwise(self.element)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +33,7 @@ class Mxfp8(Fp8Blocks):
     gemm_kind = "mxfp8"
     bf16_exact = True
 
-    @property
+    @cached_property
     def multiple(self) -> tuple[int, int]:
         return self.block
 
@@ -64,7 +65,7 @@ class MxScaling:
         one_read=True, one_launch=True, flag=True, op="cast_mxfp8", pure=True, lazy=True
     )
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return Mxfp8(self.element, self.tile)
 

@@ -48,11 +48,11 @@ class Nvfp4(Format):
     def name(self) -> str:
         return f"nvfp4[{self.block[0]}x{self.block[1]}{', rht' if self.rht else ''}]"
 
-    @property
+    @cached_property
     def block(self) -> tuple[int, int]:
         return (BLOCK if self.tile else 1), BLOCK
 
-    @property
+    @cached_property
     def multiple(self) -> tuple[int, int]:
         return self.block
 
@@ -103,7 +103,7 @@ class Nvfp4Scaling:
             op="cast_nvfp4" if kernel else "", pure=kernel, lazy=kernel,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return Nvfp4(self.tile, self.rht)
 

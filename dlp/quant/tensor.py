@@ -12,6 +12,7 @@ best; what a GEMM wants beyond that is made right before it, and what travels is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -146,11 +147,15 @@ class Format:
 
     def part_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """The dtypes of the parts, for a source of `dtype`."""
-        return tuple(part.dtype or dtype for part in self.parts)
+        return tuple([part.dtype or dtype for part in self.parts])
 
     def moves_along(self, dim: int) -> list[int | None]:
         """`Part.moves_along` of every part."""
-        return [part.moves_along(dim) for part in self.parts]
+        return self._moves[dim]
+
+    @cached_property
+    def _moves(self) -> list[list[int | None]]:
+        return [[part.moves_along(dim) for part in self.parts] for dim in (0, 1)]
 
     def check(self, shape: tuple[int, int]) -> None:
         """ValueError where the format cannot hold a matrix [rows, contraction] of this shape."""

@@ -6,9 +6,6 @@ order of the fp32 sums is left open; scales that are not powers of two are appli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -20,18 +17,6 @@ from dlp.kernels.reference.scales import Block
 PROMOTION = 128  # contraction elements summed before their scales are applied
 
 
-@contextmanager
-def _bf16_products() -> Iterator[None]:
-    """CPU fp32 matmuls inside may multiply in bf16 and sum in fp32: exact products for bf16-representable operands."""
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
 def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
     """a [rows, C] @ b [cols, C].T -> fp32 [rows, cols] for fp32 operands whose values are exact in bf16.
 
@@ -40,8 +25,13 @@ def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.is_cuda:
         return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
-    with _bf16_products():
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
         return a @ b.t()
+    finally:
+        matmul.fp32_precision = before
 
 
 def gemm_hp(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from dlp.parallel.casts import BOTH, NOWHERE, Beside, Cast, CastPlan, Operands, 
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.session import Session, cannot_pickle
 from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
-from dlp.quant.quantizer import Origin, ScaleSlot, Wanted
+from dlp.quant.quantizer import Origin, Wanted
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.stats import StatsTable, measured, plain
 
@@ -246,23 +246,27 @@ def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool
 
 
 def beside(
-    bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[Sequence[int]],
-    device: torch.device, record: bool,
-) -> Beside:  # fmt: skip
-    """What the casts of one matrix of this shape read and write of the layer's model. `padded`: the shapes of what each read is
-    given, with zeros appended, where it draws."""
-    session, tensor, bare = bound.session, plan.tensor, plan.bare
-    flag = session.flag(bound.spec.members, tensor, member, device) if plan.quantizes else None
-    if bare is not None:
-        return Beside(flag, bare.slots, bare.origins)
-    slots: list[ScaleSlot | None] = []
-    origins: list[tuple[Origin, ...]] = []
-    for i, read in enumerate(plan.reads):
-        slots.append(
-            session.slot(bound.slot_name(tensor, member, read.rowwise is None), record) if read.has_slot else None
-        )
-        origins.append(tuple([_origin(bound, plan, member, shape, padded[i], each) for each in read.origins]))
-    return Beside(flag, slots, origins)
+    bound: BoundSpec, plan: CastPlan, member: str, value: Values, matrices: Sequence[Any], record: bool
+) -> Beside:
+    """What the casts of one value read and write of the layer's model. `matrices`: what each read is given of it. Of values of
+    a shape it is always the same, but for slots."""
+    key = id(plan), member, value.shape, value.device  # the entry keeps the plan
+    found = bound.cache.get(key)
+    if found is None:
+        flag = bound.session.flag(bound.spec.members, plan.tensor, member, value.device) if plan.quantizes else None
+        origins = [
+            tuple([_origin(bound, plan, member, value.shape, matrix.shape, each) for each in read.origins])
+            for read, matrix in zip(plan.reads, matrices, strict=True)
+        ]
+        found = bound.cache[key] = plan, Beside(flag, (None,) * len(plan.reads), origins)
+    its: Beside = found[1]
+    if not plan.scaled_by_slots:
+        return its
+    slots = []
+    for read in plan.reads:
+        name = bound.slot_name(plan.tensor, member, read.rowwise is None)
+        slots.append(bound.session.slot(name, record) if read.has_slot else None)
+    return Beside(its.flag, slots, its.origins)
 
 
 def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
@@ -270,8 +274,7 @@ def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, i
     weight, padded to its `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
     matrices = [value] * len(plan.reads)
-    its = beside(bound, plan, member, weight.shape, [value.shape] * len(matrices), value.device, True)
-    return plan.casts(matrices, its, into)
+    return plan.casts(matrices, beside(bound, plan, member, weight, matrices, True), into)
 
 
 @cache
