@@ -90,23 +90,20 @@ def room(
     """Uninitialised storage for the parts of all ranks, one after the other, [R, *shape] each, None for a part that is
     equal on all ranks; and this rank's parts, which are its segments of the storage: what is written there is gathered
     in place."""
-    storage = _storage(shapes, dtypes, dims, group, device)
-    mine = [
-        torch.empty(shape, dtype=dtype, device=device) if whole is None else whole[group.rank()]
-        for whole, shape, dtype in zip(storage, shapes, dtypes, strict=True)
-    ]
+    storage: list[Tensor | None] = []
+    mine: list[Tensor] = []
+    for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True):
+        whole = _of_all(shape, dtype, dim, group, device)
+        storage.append(whole)
+        mine.append(torch.empty(shape, dtype=dtype, device=device) if whole is None else whole[group.rank()])
     return storage, tuple(mine)
 
 
-def _storage(
-    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None], group: ProcessGroup,
-    device: torch.device,
-) -> list[Tensor | None]:  # fmt: skip
-    """That of `room`."""
-    return [
-        None if dim is None else torch.empty((group.size(), *shape), dtype=dtype, device=device)
-        for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True)
-    ]
+def _of_all(
+    shape: Sequence[int], dtype: torch.dtype, dim: int | None, group: ProcessGroup, device: torch.device
+) -> Tensor | None:
+    """`room` for one part of all ranks."""
+    return None if dim is None else torch.empty((group.size(), *shape), dtype=dtype, device=device)
 
 
 def all_gather(
@@ -124,10 +121,10 @@ def all_gather(
     """
     if group.size() == 1:
         return done(tuple(parts))
-    if into is None:
-        into = _storage([part.shape for part in parts], [part.dtype for part in parts], dims, group, parts[0].device)
-    storage, pairs = into, []
-    for whole, part in zip(storage, parts, strict=True):
+    storage, pairs = [], []
+    for i, (part, dim) in enumerate(zip(parts, dims, strict=True)):
+        whole = _of_all(part.shape, part.dtype, dim, group, part.device) if into is None else into[i]
+        storage.append(whole)
         if whole is not None:
             pairs.append((as_bytes(whole), as_bytes(part.contiguous())))
     with observer.default_precision(parts[0].dtype):

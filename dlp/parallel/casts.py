@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +132,17 @@ class Read:
         wanted = ((False, self.rowwise), (True, self.columnwise))
         return tuple(col for col, q in wanted if q is not None) if caps_of(self.quantizer).origin else ()
 
+    @cached_property
+    def _writes(self) -> Orientations:
+        """What it writes: not what is kept as it is."""
+        row, col = self.rowwise, self.columnwise
+        return row is not None and not row.format.keeps_source, col is not None and not col.format.keeps_source
+
+    def into(self, wanted: Wanted) -> Wanted:
+        """Where it writes, of storage for both orientations."""
+        row, col = self._writes
+        return wanted[0] if row else None, wanted[1] if col else None
+
     def observe(self, matrix: Any) -> Amaxes:
         both = self.both
         if both is not None:
@@ -151,9 +163,6 @@ class Cast(NamedTuple):
     into: Wanted = NOWHERE
     flag: Tensor | None = None
 
-    def observe(self) -> Amaxes:
-        return self.read.observe(self.matrix)
-
     def make(self, amaxes: Amaxes) -> Wanted:
         """The operands, by agreed amaxes."""
         read, matrix, slot, at, (out, out_t), flag = self
@@ -173,7 +182,7 @@ class Cast(NamedTuple):
                     out_t or compact(columnwise, matrix.shape[::-1], matrix.dtype, matrix.device),
                 )
             row, col = both.cast(matrix, amaxes, **more)
-            return placed(row, out), placed(col, out_t)
+            return row if out is None else placed(row, out), col if out_t is None else placed(col, out_t)
         if at:
             more["at"] = at[0]
         if read.rowwise is not None:
@@ -236,8 +245,8 @@ class Beside(NamedTuple):
     origins: Sequence[tuple[Origin, ...]]
 
 
-# the plan, whose values they are, the values, what each read is given of them, and whether amaxes count
-AskBeside = Callable[["CastPlan", str, "Values", Sequence[Any], bool], Beside]
+# the plan, whose values they are, their shape, where they lie, and whether amaxes count
+AskBeside = Callable[["CastPlan", str, torch.Size, torch.device, bool], Beside]
 
 
 @dataclass(frozen=True)
@@ -274,8 +283,17 @@ class CastPlan:
             value = stored(value)
         if not self.pads:
             return [value] * len(self.reads)
+        rows, columns = value.shape
+        if not (rows % self.units[0] or columns % self.units[1] or rows % self.contracted):
+            return [value] * len(self.reads)
         padded = _pad(value, *self.units)
         return [padded if read.rowwise is not None else _pad(padded, self.contracted, 1) for read in self.reads]
+
+    def shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """Those of `matrices`, of a value of this shape."""
+        rows, columns = (size + -size % unit for size, unit in zip(shape, self.units, strict=True))
+        whole = rows + -rows % self.contracted
+        return [(rows if read.rowwise is not None else whole, columns) for read in self.reads]
 
     @cached_property
     def keeps(self) -> bool:
@@ -291,7 +309,7 @@ class CastPlan:
         """Those of one tensor, of which each read is given a matrix."""
         casts = []
         for read, matrix, slot, at in zip(self.reads, matrices, beside.slots, beside.origins, strict=True):
-            casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else _of_read(read, into), beside.flag))
+            casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else read.into(into), beside.flag))
         return casts
 
     def numbers_agreed(self, value: Tensor) -> int:
@@ -379,10 +397,10 @@ def cast(
     casts: list[Cast] = []
     for value, member in zip(values, members, strict=True):
         matrices = plan.matrices(value)
-        casts += plan.casts(matrices, beside(plan, member, value, matrices, record), into)
+        casts += plan.casts(matrices, beside(plan, member, value.shape, value.device, record), into)
     made = make_casts(casts)
     if len(plan.reads) == 1 and not plan.derived:
-        return [Operands(*operands) for operands in made]
+        return list(starmap(Operands, made))
     if plan.derived:
         return [Operands(q if row else None, placed(q.transpose(), into[1]) if col else None) for q, _ in made if q]
     return [Operands(q, q_t) for (q, _), (_, q_t) in zip(made[::2], made[1::2], strict=True)]
@@ -392,15 +410,6 @@ def _kept(matrix: Tensor) -> QuantizedTensor:
     return QuantizedTensor(HP, (matrix,))
 
 
-def _of_read(read: Read, into: Wanted) -> Wanted:
-    """What a read writes into: nothing that is kept as it is."""
-    row, col = (
-        None if quantizer is None or quantizer.format.keeps_source else out
-        for quantizer, out in zip((read.rowwise, read.columnwise), into, strict=True)
-    )
-    return row, col
-
-
 def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[Wanted]:
     """All ranks that agree call it with casts in the same order; returns their operands, `into` where that was given.
     `prepared`: the launches that make some of them."""
@@ -408,9 +417,9 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
         if prepared is not None or cast.read.agreed:
             break
     else:
-        return [cast.make(cast.observe()) for cast in casts]
+        return [cast.make(cast.read.observe(cast.matrix)) for cast in casts]
     amaxes = {} if prepared is None else prepared.observe()
-    observed = [amaxes[i] if i in amaxes else cast.observe() for i, cast in enumerate(casts)]
+    observed = [amaxes[i] if i in amaxes else cast.read.observe(cast.matrix) for i, cast in enumerate(casts)]
     agreed = _agreed(casts, observed)
     if prepared is not None:
         prepared.cast([pair for i in amaxes for pair in zip(observed[i], agreed[i], strict=True)])

@@ -15,6 +15,7 @@ by tp, and so where a scale must be agreed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ParallelStyle:
     cut_x: int | None = None
     cut_dy: int | None = None
 
-    @property
+    @cached_property
     def gathers(self) -> str | None:
         """The operand that travels: "x", "dy" or None."""
         return self.wgrad.gather

@@ -106,7 +106,7 @@ def run_forward(
         kept += spec.prologue.kept(values)
 
     ws = _weight_operands(bound, spec.members, weights, parts, x.dtype, ROWWISE, record)
-    options, dtype, ys = spec.recipe.fprop, plan.result_dtype("fprop", x.dtype), []
+    options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
     for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
         features, inside = weight.shape[0], None
         if bias is not None and reduce is None:  # else it is added once, behind the sum
@@ -170,7 +170,7 @@ def run_backward(
     dx: Tensor | Pending[Tensor] | None = None
     if wanted.dx:
         options = spec.recipe.dgrad
-        dtype = plan.result_dtype("dgrad", wanted.dtype)
+        dtype = options.out_dtype or wanted.dtype
         ws = _weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
         gemms = [Gemm("dgrad", w, dtype if len(rows) == 1 else torch.float32, options=options) for w in ws]
         if finish is not NO_FINISH:
@@ -237,7 +237,8 @@ def token_gemm(
         total = _run(a, gemm if total is None else replace(gemm, accumulate=total))
     a, last = operands[-1], gemms[-1] if total is None else replace(gemms[-1], accumulate=total)
     if reduce is None:
-        return rounded(_run(a, last), dtype)
+        result = _run(a, last)
+        return result if result.dtype == dtype else rounded(result, dtype)
     assert isinstance(a, QuantizedTensor), "no style both gathers and reduces in one GEMM"
     return overlap.gemm_reduce(a, last, spec.tp_group, reduce=reduce.how, dtype=dtype, codec=WIRES[reduce.codec])
 

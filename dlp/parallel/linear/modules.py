@@ -151,7 +151,7 @@ class LinearCore(LayerState):
         """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says).
 
         Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y comes in it."""
-        if len(inputs) != num_inputs(self.spec) or type(inputs[0]) is not Tensor or type(inputs[-1]) is not Tensor:
+        if len(inputs) != self.bound.num_inputs or type(inputs[0]) is not Tensor or type(inputs[-1]) is not Tensor:
             check_inputs(self.spec, inputs)
         if autocasts(inputs):
             with no_autocast(inputs):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dlp.comm.transport import mapped_memory
 from dlp.parallel.casts import BOTH, NOWHERE, Beside, Cast, CastPlan, Operands, Orientations, Values, cast, cast_plan
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.model.session import Session, cannot_pickle
 from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
 from dlp.quant.quantizer import Origin, Wanted
@@ -65,6 +65,7 @@ class BoundSpec:
 
     session    what changes between steps, shared by the layers of a model
     weights    `LayerWeights` of the layer
+    num_inputs  how many tensors the layer is called with
     spec_id    names it to the opaque ops, int64 []; `trace_id`: see above
     cache      what has been decided for calls of it (`remembered`)
     calls      bound calls and captured directions (`dlp.parallel.linear.autograd`)
@@ -85,6 +86,7 @@ class BoundSpec:
         self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
         self.trace_id = _TRACES.setdefault((spec.style, spec.recipe, spec.tp, spec.options, spec.prologue), number)
         _SPEC_OF_TRACE.setdefault(self.trace_id, spec)
+        self.num_inputs = num_inputs(spec)
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
 
@@ -246,17 +248,16 @@ def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool
 
 
 def beside(
-    bound: BoundSpec, plan: CastPlan, member: str, value: Values, matrices: Sequence[Any], record: bool
+    bound: BoundSpec, plan: CastPlan, member: str, shape: torch.Size, device: torch.device, record: bool
 ) -> Beside:
-    """What the casts of one value read and write of the layer's model. `matrices`: what each read is given of it. Of values of
-    a shape it is always the same, but for slots."""
-    key = id(plan), member, value.shape, value.device  # the entry keeps the plan
+    """What the casts of one matrix of this shape read and write of the layer's model: always the same, but for slots."""
+    key = id(plan), member, shape, device  # the entry keeps the plan
     found = bound.cache.get(key)
     if found is None:
-        flag = bound.session.flag(bound.spec.members, plan.tensor, member, value.device) if plan.quantizes else None
+        flag = bound.session.flag(bound.spec.members, plan.tensor, member, device) if plan.quantizes else None
         origins = [
-            tuple([_origin(bound, plan, member, value.shape, matrix.shape, each) for each in read.origins])
-            for read, matrix in zip(plan.reads, matrices, strict=True)
+            tuple([_origin(bound, plan, member, shape, given, each) for each in read.origins])
+            for read, given in zip(plan.reads, plan.shapes(shape), strict=True)
         ]
         found = bound.cache[key] = plan, Beside(flag, (None,) * len(plan.reads), origins)
     its: Beside = found[1]
@@ -274,7 +275,7 @@ def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, i
     weight, padded to its `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
     matrices = [value] * len(plan.reads)
-    return plan.casts(matrices, beside(bound, plan, member, weight, matrices, True), into)
+    return plan.casts(matrices, beside(bound, plan, member, weight.shape, value.device, True), into)
 
 
 @cache

@@ -195,7 +195,8 @@ class LayerRuns:
 
 def active_spec(core: Layer) -> BoundSpec:
     """The spec that a forward of this layer runs under, here and now; the session has its scales."""
-    region, own, session = _REGION.get(), core.bound, core.session
+    region, own = _REGION.get(), core.bound
+    session = own.session
     if region is None and not session.regions and (session.attached or not own.spec.slots):
         return own  # no forward can have run under anything else
     checkpoints = _checkpoints()

@@ -139,6 +139,7 @@ class StaleWeights:
         self._views: dict[LayerWeights, list[Tensor]] = {}
         self._seen: list[Tensor] = []
         self._whole: list[CastWeight] = []  # whose parameters layers hold as they are
+        self._managed = False  # there are others, too
         self._whole_marks: list[Mark] = []
 
     @torch.no_grad()
@@ -150,7 +151,9 @@ class StaleWeights:
             if before is None or any(old[::3] != new[::3] for old, new in zip(before, marks, strict=True)):
                 self._views[weights] = [evenly(parameter, WEIGHT_SAMPLE) for parameter in parameters]
             self._marks[weights] = marks
-        self._whole = [weight for weights in self._marks for weight in weights if not weight.managed]
+        everyone = [weight for weights in self._marks for weight in weights]
+        self._whole = [weight for weight in everyone if not weight.managed]
+        self._managed = len(self._whole) < len(everyone)
         self._whole_marks = self._now()
         self._seen = [torch.cat(views) for views in self._by_dtype().values()]
 
@@ -164,7 +167,7 @@ class StaleWeights:
 
     def drop_moved(self) -> None:
         """Forget the casts of weights that have moved."""
-        if self._now() != self._whole_marks or any(weight.managed for weights in self._marks for weight in weights):
+        if self._managed or self._now() != self._whole_marks:
             for weights in [each for each in self._marks if each.parts is not None and self.moved(each)]:
                 weights.drop()
 

@@ -126,7 +126,7 @@ class PartialGradients:
 
     def check_announced(self) -> None:
         """A partial gradient is being made: RuntimeError unless its sum will come, or nobody takes it."""
-        if self._task is None and self.group.size() > 1:
+        if self._task is None and self.slots and self.group.size() > 1:
             taken = [slot for slot in self.slots if self._is_taken(slot)]
             if taken:
                 self._refuse(taken)
