@@ -168,7 +168,9 @@ def forward(
     rank's weights."""
     bound, count, record = call.bound, call.count, call.record
     bound.session.begin_forward(bound, record)
-    tensors = [held(p) for p in parameters] if call.distributed else parameters
+    tensors = parameters
+    if call.distributed:
+        tensors = [p if layout is None else p._local_tensor for p, layout in zip(parameters, call.layouts, strict=True)]
     weights, biases = tensors[:count], tensors[count:]
     parts: Sequence[Tensor]
     if sides is not None:

@@ -36,6 +36,7 @@ from dlp.comm import observer, transport
 from dlp.comm.collectives import Pending
 from dlp.kernels.ops import LazyMatrix, Summed, rounded, stored
 from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
+from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, beside, quantize, remembered
 from dlp.parallel.model.checks import check_gathered
@@ -149,9 +150,11 @@ def run_backward(
     """
     spec, learns = bound.spec, any(wanted.dw)
     transport.start(spec.group, spec.style.name)
-    members = [spec.members[i] for i in wanted.used]
-    saved, beside = _beside(spec, saved)
-    rows: list[Any] = [as_matrix(dy) for dy in dys]
+    members = spec.members if len(wanted.used) == len(spec.members) else [spec.members[i] for i in wanted.used]
+    beside: Sequence[Tensor] = ()
+    if spec.prologue is not None:
+        saved, beside = _beside(spec.prologue, saved)
+    rows: list[Any] = list(map(as_matrix, dys))
     if any(wanted.db):  # the cast of dy sums its rows on the way
         rows = [Summed(dy) if needed else dy for dy, needed in zip(rows, wanted.db, strict=True)]
     transfers = _transfers_back(bound, rows[0].shape[0])
@@ -165,7 +168,7 @@ def run_backward(
         dy_rows, dy_cols = [sent.rowwise], [sent.columnwise]
     else:
         made = quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
-        dy_rows, dy_cols = [dy.rowwise for dy in made], [dy.columnwise for dy in made]
+        dy_rows, dy_cols = zip(*made, strict=True)
 
     dx: Tensor | Pending[Tensor] | None = None
     if wanted.dx:
@@ -214,10 +217,10 @@ def waits(delay: bool | None, needs_dx: bool) -> bool:
     return bool(delay) and needs_dx
 
 
-def _beside(spec: LinearSpec, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _beside(prologue: Prologue, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """`to_save` -> what wgrad reads, what the prologue reads."""
-    count = 0 if spec.prologue is None else spec.prologue.keeps + len(spec.prologue.reads)
-    return saved[: len(saved) - count], saved[len(saved) - count :]
+    count = prologue.keeps + len(prologue.reads)
+    return saved[:-count], saved[-count:]
 
 
 # GEMMs
@@ -290,7 +293,10 @@ def _weight_operands(
         return [operands.at(columnwise=columnwise) for operands in made]
     formats, sizes = bound.spec.weight_formats
     fmt, size = formats[columnwise], sizes[columnwise]
-    return [QuantizedTensor(fmt, tuple(parts[i : i + size])) for i in range(0, len(parts), size)]
+    found = []
+    for i in range(0, len(parts), size):
+        found.append(QuantizedTensor(fmt, tuple(parts[i : i + size])))
+    return found
 
 
 def _through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
