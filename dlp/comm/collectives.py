@@ -152,7 +152,10 @@ def _launch_gathers(pairs: Sequence[tuple[Tensor, Tensor]], group: ProcessGroup)
     """Start the all-gathers of (storage, part), both bytes: as one group on NCCL. One by one on gloo, whose grouped all-gather
     corrupts the heap when two are in flight (pytorch#65231; docs/log.md, 2026-11-22)."""
     if len(pairs) < 2 or not pairs[0][0].is_cuda:
-        return [group._allgather_base(whole, part, _GATHER) for whole, part in pairs]
+        works = []
+        for whole, part in pairs:
+            works.append(group._allgather_base(whole, part, _GATHER))
+        return works
     with _coalescing_manager(group, async_ops=True) as manager:
         for whole, part in pairs:
             _all_gather(whole, part, group=group)

@@ -417,7 +417,10 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
         if prepared is not None or cast.read.agreed:
             break
     else:
-        return [cast.make(cast.read.observe(cast.matrix)) for cast in casts]
+        made = []
+        for cast in casts:
+            made.append(cast.make(cast.read.observe(cast.matrix)))
+        return made
     amaxes = {} if prepared is None else prepared.observe()
     observed = [amaxes[i] if i in amaxes else cast.read.observe(cast.matrix) for i, cast in enumerate(casts)]
     agreed = _agreed(casts, observed)

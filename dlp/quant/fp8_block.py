@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +36,7 @@ class Fp8Block(Fp8Blocks):
     def gemm_kind(self) -> str:
         return "fp8_block_2d" if self.tile else "fp8_block_1d"
 
-    @property
+    @cached_property
     def bf16_exact(self) -> bool:
         return self.power_of_two
 
@@ -50,6 +50,9 @@ class Fp8Block(Fp8Blocks):
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale_inv = q.parts
         return ops.decode_fp8_block(codes, scale_inv, self.block, dtype)
+
+
+_format = cache(Fp8Block)  # one of its kind
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class BlockScaling:
 
     @cached_property
     def format(self) -> Format:
-        return Fp8Block(self.element, self.tile, self.power_of_two)
+        return _format(self.element, self.tile, self.power_of_two)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +37,9 @@ class Fp8Rowwise(Fp8Codes):
         return (ops.decode_fp8(codes) * scale_inv[:, None]).to(dtype)
 
 
+_format = cache(Fp8Rowwise)  # one of its kind
+
+
 @dataclass(frozen=True)
 class RowwiseScaling:
     """A scale a row from its amax (observed, agreed, then used): q = enc(fl(x * scale)). A zero row has scale 1."""
@@ -51,7 +54,7 @@ class RowwiseScaling:
 
     @cached_property
     def format(self) -> Format:
-        return Fp8Rowwise(self.element)
+        return _format(self.element)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return ops.amax(x, dim=1)

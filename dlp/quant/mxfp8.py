@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +49,9 @@ class Mxfp8(Fp8Blocks):
         return ops.decode_mxfp8(codes, scale, self.block, dtype)
 
 
+_format = cache(Mxfp8)  # one of its kind
+
+
 @dataclass(frozen=True)
 class MxScaling:
     """A power of two a block from the block's amax; nothing to agree.
@@ -67,7 +70,7 @@ class MxScaling:
 
     @cached_property
     def format(self) -> Format:
-        return Mxfp8(self.element, self.tile)
+        return _format(self.element, self.tile)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +78,9 @@ class Nvfp4(Format):
         return QuantizedTensor(self, (ops.transpose_e2m1(codes), scale.t().contiguous(), amax))
 
 
+_format = cache(Nvfp4)  # one of its kind
+
+
 @dataclass(frozen=True)
 class Nvfp4Scaling:
     """Block scales under a tensor amax (observed, agreed, then used).
@@ -105,7 +108,7 @@ class Nvfp4Scaling:
 
     @cached_property
     def format(self) -> Format:
-        return Nvfp4(self.tile, self.rht)
+        return _format(self.tile, self.rht)
 
     def values(self, x: Tensor) -> Tensor:
         """What is quantized: x itself, or x transformed."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -378,8 +378,8 @@ class BoundRoute:
         leases: list[Lease | None] = [None] * len(self.gathers)
         into: list[QuantizedTensor | None] = [None, None]
         if self.leases:
-            leases = [gather.lease(values) for gather in self.gathers]
-            for gather, lease in zip(self.gathers, leases, strict=True):
+            for i, gather in enumerate(self.gathers):
+                lease = leases[i] = gather.lease(values)
                 if lease is not None:
                     into[gather.columnwise] = lease.mine
         mine = NOTHING
@@ -407,12 +407,11 @@ class BoundRoute:
             bound.session.note(remark)
         started = gather.start(QuantizedTensor(HP, (values,)))
 
-        @cache
         def operands() -> Operands:
             whole = started.whole().payload
             return cast(casts, route.there, [whole], self.owner, self.beside, record=record)[0]
 
-        return operands
+        return Pending((), operands).wait
 
 
 NOTHING = Operands(None, None)

@@ -112,11 +112,6 @@ class BoundSpec:
         self._enter()
 
     @remembered
-    def slot_name(self, tensor: str, member: str, columnwise: bool) -> str:
-        """The name of the delayed scale of one tensor."""
-        return self.spec.slot_name(tensor, member, columnwise)
-
-    @remembered
     def transfers(self, tokens: int) -> TransferPlan:
         """What travels, with so many rows of x on this rank."""
         return transfers(self.spec, tokens)
@@ -259,14 +254,15 @@ def beside(
             tuple([_origin(bound, plan, member, shape, given, each) for each in read.origins])
             for read, given in zip(plan.reads, plan.shapes(shape), strict=True)
         ]
-        found = bound.cache[key] = plan, Beside(flag, (None,) * len(plan.reads), origins)
-    its: Beside = found[1]
+        names = [
+            bound.spec.slot_name(plan.tensor, member, read.rowwise is None) if read.has_slot else None
+            for read in plan.reads
+        ]
+        found = bound.cache[key] = plan, Beside(flag, (None,) * len(names), origins), names
+    _, its, names = found
     if not plan.scaled_by_slots:
         return its
-    slots = []
-    for read in plan.reads:
-        name = bound.slot_name(plan.tensor, member, read.rowwise is None)
-        slots.append(bound.session.slot(name, record) if read.has_slot else None)
+    slots = [None if name is None else bound.session.slot(name, record) for name in names]
     return Beside(its.flag, slots, its.origins)
 
 

@@ -228,7 +228,7 @@ class ShardedWeight(MemberWeight):
         """The delayed scale that one cast reads, if it has one."""
         if layout is None or caps_of(layout.quantizer).slot is None:
             return None
-        return self.bound.session.slot(self.bound.slot_name("w", self.name, layout.columnwise), True)
+        return self.bound.session.slot(self.bound.spec.slot_name("w", self.name, layout.columnwise), True)
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
         """Those of this rank's rows, where the ranks that share delayed scales are not all those that share the weight."""
