@@ -87,7 +87,8 @@ def test_data_parallel_ranks_draw_the_bits_of_their_own_tokens(way):
     linear = layer(disable_rht=True)
 
     def codes(values: Tensor, dp: tuple[int, int]) -> Tensor:
-        linear.core.session.dp = dp
+        linear.core.session.dp = dp  # of a session it never changes
+        linear.core.bound.cache.clear()
         (made,) = quantize(linear.core.bound, "dy", [values], (way == "row", way == "col"))
         return made.at(columnwise=way == "col").payload
 
