@@ -23,7 +23,8 @@ from tests.command import command
 
 pytest.importorskip("safetensors")
 
-SHAPE = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=384)  # that of tests.training
+SHAPE = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=384)  # of tests.training, with
+TWO_BLOCKS = "--model.layers=2"
 INDEX = hf_folder.INDEX
 
 
@@ -149,7 +150,9 @@ def refused(config: Any) -> str:
 def test_a_run_starts_from_them_on_any_mesh(ranks: Any, tmp_path: Path, mesh: list[str]) -> None:
     before = published(tmp_path / "published", dtype="bf16")
     convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
-    config = training.config(tmp_path, training.shards(tmp_path), f"--train.init_from={tmp_path / 'ours'}", *mesh)
+    config = training.config(
+        tmp_path, training.shards(tmp_path), TWO_BLOCKS, f"--train.init_from={tmp_path / 'ours'}", *mesh
+    )
     for found in ranks(2).run(start, config):
         assert found.keys() == before.keys()
         assert all(torch.equal(found[name], tensor.float()) for name, tensor in before.items())
@@ -163,7 +166,7 @@ def test_what_a_run_cannot_start_from_is_refused_by_name(ranks: Any, tmp_path: P
     ours, data = tmp_path / "ours", training.shards(tmp_path)
 
     def why(*settings: str) -> str:
-        config = training.config(tmp_path, data, "--mesh.tp=1", *settings)
+        config = training.config(tmp_path, data, TWO_BLOCKS, "--mesh.tp=1", *settings)
         found: str = ranks(1).run(refused, config)[0]
         return found
 

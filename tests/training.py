@@ -29,7 +29,7 @@ TOML = """
 [mesh]
 tp = 2
 [model]
-layers = 2
+layers = 1
 hidden = 64
 ffn = 128
 heads = 4

@@ -26,8 +26,7 @@ from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParalle
 from tests import pool as worker
 from tests.cases import (
     EPSILON,
-    FOUR,
-    ON_RANKS,
+    IN_STYLES,
     RECIPES,
     STYLE_KEYS,
     LinearCase,
@@ -191,8 +190,9 @@ def crosses_ranks(case: LinearCase, result: str) -> bool:
     return style.partial_bias_grad if kind == "db" else comm[kind].reduce is not None
 
 
-@pytest.mark.parametrize(("world", "recipe"), [*((1, recipe) for recipe in FOUR), *ON_RANKS])
-@pytest.mark.parametrize("style_key", STYLE_KEYS, ids=style_id)
+@pytest.mark.parametrize(
+    ("world", "recipe", "style_key"), [*IN_STYLES, *((1, "fp8_block", key) for key in STYLE_KEYS)], ids=style_id
+)
 def test_sharded_equals_unsharded(ranks, world, recipe, style_key):
     cases = list(linear_cases(style_key, recipe))
     for case, of_ranks in zip(cases, zip(*ranks(world).run(against_one_rank, cases), strict=True), strict=True):
@@ -337,9 +337,7 @@ def recompute(cases: list[LinearCase]) -> list[dict[str, Error]]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputation_repeats_the_bits(ranks, recipe):
     cases = [
-        LinearCase(key, recipe, torch.bfloat16, bias=True, siblings=siblings)
-        for key in STYLE_KEYS
-        for siblings in ((1,) if key[0] == "row" else (1, 3))
+        LinearCase(key, recipe, torch.bfloat16, bias=True, siblings=1 if key[0] == "row" else 3) for key in STYLE_KEYS
     ]
     for results in ranks(2).run(recompute, cases):
         for case, errors in zip(cases, results, strict=True):

@@ -19,7 +19,13 @@ from tests import pool as worker
 from tests import training
 from tests.pool import Pool
 
-WATCHED = ["--train.steps=4", "--train.ledger=always", "--checkpoint.every=10", "--train.eval_every=10"]
+WATCHED = [
+    "--model.layers=2",
+    "--train.steps=4",
+    "--train.ledger=always",
+    "--checkpoint.every=10",
+    "--train.eval_every=10",
+]
 FSDP = ["--mesh.tp=1", "--train.micro_batch=2"]
 SELECTIVE, FULL = "--train.checkpointing=selective", "--train.checkpointing=full"
 
@@ -90,5 +96,5 @@ def runs(config: Config) -> dict[str, int]:
 )
 def test_linears_do_not_run_again_where_their_results_are_kept(ranks, tmp_path, data, changed, linears, norms):
     """Of 2 blocks, each 4 linears or sets of siblings, and the head."""
-    config = training.config(tmp_path, data, "--mesh.tp=1", "--train.global_batch=1", *changed)
+    config = training.config(tmp_path, data, "--model.layers=2", "--mesh.tp=1", "--train.global_batch=1", *changed)
     assert ranks(1).run(runs, config) == [{"linears": linears, "norms": norms}]

@@ -38,7 +38,7 @@ def checkpoints(config: Config) -> list[str]:
 
 @pytest.mark.ranks(2)
 def test_a_run_leaves_its_files(ranks, tmp_path, data):
-    config = training.config(tmp_path, data)
+    config = training.config(tmp_path, data, "--model.layers=2")
     ranks(2).run(functools.partial(training.run, plots=True), config)
     folder = Path(config.run.dir)
     names = [".lock", "checkpoints", "config.toml", "env.txt", "log", "loss.png", "metrics.jsonl", "plan.txt"]
@@ -114,7 +114,7 @@ def test_lines_of_a_pipe_are_in_order_and_say_each_validation_once(ranks, tmp_pa
     out, nothing = ranks(2).run(printed, config)
     steps = [re.split(r" [\d.]+(?:,| kB|$)", line)[0] for line in out.splitlines() if line.startswith("step ")]
     assert steps == [
-        "step 1/5: loss", "step 2/5: loss", "step 2: model.layers.0.self_attn.q_proj and 13 more layers now bf16",
+        "step 1/5: loss", "step 2/5: loss", "step 2: model.layers.0.self_attn.q_proj and 6 more layers now bf16",
         "step 3/5: loss", "step 4/5: loss", "step 4/5: validation", "step 5/5: loss",
         "step 5: the wire carried what the plan says: from each rank tp", "step 5/5: validation",
     ]  # fmt: skip
@@ -184,13 +184,13 @@ class Poisoned(Trainer):
 
     def train_step(self, step: int) -> Step:
         if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
-            self.built.model.model.layers[1].mlp.up_proj.weight._local_tensor.view(-1)[5] = float("nan")
+            self.built.model.model.layers[0].mlp.up_proj.weight._local_tensor.view(-1)[5] = float("nan")
         if step == 3:
             end_step(self.built.model)
         return super().train_step(step)
 
 
-UP_PROJ = "model.layers.1.mlp.up_proj"
+UP_PROJ = "model.layers.0.mlp.up_proj"
 CAST = f"w of {UP_PROJ} held a NaN or Inf when it was cast on rank {{}}, the first of [0-9]+ in forward"
 REPEATED = (
     f"repeated with the weights after step [45], the first layer whose output is not finite is {UP_PROJ} on rank {{}}"
