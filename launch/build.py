@@ -67,11 +67,8 @@ def plan_for(config: Config, world_size: int, device_type: str) -> Plan:
     return plan
 
 
-def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
-    """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
-    if config.train.cuda_graph and device.type != "cuda":
-        raise ConfigError(f"{config.source}: [train] cuda_graph: expected a GPU, got a {device.type.upper()}")
-    check_installed(config)
+def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch]:
+    """The model on its ranks, still without memory. Raises ValueError where config, model and mesh do not fit."""
     model = meta_model(config)
     batch = validate_world(config, mesh.size())
     tokens = (batch.micro, config.train.sequence)
@@ -86,8 +83,18 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
         shard(model, mesh, DTYPES[config.train.dtype], config.mesh)
         if config.mesh.grad_wire != "fp32":
             set_grad_wire(model, config.mesh.grad_wire)
+    return model, plan, batch
+
+
+def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
+    """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
+    if config.train.cuda_graph and device.type != "cuda":
+        raise ConfigError(f"{config.source}: [train] cuda_graph: expected a GPU, got a {device.type.upper()}")
+    check_installed(config)
+    model, plan, batch = parallel_model(config, mesh)
     model.to_empty(device=device)
-    init_weights(model, config.train.seed)
+    if config.train.init_from is None:  # else they are loaded
+        init_weights(model, config.train.seed)
     optimizer = make_optimizer(model, config, device)
     cache = config.train.weight_cache
     dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore")  # the loop looks

@@ -265,7 +265,7 @@ def load(path: Path, training: Training) -> Loaded:
         raise CheckpointError(f"{path} cannot be read: {error}; {way_out(path)}") from None
     _check_fits(path, manifest, training)
     make_state(training.optimizer)
-    state, rank = {**_tensors(training), "recipes": _saved_recipes(path, index)}, f"rank{dist.get_rank()}"
+    state, rank = {**_tensors(training), "recipes": saved_recipes(path, index)}, f"rank{dist.get_rank()}"
     differing_averages = converted.take_differing(state["optimizer"], index)
     kept = {name: each for name, each in training.update.items() if f"update.{name}" in index.state_dict_metadata}
     if kept:
@@ -304,7 +304,7 @@ def _check_files(path: Path, files: dict[str, Any]) -> str:
     return f"hashes of {len(files)} files are as written: {_cost(size, time.perf_counter() - began)}"
 
 
-def _saved_recipes(path: Path, index: Metadata) -> dict[str, Tensor]:
+def saved_recipes(path: Path, index: Metadata) -> dict[str, Tensor]:
     """Room for the recipe state of a checkpoint, whose shapes are its own."""
     try:
         return {

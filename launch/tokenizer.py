@@ -28,13 +28,14 @@ Text = tuple[str, bytes]  # what messages call a document, and its text in UTF-8
 @dataclass(frozen=True)
 class Tokenizer:
     """`name`: for people; `digest`: the SHA-256 of its file; `unknown`: what it says where it knows no token, if it has that;
-    `encode`: documents -> their tokens with the separator."""
+    `encode`: documents -> their tokens with the separator; `decode`: tokens -> text, separators left out."""
 
     name: str
     digest: str
     vocabulary: int
     separator: int
     encode: Callable[[Sequence[Text]], list[Tokens]]
+    decode: Callable[[Sequence[int]], str]
     unknown: int | None = None
 
 
@@ -43,7 +44,12 @@ def encode_bytes(text: bytes) -> Tokens:
     return np.append(np.frombuffer(text, np.uint8).astype(np.uint16), np.uint16(SEPARATOR))
 
 
-BYTES = Tokenizer("bytes", "", 257, SEPARATOR, lambda texts: [encode_bytes(text) for _, text in texts])
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """What is no UTF-8, as where a text ends within a character, is replaced."""
+    return bytes(token for token in tokens if token < SEPARATOR).decode(errors="replace")
+
+
+BYTES = Tokenizer("bytes", "", 257, SEPARATOR, lambda texts: [encode_bytes(text) for _, text in texts], decode_bytes)
 
 
 class MissingPackage(ValueError):
@@ -88,7 +94,7 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
 
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     unknown = vocabulary.get(getattr(made.model, "unk_token", None) or "")
-    return Tokenizer(str(path), digest, max(vocabulary.values()) + 1, end, encode, unknown)
+    return Tokenizer(str(path), digest, max(vocabulary.values()) + 1, end, encode, made.decode, unknown)
 
 
 def _decoded(name: str, text: bytes) -> str:

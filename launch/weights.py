@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+import dlp
 from launch import checkpoint, stored
 from launch.manifest import CheckpointError, hashed, write_manifest
 from launch.sections import Model
@@ -130,13 +131,30 @@ def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[che
     return opened, [opened.remark]
 
 
+def load_recipes(path: Path, model: nn.Module, opened: checkpoint.Opened, recipe_files: Collection[Path]) -> list[str]:
+    """Restore what a checkpoint has of the state of recipes, as delayed scales; all ranks together. Returns what was found
+    to differ. CheckpointError where it cannot be read."""
+    state = checkpoint.saved_recipes(path, opened.index)
+    if not state:
+        return []
+    with _cause():
+        dcp.load({"recipes": state}, storage_reader=stored.Reader(path, opened.index))
+    try:
+        return list(dlp.load_state_dict(model, state, recipe_files=recipe_files))
+    except ValueError as error:
+        raise CheckpointError(f"{path} does not fit these recipes: {error}") from error
+
+
 def check_tokenizer(path: Path, manifest: Mapping[str, Any], folder: str, digest: str | None) -> None:
     """CheckpointError where a model has learned tokens of another tokenizer than the data was made with, as far as both are
     known."""
     learned = manifest["data"].get("tokenizer")
     if learned is not None and digest is not None and learned != digest:
         raise CheckpointError(
-            f"{folder} was prepared with another tokenizer than the model of {path} has learned: the SHA-256 of its file "
-            f"begins {digest[:16] or 'nowhere (bytes)'}, and the model's {learned[:16]}; prepare the data with the "
-            f"tokenizer.json that lies beside the model's weights"
+            f"{folder} is of another tokenizer than the model of {path} has learned: {_said(digest)} in place of "
+            f"{_said(learned)}; give the tokenizer.json that lay beside the model's weights, and prepare data with it"
         )
+
+
+def _said(digest: str) -> str:
+    return f"a file whose SHA-256 begins {digest[:16]}" if digest else "bytes"

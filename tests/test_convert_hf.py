@@ -171,7 +171,7 @@ def test_what_a_run_cannot_start_from_is_refused_by_name(ranks: Any, tmp_path: P
         return found
 
     sentence = why(f"--train.init_from={ours}")
-    assert sentence.startswith(f"{data} was prepared with another tokenizer than the model of {ours} has learned: ")
+    assert sentence.startswith(f"{data} is of another tokenizer than the model of {ours} has learned: bytes in place")
     assert "[model] ffn is 128, this run's is 256" in why(f"--train.init_from={ours}", "--model.ffn=256")
     assert "holds weights alone: name it as [train] init_from" in why(f"--checkpoint.resume={ours}")
     (ours / "__0_0.distcp").unlink()

@@ -1,0 +1,100 @@
+"""How well a checkpoint predicts prepared data.
+
+    python -m launch.evaluate CHECKPOINT [--data FOLDER] [--split train] [--batches N] [--section.key value ...]
+
+By torchrun on several ranks. The model runs in the recipes that it was trained in (`--recipe bf16`: in others), over whole
+sequences of `[train] sequence` tokens, each once; `global_batch` of them at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import dlp
+from dlp.comm.mesh import shutdown
+from dlp.parallel.model.embedding import IGNORED
+from launch import weights
+from launch.attention import Documents
+from launch.data import Data, open_sources
+from launch.schema import ConfigError
+from launch.stream import TokenStream
+from launch.trained import Trained, command_line, open_trained
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """loss: mean, in nats per token."""
+
+    loss: float
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.loss:.4f} nats per token, perplexity {math.exp(self.loss):.3f}, over {self.tokens:,} tokens"
+
+
+def read_data(trained: Trained, path: Path) -> Data:
+    """The data of its config. ValueError for that of another tokenizer."""
+    config = trained.config
+    data = open_sources(config.data.path, config.model.vocab, config.data.validation)
+    folder = str(data.train[0].path.parent)
+    weights.check_tokenizer(path, trained.opened.manifest, folder, data.tokenizer)
+    return data
+
+
+@torch.no_grad()
+def perplexity(trained: Trained, data: Data, split: str, batches: int | None) -> Perplexity:
+    """Over so many global batches of a split, or all there are; the same on all ranks."""
+    train, batch = trained.config.train, trained.batch
+    stream = TokenStream(
+        getattr(data, split), split=split, sequence=train.sequence, global_batch=train.global_batch,
+        micro_batch=batch.micro, seed=0,
+    )  # fmt: skip
+    there = stream.num_windows // train.global_batch
+    if there == 0 or (batches or 0) > there:
+        raise ConfigError(
+            f"{data.train[0].path.parent}: its {split} split has {stream.num_windows} sequences of {train.sequence} tokens, so "
+            f"{there} batches of {train.global_batch}: ask for fewer --batches, or a smaller --train.global_batch"
+        )
+    totals = torch.zeros(2, dtype=torch.float64, device=trained.device)
+    for step in range(batches or there):
+        for micro in range(batch.num_micro):
+            place = (step, micro, trained.dims.dp_rank, batch.dp_size)
+            lying = stream.documents(*place) if trained.config.data.reset_attention else ()
+            tokens, targets, *documents = (each.to(trained.device) for each in (*stream.batch(*place), *lying))
+            logits = trained.model(tokens, Documents(*documents) if documents else None)
+            totals[0] += dlp.cross_entropy(logits, targets, trained.mesh)
+            totals[1] += (targets != IGNORED).sum()
+    dist.all_reduce(totals)
+    loss, tokens = totals.tolist()
+    return Perplexity(loss / tokens, round(tokens) // trained.dims.tp)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="launch.evaluate", description="How well a checkpoint predicts prepared data."
+    )
+    parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
+    parser.add_argument("--data", help="builtin:stdlib or a prepared folder [that of the run]")
+    parser.add_argument("--split", choices=("validation", "train"), default="validation")
+    parser.add_argument("--batches", type=int, help="so many global batches [all of the split]")
+    known, changes = command_line(parser, arguments)
+    trained = open_trained(known.checkpoint, [*changes, *[("data.path", known.data)] * bool(known.data)])
+    found = perplexity(trained, read_data(trained, known.checkpoint), known.split, known.batches)
+    if dist.get_rank() == 0:
+        print(*trained.remarks, f"{known.split} of {trained.config.data.path}: {found}", sep="\n")
+    shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))

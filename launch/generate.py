@@ -1,0 +1,147 @@
+"""Text that a checkpoint writes.
+
+    python -m launch.generate CHECKPOINT --prompt "def main" [--tokens 100] [--temperature 0.8] [--tokenizer tokenizer.json]
+
+By torchrun the ranks are tensor-parallel. Keys and values of what was read are kept, so that each token costs one token.
+The model runs in the recipes that it was trained in; `--recipe bf16` in others. `--profile FILE` traces ten tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlp.comm.mesh import TP, shutdown, world_size
+from launch import weights
+from launch.exposure import profiled
+from launch.models.cache import KeyValues
+from launch.schema import ConfigError
+from launch.tokenizer import BYTES, Tokenizer, open_tokenizer
+from launch.trained import Trained, check_length, command_line, open_trained
+
+PROFILED = 10  # tokens
+
+
+@dataclass(frozen=True)
+class Written:
+    """tokens: int64 [B, prompt and what follows], equal on all ranks; seconds of reading the prompt and of writing."""
+
+    tokens: Tensor
+    reading: float
+    writing: float
+
+    def speed(self, prompt: int) -> str:
+        batch, after = self.tokens.shape[0], self.tokens.shape[1] - prompt - 1
+        written = f", then {batch * after / self.writing:,.1f} tokens/s" if after > 0 else ""
+        return f"read {batch * prompt} tokens in {self.reading:.3f} s{written}"
+
+
+class Writer:
+    """Writes on from a prompt. Ranks draw alike: from the same numbers, with the same logits."""
+
+    def __init__(self, trained: Trained, room: int, temperature: float = 0.0, seed: int = 0) -> None:
+        check_length(trained.config, room)
+        self.trained, self.temperature = trained, temperature
+        self.past = [KeyValues(room) for _ in trained.model.model.layers]
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def next(self, tokens: Tensor) -> Tensor:
+        """Reads tokens [B, S] on -> those that follow, int64 [B, 1]."""
+        hidden = self.trained.model.model(tokens, None, self.past)
+        logits = self.whole(self.trained.model.lm_head(hidden[:, -1])).float()
+        if self.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        chances = (logits.cpu() / self.temperature).softmax(-1)
+        return torch.multinomial(chances, 1, generator=self.generator).to(tokens.device)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """[B, V/tp] -> [B, V]."""
+        group = self.trained.dims.group(TP)
+        if group.size() == 1:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(parts, logits.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+
+def write(
+    trained: Trained, prompt: Tensor, count: int, *, temperature: float = 0.0, seed: int = 0, trace: Path | None = None
+) -> Written:
+    """Write `count` tokens after prompt [B, S], equal on all ranks. temperature 0: always the most likely one. trace: where a
+    profile of the first tokens goes. ValueError where attention of the model may not see so many."""
+    writer = Writer(trained, prompt.shape[1] + count, temperature, seed)
+    began = time.perf_counter()
+    tokens = [prompt.to(trained.device)]
+    tokens.append(writer.next(tokens[0]))
+    _wait(trained)
+    read = time.perf_counter()
+
+    def more(steps: int) -> None:
+        for _ in range(steps):
+            tokens.append(writer.next(tokens[-1]))
+
+    first = min(PROFILED, count - 1) if trace is not None else 0
+    if trace is not None and dist.get_rank() == 0:
+        profiled(lambda: more(first), trained.device, trace)
+    else:
+        more(first)
+    more(count - 1 - first)
+    _wait(trained)
+    return Written(torch.cat(tokens, 1).cpu(), read - began, time.perf_counter() - read)
+
+
+def _wait(trained: Trained) -> None:
+    if trained.device.type == "cuda":
+        torch.cuda.synchronize(trained.device)
+
+
+def prompt_of(tokenizer: Tokenizer, text: str) -> Tensor:
+    """int64 [1, S]. ConfigError for a text without tokens."""
+    tokens = tokenizer.encode([("--prompt", text.encode())])[0][:-1]  # without the separator
+    if len(tokens) == 0:
+        raise ConfigError("--prompt: expected a text that is not empty")
+    return torch.from_numpy(tokens.astype("int64")).unsqueeze(0)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="launch.generate", description="Text that a checkpoint writes.")
+    parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
+    parser.add_argument("--prompt", required=True, help="the text to go on from")
+    parser.add_argument("--tokens", type=int, default=100, help="to write [100]")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token [0]")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn [0]")
+    parser.add_argument("--tokenizer", default=BYTES.name, help="bytes, or a tokenizer.json [bytes]")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="trace the first tokens, for chrome://tracing")
+    known, changes = command_line(parser, arguments)
+    if known.tokens < 1 or known.temperature < 0:
+        raise ConfigError("--tokens, --temperature: expected at least 1, and 0 or more")
+    tokenizer = open_tokenizer(known.tokenizer)
+    cut = [
+        ("mesh.sequence_parallel", "false"),
+        ("mesh.tp", str(world_size())),
+        ("mesh.dp_shard", "1"),
+        ("mesh.dp_replicate", "1"),
+    ]
+    trained = open_trained(known.checkpoint, [*cut, *changes])
+    weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)
+    prompt = prompt_of(tokenizer, known.prompt)
+    found = write(trained, prompt, known.tokens, temperature=known.temperature, seed=known.seed, trace=known.profile)
+    if dist.get_rank() == 0:
+        print(*trained.remarks, tokenizer.decode(found.tokens[0].tolist()), found.speed(prompt.shape[1]), sep="\n")
+    shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))

@@ -1,0 +1,71 @@
+"""A model that was trained, without its training: from a checkpoint, on these ranks, to be evaluated or to write text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import dlp
+from dlp.comm.mesh import ParallelDims, world_size
+from launch import checkpoint, overrides, weights
+from launch.build import parallel_model
+from launch.config import Batch, Config, ConfigError, from_text, recipe_files
+from launch.models.modules import Llama
+
+Changes = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that is not trained further, `dims.dp_rank` of `batch.dp_size`, and what its checkpoint says. remarks: what is
+    to be told of it."""
+
+    config: Config
+    model: Llama
+    mesh: DeviceMesh
+    device: torch.device
+    dims: ParallelDims
+    batch: Batch
+    opened: checkpoint.Opened
+    remarks: list[str]
+
+
+def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Changes]:
+    """A program's own options, and settings in place of those that the checkpoint was trained with."""
+    rest, changes = overrides.split(arguments)
+    return parser.parse_args(rest), changes
+
+
+def open_trained(path: Path, changes: Changes) -> Trained:
+    """On all ranks of this run: the checkpoint's config, `changes`, and its weights. A single rank has a mesh of one, whatever
+    the run had. Raises ValueError for what does not fit."""
+    found = checkpoint.read_manifest(path)
+    alone = [(f"mesh.{axis}", "1") for axis in ("tp", "dp_shard", "dp_replicate")] if world_size() == 1 else []
+    settled = [("train.compile", "false"), ("train.checkpointing", "none"), ("train.cuda_graph", "false")]
+    config = from_text(found["config"], f"{path}'s config", [*settled, *alone, *changes])
+    sizes = config.mesh
+    mesh = dlp.build_mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
+    return fill(path, config, mesh)
+
+
+def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
+    """A model on a mesh, with the weights and the recipe state of a checkpoint."""
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    model, _, batch = parallel_model(config, mesh)
+    model.to_empty(device=device)
+    opened, remarks = weights.load(path, model, weights.settings_of(config.model))
+    remarks += weights.load_recipes(path, model, opened, recipe_files(config))
+    model.requires_grad_(False)
+    return Trained(config, model, mesh, device, ParallelDims.from_mesh(mesh), batch, opened, remarks)
+
+
+def check_length(config: Config, tokens: int) -> None:
+    """ConfigError for more tokens than attention of the model may see."""
+    window = config.model.sliding_window or tokens
+    if tokens > window:
+        raise ConfigError(f"{tokens} tokens are more than [model] sliding_window = {window}: ask for fewer")

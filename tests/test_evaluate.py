@@ -1,0 +1,130 @@
+"""A run's checkpoint without its training: evaluated as the run was, and text that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import evaluate, generate, trained
+from launch.config import ConfigError, from_text
+from launch.manifest import CheckpointError, read_manifest
+from launch.tokenizer import BYTES
+from tests import pool as worker
+from tests import training
+from tests.command import command
+
+PROMPT = torch.tensor([[100, 101, 102, 32, 109]])
+
+
+def opened(path: str, tp: int, *settings: tuple[str, str]) -> trained.Trained:
+    """Inside a worker: a checkpoint on a mesh of its own."""
+    changes = [("mesh.tp", str(tp)), ("mesh.sequence_parallel", "false"), *settings]
+    config = from_text(read_manifest(Path(path))["config"], "its config", changes)
+    return trained.fill(Path(path), config, worker.mesh(tp=tp))
+
+
+def train(config: Any) -> None:
+    """Inside a worker."""
+    training.run(config)
+    training.end_determinism()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(pools: Any, device_type: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
+    """Of a run of four steps, and its validation loss."""
+    folder = tmp_path_factory.mktemp("run")
+    config = training.config(folder, training.shards(folder), "--train.steps=4", "--train.eval_every=4")
+    pools.setdefault(2, worker.Pool(2, device_type)).run(train, config)
+    return str(folder / "run" / "checkpoints" / "step-4"), training.metrics(config, "validation_loss")[4]
+
+
+def measured(path: str, *settings: tuple[str, str]) -> evaluate.Perplexity:
+    """Inside a worker."""
+    found = opened(path, 2, ("mesh.sequence_parallel", "true"), *settings)
+    return evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1)
+
+
+@pytest.mark.ranks(2)
+def test_it_finds_the_loss_that_the_run_found(ranks, checkpoint):
+    path, loss = checkpoint
+    found = ranks(2).run(measured, path)
+    assert found[0] == found[1] and found[0].tokens == 8 * 64
+    assert found[0].loss == pytest.approx(loss, abs=1e-6)
+    assert abs(ranks(2).run(measured, path, ("groups.default.recipe", "nvfp4"))[0].loss - loss) > 1e-6
+    assert "perplexity" in str(found[0])
+
+
+def too_many(path: str) -> str:
+    """Inside a worker."""
+    found = opened(path, 1)
+    with pytest.raises(ConfigError) as error:
+        evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 10**6)
+    return str(error.value)
+
+
+def other_tokenizer(path: str) -> str:
+    """Inside a worker: the checkpoint of a model that has learned other tokens."""
+    found = opened(path, 1)
+    found.opened.manifest["data"]["tokenizer"] = "0123456789abcdef"
+    with pytest.raises(CheckpointError) as error:
+        evaluate.read_data(found, Path(path))
+    return str(error.value)
+
+
+def written(path: str, tp: int, temperature: float, seed: int) -> list[int]:
+    """Inside a worker: in fp32, so that cuts and the cache change no token."""
+    found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
+    return generate.write(found, PROMPT, 12, temperature=temperature, seed=seed).tokens[0].tolist()
+
+
+def read_again(path: str) -> tuple[list[int], str]:
+    """Inside a worker: the most likely tokens, with the whole text read for each; and what a text of no room says."""
+    found, tokens = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT
+    for _ in range(12):
+        last = found.model(tokens).unflatten(0, tokens.shape)[:, -1]
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True).cpu()], 1)
+    with pytest.raises(ValueError) as error:
+        generate.Writer(found, 3).next(PROMPT)
+    return tokens[0].tolist(), str(error.value)
+
+
+@pytest.mark.ranks(2)
+def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
+    path, _ = checkpoint
+    expected, no_room = ranks(1).run(read_again, path)[0]
+    assert "a cache for 3 tokens was given 5" in no_room
+    assert ranks(1).run(written, path, 1, 0.0, 0)[0] == expected
+    both = ranks(2).run(written, path, 2, 0.0, 0)
+    assert both == [expected, expected]
+    drawn = [ranks(2).run(written, path, 2, 2.0, seed) for seed in (0, 1)]
+    assert drawn[0][0] == drawn[0][1] != drawn[1][0] == drawn[1][1]
+    assert "batches of 8: ask for fewer --batches" in ranks(1).run(too_many, path)[0]
+    said = ranks(1).run(other_tokenizer, path)[0]
+    assert "bytes in place of a file whose SHA-256 begins 0123456789abcdef" in said
+
+
+def traced(path: str, trace: Path) -> str:
+    """Inside a worker: in the recipe that it was trained in."""
+    return generate.write(opened(path, 1), PROMPT, 4, trace=trace).speed(PROMPT.shape[1])
+
+
+@pytest.mark.ranks(1)
+def test_its_speed_and_a_trace_of_it(ranks, checkpoint, tmp_path):
+    said = ranks(1).run(traced, checkpoint[0], tmp_path / "trace.json")[0]
+    assert said.startswith("read 5 tokens in ") and said.endswith(" tokens/s")
+    assert (tmp_path / "trace.json").stat().st_size > 0
+
+
+@pytest.mark.parametrize("program", ["launch.evaluate", "launch.generate"])
+def test_what_is_no_checkpoint_is_one_sentence(program: str, tmp_path: Path) -> None:
+    prompt = ["--prompt", "x"] if program == "launch.generate" else []
+    code, out, error = command(program, str(tmp_path), *prompt)
+    assert (code, out) == (1, "") and "it has no manifest.json" in error and error.count("\n") == 1
+
+
+def test_bytes_are_text_again() -> None:
+    tokens = BYTES.encode([("a name", "Käse".encode())])[0].tolist()
+    assert BYTES.decode(tokens) == "Käse" and BYTES.decode(tokens[:2]) == "K\ufffd"
