@@ -49,7 +49,7 @@ def test_a_pair_is_measured_beside_plain_torch(
     assert (plain["subject"], plain["calls_ratio"], plain["host_ratio"]) == (PLAIN, 1.0, 1.0) and plain["calls"] > 20
     assert bf16["subject"] == "bf16" and bf16["calls_ratio"] > 1.0 and bf16["host"] > 0 and bf16["all"] > 0
     assert bf16["calls"] < 520, "decided once: the pair made 938 Python calls before plans were bound"
-    assert fp8["calls"] < 690, "1095 before"
+    assert fp8["calls"] < 680, "1095 before"
     assert capsys.readouterr().out.splitlines()[-1].startswith("fp8_current")
 
 
