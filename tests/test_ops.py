@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
 from dlp.ops.fusions import REGISTERED
+from dlp.parallel.linear import core
 from tests.metrics import assert_bit_equal, assert_close
 
 H, FFN, M = 32, 64, 32
@@ -448,3 +450,100 @@ def test_a_fusion_equals_its_basic_ops(said: str, recipe: str, basic_only: Any):
             assert_bit_equal(found[name], tensor, name)
         else:
             assert_close(found[name], tensor, bound, name)
+
+
+# Split sequences, and what travels between them
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_rowwise"])
+@pytest.mark.parametrize("shape", [(128, 128), (2, 64, 128)], ids=["tokens", "sequences"])
+def test_a_quantized_tensor_goes_to_the_next_sequence_and_is_cast_once(
+    recipe: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    norm = ops.Sequential(ops.LayerNorm(128), ops.Quantize(recipe=recipe)).bfloat16()
+    fc1 = ops.Sequential(ops.Linear(128, 128, bias=False, recipe=recipe)).bfloat16()
+    whole = ops.Sequential(norm[0], fc1[0])
+    x = values(1, *shape).bfloat16().requires_grad_()
+    handed = norm(x)
+    assert isinstance(handed, ops.Handed) and handed.shape == shape and handed.dtype == torch.bfloat16
+    cast: list[str] = []
+    quantize = core.quantize
+    monkeypatch.setattr(
+        core, "quantize", lambda bound, tensor, *a, **k: [cast.append(tensor), quantize(bound, tensor, *a, **k)][1]
+    )
+    monkeypatch.setattr(core.BoundRoute, "send", lambda self, *a, **k: pytest.fail("x is cast once more"))
+    y = fc1(handed)
+    monkeypatch.undo()
+    dy = values(2, *y.shape).bfloat16()
+    y.backward(dy)
+    found = {"y": y.detach(), "dx": x.grad, "dw": fc1[0].weight.grad}
+    x.grad = fc1[0].weight.grad = None
+    other = whole(x)
+    other.backward(dy)
+    for name, tensor in {"y": other.detach(), "dx": x.grad, "dw": fc1[0].weight.grad}.items():
+        assert_bit_equal(found[name], tensor, name)  # type: ignore[arg-type]
+    assert "x" not in cast
+
+
+def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pytest.LogCaptureFixture):
+    x = values(1, 128, 128)
+    linear = ops.Linear(128, 128, recipe="fp8_block")
+    handed = ops.Quantize(recipe="fp8_current")(x)
+    assert_close(linear(handed), linear(x), 0.1)
+    assert "x is quantized twice: it came as" in caplog.text
+    with pytest.raises(ValueError, match="give Quantize this recipe, or leave strict away"):
+        linear(ops.Quantize(recipe="fp8_current", strict=True)(x))
+    assert_close(handed + 1, x + 1, 0.1)
+    assert ops.Quantize()(x) is not None and type(ops.Quantize()(x)) is Tensor
+
+
+def test_a_quantized_gradient_goes_back():
+    torch.manual_seed(0)
+    first = ops.Sequential(ops.Linear(128, 128, bias=False, recipe="fp8_current"))
+    second = ops.Sequential(ops.Quantize(forward=False, backward=True, recipe="fp8_current"), ops.RMSNorm(128))
+    x = values(1, 128, 128).requires_grad_()
+    y = first(x)
+    seen: list[Any] = []
+    y.register_hook(lambda grad: seen.append(type(grad)))
+    second(y).sum().backward()
+    assert seen == [ops.Handed]
+    assert x.grad is not None and x.grad.isfinite().all() and x.grad.any()
+
+
+# What torch traces
+
+
+def mlp_like(model: nn.Module) -> ops.Sequential:
+    """The same in bf16, not compiled."""
+    made = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (FFN, FFN)), ops.SwiGLU(), ops.Linear(FFN, H), ops.GELU())
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+@pytest.mark.slow
+def test_compiled_code_is_one_graph():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = ops.Sequential(
+        ops.RMSNorm(H), ops.Linear(H, (FFN, FFN), recipe="fp8_current"), ops.SwiGLU(), ops.Linear(FFN, H, recipe="fp8_current"), ops.GELU()
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    dlp.attach(model, optimizer)
+    other = copy.deepcopy(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    same(run(model), run(other), 0.02)
+    dlp.set_recipe(model, "*", "bf16")
+    optimizer.step()
+    same(run(model), run(mlp_like(model)), 1e-5)
+
+
+def test_what_watches_sees_ops_one_by_one():
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model = mlp("fp8_current")
+    expected = run(model)
+    with Watched():
+        same(run(model), expected, 0.02)

@@ -9,6 +9,7 @@ from dlp.ops.basic.arithmetic import AddExtraInput, ConstantScale, Dropout, Iden
 from dlp.ops.basic.bias import Bias
 from dlp.ops.basic.communication import AllGather, AllReduce, ReduceScatter
 from dlp.ops.basic.norms import L2Normalization, LayerNorm, RMSNorm
+from dlp.ops.basic.quantize import Quantize
 from dlp.ops.context import OperationContext
 from dlp.ops.fuser import OperationFuser
 from dlp.ops.fusions import (
@@ -16,6 +17,7 @@ from dlp.ops.fusions import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from dlp.ops.handed import Handed
 from dlp.ops.linear import BasicLinear, Linear
 from dlp.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from dlp.ops.sequential import Sequential
@@ -23,8 +25,8 @@ from dlp.ops.values import Produced
 
 __all__ = [
     "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ConstantScale", "Dropout",
-    "FusedOperation", "FusibleOperation", "GEGLU", "GELU", "GLU", "Identity", "L2Normalization", "LayerNorm", "Linear",
-    "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter",
+    "FusedOperation", "FusibleOperation", "GEGLU", "GELU", "GLU", "Handed", "Identity", "L2Normalization", "LayerNorm", "Linear",
+    "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter",
     "Reshape", "SReLU", "Sequential", "SiLU", "SwiGLU", "register_backward_fusion", "register_forward_backward_fusion",
     "register_forward_fusion",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from dlp.ops.captured import Direction, Flat
 from dlp.ops.context import OperationContext
 from dlp.ops.fusions import REGISTERED, fuse
 from dlp.ops.traced import one_by_one
-from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, tensor_of
+from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, tensor_of
 from dlp.parallel.linear.autograd import no_autocast, opaque
 from dlp.parallel.linear.modules import autocasts, in_autocast_dtype
 from dlp.parallel.weight.local import held
@@ -217,10 +217,9 @@ def admitted(fuser: OperationFuser, placed: Placed, value: Value) -> Value:
 
 
 def _single(takes: frozenset[str], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value
-    kept = LAZY in takes if isinstance(value, Produced) else HANDED in takes
-    return value if kept else tensor_of(value)
+    if is_handed(value):
+        return value if HANDED in takes else value.tensor()
+    return value if isinstance(value, Tensor) or LAZY in takes else tensor_of(value)
 
 
 # Forward

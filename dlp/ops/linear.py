@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlp.kernels.ops import LazyMatrix
 from dlp.ops.basic.bias import Bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
+from dlp.ops.handed import Handed
 from dlp.ops.op import BasicOperation
-from dlp.ops.values import LAZY, MANY, Produced, Value, each, rows_of
+from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features
 from dlp.parallel.linear.capture import can_be_captured
@@ -57,7 +58,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     Raises ValueError for another mode, sizes that tp does not divide, and x of other features.
     """
 
-    takes = frozenset({LAZY, MANY})
+    takes = frozenset({LAZY, MANY, HANDED})
     launches = True
 
     def __init__(
@@ -180,6 +181,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         if input_.dtype != ctx.dtype:
             self._take_weights(ctx, input_.dtype)
         x: Any = input_.matrix if isinstance(input_, Produced) else input_
+        if is_handed(x) and not self._reads_as_it_is(x, bound, "x"):
+            x = input_ = x.tensor()
         weights, parts = ctx.given
         check_features(bound.spec, x, weights[0])
         save = ctx.requires_grad and any(ctx.learns)
@@ -190,6 +193,31 @@ class BasicLinear(BasicOperation, modules.Linear):
         if isinstance(x, LazyMatrix) and len(leading) > 1 and bound.spec.style.gathers is None:
             ys = [y.view(*leading, y.shape[-1]) for y in ys]
         return tuple(ys)
+
+    def _reads_as_it_is(self, value: Any, bound: BoundSpec, tensor: str) -> bool:
+        """Whether what is quantized already is what this layer would make of it; else it is decoded and quantized once more,
+        and the plan notes it. ValueError where it is strict."""
+        spec = bound.spec
+        alone = spec.tp == 1 or spec.style.gathers != tensor
+        agreed = spec.amax_group is None and spec.recipe.amax_scope == "table"
+        own = value.quantizers
+        whole = not (own.rowwise.format.keeps_source or own.columnwise.format.keeps_source)
+        same = own == spec.recipe.of(tensor) and spec.prologue is None and whole
+        if same and alone and (agreed or spec.tp == 1):
+            return True
+        why = f"{spec.name}: {tensor} is quantized twice: " + (
+            f"it came as {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts it otherwise"
+            if not same else "its ranks must share its scales"
+        )  # fmt: skip
+        if value.strict:
+            raise ValueError(f"{why}; give Quantize this recipe, or leave strict away")
+        bound.session.note(why)
+        return False
+
+    def _dy(self, grad: Any, bound: BoundSpec) -> Any:
+        if is_handed(grad) and self._reads_as_it_is(grad, bound, "dy"):
+            return Handed(grad.operands, grad.quantizers, (grad.numel() // grad.shape[-1], grad.shape[-1]), grad.dtype)
+        return rows_of(grad)
 
     def begin_backward(self, ctx: Any) -> None:
         bound, weights = ctx.bound, ctx.saved_tensors[: len(ctx.learns)]
@@ -218,7 +246,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         learned: list[Tensor | None] = [None] * count
         if not used:
             return torch.zeros(ctx.x_shape, dtype=ctx.x_dtype, device=weights[0].device), learned
-        dys, ws = [rows_of(grads[i]) for i in used], [weights[i] for i in used]
+        dys, ws = [self._dy(grads[i], bound) for i in used], [weights[i] for i in used]
         dw = tuple([ctx.learns[i] for i in used])
         wanted = GradsWanted(used, ctx.needs_dx, dw, (False,) * len(used), ctx.x_dtype, ctx.x_shape)
         bound.session.scales = ctx.scales

@@ -32,6 +32,7 @@ class Sequential(nn.Module):
         named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], dict) else enumerate(modules)
         for name, module in named:
             self.add_module(str(name), module)  # type: ignore[arg-type]
+        self._groups_now()  # here, since compiled code does not make them
 
     # A list of modules
 
@@ -91,10 +92,15 @@ class Sequential(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_groups"}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._groups_now()
+
     # Running
 
     def forward(self, x: Any, *extra_inputs: Tensor) -> Any:
-        groups, at, outputs = self._groups_now(), 0, list[Tensor]()
+        groups, at = self._groups_now(), 0
+        outputs: list[Tensor] = []
         for group in groups:
             if not isinstance(group, OperationFuser):
                 count = group.basic_extra_inputs if isinstance(group, FusibleOperation) else 0

@@ -14,7 +14,8 @@ from torch import Tensor
 
 def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
     """What the fuser returns."""
-    ops, outputs, at, place = fuser.basic_ops, list[Tensor](), 0, 0
+    ops, at, place = fuser.basic_ops, 0, 0
+    outputs: list[Tensor] = []
     while place < len(ops):
         op = ops[place]
         taken = extra_inputs[at : at + op.num_extra_inputs]

@@ -46,14 +46,21 @@ Value = Any  # Tensor | Produced | Handed | tuple of these
 
 
 def tensor_of(value: Value) -> Tensor:
-    """The values [..., C]."""
+    """The values [..., C]; what is handed on stays so."""
     return value if isinstance(value, Tensor) else value.tensor()
+
+
+def is_handed(value: Value) -> bool:
+    """Whether it is quantized already (`dlp.ops.handed`)."""
+    return hasattr(value, "operands")
 
 
 def rows_of(value: Value) -> Any:
     """[M, C]: a matrix, or what makes one."""
     if isinstance(value, Produced):
         return value.matrix
+    if is_handed(value):
+        value = value.tensor()
     return value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
 
 

@@ -12,12 +12,12 @@ from dlp.ops.basic.bias import Bias
 from dlp.ops.fusions import Pattern, maybe, register_forward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import LAZY, Value, tensor_of
+from dlp.ops.values import HANDED, LAZY, Value, tensor_of
 from dlp.parallel.linear.core import Finish
 
 
 class LinearIntoExtraInput(InnerFused):
-    takes = frozenset({LAZY})
+    takes = frozenset({LAZY, HANDED})
     launches = False  # its result is an input
 
     def fuser_forward(

@@ -9,11 +9,11 @@ from dlp.ops.basic.bias import Bias
 from dlp.ops.fusions import Pattern, register_forward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import LAZY, MANY, Value
+from dlp.ops.values import HANDED, LAZY, MANY, Value
 
 
 class ForwardLinearBias(InnerFused):
-    takes = frozenset({LAZY, MANY})
+    takes = frozenset({LAZY, MANY, HANDED})
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any

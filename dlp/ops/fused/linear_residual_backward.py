@@ -9,12 +9,12 @@ from dlp.ops.basic.arithmetic import MakeExtraOutput
 from dlp.ops.fusions import Pattern, register_backward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import LAZY, MANY, Value
+from dlp.ops.values import HANDED, LAZY, MANY, Value
 from dlp.parallel.linear.core import NO_FINISH, Finish
 
 
 class BackwardLinearIntoResidual(InnerFused):
-    takes = frozenset({LAZY, MANY})
+    takes = frozenset({LAZY, MANY, HANDED})
     launches = False
 
     def fuser_backward(

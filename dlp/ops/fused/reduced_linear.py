@@ -13,11 +13,11 @@ from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.fusions import Pattern, maybe, register_forward_backward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import LAZY, Value
+from dlp.ops.values import HANDED, LAZY, Value
 
 
 class ReducedLinear(InnerFused):
-    takes = frozenset({LAZY})
+    takes = frozenset({LAZY, HANDED})
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any

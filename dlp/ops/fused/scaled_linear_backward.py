@@ -9,12 +9,12 @@ from dlp.ops.basic.arithmetic import ConstantScale
 from dlp.ops.fusions import Pattern, register_backward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import LAZY, MANY, Value
+from dlp.ops.values import HANDED, LAZY, MANY, Value
 from dlp.parallel.linear.core import Finish
 
 
 class BackwardScaledLinear(InnerFused):
-    takes = frozenset({LAZY, MANY})
+    takes = frozenset({LAZY, MANY, HANDED})
 
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras

@@ -81,7 +81,7 @@ def run_forward(
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """x and w -> y.
 
-    inputs    x [..., K], or x [M, K] that is still to be made, or what the prologue reads
+    inputs    x [..., K], or x [M, K] that is still to be made, or x that has `operands`, or what the prologue reads
     weights   w_i [N_i, K] and biases b_i [N_i] of this rank; parts: of their rowwise operands, none: they are cast here
     save      there will be a wgrad
     record    gradients are enabled, so amaxes count for delayed scales
@@ -96,7 +96,10 @@ def run_forward(
     plan, reduce = transfers.plan, transfers.plan.fprop
     values = rows if spec.prologue is None else spec.prologue.make(spec.name, rows, stored(inputs[1]))
 
-    operand, _, mine = transfers.x[save].send(values, record)
+    mine = operands_of(values)
+    operand: Rowwise | None = mine.rowwise if mine is not None else None
+    if mine is None:
+        operand, _, mine = transfers.x[save].send(values, record)
     assert operand is not None
     kept: list[Tensor] = []
     if save and plan.kept == "values":
@@ -167,7 +170,8 @@ def run_backward(
         sent = transfers.dy(wanted.dx, learns).send(rows[0])
         dy_rows, dy_cols = [sent.rowwise], [sent.columnwise]
     else:
-        made = quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
+        given = [found for dy in rows if (found := operands_of(dy)) is not None]
+        made = given if len(given) == len(rows) else quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
         dy_rows, dy_cols = zip(*made, strict=True)
 
     dx: Tensor | Pending[Tensor] | None = None
@@ -272,7 +276,12 @@ def contract_gemm(
 
 def as_matrix(x: Values) -> Any:
     """[..., K] -> [M, K]."""
-    return x if isinstance(x, LazyMatrix) or x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if isinstance(x, LazyMatrix) or hasattr(x, "operands") or x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def operands_of(x: Any) -> Operands | None:
+    """Those of x or dy that came quantized; None: it is to be cast."""
+    return getattr(x, "operands", None)
 
 
 def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:

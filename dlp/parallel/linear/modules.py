@@ -170,8 +170,8 @@ class LinearCore(LayerState):
     def by_ops(self, inputs: tuple[Tensor, ...], prologue: Prologue | None = None) -> tuple[Tensor, ...]:
         """The same, for what traces or watches. `prologue`: in the place of the layer's own."""
         bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
-        if prologue is not None:
-            bound = self.bound_with(bound, prologue)
+        if prologue is not None:  # compiled code is of one trace: another recipe compiles anew
+            bound = self.bound_with(bound, prologue) if bound.trace_id >= 0 else bound
         kept, weights, biases = self.weights.kept(bound, inputs[0].dtype), self.weight_tensors(), self.biases()
         cached = [] if kept is None else kept.parts
         record = torch.is_grad_enabled()
@@ -189,6 +189,7 @@ class LinearCore(LayerState):
         )  # fmt: skip
         return results
 
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def bound_with(self, bound: BoundSpec, prologue: Prologue) -> BoundSpec:
         """A spec of this layer, with a prologue."""
         found: BoundSpec | None = bound.cache.get(prologue)

@@ -1,0 +1,64 @@
+"""Quantize: hands a quantized tensor to the next module, so that nothing is cast twice.
+
+Before a linear of the same fuser it does nothing: that casts what it is given. At the end of a sequence it casts by `recipe`,
+or by that of the `dlp.autocast` region around it; with neither, or where a layer must cast itself, the values go on as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dlp.ops.handed import Handed, quantized, why_not
+from dlp.ops.op import BasicOperation
+from dlp.ops.values import HANDED, LAZY, Value, rows_of
+from dlp.parallel.model.autocast import active_region
+from dlp.quant import recipe as recipes
+from dlp.quant.recipe import Recipe
+
+
+class Quantize(BasicOperation):
+    """forward, backward: what is quantized, the output, the gradient of the input; `strict`: a linear that cannot read it as
+    it is raises ValueError, where else it is decoded and quantized once more, with a note."""
+
+    takes = frozenset({LAZY, HANDED})
+
+    def __init__(
+        self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False
+    ) -> None:
+        super().__init__()
+        self.on_forward, self.on_backward, self.strict = forward, backward, strict
+        self.recipe = None if recipe is None else recipes.as_recipe(recipe).for_layer("quantize")
+
+    def chosen(self) -> Recipe | None:
+        region = active_region()
+        asked = self.recipe if region is None or not region.enabled else region.recipe or self.recipe
+        return None if asked is None else asked.for_layer("quantize")
+
+    def state(self, ctx: Any) -> Any:
+        return self.chosen()
+
+    def _handed(self, value: Value, recipe: Recipe | None, tensor: str) -> Value:
+        if recipe is None or isinstance(value, Handed) or why_not(recipe, tensor) is not None:
+            if self.strict and recipe is not None and not isinstance(value, Handed):
+                raise ValueError(f"Quantize(strict=True): {recipe}: {why_not(recipe, tensor)}; leave strict away")
+            return value
+        return quantized(rows_of(value), value.shape, recipe, tensor, self.strict)
+
+    def op_forward(
+        self, ctx: Any, input_: Value, *, prev_op_grad_output_quantizer: Any = None, next_op_input_quantizer: Any = None,
+        **kwargs: Any,
+    ) -> Value:  # fmt: skip
+        ctx.recipe = self.chosen()
+        ctx.hands_back = self.on_backward and prev_op_grad_output_quantizer is None
+        if not self.on_forward or next_op_input_quantizer is not None:
+            return input_
+        return self._handed(input_, ctx.recipe, "x")
+
+    def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
+        return (self._handed(grad_output, ctx.recipe, "dy") if ctx.hands_back else grad_output), ()
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        return x

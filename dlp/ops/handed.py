@@ -1,0 +1,86 @@
+"""Handed: activations [..., C] that are quantized already, as a tensor, so that they travel between modules.
+
+A linear whose recipe casts x like this reads the operands as they are; anything else reads the decoded values. Its gradient is
+a plain tensor. Kept are both operands of one matrix [M, C], and which quantizers made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dlp.kernels.ops import LazyMatrix
+from dlp.parallel.casts import BOTH, Beside, Operands, cast, cast_plan
+from dlp.parallel.style import LOCAL
+from dlp.quant.quantizer import caps_of
+from dlp.quant.recipe import Operand, Recipe
+
+
+class Handed(Tensor):
+    """operands of values [M, C], made by `quantizers`; `strict`: nobody may decode them to quantize once more."""
+
+    operands: Operands
+    quantizers: Operand
+    strict: bool
+
+    @staticmethod
+    def __new__(
+        cls, operands: Operands, quantizers: Operand, shape: Sequence[int], dtype: torch.dtype, strict: bool = False
+    ) -> Handed:
+        device = operands.at(columnwise=False).payload.device
+        made: Handed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made.operands, made.quantizers, made.strict = operands, quantizers, strict
+        return made
+
+    def tensor(self) -> Tensor:
+        """The values, decoded."""
+        return self.operands.at(columnwise=False).dequantize(self.dtype).reshape(self.shape)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"Handed({list(self.shape)}, {self.operands.at(columnwise=False).format.name})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """detach, alias and views of the same shape keep the operands; whatever else reads the values decodes them."""
+        if func in _SAME and isinstance(args[0], Handed):
+            it = args[0]
+            return Handed(it.operands, it.quantizers, it.shape, it.dtype, it.strict)
+        plain = tree_map(lambda value: value.tensor() if isinstance(value, Handed) else value, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view_as.default)
+
+
+def why_not(recipe: Recipe, tensor: str) -> str | None:
+    """Why x or dy of this recipe is not quantized apart from its layer; None: it can be."""
+    operand = recipe.of(tensor)
+    if operand is None or operand.keeps_source:
+        return "its recipe quantizes nothing"
+    caps = [caps_of(quantizer) for quantizer in (operand.rowwise, operand.columnwise)]
+    if any(each.slot is not None for each in caps):
+        return "delayed scales belong to the layer that reads it"
+    if any(each.origin for each in caps):
+        return "it is rounded by chance, by its place in its layer"
+    if recipe.units != (1, 1, 1):
+        return "it is padded as its layer wants"
+    return None
+
+
+def quantized(rows: Tensor | LazyMatrix, shape: Sequence[int], recipe: Recipe, tensor: str, strict: bool) -> Handed:
+    """Values [M, C] as a recipe casts x or dy, both orientations; scales are this rank's."""
+    plan = cast_plan(LOCAL, recipe, tensor, BOTH, rows.shape[0])
+    (made,) = cast(plan, BOTH, [rows], [tensor], _nothing_beside)
+    operand = recipe.of(tensor)
+    assert operand is not None
+    return Handed(made, operand, shape, rows.dtype, strict)
+
+
+def _nothing_beside(plan: Any, *asked: Any) -> Beside:
+    its: Beside | None = plan.bare
+    assert its is not None, "asked of a recipe with slots or origins"
+    return its
