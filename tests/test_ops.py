@@ -526,7 +526,8 @@ def test_compiled_code_is_one_graph():
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = ops.Sequential(
-        ops.RMSNorm(H), ops.Linear(H, (FFN, FFN), recipe="fp8_current"), ops.SwiGLU(), ops.Linear(FFN, H, recipe="fp8_current"), ops.GELU()
+        ops.RMSNorm(H), ops.Linear(H, (FFN, FFN), recipe="fp8_current"), ops.SwiGLU(),
+        ops.Linear(FFN, H, recipe="fp8_current"), ops.GELU(),
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     dlp.attach(model, optimizer)
@@ -547,3 +548,43 @@ def test_what_watches_sees_ops_one_by_one():
     expected = run(model)
     with Watched():
         same(run(model), expected, 0.02)
+
+
+# Modules made of ops
+
+
+def test_a_transformer_layer_is_that_of_torch():
+    torch.manual_seed(0)
+    layer = ops.TransformerLayer(H, FFN, 4, 2, normalization="RMSNorm", activation="swiglu", bias=False)
+    x = values(1, 2, 16, H).requires_grad_()
+    y = layer(x)
+    y.backward(values(2, 2, 16, H))
+    p = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    other = x.detach().clone().requires_grad_()
+    n = F.rms_norm(other, (H,), p["qkv.0.weight"], 1e-5)
+    q, k, v = (
+        F.linear(n, p[f"qkv.1.weight_{i}"]).view(2, 16, heads, 8).transpose(1, 2) for i, heads in enumerate((4, 2, 2))
+    )
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+    h = other + F.linear(attended, p["proj.0.weight"])
+    m = F.rms_norm(h, (H,), p["mlp.0.weight"], 1e-5)
+    gated = F.silu(F.linear(m, p["mlp.1.weight_0"])) * F.linear(m, p["mlp.1.weight_1"])
+    expected = h + F.linear(gated, p["mlp.3.weight"])
+    expected.backward(values(2, 2, 16, H))
+    same({"y": y, "dx": x.grad}, {"y": expected, "dx": other.grad})  # type: ignore[dict-item]
+    assert_close(layer(x.flatten(0, 1), batch=2), y.flatten(0, 1), 1e-6)
+    with pytest.raises(ValueError, match="pass batch=B"):
+        layer(x.flatten(0, 1))
+    with pytest.raises(ValueError, match="choose num_gqa_groups"):
+        ops.TransformerLayer(H, FFN, 4, 3)
+
+
+def test_layer_norm_linear_returns_what_its_norm_does():
+    module = ops.LayerNormLinear(H, FFN, return_layernorm_output=True)
+    y, normed = module(values(1, M, H))
+    assert_close(normed, F.layer_norm(values(1, M, H), (H,)), 1e-6)
+    assert_close(y, F.linear(normed, module[2].weight, module[2].bias), 1e-6)
+    with pytest.raises(ValueError, match="unknown activation 'tanh'"):
+        ops.LayerNormMLP(H, FFN, activation="tanh")
+    with pytest.raises(TypeError, match="unknown option ub_overlap"):
+        ops.LayerNormMLP(H, FFN, ub_overlap=True)

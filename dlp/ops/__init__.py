@@ -19,14 +19,15 @@ from dlp.ops.fusions import (
 )
 from dlp.ops.handed import Handed
 from dlp.ops.linear import BasicLinear, Linear
+from dlp.ops.modules import LayerNormLinear, LayerNormMLP, TransformerLayer
 from dlp.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from dlp.ops.sequential import Sequential
 from dlp.ops.values import Produced
 
 __all__ = [
     "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ConstantScale", "Dropout",
-    "FusedOperation", "FusibleOperation", "GEGLU", "GELU", "GLU", "Handed", "Identity", "L2Normalization", "LayerNorm", "Linear",
-    "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter",
-    "Reshape", "SReLU", "Sequential", "SiLU", "SwiGLU", "register_backward_fusion", "register_forward_backward_fusion",
-    "register_forward_fusion",
+    "FusedOperation", "FusibleOperation", "GEGLU", "GELU", "GLU", "Handed", "Identity", "L2Normalization", "LayerNorm",
+    "LayerNormLinear", "LayerNormMLP", "Linear", "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced",
+    "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReLU", "Sequential", "SiLU", "SwiGLU",
+    "TransformerLayer", "register_backward_fusion", "register_forward_backward_fusion", "register_forward_fusion",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ class Handed(Tensor):
         cls, operands: Operands, quantizers: Operand, shape: Sequence[int], dtype: torch.dtype, strict: bool = False
     ) -> Handed:
         device = operands.at(columnwise=False).payload.device
-        made: Handed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made: Handed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.operands, made.quantizers, made.strict = operands, quantizers, strict
         return made
 
@@ -44,7 +44,7 @@ class Handed(Tensor):
         return f"Handed({list(self.shape)}, {self.operands.at(columnwise=False).format.name})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """detach, alias and views of the same shape keep the operands; whatever else reads the values decodes them."""
         if func in _SAME and isinstance(args[0], Handed):
             it = args[0]

@@ -1,7 +1,8 @@
 """Quantize: hands a quantized tensor to the next module, so that nothing is cast twice.
 
 Before a linear of the same fuser it does nothing: that casts what it is given. At the end of a sequence it casts by `recipe`,
-or by that of the `dlp.autocast` region around it; with neither, or where a layer must cast itself, the values go on as they are.
+or by that of the `dlp.autocast` region around it; with neither, or where a layer must cast itself, the values go on as they
+are.
 """
 
 from __future__ import annotations

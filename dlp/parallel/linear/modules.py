@@ -189,7 +189,7 @@ class LinearCore(LayerState):
         )  # fmt: skip
         return results
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @torch.compiler.assume_constant_result
     def bound_with(self, bound: BoundSpec, prologue: Prologue) -> BoundSpec:
         """A spec of this layer, with a prologue."""
         found: BoundSpec | None = bound.cache.get(prologue)

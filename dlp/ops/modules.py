@@ -1,0 +1,151 @@
+"""LayerNormLinear, LayerNormMLP, TransformerLayer: made of ops, under the names and keywords of `transformer_engine.pytorch`.
+
+The first two are functions that return a `Sequential`, so they fuse as any other does, and their parameters have its names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlp.ops.basic.activations import GEGLU, GELU, GLU, ReGLU, ReLU, SiLU, SReLU, SwiGLU
+from dlp.ops.basic.arithmetic import AddExtraInput, Dropout, MakeExtraOutput
+from dlp.ops.basic.norms import LayerNorm, RMSNorm
+from dlp.ops.linear import Linear
+from dlp.ops.sequential import Sequential
+
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+ACTIVATIONS = {
+    "gelu": GELU, "relu": ReLU, "silu": SiLU, "srelu": SReLU, "geglu": GEGLU, "reglu": ReGLU, "swiglu": SwiGLU, "glu": GLU,
+}  # fmt: skip
+GATES = (GEGLU, ReGLU, SwiGLU, GLU)
+OPTIONS = ("tp_group", "sequence_parallel", "recipe", "overlap", "device", "params_dtype")
+
+
+def _chosen(what: str, table: dict[str, Any], name: str) -> Any:
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}: it is one of {', '.join(table)}")
+    return table[name]
+
+
+def _linear(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a Linear of this mode, from those that users write."""
+    if unknown := options.keys() - set(OPTIONS):
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {', '.join(OPTIONS)}")
+    given: dict[str, Any] = {name: options[name] for name in ("recipe", "overlap", "device") if name in options}
+    if options.get("params_dtype") is not None:
+        given["dtype"] = options["params_dtype"]
+    group = options.get("tp_group")
+    if mode is None or group is None:
+        return given
+    parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
+    return given | parallel | {"sequence_parallel": options.get("sequence_parallel", False)}
+
+
+def _norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, options: dict[str, Any]) -> nn.Module:
+    own = {"device": options.get("device"), "dtype": options.get("params_dtype")}
+    norm: nn.Module = _chosen("normalization", NORMS, normalization)(
+        size, eps=eps, zero_centered_gamma=zero_centered_gamma, **own
+    )
+    return norm
+
+
+def LayerNormLinear(  # noqa: N802, a module to its users
+    in_features: int, out_features: int | tuple[int, ...], eps: float = 1e-5, bias: bool = True, *,
+    normalization: str = "LayerNorm", zero_centered_gamma: bool = False, parallel_mode: str | None = None,
+    return_layernorm_output: bool = False, **options: Any,
+) -> Sequential:  # fmt: skip
+    """x -> Linear(norm(x)), with `return_layernorm_output` also norm(x). `parallel_mode`: None, "column" or "row" over
+    `tp_group`; further options: sequence_parallel, recipe, overlap, device, params_dtype."""
+    made = [_norm(normalization, in_features, eps, zero_centered_gamma, options)]
+    made += [MakeExtraOutput()] if return_layernorm_output else []
+    return Sequential(*made, Linear(in_features, out_features, bias, **_linear(parallel_mode, options)))
+
+
+def LayerNormMLP(  # noqa: N802, a module to its users
+    hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True, *, normalization: str = "LayerNorm",
+    activation: str = "gelu", zero_centered_gamma: bool = False, set_parallel_mode: bool = False, **options: Any,
+) -> Sequential:  # fmt: skip
+    """x -> Linear(act(Linear(norm(x)))). A gate, as swiglu, reads two siblings of ffn_hidden_size each. `set_parallel_mode`:
+    column- and row-parallel over `tp_group`; further options as of `LayerNormLinear`."""
+    act = _chosen("activation", ACTIVATIONS, activation)
+    wide: Any = (ffn_hidden_size, ffn_hidden_size) if act in GATES else ffn_hidden_size
+    column, row = ("column", "row") if set_parallel_mode else (None, None)
+    return Sequential(
+        _norm(normalization, hidden_size, eps, zero_centered_gamma, options),
+        Linear(hidden_size, wide, bias, **_linear(column, options)), act(),
+        Linear(ffn_hidden_size, hidden_size, bias, **_linear(row, options)),
+    )  # fmt: skip
+
+
+class TransformerLayer(nn.Module):
+    """A layer of a decoder: x + proj(attention(qkv(norm(x)))), then x + mlp(norm(x)).
+
+    num_gqa_groups   heads of k and v, as many as of q by default
+    kv_channels      features of a head; hidden_size / num_attention_heads by default
+    further options  as of `LayerNormMLP`
+
+    Raises ValueError for heads that tp or the groups do not divide.
+    """
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None, *,
+        layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.0, kv_channels: int | None = None, bias: bool = True,
+        normalization: str = "LayerNorm", activation: str = "gelu", set_parallel_mode: bool = False, causal: bool = True,
+        **options: Any,
+    ) -> None:  # fmt: skip  # many parameters: those of the module of this name
+        super().__init__()
+        groups, head = num_gqa_groups or num_attention_heads, kv_channels or hidden_size // num_attention_heads
+        group = options.get("tp_group") if set_parallel_mode else None
+        tp = 1 if group is None else group.size()
+        if num_attention_heads % groups or groups % tp:
+            raise ValueError(
+                f"TransformerLayer: {num_attention_heads} heads share {groups} groups of k and v over tp {tp}, which must "
+                f"divide: choose num_gqa_groups that divides the heads and is a multiple of tp"
+            )
+        self.head, self.causal, self.eps = head, causal, layernorm_epsilon
+        shared = {"normalization": normalization, "bias": bias, **options}
+        sizes = num_attention_heads * head, groups * head, groups * head
+        self.qkv = LayerNormLinear(
+            hidden_size, sizes, layernorm_epsilon, parallel_mode="column" if set_parallel_mode else None, **shared
+        )
+        mode = "row" if set_parallel_mode else None
+        drops = [Dropout(hidden_dropout)] if hidden_dropout else []
+        self.proj = Sequential(
+            Linear(num_attention_heads * head, hidden_size, bias, **_linear(mode, options)), *drops, AddExtraInput()
+        )
+        mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, layernorm_epsilon, activation=activation, set_parallel_mode=set_parallel_mode,
+            **shared,
+        )  # fmt: skip
+        self.mlp = Sequential(*mlp, *drops, AddExtraInput())
+
+    def forward(
+        self, hidden_states: Tensor, *, batch: int | None = None, rotary_pos_emb: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """hidden_states [B, S, H], or tokens [B*S, H] (token shards under sequence parallelism) with `batch` = B -> the same
+        shape. `rotary_pos_emb`: cos and sin [S, head], in halves."""
+        if batch is None:
+            if hidden_states.dim() != 3:
+                raise ValueError("TransformerLayer: of tokens [B*S, H] it must know the batch: pass batch=B")
+            batch = hidden_states.shape[0]
+        q, k, v = (
+            y.reshape(batch, -1, y.shape[-1] // self.head, self.head).transpose(1, 2) for y in self.qkv(hidden_states)
+        )
+        if rotary_pos_emb is not None:
+            q, k = (_rotated(each, *rotary_pos_emb) for each in (q, k))
+        shared = q.shape[1] != k.shape[1]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=shared).transpose(1, 2)
+        flat = attended.reshape(batch, -1, q.shape[1] * self.head)
+        x = self.proj(flat if hidden_states.dim() == 3 else flat.flatten(0, 1), hidden_states)
+        out: Tensor = self.mlp(x, x)
+        return out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, heads, S, head] turned by its position."""
+    turned = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], dim=-1)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
