@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dlp.kernels.ops import LazyMatrix
-from dlp.parallel.casts import BOTH, Beside, Operands, cast, cast_plan
+from dlp.parallel.casts import BOTH, Beside, CastPlan, Operands, cast, cast_plan
 from dlp.parallel.style import LOCAL
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand, Recipe
@@ -80,7 +80,6 @@ def quantized(rows: Tensor | LazyMatrix, shape: Sequence[int], recipe: Recipe, t
     return Handed(made, operand, shape, rows.dtype, strict)
 
 
-def _nothing_beside(plan: Any, *asked: Any) -> Beside:
-    its: Beside | None = plan.bare
-    assert its is not None, "asked of a recipe with slots or origins"
-    return its
+def _nothing_beside(plan: CastPlan, *asked: Any) -> Beside:
+    """Of a recipe without slots and origins (`why_not`)."""
+    return Beside(None, (None,) * len(plan.reads), ((),) * len(plan.reads))
