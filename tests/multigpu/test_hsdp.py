@@ -1,0 +1,60 @@
+"""Replicas of what FSDP shards, in every recipe: two replicas that read the same tokens train with the bits of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dlp
+from dlp.comm.mesh import DP_SHARD
+from launch.build import build
+from launch.clip import GradientNorm
+from launch.config import load
+from tests import pool as worker
+from tests.cases import RECIPES
+
+SMALL = [
+    "--model.layers=2", "--model.hidden=256", "--model.ffn=512", "--model.heads=4", "--model.kv_heads=4",
+    "--model.head_dim=64", "--model.vocab=512", "--train.sequence=128", "--train.compile=false",
+]  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {"nvfp4": {"disable_stochastic_rounding": True}}  # replicas round differently
+CASES = [pytest.param(name, marks=[] if name == "fp8_current" else [pytest.mark.slow]) for name in RECIPES]
+STEPS = 3
+
+
+def trained(recipe: str, replicas: int) -> tuple[int, list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """This rank among those that share weights; losses and gradient norms of a few steps; its part of the weights behind
+    them."""
+    options = "".join(f", {key} = {str(value).lower()}" for key, value in OPTIONS.get(recipe, {}).items())
+    config = load("tiny", [
+        *SMALL, f"--recipe={{ name = '{recipe}'{options} }}", "--mesh.tp=1", "--mesh.dp_shard=2",
+        f"--mesh.dp_replicate={replicas}", f"--train.global_batch={2 * replicas}",
+    ])  # fmt: skip
+    mesh = worker.mesh(dp_replicate=replicas, dp_shard=2)
+    built = build(config, mesh, worker.device())
+    place = built.dims.rank(DP_SHARD)
+    text = torch.randint(0, 512, (1, 129), generator=torch.Generator().manual_seed(place)).to(built.device)
+    norm, said = GradientNorm(built.model.parameters()), []
+    for _ in range(STEPS):
+        loss = dlp.cross_entropy(built.model(text[:, :-1]), text[:, 1:], mesh) / 128
+        loss.backward()
+        said.append((loss.item(), norm().item()))
+        built.optimizer.step()
+        built.optimizer.zero_grad(set_to_none=True)
+    return place, said, {name: p.to_local().detach().cpu() for name, p in built.model.named_parameters()}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", CASES)
+def test_replicas_that_read_the_same_train_as_one(ranks, recipe):
+    """Averages of equal gradients are exact; a norm sums squares of more ranks."""
+    one = {place: found for place, *found in ranks(2).run(trained, recipe, 1)}
+    replicas = ranks(4).run(trained, recipe, 2)
+    assert [place for place, *_ in replicas] == [0, 1, 0, 1]
+    for place, said, weights in replicas:
+        (losses, norms), (expected, about) = (zip(*numbers, strict=True) for numbers in (said, one[place][0]))
+        assert losses == expected and norms == pytest.approx(about, rel=1e-6)
+        for name, weight in weights.items():
+            assert torch.equal(weight, one[place][1][name]), name
