@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dlp
+from bench import ops as bench
 from dlp import ops
 from dlp.ops.fusions import REGISTERED
 from dlp.parallel.linear import core
@@ -588,3 +589,34 @@ def test_layer_norm_linear_returns_what_its_norm_does():
         ops.LayerNormMLP(H, FFN, activation="tanh")
     with pytest.raises(TypeError, match="unknown option ub_overlap"):
         ops.LayerNormMLP(H, FFN, ub_overlap=True)
+
+
+def test_torch_autocast_gives_x_its_dtype_as_it_does_to_linears():
+    model = mlp("fp8_current")
+    x = values(1, M, H).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    assert_bit_equal(y, model(x.detach().bfloat16()))
+    y.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("words", [["--host"], ["--shapes", "64x64", "--only", "mlp"]])
+def test_the_benchmark_says_that_it_needs_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]):
+    if torch.cuda.is_available():
+        pytest.skip("it would run")
+    assert bench.main(words) == 3
+    assert "needs a GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["mlp", "layer"])
+def test_the_subjects_of_the_benchmark_compute_the_same(kind: str):
+    torch.manual_seed(0)
+    make = bench.mlp if kind == "mlp" else bench.layer
+    fused = make(1024, 64, "fp8_current", None)
+    apart = bench.unfused(copy.deepcopy(fused))
+    x, more = values(1, 4, 1024), {} if kind == "mlp" else {"batch": 2}
+    assert_close(apart(x, **more), fused(x, **more), 1e-6)
+    plain = (bench.PlainMlp if kind == "mlp" else bench.PlainLayer)(1024, 64)
+    assert plain(x, **more).shape == fused(x, **more).shape

@@ -1,0 +1,125 @@
+"""dlp.ops on a GPU: fusions beside their basic ops, captured and not, and a CUDA graph of a sequence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp import ops
+from dlp.ops.captured import Recorded
+from dlp.ops.fusions import REGISTERED
+from tests.metrics import assert_bit_equal, assert_close
+
+H, FFN, M = 512, 1024, 512
+RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+
+
+@pytest.fixture
+def basic_only() -> Iterator[Any]:
+    """Called, no fusion runs until the test ends."""
+    REGISTERED.load()
+    before = REGISTERED.forward[:], REGISTERED.backward[:]
+
+    def off() -> None:
+        REGISTERED.forward[:], REGISTERED.backward[:] = [], []
+        REGISTERED.version += 1
+
+    yield off
+    REGISTERED.forward[:], REGISTERED.backward[:] = before
+    REGISTERED.version += 1
+
+
+def values(seed: int, *shape: int, device: Any) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+
+def run(model: nn.Module, device: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    x = values(1, M, H, device=device).requires_grad_()
+    y = model(x)
+    y.backward(values(2, *y.shape, device=device))
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad} | {
+        f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+class IntoInput(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(*inner, ops.AddExtraInput(in_place=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, 2.0 * x)  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(ops.MakeExtraOutput(in_place=True), *inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, residual = self.inner(1.0 * x)
+        return 2.0 * y + 3.0 * residual  # type: ignore[no-any-return]
+
+
+MODELS = {
+    "mlp": lambda r: ops.LayerNormMLP(H, FFN, normalization="RMSNorm", activation="swiglu", recipe=r),
+    "gelu mlp": lambda r: ops.LayerNormMLP(H, FFN, recipe=r),
+    "add": lambda r: IntoInput(ops.Linear(H, H, recipe=r)),
+    "scale and add": lambda r: IntoInput(ops.Linear(H, H, bias=False, recipe=r), ops.ConstantScale(0.5)),
+    "residual": lambda r: Residual(ops.Linear(H, H, bias=False, recipe=r)),
+    "norm residual": lambda r: Residual(ops.RMSNorm(H), ops.Linear(H, H, bias=False, recipe=r)),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("what", MODELS)
+def test_fusions_equal_their_basic_ops(what: str, recipe: str, device: Any, basic_only: Any):
+    torch.manual_seed(0)
+    fused = MODELS[what](recipe).bfloat16().to(device)
+    basic = copy.deepcopy(fused)
+    found = run(fused, device)
+    basic_only()
+    for name, tensor in run(basic, device).items():
+        assert_close(found[name], tensor, 0.08 if recipe != "bf16" else 0.02, f"{what} {name}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:4])
+def test_captured_ops_give_the_same_bits(recipe: str, device: Any):
+    torch.manual_seed(0)
+    model = ops.LayerNormMLP(H, FFN, bias=False, normalization="RMSNorm", activation="swiglu", recipe=recipe).bfloat16()
+    model.to(device)
+    model[0].weight.data = model[0].weight.data.float()
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
+    run(model, device)
+    first = run(model, device)
+    for _ in range(3):
+        last = run(model, device)
+    for name, tensor in first.items():
+        assert_bit_equal(last[name], tensor, name)
+    found = {d.name: list(d.found.values()) for plan in model._groups_now()[0].plans.values() for d in plan.captured}
+    assert all(any(isinstance(each, Recorded) for each in its) for its in found.values()), found
+
+
+def test_a_sequence_in_a_cuda_graph(device: Any):
+    torch.manual_seed(0)
+    model = (
+        ops.LayerNormMLP(H, FFN, normalization="RMSNorm", activation="swiglu", recipe="fp8_current")
+        .bfloat16()
+        .to(device)
+    )
+    dlp.attach(nn.Sequential(model), torch.optim.SGD(model.parameters(), 0.0))  # a callable to graph has no hooks
+    expected = run(model, device)
+    x = values(1, M, H, device=device).requires_grad_()
+    graphed = torch.cuda.make_graphed_callables(model, (x,))
+    y = graphed(x)
+    y.backward(values(2, *y.shape, device=device))
+    assert_bit_equal(y.detach(), expected["y"], "y")
+    assert_bit_equal(x.grad, expected["dx"], "dx")  # type: ignore[arg-type]
