@@ -45,13 +45,15 @@ class Place(NamedTuple):
 
 class Slot(Protocol):
     """`payload`: this rank's bytes. `begin`, `push` and `meet` happen on a lane, `wait` makes the current stream wait for
-    what they brought. On that, a part is `copied` out of it, `release`d, and ranks `agree`."""
+    what they brought. On the current stream this rank `keep`s a part of its own there, copies one out of it (`copied`),
+    `release`s the slot, and ranks `agree`."""
 
     payload: Tensor
 
     def begin(self) -> None: ...
     def follow(self) -> None: ...
     def push(self, part: Tensor, to: int, place: Place) -> None: ...
+    def keep(self, part: Tensor, place: Place) -> None: ...
     def meet(self) -> None: ...
     def wait(self) -> None: ...
     def copied(self, part: Tensor) -> Tensor: ...
@@ -95,6 +97,10 @@ class CudaSlot:
     def push(self, part: Tensor, to: int, place: Place) -> None:
         offset, width, height, pitch = place
         self._lane.launch("push_part", part.data_ptr(), self._payloads[to] + offset, pitch, width, height)
+
+    def keep(self, part: Tensor, place: Place) -> None:
+        offset, width, height, pitch = place
+        launch("push_part", part, part.data_ptr(), self.payload.data_ptr() + offset, pitch, width, height)
 
     def meet(self) -> None:
         self._lane.launch("meet", self._bases)
@@ -154,6 +160,9 @@ class SharedSlot:
         offset, width, height, pitch = place
         rows = self._payloads[to][offset:].as_strided((height, width), (pitch, 1))
         rows.copy_(as_bytes(part).view(height, width))
+
+    def keep(self, part: Tensor, place: Place) -> None:
+        self.push(part, self._rank, place)
 
     def meet(self) -> None:
         self._uses += 1

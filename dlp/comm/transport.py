@@ -18,10 +18,9 @@ An agreement finds the maxima of a few numbers over ranks in one kernel: it writ
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from math import prod
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,10 +89,11 @@ class Transport:
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
-    def gather(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Pending[Parts]:
-        """Parts that lie elsewhere -> those of all ranks along their dims; without a dim one is equal on all ranks."""
+    def gathering(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Gathering:
+        """Of parts that lie elsewhere; without a dim one is equal on all ranks."""
         made = self.lease([part.shape for part in parts], [part.dtype for part in parts], dims)
-        return made._replace(mine=tuple(part.contiguous() for part in parts)).gather()
+        made.mine = tuple(part.contiguous() for part in parts)
+        return made
 
     def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Exchange:
         """Room for parts [R, ...], whose chunk r rank r will send."""
@@ -103,7 +103,7 @@ class Transport:
 
     def all_gather(self, part: Tensor) -> Tensor:
         """[m, ...] -> [R*m, ...], in memory of its own."""
-        (whole,) = self.gather((part,), (0,)).wait()
+        (whole,) = self.gathering((part,), (0,)).gather().wait()
         return self._used[-1].copied(whole)
 
     def count(self, part: Tensor, peer: int) -> None:
@@ -132,35 +132,63 @@ class Transport:
         return [span for slot in self._slots.values() for span in slot.spans()]
 
 
-class Gathering(NamedTuple):
-    """`mine`: this rank's parts, to be written before `gather`. `whole` and `starts`: those of all ranks, in the slot, of the
-    parts that move, by their number."""
+class Gathering:
+    """`mine`: this rank's parts, to be written before they are sent. `whole` and `starts`: those of all ranks, in the slot, of
+    the parts that move, by their number."""
 
-    transport: Transport
-    slot: Slot
-    mine: Parts
-    whole: dict[int, Tensor]
-    starts: dict[int, int]
-    dims: Sequence[int | None]
+    def __init__(
+        self, transport: Transport, slot: Slot, mine: Parts, whole: dict[int, Tensor], starts: dict[int, int],
+        dims: Sequence[int | None],
+    ) -> None:  # fmt: skip
+        self.transport, self.slot, self.mine = transport, slot, mine
+        self.whole, self.starts, self.dims = whole, starts, dims
+        self._waited = self._kept = False
+
+    def send(self) -> Gathering:
+        """Start sending `mine`. Each rank pushes to the one behind it first, so that no two push to one at a time."""
+        transport, world = self.transport, self.transport.world
+        self.slot.follow()
+        for distance in range(1, world):
+            to = (transport.rank + distance) % world
+            for part, place in self._sent():
+                transport.count(part, to)
+                self.slot.push(part, to, place)
+        self.slot.meet()
+        return self
 
     def gather(self) -> Pending[Parts]:
-        """`mine` -> the parts of all ranks along their dims, to be read before the direction finishes. Each rank pushes to the
-        one behind it first, so that no two push to one at a time."""
-        transport, slot, world = self.transport, self.slot, self.transport.world
-        slot.follow()
-        for distance in range(1, world + 1):
-            to = (transport.rank + distance) % world
-            for i, start in self.starts.items():
-                part, dim = self.mine[i], self.dims[i]
-                assert dim is not None
-                height, width = prod(part.shape[:dim]), prod(part.shape[dim:]) * part.itemsize
-                place = Place(start + transport.rank * width, width, height, world * width)
-                here = to == transport.rank and part.data_ptr() == self.whole[i].data_ptr() + transport.rank * width
-                if width * height and not here:
-                    transport.count(part, to)
-                    slot.push(part, to, place)
-        slot.meet()
-        return Pending([slot], lambda: tuple(self.whole.get(i, part) for i, part in enumerate(self.mine)))
+        """`mine` -> the parts of all ranks along their dims, to be read before the direction finishes."""
+        self.send()._keep()
+        return Pending((), self.all_parts)
+
+    def others(self) -> Parts:
+        """The parts of all ranks, of which this rank's own may be missing; waits for them."""
+        if not self._waited:
+            self.slot.wait()
+            self._waited = True
+        return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
+
+    def all_parts(self) -> Parts:
+        """The same, and this rank's own; waits for them."""
+        self._keep()
+        return self.others()
+
+    def _keep(self) -> None:
+        """Put this rank's own parts beside the others', by the current stream."""
+        for part, place in () if self._kept else self._sent():
+            if part.data_ptr() != self.slot.payload.data_ptr() + place.offset:
+                self.slot.keep(part, place)
+        self._kept = True
+
+    def _sent(self) -> Iterator[tuple[Tensor, Place]]:
+        """Parts that move, and where they lie in all slots."""
+        world, rank = self.transport.world, self.transport.rank
+        for i, start in self.starts.items():
+            part, dim = self.mine[i], self.dims[i]
+            assert dim is not None
+            height, width = prod(part.shape[:dim]), prod(part.shape[dim:]) * part.itemsize
+            if width * height:
+                yield part, Place(start + rank * width, width, height, world * width)
 
 
 class Exchange:
@@ -174,15 +202,23 @@ class Exchange:
         """This rank's chunk of each part to a rank, itself among them. They have been written."""
         for chunk in chunks:
             self._transport.count(chunk, to)
-        self._slot.follow()
+        if to != self._transport.rank:
+            self._slot.follow()
         self._push(chunks, to)
 
     def _push(self, chunks: Sequence[Tensor], to: int) -> None:
         rank = self._transport.rank
         for chunk, start in zip(chunks, self._starts, strict=True):
-            if chunk.nbytes:
-                self._slot.push(chunk, to, Place(start + rank * chunk.nbytes, chunk.nbytes, 1, chunk.nbytes))
+            place = Place(start + rank * chunk.nbytes, chunk.nbytes, 1, chunk.nbytes)
+            if to != rank and chunk.nbytes:
+                self._slot.push(chunk, to, place)
+            elif chunk.nbytes and chunk.data_ptr() != self._slot.payload.data_ptr() + place.offset:
+                self._slot.keep(chunk, place)
         self._sent += chunks
+
+    def own(self) -> Parts:
+        """Where this rank's own chunk of each part belongs: what is written there need not be sent."""
+        return tuple(part[self._transport.rank] for part in self.arrived)
 
     def sent(self) -> Pending[Parts]:
         """All chunks have been sent -> `arrived`."""

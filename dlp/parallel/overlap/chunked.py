@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import Parts, Pending, ReduceCodec
+from dlp.comm.collectives import AS_IT_IS, Parts, Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, by_distance
 from dlp.comm.transport import Gathering, Transport, transport_of
 from dlp.parallel.overlap import Sent
@@ -47,15 +47,16 @@ class MappedShards:
 
     mine: QuantizedTensor
     group: ProcessGroup
-    pending: Pending[Parts]
+    gathering: Gathering
 
     def of(self, rank: int) -> QuantizedTensor:
+        if rank == self.group.rank():
+            return self.mine
         rows = self.mine.shape[0]
-        here = rank == self.group.rank()
-        return self.mine if here else _cut(self.whole(), rank * rows, (rank + 1) * rows, "gather")
+        return _cut(self.mine.format.wrap(self.gathering.others()), rank * rows, (rank + 1) * rows, "gather")
 
     def whole(self) -> QuantizedTensor:
-        return self.mine.format.wrap(self.pending.wait())
+        return self.mine.format.wrap(self.gathering.all_parts())
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,11 @@ class MappedLease:
     gathering: Gathering
 
     def gather(self) -> ChunkedGather:
-        return _arriving(self.mine, self.group, self.gathering.gather())
+        return _arriving(self.mine, self.group, self.gathering)
 
 
-def _arriving(mine: QuantizedTensor, group: ProcessGroup, pending: Pending[Parts]) -> ChunkedGather:
-    return ChunkedGather(mine.shape[0], group, MappedShards(mine, group, pending))
+def _arriving(mine: QuantizedTensor, group: ProcessGroup, gathering: Gathering) -> ChunkedGather:
+    return ChunkedGather(mine.shape[0], group, MappedShards(mine, group, gathering.send()))
 
 
 class Chunked:
@@ -157,7 +158,7 @@ class Chunked:
         """The operand exists elsewhere: between CPUs one copy into its segment comes first."""
         transport = transport_of(group)
         if transport is not None:
-            return _arriving(a, group, transport.gather(a.parts, a.format.moves_along(dim)))
+            return _arriving(a, group, transport.gathering(a.parts, a.format.moves_along(dim)))
         payload = a.payload
         lease = self.lease(a.format, a.shape, dim, group, dtype=payload.dtype, device=payload.device)
         a.format.fill(lease.mine, *a.parts)
@@ -181,7 +182,7 @@ class Chunked:
             arriving = _sent(a, gemm, group, rows, dtype, codec)
         else:
             exchange = transport.open(shapes, dtypes)
-            for rank, parts in _contributions(a, gemm, group, rows, dtype, codec):
+            for rank, parts in _contributions(a, gemm, group, rows, dtype, codec, exchange.own()):
                 exchange.send(parts, rank)
             arriving = exchange.sent()
 
@@ -200,11 +201,22 @@ class Chunked:
 
 
 def _contributions(
-    a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, rows: int, dtype: torch.dtype, codec: ReduceCodec
+    a: QuantizedTensor,
+    gemm: Gemm,
+    group: ProcessGroup,
+    rows: int,
+    dtype: torch.dtype,
+    codec: ReduceCodec,
+    own: Parts = (),
 ) -> Iterator[tuple[int, Parts]]:
-    """The rows of each rank and what is sent of them, in the order in which they are made: its own come last."""
+    """The rows of each rank and what is sent of them, in the order in which they are made: its own come last. `own`: where
+    those belong; there they are written at once, if they are carried as they are."""
     for rank in [*(to for _, to, _ in by_distance(group)), group.rank()]:
-        packed = codec.pack(_rows_for(rank, rows, a, gemm).to(dtype)[None])
+        at_once = (
+            own and rank == group.rank() and codec is AS_IT_IS and gemm.accumulate is None and gemm.out_dtype == dtype
+        )
+        y = _rows_for(rank, rows, a, replace(gemm, out=own[0]) if at_once else gemm)
+        packed = codec.pack(y.to(dtype)[None])
         yield rank, tuple(part[0] for part in packed)
 
 
@@ -235,7 +247,8 @@ def _rows_for(rank: int, rows: int, a: QuantizedTensor, gemm: Gemm) -> Tensor:
     if start == stop:
         return torch.zeros((rows, gemm.b.shape[0]), device=a.payload.device)
     into = None if gemm.accumulate is None else gemm.accumulate[start:stop]
-    y = replace(gemm, accumulate=into)(_cut(a, start, stop, gemm.which))
+    out = gemm.out if stop - start == rows else None
+    y = replace(gemm, accumulate=into, out=out)(_cut(a, start, stop, gemm.which))
     return F.pad(y, (0, 0, 0, rows - len(y))) if len(y) < rows else y
 
 

@@ -71,7 +71,7 @@ class Serial:
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> SerialGather:
         dims, transport = a.format.moves_along(dim), transport_of(group)
         if transport is not None:
-            return SerialGather(a.format, transport.gather(a.parts, dims))
+            return SerialGather(a.format, transport.gathering(a.parts, dims).gather())
         return SerialGather(a.format, collectives.all_gather(a.parts, dims, group))
 
     def gemm_reduce(
