@@ -90,6 +90,8 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
     if config.train.cuda_graph and device.type != "cuda":
         raise ConfigError(f"{config.source}: [train] cuda_graph: expected a GPU, got a {device.type.upper()}")
+    if config.train.profiler == "nvtx" and device.type != "cuda":
+        raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a {device.type.upper()}")
     check_installed(config)
     model, plan, batch = parallel_model(config, mesh)
     model.to_empty(device=device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from launch import sinks
 from launch.baseline import Baseline
 from launch.config import Config
 from launch.exposure import Exposure
@@ -46,7 +47,7 @@ class Stopwatch:
 
 
 class Recorder:
-    """Rank 0 writes and shows the metrics; on other ranks nothing happens."""
+    """Rank 0 writes and shows the metrics; on other ranks nothing happens. ValueError for a sink that is not installed."""
 
     def __init__(self, config: Config, run: RunDir, device: torch.device, world_size: int) -> None:
         self._config, self._run, self._device = config, run, device
@@ -56,12 +57,15 @@ class Recorder:
         peak = peak_flops(device)
         self._peak = None if peak is None else peak * world_size
         self._progress: Progress | None = None
+        self._sinks: list[sinks.Sink] = []
+        sinks.check(config.run.metrics)
 
     def begin(self, step: int) -> None:
         """The run starts or continues at `step`: drop what a former run recorded beyond it, and show progress."""
         if not self._run.leader:
             return
         drop_after(self._path, step)
+        self._sinks = [sinks.SINKS[name](self._run.path, step) for name in self._config.run.metrics]
         self._progress = Progress(self._config.train.steps, step, self._config.train.log_every)
 
     def step(
@@ -124,6 +128,8 @@ class Recorder:
         if self._progress is not None:
             self._progress.close()
             self._plot()
+        for sink in self._sinks:
+            sink.close()
 
     def _plot(self) -> None:
         """A picture that cannot be written ends no run; `launch.plot` draws it later from the metrics."""
@@ -136,3 +142,5 @@ class Recorder:
     def _write(self, **record: Any) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        for sink in self._sinks:
+            sink.write(record)

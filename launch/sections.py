@@ -172,8 +172,14 @@ class Train(Section):
         "step",
     )
     cuda_graph: bool = setting(flag(), "steps are captured in a CUDA graph and replayed; for one GPU", False)
-    profile: int = setting(
-        integer(">= 1", also=(0,)), "the step that is profiled, for the time of exposed communication; 0: none", 0
+    profile: int = setting(integer(">= 1", also=(0,)), "the step that is profiled; 0: none", 0)
+    profiler: str = setting(
+        choice("torch", "nvtx"),
+        "torch: a trace of that step, and the time of exposed communication; nvtx: ranges for NVIDIA's profilers, on GPUs",
+        "torch",
+    )
+    memory_history: bool = setting(
+        flag(), "the snapshot of a GPU that is out of memory has the stack of each allocation, slower", False
     )
     deterministic: bool = setting(flag(), "the same bits on every run on GPUs too, slower", False)
     ledger: str = setting(
@@ -204,6 +210,12 @@ class Checkpoint(Section):
     )
 
 
+METRICS = Rule(
+    'a list of "csv", "tensorboard" and "wandb"', (list, tuple),
+    lambda value: set(map(str, value)) <= {"csv", "tensorboard", "wandb"} and len(set(value)) == len(value), tuple,
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run(Section):
     """Where a run leaves its files."""
@@ -214,6 +226,7 @@ class Run(Section):
         "seconds without a move of any rank, after which each rank's place is said and the run ends",
         300.0,
     )
+    metrics: tuple[str, ...] = setting(METRICS, "where the numbers of metrics.jsonl go besides", ())
 
 
 def _names_a_recipe(value: Any) -> bool:

@@ -28,10 +28,12 @@ from launch.checkpoint import SaveError
 from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
 from launch.fits import check_fits, planned
 from launch.hang import HangWatch
+from launch.metrics import peak_memory
+from launch.oom import sentence, watch_memory
 from launch.optimizers import describe as describe_optimizer
 from launch.rundir import RunDir
 from launch.schedule import planned_swaps
-from launch.stop import StopFlag, end_hung, leave_after_exceptions, leave_behind, refuse
+from launch.stop import StopFlag, end_hung, leave, leave_after_exceptions, leave_behind, refuse
 from launch.trainer import NotFinite, Trainer
 
 
@@ -77,6 +79,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
             run.say(deterministic.switch_on(device, trainer.rehearse))
         run.begin(config, mesh, built.plan, aside=trainer.starts_a_lineage)
         trainer.replace_later(done)
+        watch_memory(run.path, device, config.train.memory_history)
     return trainer, done
 
 
@@ -101,6 +104,9 @@ def train(config: Config) -> None:
         refuse(str(error))
     except OSError as error:
         refuse(f"{said(error)}; what was saved before stands")
+    except torch.OutOfMemoryError as error:
+        print(sentence(error, trainer.place(), trainer.run.path, peak_memory(trainer.built.device)), file=sys.stderr)
+        leave(1)
     except RuntimeError as error:
         if not lost_peer(error):
             raise

@@ -37,6 +37,7 @@ from launch.data import open_sources
 from launch.diagnose import origin
 from launch.exposure import profiled
 from launch.graph import WARM_UP, Batch, CapturedStep
+from launch.nvtx import marked
 from launch.rate import learning_rate, rate_remarks
 from launch.recorder import Recorder, Stopwatch
 from launch.rundir import RunDir, move_aside
@@ -178,6 +179,8 @@ class Trainer:
         """`watched_step`, which rank 0 runs under the profiler where it is the step that the config names."""
         if step + 1 != self.config.train.profile or not self.run.leader:
             return self.watched_step(step)
+        if self.config.train.profiler == "nvtx":
+            return marked(lambda: self.watched_step(step), self.built.model, self.built.device)
         trace = self.run.path / f"trace-step-{step + 1}.json"
         current, found = profiled(lambda: self.watched_step(step), self.built.device, trace)
         self.recorder.exposure(step + 1, found)

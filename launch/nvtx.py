@@ -1,0 +1,44 @@
+"""One step marked for NVIDIA's profilers: a range for each layer in forward, and for each operation of autograd.
+
+    nsys profile --capture-range=cudaProfilerApi --pytorch=none torchrun ... --train.profile 20 --train.profiler nvtx
+
+The step is what lies between cudaProfilerStart and cudaProfilerStop, so nothing else is captured. Layers are marked by hooks
+that are there in this step alone; blocks that are compiled keep their insides to themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def layer_ranges(model: nn.Module, push: Callable[[str], Any], pop: Callable[[], Any]) -> Iterator[None]:
+    """Calls `push` with a layer's name before its forward and `pop` behind it, for all layers of a model by their depth."""
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda module, args, name=name or "model": push(name) and None))
+        handles.append(module.register_forward_hook(lambda module, args, out: pop() and None, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def marked(run: Callable[[], T], model: nn.Module, device: torch.device) -> T:
+    """Run a step between the profiler's start and stop, and wait for it."""
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.start()
+    ranges = layer_ranges(model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
+    with ranges, torch.autograd.profiler.emit_nvtx():
+        result = run()
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.stop()
+    return result

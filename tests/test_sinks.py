@@ -1,0 +1,125 @@
+"""Metrics beside metrics.jsonl, what is left of a GPU without memory, and the ranges of a profiled step; no ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from launch import oom, sinks
+from launch.config import ConfigError, load, to_toml
+from launch.nvtx import layer_ranges
+from launch.recorder import Recorder
+from launch.rundir import RunDir
+
+CPU = torch.device("cpu")
+
+
+def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
+    """What a run records from step `begin`."""
+    config = load("tiny", ["--run.metrics", json.dumps(names)])
+    run = Namespace(path=folder, leader=True, say=print)
+    recorder = Recorder(config, cast(RunDir, run), CPU, 1)
+    recorder.begin(begin)
+    for step in range(begin + 1, steps + 1):
+        split = {"forward": 0.25, "backward": 0.5}
+        recorder.step(step, loss=4 / step, norm=1.0, lr=0.1, seconds=1.0, split=split, wire_bytes={"tp": 10})
+    recorder._write(step=steps, validation_loss=1.5)
+    for sink in recorder._sinks:
+        sink.close()
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
+    record(tmp_path, ["csv"], 0, 5)
+    record(tmp_path, ["csv"], 3, 6)
+    found = rows(tmp_path)
+    assert [row["step"] for row in found if row["loss"]] == ["1", "2", "3", "4", "5", "6"]
+    assert [(row["step"], row["validation_loss"]) for row in found if row["validation_loss"]] == [("6", "1.5")]
+    assert float(found[1]["loss"]) == 2.0 and found[0].keys() == set(sinks.COLUMNS)
+
+
+def test_tensorboard_has_each_number_once_also_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record(tmp_path, ["tensorboard"], 0, 5)
+    record(tmp_path, ["tensorboard"], 3, 6)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"loss", "validation_loss", "split/forward", "wire_bytes/tp", "lr"} <= set(events.Tags()["scalars"])
+    assert [(each.step, each.value) for each in events.Scalars("loss")][:2] == [(1, 4.0), (2, 2.0)]
+    assert [each.step for each in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_wandb_is_asked_for_what_it_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    run = Namespace(log=lambda found, step: told.append((step, found)), finish=lambda: told.append("finished"))
+    module = ModuleType("wandb")
+    module.init = lambda **settings: told.append(settings) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    record(tmp_path, ["wandb"], 0, 1)
+    settings, (step, found), (_, validation), end = told
+    assert settings["name"] == tmp_path.name and settings["dir"] == str(tmp_path)
+    assert step == 1 and found["loss"] == 4.0 and found["split/backward"] == 0.5 and "mfu" not in found
+    assert validation == {"validation_loss": 1.5} and end == "finished"
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_sink_without_its_package_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, sinks.PACKAGES[name], None)
+    sentence = f"metrics: {name} needs the package {name}, which is not installed: pip install {name}$"
+    with pytest.raises(ValueError, match=sentence):
+        record(tmp_path, [name], 0, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_sinks_are_a_list_of_known_names() -> None:
+    config = load("tiny", ["--run.metrics", '["csv", "wandb"]'])
+    assert config.run.metrics == ("csv", "wandb") and 'metrics = ["csv", "wandb"]' in to_toml(config)
+    for value in ('["excel"]', '["csv", "csv"]', "[1]"):
+        with pytest.raises(ConfigError, match="metrics: expected a list of "):
+            load("tiny", ["--run.metrics", value])
+
+
+def test_a_gpu_without_memory_leaves_a_snapshot_and_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oom.dist, "get_rank", lambda: 3)
+    path = oom.snapshot_path(tmp_path)
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB\nx"
+    )
+    without = oom.sentence(error, "step 7, last layer a", tmp_path, 70_000_000_000)
+    assert "which opens at" not in without
+    oom.observer(path, lambda: {"segments": []})(0, 1, 2, 3)
+    with path.open("rb") as file:
+        assert pickle.load(file) == {"segments": []}
+    assert oom.sentence(error, "step 7, last layer a", tmp_path, 70_000_000_000) == (
+        f"rank 3: out of memory in step 7, last layer a, at most 70.0 GB was allocated (Tried to allocate 2.00 GiB); what was "
+        f"live is in {path}, which opens at https://pytorch.org/memory_viz; smaller: --train.micro_batch, "
+        f"--train.checkpointing full, or more ranks as --mesh.dp_shard; launch.train --plan predicts each"
+    )
+    oom.observer(tmp_path / "none" / "x", dict)(0, 1, 2, 3)  # which cannot be written, and raises nothing
+
+
+def test_ranges_are_those_of_the_layers_and_end_with_the_step() -> None:
+    model, told = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU())), list[str]()
+    with layer_ranges(model, told.append, lambda: told.append("end")):
+        model(torch.ones(1, 2))
+    assert told == ["model", "0", "end", "1", "1.0", "end", "end", "end"]
+    model(torch.ones(1, 2))
+    assert len(told) == 8
