@@ -17,6 +17,7 @@ from launch.accumulate import Accumulation, accumulation
 from launch.boards import BOARDS, kind_of
 from launch.build import plan_for
 from launch.config import Config, ConfigError, parallel_dims, validate_world
+from launch.encodings import ENCODINGS
 from launch.links import said_bytes
 from launch.memory import Memory, memory
 
@@ -98,6 +99,7 @@ def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "train", {"micro_batch": 1}
     yield "train", {"reduce_gradients": "microbatch"}
     yield "train", {"weight_cache": "forward"}
+    yield from (("train", {"optimizer": name}) for name in ENCODINGS if train.optimizer == "adamw")
     yield "mesh", {"tp": 2 * mesh.tp, "dp_shard": -1}
     yield "mesh", {"tp": 4 * mesh.tp, "dp_shard": -1}
     yield "mesh", {"dp_replicate": 1, "dp_shard": -1}
