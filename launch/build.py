@@ -99,7 +99,8 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
         init_weights(model, config.train.seed)
     optimizer = make_optimizer(model, config, device)
     cache = config.train.weight_cache
-    dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore")  # the loop looks
+    main_grads = config.train.main_grads
+    dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore", main_grads=main_grads)  # the loop looks
     swaps = schedule.prepare(config.groups, model, plan)
     dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None

@@ -171,6 +171,11 @@ class Train(Section):
         "step: weights are cast once a step and kept; forward: wherever they are used, which keeps nothing",
         "step",
     )
+    main_grads: str = setting(
+        choice("off", "grad"),
+        "who adds the gradients of microbatches; grad: wgrads do in their GEMM, for weights that FSDP has not, uncompiled",
+        "off",
+    )
     cuda_graph: bool = setting(flag(), "steps are captured in a CUDA graph and replayed; for one GPU", False)
     profile: int = setting(integer(">= 1", also=(0,)), "the step that is profiled; 0: none", 0)
     profiler: str = setting(

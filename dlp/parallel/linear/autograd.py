@@ -32,7 +32,7 @@ from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
 from dlp.parallel.model.autocast import check_compiled
 from dlp.parallel.transfer import Result, x_tokens_of
-from dlp.parallel.weight.base import WeightParts
+from dlp.parallel.weight.base import Target, WeightParts
 from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
 
@@ -219,8 +219,17 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     if len(wanted.used) != call.count:
         dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
     grads: list[Any] = [None] * len(needs)
-    for place, grad in zip(places, _gradients(call, wanted, dys, weights, saved, ctx), strict=True):
+    into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
+    if into:
+        written = {
+            call.first + i: call.bound.weights.main_grads[i] for i, to in zip(wanted.used, into, strict=True) if to
+        }
+        places = [place for place in places if place not in written]
+    for place, grad in zip(places, _gradients(call, wanted, dys, weights, saved, ctx, into), strict=True):
         grads[place] = grad
+    if into:
+        for place, main in written.items():
+            grads[place] = main.written()
     for place, layout in enumerate(call.layouts, call.first) if call.distributed else ():
         if layout is not None and grads[place] is not None:
             grads[place] = DTensor(grads[place], layout, requires_grad=False)
@@ -230,6 +239,14 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
 _backward_once = once_differentiable(_backward)
 
 
+def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) -> list[Target | None]:
+    """Where wgrads go; none: all to autograd, as those that wait, and where something watches."""
+    if waits(call.bound.spec.options.delay_wgrad, wanted.dx) or torch._C._len_torch_dispatch_stack() > 0:
+        return []
+    found = call.bound.weights.targets(wanted.used, weights)
+    return [target if needed else None for target, needed in zip(found, wanted.dw, strict=True)] if found else []
+
+
 def _gradients(
     call: BoundCall,
     wanted: GradsWanted,
@@ -237,8 +254,9 @@ def _gradients(
     weights: Sequence[Tensor],
     saved: Sequence[Tensor],
     ctx: Any,
+    into: Sequence[Target | None],
 ) -> list[Tensor]:
-    """Those that are wanted, in the order dx, dw_i, db_i."""
+    """Those that are wanted, in the order dx, dw_i, db_i, without what is written `into` something."""
     bound, used, sides = call.bound, wanted.used, ctx.sides
     bound.session.scales = ctx.scales
     if torch._C._len_torch_dispatch_stack() > 0:  # something watches that did not watch the forward
@@ -259,10 +277,13 @@ def _gradients(
             key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
             key += tuple(map(shape_key, parts)) if sides is None else ()
             reads = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
-            run = partial(run_backward, bound, dys, saved, weights, parts, wanted)
+            if into:
+                key += tuple([None if to is None else (*shape_key(to.tensor), to.overwrite) for to in into])
+                reads += [to.tensor for to in into if to is not None]
+            run = partial(run_backward, bound, dys, saved, weights, parts, wanted, into=into)
             grads = call.captured.backward(key, run, reads)
         else:
-            grads = run_backward(bound, dys, saved, weights, parts, wanted)
+            grads = run_backward(bound, dys, saved, weights, parts, wanted, into=into)
         bound.session.scales = None
     return grads
 

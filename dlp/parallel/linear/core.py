@@ -42,6 +42,7 @@ from dlp.parallel.linear.state import BoundSpec, beside, quantize, remembered
 from dlp.parallel.model.checks import check_gathered
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import ASKED, WIRES, Gathered, Reduction, Route, TransferPlan
+from dlp.parallel.weight.base import Target
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
@@ -140,7 +141,7 @@ def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> lis
 
 def run_backward(
     bound: BoundSpec, dys: Sequence[Values], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
-    wanted: GradsWanted, finish: Finish = NO_FINISH,
+    wanted: GradsWanted, finish: Finish = NO_FINISH, into: Sequence[Target | None] = (),
 ) -> list[Tensor]:  # fmt: skip
     """dy -> dx, dw and db.
 
@@ -148,8 +149,9 @@ def run_backward(
     saved     what forward saved (`to_save`)
     weights   w_i [N_i, K] of the used members; parts: of their columnwise operands, none: they are cast here
     finish    of dgrad, where dx is not reduced; its `alpha` of wgrad, too
+    into      where dw_i are written; none, or None: they are returned
     returns   what is wanted, in the order dx [M, K] (with a prologue: the gradients of what that read), dw_i [N_i, K], db_i
-              [N_i]; without dw_i that its weight takes otherwise (`Weight.take_grad`)
+              [N_i]; without dw_i that are written, or that their weight takes otherwise (`Weight.take_grad`)
     """
     spec, learns = bound.spec, any(wanted.dw)
     transport.start(spec.group, spec.style.name)
@@ -188,10 +190,14 @@ def run_backward(
     if x_col is not None:
         keep = waits(spec.options.delay_wgrad, wanted.dx)
         x = _here(x_col, bound, keep)
-        for i, dy, w, needed in zip(wanted.used, dy_cols, weights, wanted.dw, strict=True):
+        targets = into or [None] * len(weights)
+        for i, dy, w, needed, target in zip(wanted.used, dy_cols, weights, wanted.dw, targets, strict=True):
             if needed:
                 assert dy is not None
                 wgrad = partial(contract_gemm, bound, _here(dy, bound, keep), x, w.shape, w.dtype, finish.alpha)
+                if target is not None:
+                    wgrad(target)
+                    continue
                 dw = bound.weights.members[i].take_grad(wgrad, may_wait=wanted.dx)
                 grads += [] if dw is None else [dw]
     grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
@@ -260,18 +266,22 @@ def _run(a: Rowwise, gemm: Gemm) -> Tensor:
 
 
 def contract_gemm(
-    bound: BoundSpec,
-    dy: QuantizedTensor,
-    x: QuantizedTensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    alpha: float = 1.0,
-) -> Tensor:
+    bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype,
+    alpha: float = 1.0, into: Target | None = None,
+) -> Tensor:  # fmt: skip
     """wgrad, where tokens are contracted: dy columnwise [N, M], x columnwise [K, M], which may be padded -> the gradient of a
-    weight of this shape [N, K] and dtype, one GEMM over all tokens."""
+    weight of this shape [N, K] and dtype, one GEMM over all tokens; written to `into`, where that is given."""
     options = bound.spec.recipe.wgrad
     gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
-    return trimmed(gemm(dy), shape[1], shape[0]).to(dtype)
+    whole = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape)
+    if into is not None and whole and options.out_dtype in (None, into.tensor.dtype):
+        out = None if into.overwrite else into.tensor
+        written = into.tensor if into.overwrite else None
+        return replace(gemm, out_dtype=into.tensor.dtype, accumulate=out, out=written)(dy)
+    dw = trimmed(gemm(dy), shape[1], shape[0]).to(dtype)
+    if into is None:
+        return dw
+    return into.tensor.copy_(dw) if into.overwrite else into.tensor.add_(dw)
 
 
 def as_matrix(x: Values) -> Any:

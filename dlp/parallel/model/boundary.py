@@ -43,10 +43,10 @@ from dlp.parallel.linear.modules import ConvertedLinear, LinearCore, ParallelLin
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import cores
 from dlp.parallel.model.checks import ACTIONS, NonFiniteWatch, looks
-from dlp.parallel.model.grads import PartialGradients, Replicas, check_none_waits
+from dlp.parallel.model.grads import PartialGradients, Replicas, add_main_grads, check_none_waits
 from dlp.parallel.model.session import Session, Swap, converted_root, give_session, in_backward, session_of
 from dlp.parallel.model.survey import check_no_fsdp1, guard
-from dlp.parallel.weight.base import refresh
+from dlp.parallel.weight.base import MAIN_GRADS, refresh
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
 from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
 from dlp.quant import recipe as recipes
@@ -78,7 +78,7 @@ def _cast_weights(model: nn.Module) -> None:
 
 def attach(
     model: nn.Module, optimizer: Optimizer, *, mesh: DeviceMesh | None = None, seed: int = 0, weight_cache: str = "step",
-    on_nonfinite: str = "raise",
+    on_nonfinite: str = "raise", main_grads: str = "off",
 ) -> None:  # fmt: skip
     """Run `end_step(model)` after every step of the optimizer; weights are then cast once per step.
 
@@ -98,15 +98,21 @@ def attach(
                    of the next step, on the ranks that saw it, naming layer, tensor, rank and step; "warn": a line in the log
                    each time; "ignore": nothing (see `not_finite`). What is kept in high precision is not looked at.
 
+    main_grads     "off": autograd adds each microbatch's gradients of weights. "grad": wgrads add them in their GEMM to fp32
+                   gradients that are there already, with the same bits. "main_grad": to `weight.main_grad`, which the user
+                   made (`dlp.parallel.weight.base`). For which weights that cannot be, the plan notes.
+
     For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
     this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks. ValueError for another
-    `weight_cache` or `on_nonfinite`.
+    `weight_cache`, `on_nonfinite` or `main_grads`.
     """
     if weight_cache not in WEIGHT_CACHES:
         raise ValueError(f"weight_cache must be one of {', '.join(WEIGHT_CACHES)}; got {weight_cache!r}")
     check_no_fsdp1(model)
     if on_nonfinite not in ACTIONS:
         raise ValueError(f"on_nonfinite must be one of {', '.join(ACTIONS)}; got {on_nonfinite!r}")
+    if main_grads not in MAIN_GRADS:
+        raise ValueError(f"main_grads must be one of {', '.join(MAIN_GRADS)}; got {main_grads!r}")
     root, held = converted_root(model), list(masters_of(model).values())
     _check_whole(model, root)
     _check_owns(root or model, optimizer, held)
@@ -122,6 +128,8 @@ def attach(
             cast_managed(core.weights, its)
     if weight_cache == "forward" and any(record and record.ranks > 1 for its in records.values() for record in its):
         session.note("weight_cache = 'forward' leaves casts of shards as they are: quantized_gather = false keeps none")
+    if main_grads != "off":
+        add_main_grads(session, root, records, main_grads)
     gather_quantized(model)
     if session.sums is not None and session.replicas is None:
         session.replicas = Replicas(root, {slot.path for slot in session.sums.slots}, session.sums.group)

@@ -26,12 +26,15 @@ first gradients, and what checkpoints save, are compared (`Replicas`, `check_rep
 
 A pipeline stage so hands dx to the stage before it and multiplies again while that one works. What waits holds dy and x
 as wgrad reads them, in the low precision of the recipe. The gradients have the bits they would have had in backward.
+
+**Main gradients**: which wgrads may add to gradients themselves, and why others may not (`add_main_grads`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -46,8 +49,9 @@ from dlp.comm.mesh import TP, placement_on
 from dlp.parallel.linear.autograd import no_autocast
 from dlp.parallel.model.checks import evenly, looks
 from dlp.parallel.model.session import Session, cannot_pickle, in_backward, session_of
+from dlp.parallel.weight.base import MainGrad, Weight
 from dlp.parallel.weight.fsdp2 import Managed, managed
-from dlp.parallel.weight.local import held
+from dlp.parallel.weight.local import LocalWeight, held
 
 PROBES = 4  # sums of parts of a gradient
 REPLICA_SAMPLE = 1024  # values of a replica
@@ -330,8 +334,15 @@ def backward_dw(model: nn.Module) -> int:
     while session.waiting:
         weight, wgrad = session.waiting.popleft()
         parameter = getattr(weight.member.module, weight.member.weight)
+        mains = weight.owner.main_grads
+        main = mains[weight.index] if mains else None
+        target = None if main is None else main.there()
         with no_autocast([parameter]):
-            _accumulate(parameter, wgrad())
+            if main is None or target is None:
+                _accumulate(parameter, wgrad())
+            else:
+                wgrad(target)
+                main.written()
     return count
 
 
@@ -351,3 +362,47 @@ def check_none_waits(session: Session) -> None:
             f"{len(session.waiting)} wgrads still wait, the first of {session.waiting[0][0].name} (delay_wgrad = true): call "
             f"dlp.backward_dw(model) between backward and the optimizer's step"
         )
+
+
+def add_main_grads(
+    session: Session, model: nn.Module, records: Mapping[Any, Sequence[Managed | None]], mode: str
+) -> None:
+    """Let wgrads add to gradients where they can, and note where not. `records`: of the weights of each layer, FSDP's."""
+    shared, left = _shared_parameters(model), dict[str, list[str]]()
+    for core, its in records.items():
+        found: list[MainGrad | None] = []
+        for weight, record in zip(core.weights, its, strict=True):
+            stored, why = weight.stored, _not_by_wgrad(weight, record, shared)
+            if why is None and mode == "grad" and stored is not None and stored.dtype != torch.float32:
+                why = f"their gradients are {str(stored.dtype).removeprefix('torch.')}, not fp32"
+            if why is not None:
+                left.setdefault(why, []).append(weight.name)
+            found.append(MainGrad(stored, mode, weight.name) if why is None else None)
+        core.weights.main_grads = found if any(found) else []
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        session.note(f"main_grads = {mode!r}: autograd adds the gradients that compiled code makes")
+    for why, names in left.items():
+        some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        session.note(f"main_grads = {mode!r}: autograd adds the gradients of {some}: {why}")
+
+
+def _not_by_wgrad(weight: Weight, record: Managed | None, shared: set[int]) -> str | None:
+    """Why a wgrad cannot add to the gradient of a weight."""
+    stored, style = weight.stored, weight.bound.spec.style
+    if not isinstance(stored, nn.Parameter):
+        return "a parametrization makes them"
+    if record is not None:
+        return "FSDP has them"
+    if type(weight) is not LocalWeight:
+        return "they are held as codes"
+    if id(stored) in shared:
+        return "several modules share them"
+    if style.partial_weight_grad and weight.bound.spec.tp > 1:
+        return "they are parts of sums over tp"
+    return None if stored.requires_grad else "they are frozen"
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """The ids of parameters that several modules have."""
+    found = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {key for key, count in found.items() if count > 1}

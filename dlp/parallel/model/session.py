@@ -167,7 +167,7 @@ class Session:
         # what ran since the last step boundary
         self.ran: set[tuple[str, ...]] = set()  # layers, with gradients
         self.last: Spec | None = None  # the layer that ran last
-        self.waiting: deque[tuple[Any, Callable[[], Tensor]]] = deque()  # wgrads of weights (see `backward_dw`)
+        self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = deque()  # wgrads of weights (see `backward_dw`)
         self.regions = False  # a layer has run in an autocast region
         self._task: int | None = None  # the backward whose end will update dy's scales
         # the step boundary

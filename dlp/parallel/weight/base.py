@@ -7,6 +7,17 @@
 
 The step boundary casts all weights of a model together (`refresh`): their values are rounded together (`Values`), then
 observed, agreed on and cast in one `CastBatch`.
+
+**Main gradients**: wgrad adds to a gradient itself, with beta = 1, where autograd would add a tensor of its own (`MainGrad`).
+
+    off         autograd gets dw [N, K] of each backward and adds it to the parameter's `grad`
+    grad        where the parameter has a `grad` already, in fp32, dw is added to it in the GEMM; the first one autograd leaves
+    main_grad   dw is added to the parameter's `main_grad`, in fp32 or bf16, which the user made, as Megatron-LM does; where
+                `overwrite_main_grad` is true it takes its place. `grad_added_to_main_grad` is set to True, and autograd gets
+                zeros where `zero_out_wgrad` is true, for hooks that wait for a gradient
+
+The bits of fp32 are those of autograd's sum: the same sums of products, added once. A backward that takes gradients
+otherwise than by leaving them in parameters (`torch.autograd.grad`) gets them from autograd, as ever.
 """
 
 from __future__ import annotations
@@ -17,7 +28,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from dlp.comm.amax import agree
 from dlp.parallel.casts import Cast, CastBatch
@@ -26,6 +39,8 @@ from dlp.parallel.linear.state import BoundSpec
 from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
+
+MAIN_GRADS = ("off", "grad", "main_grad")
 
 
 class Member(NamedTuple):
@@ -131,6 +146,64 @@ class Weight(Protocol):
         """Inside, the parameter has its values; `written`: they may be overwritten there."""
 
 
+class Target(NamedTuple):
+    """What wgrad writes dw [N, K] to: added to what is there, or in its place."""
+
+    tensor: Tensor
+    overwrite: bool = False
+
+
+class MainGrad:
+    """The gradient of one parameter of layer `name`, in one of the modes but "off"."""
+
+    def __init__(self, parameter: nn.Parameter, mode: str, name: str) -> None:
+        self.parameter, self.mode, self.name = parameter, mode, name
+        self._leaf = get_gradient_edge(parameter).node
+
+    def target(self, value: Tensor) -> Target | None:
+        """In a backward of a forward that read `value`, this rank's part of the parameter; None: dw is autograd's."""
+        if value.data_ptr() != _local(self.parameter).data_ptr() or not self._leaves():
+            return None
+        return self.there()
+
+    def _leaves(self) -> bool:
+        """Whether the backward that is running leaves gradients in the parameter."""
+        try:
+            return torch._C._will_engine_execute_node(self._leaf)
+        except RuntimeError:  # torch.autograd.grad takes it
+            return False
+
+    def there(self) -> Target | None:
+        """ValueError for a `main_grad` that no dw can be added to."""
+        parameter = self.parameter
+        if self.mode == "grad":
+            grad = None if parameter.grad is None else _local(parameter.grad)
+            fits = grad is not None and grad.dtype == torch.float32 and grad.is_contiguous()
+            return Target(grad) if fits and grad is not None else None
+        buffer: Tensor | None = getattr(parameter, "main_grad", None)
+        if buffer is None:
+            return None
+        main, shape = _local(buffer), _local(parameter).shape
+        if main.shape != shape or main.dtype not in (torch.float32, torch.bfloat16) or not main.is_contiguous():
+            raise ValueError(
+                f"{self.name}: main_grad must be contiguous, fp32 or bf16, and {list(shape)} on this rank; got "
+                f"{str(main.dtype).removeprefix('torch.')} {list(main.shape)}"
+            )
+        return Target(main, bool(getattr(parameter, "overwrite_main_grad", False)))
+
+    def written(self) -> Tensor | None:
+        """dw is there -> what autograd gets in its place."""
+        if self.mode == "grad":
+            return None
+        self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        zeros = getattr(self.parameter, "zero_out_wgrad", False)
+        return torch.zeros_like(_local(self.parameter)) if zeros else None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 class MemberWeight:
     """What every weight has of its layer, of which it is one member."""
 
@@ -187,10 +260,12 @@ class LayerWeights:
     caches   the step boundary casts weights that are whole here; else passes do
     dtype    of x when the layer last ran: what values are rounded to before their cast
     parts    of all of them, where each has some
+    main_grads  of each member, where a wgrad may add to its gradient itself; none: autograd adds all
     """
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.caches = layer, False
+        self.main_grads: list[MainGrad | None] = []
         self.dtype: torch.dtype | None = None
         self.parts: WeightParts | None = None
         self.members: list[Weight] = []
@@ -198,7 +273,7 @@ class LayerWeights:
 
     def __getstate__(self) -> dict[str, Any]:
         """Those of a copied layer are cast by passes, until it is attached to an optimizer of its own."""
-        return vars(self) | {"caches": False, "dtype": None, "parts": None}
+        return vars(self) | {"caches": False, "dtype": None, "parts": None, "main_grads": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -243,6 +318,13 @@ class LayerWeights:
             weight, use = self.members[i], Use(bound, value, dtype, record)
             found += (weight.columnwise(use) if columnwise else weight.rowwise(use)).parts
         return found
+
+    def targets(self, used: Sequence[int], values: Sequence[Tensor]) -> list[Target | None]:
+        """Where the wgrads of the `used` members, of which forward read these values, go in this backward; none: all to
+        autograd."""
+        mains = [self.main_grads[i] for i in used]
+        found = [None if main is None else main.target(w) for main, w in zip(mains, values, strict=True)]
+        return found if any(found) else []
 
     def stored(self) -> list[Tensor]:
         """The parameters that optimizers step on, without those that a parametrization has taken the place of."""
