@@ -1,7 +1,7 @@
 """The arrows between the packages, read from the source: who may import whom, that choices are loaded by name, and that
 the files of dlp stand in floors.
 
-     bench ──► launch ──► dlp.ops ──► dlp.parallel ──► dlp.quant, dlp.comm ──► dlp.kernels
+     bench ──► launch ──► dlp.ops, dlp.flows ──► dlp.parallel ──► dlp.quant, dlp.comm ──► dlp.kernels
 
 Quant and comm never import each other, kernels import nothing of dlp, and only `load` reaches a recipe or an overlap
 strategy. No file imports one that imports it, over however many files. Imports inside functions and under TYPE_CHECKING
@@ -35,15 +35,17 @@ MAY_IMPORT = {
     "dlp.comm": {"dlp.kernels"},
     "dlp.parallel": {"dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.ops": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "dlp.flows": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp": {
         "dlp.ops",
+        "dlp.flows",
         "dlp.parallel",
         "dlp.quant",
         "dlp.comm",
         "dlp.kernels",
     },  # dlp/__init__.py, the table of contents
-    "launch": {"dlp", "dlp.ops", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
-    "bench": {"launch", "dlp", "dlp.ops", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "launch": {"dlp", "dlp.ops", "dlp.flows", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "bench": {"launch", "dlp", "dlp.ops", "dlp.flows", "dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
 }
 PROGRAMS = ("launch", "bench")
 LOADED_BY_NAME = ("dlp.quant.recipes", "dlp.parallel.overlap")  # folders with one file per choice

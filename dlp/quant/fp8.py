@@ -159,6 +159,16 @@ class DelayedScaling:
         return ops.cast_fp8_tensor_batch(xs, wanted_parts(outs), [_slot_scale(slot) for slot in slots], flags)
 
 
+def unchanged(window: Tensor) -> Tensor:
+    """The algorithm of a static scale: no amax says anything, so that the scale stays what it was set to."""
+    return torch.zeros_like(window[0])
+
+
+def static(element: str = "e4m3") -> DelayedScaling:
+    """Per-tensor scale that is set once, in its slot: nothing is observed, agreed on or remembered."""
+    return DelayedScaling(element, amax_history_len=1, amax_compute_algo=unchanged)
+
+
 def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:
     """The scale of a slot; max |x| enters its staging in the cast's own read."""
     assert slot is not None, "delayed scaling casts with the scale of a slot"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dlp.quant.fp8 import CurrentScaling, Fp8Tensor
+from dlp.quant.fp8 import CurrentScaling, DelayedScaling, Fp8Tensor, unchanged
 from dlp.quant.fp8_block import BlockScaling, Fp8Block
 from dlp.quant.fp8_rowwise import Fp8Rowwise, RowwiseScaling
 from dlp.quant.gemm import Gemm, GemmOptions
@@ -206,7 +206,9 @@ class QuantizedParameter(Tensor):
         return _rebuild, (self.parts, self.dtype, _spelled(self.use), self.x_scale, self.turned)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        moving = [p for p, part in zip(self.parts, self.use.format.parts, strict=True) if part.rows is not SHARED]
+        moving = [
+            _bytes(p) for p, part in zip(self.parts, self.use.format.parts, strict=True) if part.rows is not SHARED
+        ]
         return tuple(moving), self
 
     def fsdp_post_all_gather(
@@ -214,7 +216,8 @@ class QuantizedParameter(Tensor):
     ) -> Any:
         moved = iter(outputs)
         whole = [
-            p if part.rows is SHARED else next(moved) for p, part in zip(mine.parts, mine.use.format.parts, strict=True)
+            p if part.rows is SHARED else next(moved).view(p.dtype)
+            for p, part in zip(mine.parts, mine.use.format.parts, strict=True)
         ]
         if out is None:
             return mine.like(whole), outputs
@@ -239,6 +242,11 @@ class QuantizedParameter(Tensor):
         known = OPS.get(func)
         done = NotImplemented if known is None else known(*args, **kwargs)
         return _decode_and_run(func, args, kwargs) if done is NotImplemented else done
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """FP8 codes as bytes, which every backend sends."""
+    return part.contiguous().view(torch.uint8) if part.dtype.itemsize == 1 else part
 
 
 def _spelled(value: Any) -> Any:
@@ -406,7 +414,7 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
         if along is SHARED:
             parts.append(tensor)
             continue
-        payload = tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.contiguous()
+        payload = _bytes(tensor).contiguous()
         gathered = c10d.wait_tensor(func(payload, size, group))
         if along:
             gathered = torch.cat(gathered.chunk(size, 0), along)
@@ -464,5 +472,5 @@ def allow(*kinds: Any) -> None:
 
 allow(
     QuantizedParameter, Use, GemmOptions, _rebuild, HighPrecision, KeepHighPrecision, Fp8Tensor, Fp8Rowwise, Fp8Block, Mxfp8,
-    Nvfp4, CurrentScaling, RowwiseScaling, BlockScaling, MxScaling, Nvfp4Scaling,
+    Nvfp4, CurrentScaling, RowwiseScaling, BlockScaling, MxScaling, Nvfp4Scaling, DelayedScaling, unchanged,
 )  # fmt: skip

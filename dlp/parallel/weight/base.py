@@ -238,8 +238,18 @@ class WeightParts:
     def __init__(self, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
         self.parts, self._sizes, both = parts, sizes, sum(sizes)
         self.rowwise = [part for i, part in enumerate(parts) if i % both < sizes[0]]
-        self.columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
+        self._columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
         self.calls: dict[Any, Any] = {}
+
+    @property
+    def columnwise(self) -> list[Tensor]:
+        """RuntimeError where the weights are held for forward passes alone."""
+        if not self._sizes[1]:
+            raise RuntimeError(
+                "a backward reached a frozen layer, which holds no columnwise codes to make dx of: run its forward under "
+                "torch.no_grad(), or leave the layer out of dlp.freeze"
+            )
+        return self._columnwise
 
     def both_of(self, used: Sequence[int]) -> list[Tensor]:
         """The parts of some of the weights, in both orientations."""

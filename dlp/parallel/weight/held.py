@@ -222,7 +222,7 @@ def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], O
 
     They are part of `dlp.state_dict`; weights that are loaded without them become them. The optimizer's `zero_grad` clears
     the gradients of the model's held parameters as well."""
-    held = _held(model)
+    held = [weight for weight in _held(model) if weight.parameter.requires_grad]  # not those of `dlp.freeze`
     pairs = [(weight, weight.take_master()) for weight in held]
     masters = {id(weight.parameter): master for weight, master in pairs}
     optimizer = make([masters.get(id(p), p) for p in model.parameters()])

@@ -1,0 +1,112 @@
+"""calibrate: scales of activations from a few batches, for static casts.
+
+    with dlp.calibrate(model, "**", observer="max"):
+        for batch in batches:
+            model(batch)
+    dlp.freeze(model, "**", "fp8_current", mode="static")
+
+Delayed scaling's table is the observer: a slot a layer, whose staged amax enters a history behind every forward of the model,
+after the ranks that share scales have agreed on it. What becomes of a history is what `amax_compute_algo` says there. The model
+runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from dlp.comm.amax import agree
+from dlp.flows.frozen import SCALE
+from dlp.kernels import ops
+from dlp.parallel.linear.modules import ParallelLinear
+from dlp.quant.patterns import must_match
+from dlp.quant.quantizer import ScaleSlot, SlotOptions
+from dlp.quant.state import SlotTable
+
+BATCHES = 1024  # the newest that are remembered
+E4M3 = torch.float8_e4m3fn
+CLIPS = 20  # fractions of the amax that `mse` tries, down to a half
+
+
+def average(window: Tensor) -> Tensor:
+    """The mean of the amaxes that were met, fp32 [batches, slots] -> [slots]."""
+    return window.sum(0) / (window > 0).sum(0).clamp(min=1)
+
+
+def best_clip(x: Tensor) -> Tensor:
+    """The amax at which casting x to E4M3 loses least, in mean square; fp32 []."""
+    values, amax = x.float(), ops.amax(x).float()
+    top = ops.FP8_MAX[E4M3]
+    losses, clips = [], [1 - i / (2 * CLIPS) for i in range(CLIPS)]
+    for clip in clips:
+        scale = top / (amax * clip).clamp(min=torch.finfo(torch.float32).tiny)
+        cast = (values * scale).clamp(-top, top).to(E4M3).float() / scale
+        losses.append((cast - values).square().mean())
+    best = torch.stack(losses).argmin()
+    return amax * torch.tensor(clips, device=x.device)[best]
+
+
+OBSERVERS: dict[str, Any] = {"max": "max", "average": average, "mse": "max"}
+
+
+@contextmanager
+def calibrate(
+    model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max"
+) -> Iterator[dict[str, nn.Module]]:
+    """Inside, forwards of `model` are observed: x of the linears that `pattern` names, converted or plain, which it yields by
+    name. Behind it each has a buffer `x_scale`, fp32 [], equal on all ranks.
+
+    observer  "max" of the amaxes of all batches; their "average"; "mse", the max of the amaxes at which a cast of each batch
+              loses least; or a function of the amaxes [batches, layers], oldest first, that returns an amax a layer
+
+    Raises ValueError for an unknown observer, a pattern that matches no linear, and a layer that did not run.
+    """
+    if not callable(observer) and observer not in OBSERVERS:
+        raise ValueError(f"observer must be one of {', '.join(OBSERVERS)} or a function of amaxes; got {observer!r}")
+    every = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | ParallelLinear)}
+    lists = {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)}
+    chosen = must_match(list(every), lists, pattern, getattr(model, "base_model_prefix", ""), asked_by="calibrate")
+    linears = {name: every[name] for name in chosen}
+    algorithm = observer if callable(observer) else OBSERVERS[observer]
+    device = next(next(iter(linears.values())).parameters()).device
+    table = SlotTable({name: SlotOptions(ops.FP8_MAX[E4M3], 0, BATCHES, algorithm) for name in linears}, device)
+    hooks = [
+        module.register_forward_pre_hook(_records(table.slot(name), best_clip if observer == "mse" else ops.amax))
+        for name, module in linears.items()
+    ]
+    hooks.append(model.register_forward_hook(lambda *_: _close(table)))
+    try:
+        yield dict(linears)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, module in linears.items():
+        slot = table.slot(name)
+        if not table.state_dict()[name]["history"].any():
+            raise ValueError(
+                f"calibrate: {name} did not run: call the model inside, or leave the layer out of {pattern!r}"
+            )
+        module.register_buffer(SCALE, slot.scale.clone(), persistent=False)
+
+
+def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    @torch.no_grad()
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
+        slot.staging.copy_(torch.maximum(slot.staging, amax(x).float()))
+
+    return hook
+
+
+@torch.no_grad()
+def _close(table: SlotTable) -> None:
+    """The amaxes of one forward enter the histories; every rank is here."""
+    world: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
+    shared = world is not None and world.size() > 1
+    table.update(agree([table.staging], world)[0] if shared and world is not None else table.staging)

@@ -1,0 +1,160 @@
+"""Codes as plain tensors: what a quantized model is saved as, and loaded from, on any mesh.
+
+    NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, whole
+    NAME.x_scale                                    what x is multiplied by, where that is static
+    NAME                                            every other parameter and buffer, whole
+
+Nothing else is needed: neither values nor dlp, to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from dlp.flows.frozen import SCALE, scale_of, set_scale
+from dlp.parallel.linear.modules import ParallelLinear
+from dlp.parallel.weight.held import HeldWeight
+from dlp.parallel.weight.local import local_values
+from dlp.quant.parameter import QuantizedParameter
+from dlp.quant.tensor import SHARED, Part, QuantizedTensor
+
+
+class Held(NamedTuple):
+    """A quantized weight by name: its parts on this rank, and the parameter that says how it lies on the mesh."""
+
+    name: str
+    q: QuantizedTensor
+    parameter: Tensor
+
+
+def _held(model: nn.Module) -> Iterator[Held]:
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            for weight in module.core.weights:
+                if isinstance(weight, HeldWeight) and weight.member.module is module:
+                    fmt = weight.recipe.w.rowwise.format
+                    yield Held(f"{name}.{weight.member.weight}", fmt.wrap(weight.parts), weight.parameter)
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if isinstance(local, QuantizedParameter):
+                yield Held(f"{name}.{key}" if name else key, local.quantized, parameter)
+
+
+def _scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinear | None]]:
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            if (scale := scale_of(module.core)) is not None and isinstance(next(iter(module.core.weights)), HeldWeight):
+                yield f"{name}.{SCALE}", scale, module
+        elif isinstance(local := getattr(module, "weight", None), QuantizedParameter) and local.x_scale is not None:
+            yield f"{name}.{SCALE}", local.x_scale, None
+
+
+def _placements(held: Held, part: Part) -> list[Placement]:
+    """How a part lies on the mesh of its parameter. ValueError where a block lies on two ranks."""
+    assert isinstance(held.parameter, DTensor)
+    made: list[Placement] = []
+    for placement in held.parameter.placements:
+        if not isinstance(placement, Shard):
+            made.append(Replicate())
+            continue
+        cut, local = placement.dim, local_values(held.parameter).shape
+        if held.q.shape[cut] != local[cut] or not held.q.format.concatenates(cut, local[cut]):
+            raise ValueError(
+                f"{held.name}: shards of {local[cut]} along dimension {cut} cut blocks of {held.q.format.name}, so that codes "
+                f"are not those of the whole: use a mesh whose shards hold whole blocks"
+            )
+        along = part.moves_along(cut)
+        made.append(Replicate() if along is SHARED or along is None else Shard(along))
+    return made
+
+
+@torch.no_grad()
+def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """All of a model whose weights are quantized (`dlp.freeze`, `dlp.quantize_`, `dlp.quantized_model_init`), as whole plain
+    tensors by name. Every rank calls it. ValueError where tp cuts blocks."""
+    found: dict[str, Tensor] = {}
+    weights = {held.name: held for held in _held(model)}
+    for name, held in weights.items():
+        for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
+            found[f"{name}.{part.name}"] = _whole(held, part, tensor)
+    found |= {name: scale.clone() for name, scale, _ in _scales(model)}
+    others = [*model.named_parameters(), *_buffers(model)]
+    for name, tensor in others:
+        if name not in weights:
+            found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return found
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that are saved."""
+    saved = set()
+    for prefix, module in model.named_modules():
+        kept = module._buffers.keys() - module._non_persistent_buffers_set
+        saved |= {f"{prefix}.{name}" if prefix else name for name in kept}
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+
+
+def _whole(held: Held, part: Part, tensor: Tensor) -> Tensor:
+    if not isinstance(held.parameter, DTensor):
+        return tensor.detach().clone()
+    placements = _placements(held, part)
+    sent = tensor.detach().contiguous()
+    if tensor.dtype.itemsize == 1:
+        sent = sent.view(torch.uint8)
+    whole = DTensor.from_local(sent, held.parameter.device_mesh, placements, run_check=False).full_tensor()
+    return whole.view(tensor.dtype).clone()
+
+
+@torch.no_grad()
+def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Take back what `quantized_state_dict` gave, into a model that is quantized alike, on this or another mesh.
+
+    Raises ValueError, before anything is changed, for what is missing, what the model lacks, and other shapes or dtypes.
+    """
+    into: dict[str, tuple[Tensor, Tensor | None, list[Placement]]] = {}
+    weights = {held.name: held for held in _held(model)}
+    for name, held in weights.items():
+        spread = held.parameter if isinstance(held.parameter, DTensor) else None
+        for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
+            into[f"{name}.{part.name}"] = tensor, spread, _placements(held, part) if spread is not None else []
+    into |= {name: (scale, None, []) for name, scale, _ in _scales(model)}
+    for name, tensor in [*model.named_parameters(), *_buffers(model)]:
+        if name not in weights:
+            spread = tensor if isinstance(tensor, DTensor) else None
+            into[name] = local_values(tensor), spread, list(tensor.placements) if isinstance(tensor, DTensor) else []
+    if missing := sorted(into.keys() - state.keys()):
+        raise ValueError(
+            f"the saved codes lack {missing[0]!r} ({len(missing)} in all): quantize the model as it was saved"
+        )
+    if unknown := sorted(state.keys() - into.keys()):
+        raise ValueError(f"the saved codes have {unknown[0]!r}, which the model lacks ({len(unknown)} in all)")
+    found = {name: _cut(state[name], spread, placements) for name, (_, spread, placements) in into.items()}
+    for name, (tensor, _, _) in into.items():
+        if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(
+                f"{name} was saved as {found[name].dtype} {tuple(found[name].shape)}, of which this rank takes what the model "
+                f"has as {tensor.dtype} {tuple(tensor.shape)}: quantize the model as it was saved"
+            )
+    for name, (tensor, _, _) in into.items():
+        tensor.copy_(found[name])
+    for name, _, layer in _scales(model):
+        if layer is not None:
+            set_scale(layer.core, found[name])
+
+
+def _cut(whole: Tensor, spread: Tensor | None, placements: list[Placement]) -> Tensor:
+    """This rank's piece."""
+    if spread is None:
+        return whole
+    mesh = spread.device_mesh  # type: ignore[attr-defined]
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            pieces = whole.tensor_split(mesh.size(axis), placement.dim)
+            whole = pieces[mesh.get_local_rank(axis)]
+    return whole.contiguous()

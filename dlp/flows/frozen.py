@@ -1,0 +1,149 @@
+"""freeze: layers of a converted model that only run forward, and hold rowwise codes of their weights and nothing else.
+
+    weight_only   x stays as it is, and weights are decoded by the GEMM
+    dynamic       x is cast as the recipe says, by a scale of its own
+    static        x is cast by the scale that `calibrate` has found
+
+Scales of weights are agreed over tp, so that codes are those of the whole weight, on any mesh (`dlp.flows.codes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dlp.parallel.linear.modules import LinearCore, ParallelLinear
+from dlp.parallel.model.boundary import layer_modules, match_layers
+from dlp.parallel.weight.held import HeldWeight
+from dlp.parallel.weight.local import num_axes
+from dlp.quant import recipe as recipes
+from dlp.quant.fp8 import Fp8Tensor, static
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, caps_of
+from dlp.quant.recipe import Operand, Recipe, both
+from dlp.quant.tensor import Format, QuantizedTensor, Shape
+
+Mode = Literal["weight_only", "dynamic", "static"]
+SCALE = "x_scale"  # the buffer in which calibration leaves what x is multiplied by
+
+
+@dataclass(frozen=True)
+class Nothing(Format):
+    """An operand that nobody will read: no parts."""
+
+    name = "none"
+    parts = ()
+    block = (1, 1)
+    keeps_source = False
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class NotMade:
+    """The columnwise operand of a weight without backward."""
+
+    format: ClassVar[Format] = Nothing()
+    reduces: ClassVar[tuple[int, ...]] = ()
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(flag=True)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def cast(self, x: Tensor, amax: Tensor | None, **_: Any) -> QuantizedTensor:
+        return QuantizedTensor(self.format, ())
+
+
+def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
+    """ValueError for an unknown mode, and for one that the recipe does not serve."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"{asked_by}: mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
+    if recipe.w.rowwise.format.keeps_source:
+        raise ValueError(f"{asked_by}: {recipe} keeps weights in high precision; choose one that quantizes them")
+    if mode == "dynamic" and caps_of(recipe.x.rowwise).slot is not None:
+        raise ValueError(f"{asked_by}: {recipe} scales x by its history: choose mode 'static', or a recipe without one")
+    if mode == "static" and not isinstance(recipe.x.rowwise.format, Fp8Tensor):
+        raise ValueError(f"{asked_by}: static scales are one a tensor, as in fp8_current; {recipe} casts x otherwise")
+
+
+def cast_of_x(recipe: Recipe, mode: str) -> Quantizer | None:
+    """What casts x in this mode; None: nothing."""
+    if mode == "weight_only":
+        return None
+    return static(recipe.x.rowwise.format.element) if mode == "static" else recipe.x.rowwise
+
+
+def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
+    """`recipe` for forward passes alone."""
+    keep = KeepHighPrecision()
+    w, x = Operand(recipe.w.rowwise, NotMade()), both(cast_of_x(recipe, mode) or keep)
+    name = f"{recipe.name}, {mode}"
+    return replace(recipe, name=name, x=x, w=w, dy=both(keep), amax_scope="all", y=None, dx=None)
+
+
+def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") -> list[str]:
+    """From here on the layers that `pattern` names, as in a layer group, run forward only, on codes of `recipe`; their values
+    are let go of, and their parameters show NaN and learn nothing. Returns their names. Call it on all ranks.
+
+    Raises ValueError, before anything is changed, for a pattern that matches no layer, for a recipe that does not serve `mode`,
+    for static without `calibrate`, and for weights that FSDP shards.
+    """
+    names, modules = match_layers(model, pattern, "freeze"), layer_modules(model)
+    made = recipes.as_recipe(recipe)
+    chosen = {name: made.for_layer(name) for name in names}
+    for name in names:
+        check_mode(chosen[name], mode, name)
+        _check(name, modules, mode, names)
+    for core in dict.fromkeys(modules[name].core for name in names):
+        first = _names_of(core, modules)[0]
+        _freeze(core, frozen_recipe(chosen[first], mode))
+        if mode == "static":
+            set_scale(core, getattr(modules[first], SCALE))
+    return names
+
+
+def _names_of(core: LinearCore, modules: Mapping[str, ParallelLinear]) -> list[str]:
+    return [name for name, module in modules.items() if module.core is core]
+
+
+def _check(name: str, modules: Mapping[str, ParallelLinear], mode: str, names: list[str]) -> None:
+    core, scale = modules[name].core, getattr(modules[name], SCALE, None)
+    if mode == "static" and scale is None:
+        raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
+    left = [other for other in _names_of(core, modules) if other not in names]
+    if left:
+        raise ValueError(f"{name} shares its x with {left[0]}, which the pattern leaves out: freeze siblings together")
+    sharded = any(num_axes(parameter) > core.spec.num_axes for parameter in core.parameters())
+    if sharded or any(weight.managed or weight.gathered for weight in core.weights):
+        raise ValueError(
+            f"{name}: FSDP has its weight; freeze before dlp.fully_shard, or use dlp.quantize_ on the plain model, whose codes "
+            f"FSDP gathers"
+        )
+
+
+@torch.no_grad()
+def _freeze(core: LinearCore, recipe: Recipe) -> None:
+    core.set_spec(core.with_recipe(recipe))
+    core.weights.set([HeldWeight(core.weights, i, False) for i in range(len(core.members))])
+    for weight in core.weights:
+        weight.parameter.requires_grad_(False)
+    core.session.rebuild()
+
+
+@torch.no_grad()
+def set_scale(core: LinearCore, scale: Tensor) -> None:
+    """What x is multiplied by from here on."""
+    name = core.spec.slot_name("x", core.spec.members[0], False)
+    core.session.scaling.slot(name, True).scale.copy_(scale)
+
+
+def scale_of(core: LinearCore) -> Tensor | None:
+    """fp32 [], what x is multiplied by where that is static."""
+    if caps_of(core.spec.recipe.x.rowwise).slot is None:
+        return None
+    name = core.spec.slot_name("x", core.spec.members[0], False)
+    return core.session.scaling.slot(name, True).scale

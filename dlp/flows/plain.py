@@ -1,0 +1,81 @@
+"""quantize_: the plain `nn.Linear`s of any model, by a tensor subclass in place of their weights.
+
+dlp.quantize_(model, "fp8_current", mode="dynamic")
+dlp.quantize_(model, torchao_config)                # handed to torchao
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dlp.flows.frozen import SCALE, Mode, cast_of_x, check_mode
+from dlp.parallel.linear.modules import ParallelLinear
+from dlp.quant import recipe as recipes
+from dlp.quant.parameter import QuantizedParameter
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+@torch.no_grad()
+def quantize_(
+    model: nn.Module, config: Any, filter_fn: Filter | None = None, *, mode: Mode = "weight_only"
+) -> nn.Module:  # fmt: skip
+    """Quantize the weights of the `nn.Linear`s of a model that is not converted, in place; returns it.
+
+    config      a recipe, by name, as a table or made; or a config of torchao, which is handed to torchao's `quantize_`
+    filter_fn   (module, its name) -> whether; None: all
+    mode        as of `dlp.freeze`; static wants `dlp.calibrate` before
+
+    Shard it, compile it, save it afterwards. Raises ValueError, before anything is changed, for a weight that the format cannot
+    hold, that another module shares, or that is a DTensor already, and for a recipe that does not serve `mode`.
+    """
+    if type(config).__module__.split(".")[0] == "torchao":
+        from torchao.quantization import quantize_ as torchao_quantize
+
+        torchao_quantize(model, config, filter_fn)
+        return model
+    made, chosen = recipes.as_recipe(config), {}
+    for name, module in model.named_modules():
+        plain = isinstance(module, nn.Linear) and not isinstance(module, ParallelLinear)
+        if plain and (filter_fn is None or filter_fn(module, name)):
+            chosen[name] = module
+    owners = _owners(model)
+    weights = {name: _quantized(name, module, made.for_layer(name), mode, owners) for name, module in chosen.items()}
+    for name, weight in weights.items():
+        chosen[name].weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _quantized(
+    name: str, module: Any, recipe: recipes.Recipe, mode: str, owners: dict[int, list[str]]
+) -> QuantizedParameter:
+    check_mode(recipe, mode, name)
+    weight, shared = module.weight, [other for other in owners[id(module.weight)] if other != name]
+    if shared:
+        raise ValueError(f"{name} shares its weight with {shared[0]}, which reads values: untie them, or leave it out")
+    if isinstance(weight, DTensor):
+        raise ValueError(f"{name}: its weight is a DTensor already: quantize before fully_shard or parallelize_module")
+    if isinstance(weight, QuantizedParameter):
+        raise ValueError(f"{name}: its weight is quantized already, as {weight.use.format.name}")
+    scale = getattr(module, SCALE, None) if mode == "static" else None
+    if mode == "static" and scale is None:
+        raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
+    try:
+        return QuantizedParameter.from_float(
+            weight, recipe.w.rowwise, cast_of_x(recipe, mode), x_scale=scale, options=recipe.fprop
+        )
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

@@ -1,0 +1,161 @@
+"""Flows of inference: freeze, calibrate, codes and quantize_, on one rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dlp
+from dlp.flows.codes import load_quantized_state_dict
+from dlp.quant.parameter import QuantizedParameter
+from tests.metrics import assert_bit_equal
+
+FROZEN = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
+LARGEST = {"nvfp4": 0.25}  # relative error; 0.06 for 8 bits
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64, bias=False)).bfloat16()
+
+
+def batch(seed: int = 1) -> torch.Tensor:
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def converted() -> nn.Module:
+    """The same of dlp's layers."""
+    made, options = net(), {"recipe": "bf16", "dtype": torch.bfloat16}
+    model = nn.Sequential(dlp.Linear(64, 128, True, **options), nn.SiLU(), dlp.Linear(128, 64, **options))
+    model.load_state_dict(made.state_dict())
+    return model
+
+
+def error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((y - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic"])
+@pytest.mark.parametrize("recipe", FROZEN)
+@torch.no_grad()
+def test_freeze_holds_rowwise_codes(recipe, mode):
+    model, plain = converted(), net()
+    expected = model(batch())
+    assert dlp.freeze(model, "**", recipe, mode) == ["0", "2"]
+    y = model(batch())
+    assert 0 < error(y, expected) < LARGEST.get(recipe, 0.06)
+    dlp.quantize_(plain, recipe, mode=mode)
+    assert_bit_equal(plain(batch()), y, "the same codes, in a plain model")
+    parts = model[0].core.weights.parts
+    assert len(parts.parts) == len(parts.rowwise), "no columnwise operand"
+    assert model[0].weight.isnan().all() and not model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("observer", ["max", "average", "mse", lambda window: window.amax(0) * 1.5])
+@torch.no_grad()
+def test_static_scales_are_what_was_observed(observer):
+    model, plain, seen = converted(), net(), [batch(seed) for seed in range(1, 4)]
+    expected = model(batch())
+    for each in (model, plain):
+        with dlp.calibrate(each, "**", observer):
+            for x in seen:
+                each(x)
+    amaxes = torch.stack([x.abs().amax().float() for x in seen])
+    found = 448 / model[0].x_scale
+    if observer == "mse":
+        assert 0.5 * amaxes.amax() <= found <= amaxes.amax()
+    else:
+        wanted = {"max": amaxes.amax(), "average": amaxes.mean()}.get(observer, amaxes.amax() * 1.5)
+        torch.testing.assert_close(found, wanted)
+    dlp.freeze(model, "**", "fp8_current", mode="static")
+    dlp.quantize_(plain, "fp8_current", mode="static")
+    y = model(batch())
+    assert_bit_equal(plain(batch()), y)
+    assert error(y, expected) < 0.06
+    model[0].core.session.end_step()
+    with torch.enable_grad():
+        model(100 * batch())
+    model[0].core.session.end_step()
+    assert_bit_equal(model(batch()), y, "scales stand still")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "mode"), [("fp8_current", "static"), ("nvfp4", "dynamic"), ("mxfp8", "weight_only")]
+)
+def test_codes_are_saved_without_values(recipe, mode, plain, tmp_path):
+    def quantized(model: nn.Module) -> nn.Module:
+        if mode == "static":
+            with dlp.calibrate(model):
+                model(batch())
+        return dlp.quantize_(model, recipe, mode=mode) if plain else (dlp.freeze(model, "**", recipe, mode), model)[1]
+
+    model = quantized(net() if plain else converted())
+    torch.save(dlp.quantized_state_dict(model), tmp_path / "codes.pt")
+    state = torch.load(tmp_path / "codes.pt", weights_only=True)
+    assert all(type(tensor) is torch.Tensor for tensor in state.values())
+    assert {"0.weight.codes", "0.bias"} <= state.keys() and "0.weight" not in state
+    other = net() if plain else converted()
+    for parameter in other.parameters():
+        parameter.zero_()
+    other = quantized(other) if mode != "static" else quantized_alike(other, model, plain, recipe)
+    dlp.load_quantized_state_dict(other, state)
+    assert_bit_equal(other(batch()), model(batch()))
+    state.pop("0.bias")
+    with pytest.raises(ValueError, match=r"the saved codes lack '0\.bias'"):
+        load_quantized_state_dict(other, state)
+
+
+def quantized_alike(other: nn.Module, model: nn.Module, plain: bool, recipe: str) -> nn.Module:
+    """Scales of its own, other than those that will be loaded."""
+    with dlp.calibrate(other):
+        other(3 * batch())
+        for layer in (other[0], other[2]):  # all weights are zero, and so is what the second one sees
+            layer(torch.ones(4, layer.in_features).bfloat16())
+        other(3 * batch())
+    if plain:
+        return dlp.quantize_(other, recipe, mode="static")
+    dlp.freeze(other, "**", recipe, "static")
+    return other
+
+
+def test_what_cannot_be_done_is_refused():
+    model = converted()
+    with pytest.raises(ValueError, match="static mode has no scale of x"):
+        dlp.freeze(model, "**", "fp8_current", mode="static")
+    with pytest.raises(ValueError, match="keeps weights in high precision"):
+        dlp.freeze(model, "**", "bf16")
+    with pytest.raises(ValueError, match="mode must be one of"):
+        dlp.freeze(model, "**", "fp8_current", mode="fast")
+    with pytest.raises(ValueError, match="static scales are one a tensor"):
+        dlp.quantize_(net(), "nvfp4", mode="static")
+    with pytest.raises(ValueError, match="did not run"), dlp.calibrate(model):
+        pass
+    assert model[0].weight.isfinite().all(), "nothing was changed"
+    tied = net()
+    tied.append(nn.Linear(64, 128, bias=False).bfloat16())
+    tied[3].weight = tied[0].weight
+    with pytest.raises(ValueError, match="shares its weight with 3"):
+        dlp.quantize_(tied, "fp8_current")
+    dlp.freeze(model, "0", "fp8_current")
+    x = batch().requires_grad_()
+    with pytest.raises(RuntimeError, match="a backward reached a frozen layer"):
+        model(x).sum().backward()
+
+
+def test_a_filter_chooses():
+    model = dlp.quantize_(net(), "fp8_current", lambda module, name: module.in_features == 64)
+    assert [isinstance(model[i].weight, QuantizedParameter) for i in (0, 2)] == [True, False]
+    copied = copy.deepcopy(model)
+    assert_bit_equal(copied(batch()), model(batch()))
+
+
+def test_configs_of_torchao_are_handed_on():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = net()
+    dlp.quantize_(model, quantization.Int8WeightOnlyConfig())
+    assert type(model[0].weight).__module__.startswith("torchao")
