@@ -3,8 +3,8 @@
 What stands here is public; everything else may change.
 """
 
-# models of small operations
-from dlp import ops
+# models of small operations; suites for formats
+from dlp import ops, testing
 
 # the mesh
 from dlp.comm.mesh import build_mesh
@@ -46,5 +46,5 @@ __all__ = [
     "check_scales", "convert", "cross_entropy", "end_step", "freeze", "fully_shard", "gather_tokens",
     "load_quantized_state_dict", "load_state_dict", "make_plan", "not_finite", "ops", "quantize_",
     "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "scatter_tokens",
-    "set_recipe", "state_dict", "watch_scales", "wire_report", "with_master_weights",
+    "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",
 ]  # fmt: skip

@@ -36,8 +36,10 @@ MAY_IMPORT = {
     "dlp.parallel": {"dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.ops": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp.flows": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
+    "dlp.testing": {"dlp.parallel", "dlp.quant", "dlp.comm", "dlp.kernels"},
     "dlp": {
         "dlp.ops",
+        "dlp.testing",
         "dlp.flows",
         "dlp.parallel",
         "dlp.quant",

@@ -98,10 +98,19 @@ def calibrate(
 def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        x = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
+        x = _x_of(module, inputs)
         slot.staging.copy_(torch.maximum(slot.staging, amax(x).float()))
 
     return hook
+
+
+def _x_of(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    """x [M, K] of a call, which a prologue may make of what it reads."""
+    rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
+    spec = module.core.spec if isinstance(module, ParallelLinear) else None
+    if spec is None or spec.prologue is None:
+        return rows
+    return ops.stored(spec.prologue.make(spec.name, rows, inputs[1].detach()))
 
 
 @torch.no_grad()

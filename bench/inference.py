@@ -1,0 +1,92 @@
+"""Forward passes of a Llama over a batch of tokens: in bf16, and frozen in FP8, dynamic and static; tokens a second.
+
+    python -m bench.inference                                               llama3_1b, 8192 tokens, one GPU
+    python -m bench.inference --config tiny --tokens 256 --repeats 2        on a CPU
+
+Linears of blocks are frozen, the head is not. Exits with 1 where a frozen model is not `--least` times as fast as bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import dlp
+from dlp.comm.mesh import init_process_group, shutdown
+from launch.build import meta_model
+from launch.config import Config, load
+from launch.models.initial import init_weights
+from launch.models.modules import Llama
+from launch.models.parallel import parallel_groups
+
+LAYERS = "layers.**"
+
+
+def make(config: Config, device: torch.device) -> Llama:
+    """The model in bf16, converted on one rank, so that linears with the same x share its cast."""
+    model, mesh = meta_model(config), dlp.build_mesh(device_type=device.type)
+    dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="bf16"), *parallel_groups(config.model, False)], mesh)
+    model.to_empty(device=device)
+    init_weights(model, 0)
+    return model.to(torch.bfloat16).eval()
+
+
+def tokens_per_second(model: Llama, tokens: Tensor, repeats: int) -> float:
+    """By the median of forwards behind two that warm up."""
+    times = []
+    for _ in range(repeats + 2):
+        _wait(tokens.device)
+        start = time.perf_counter()
+        model(tokens)
+        _wait(tokens.device)
+        times.append(time.perf_counter() - start)
+    return tokens.numel() / statistics.median(times[2:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def measure(config: Config, mode: str, recipe: str, tokens: Tensor, repeats: int) -> float:
+    model = make(config, tokens.device)
+    if mode == "static":
+        with dlp.calibrate(model, LAYERS):
+            model(tokens)
+    if mode != "bf16":
+        dlp.freeze(model, LAYERS, recipe, mode)  # type: ignore[arg-type]
+    return tokens_per_second(model, tokens, repeats)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__.split("\n")[0])
+    parser.add_argument("--config", default="llama3_1b")
+    parser.add_argument("--recipe", default="fp8_current")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: that of the config")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--least", type=float, default=0.0, help="times bf16")
+    asked = parser.parse_args(arguments)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    config = load(asked.config)
+    init_process_group(device.type)
+    length = min(asked.sequence or config.train.sequence, asked.tokens)
+    tokens = torch.randint(config.model.vocab, (asked.tokens // length, length), device=device)
+    rates = {}
+    for mode in ("bf16", "dynamic", "static"):
+        rates[mode] = measure(config, mode, asked.recipe, tokens, asked.repeats)
+        share = rates[mode] / rates["bf16"]
+        print(f"{mode:8}  {rates[mode]:12,.0f} tokens/s  {share:.2f} x bf16", flush=True)
+    shutdown()
+    return int(min(rates["dynamic"], rates["static"]) < asked.least * rates["bf16"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

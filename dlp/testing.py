@@ -1,0 +1,214 @@
+"""Suites for formats, ours and yours: `check_format`.
+
+    dlp.testing.check_format(MyQuantizer())                   basic, pieces, transpose, linear, saving, compile
+    dlp.testing.check_format(MyQuantizer(), mesh=mesh)        and, on each rank of it: DTensor, FSDP2
+
+Each suite raises AssertionError, which names it, with the number and the floor. What it prints is a table of what was measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from dlp.quant.parameter import QuantizedParameter
+from dlp.quant.quantizer import Origin, Quantizer, caps_of
+from dlp.quant.tensor import SHARED, UNSAID, QuantizedTensor
+
+SIZE = (256, 512)  # of the matrices; halves of them hold whole blocks of our formats
+FLOORS = {"e4m3": 30.0, "e5m2": 24.0, "e2m1": 15.0, "": 40.0}  # dB, by element; of 8-bit integers where there is none
+
+
+def sqnr(found: Tensor, expected: Tensor) -> float:
+    """The ratio of the power of `expected` to that of what differs, in dB; inf where nothing does."""
+    noise = (found.double() - expected.double()).square().sum()
+    power = expected.double().square().sum()
+    return math.inf if not noise else float(10 * torch.log10(power / noise))
+
+
+def check_format(
+    quantizer: Quantizer, *, device: torch.device | str = "cpu", mesh: DeviceMesh | None = None, floor: float | None = None,
+    compiles: bool = True,
+) -> dict[str, float]:  # fmt: skip
+    """Holds a quantizer and its format to what dlp asks of them; returns what was measured, in dB.
+
+    mesh       its first axis, of two ranks or more: cuts and gathers are checked, too; call it on all ranks
+    floor      the least SQNR of values in dB, by default 30 for E4M3, 24 for E5M2, 15 for 4 bits, 40 for others
+    compiles   torch.compile is tried, which takes a few seconds
+
+    Raises AssertionError, which names the suite; ValueError for a quantizer that scales by history, which no matrix has.
+    """
+    if caps_of(quantizer).slot is not None:
+        raise ValueError(
+            f"{quantizer} scales by history, of which a matrix has none: check the same format by current scales"
+        )
+    least = FLOORS[_element(quantizer)] if floor is None else floor
+    made = torch.Generator().manual_seed(0)
+    values = torch.randn(SIZE, generator=made).to(torch.bfloat16).to(device)
+    x = torch.randn(64, SIZE[1], generator=made).to(torch.bfloat16).to(device)
+    q = _cast(quantizer, values)
+    found = {"values": check_basic(quantizer, values, q, least)}
+    check_pieces(quantizer, values, q)
+    check_transpose(quantizer, values, q)
+    if quantizer.format.basis:  # a GEMM wants the other operand rotated, too
+        return found
+    weight = QuantizedParameter(q, values.dtype)
+    found["linear"] = check_linear(weight, values, x, least)
+    check_saved(weight)
+    if compiles:
+        check_compile(weight, x)
+    if mesh is not None:
+        check_mesh(weight, x, mesh)
+    return found
+
+
+def _element(quantizer: Quantizer) -> str:
+    fmt = quantizer.format
+    element = getattr(fmt, "element", "")
+    return element or ("e2m1" if fmt.elements_per_code == 2 else "")
+
+
+def _must(holds: bool, suite: str, said: str) -> None:
+    if not holds:
+        raise AssertionError(f"check_format, {suite}: {said}")
+
+
+def _cast(
+    quantizer: Quantizer, values: Tensor, amax: Tensor | None = None, at: Origin | None = None
+) -> QuantizedTensor:
+    """`amax`: agreed, None: its own."""
+    amax = quantizer.observe(values) if amax is None else amax
+    if not caps_of(quantizer).origin:
+        return quantizer.cast(values, amax)
+    counter = torch.zeros((), dtype=torch.int64, device=values.device)
+    return quantizer.cast(values, amax, at=at or Origin(0, 0, *SIZE, 0, 0, counter))
+
+
+def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least: float) -> float:
+    """Parts are as declared, what is written into memory that exists is what is made anew, and values are near enough."""
+    fmt = quantizer.format
+    _must(q.format == fmt, "basic", f"cast gives {q.format.name}, and the quantizer's format is {fmt.name}")
+    _must(is_dataclass(fmt) and fmt == copy.copy(fmt), "basic", "a format must be a value: a frozen dataclass")
+    for part, tensor, shape in zip(fmt.parts, q.parts, fmt.part_shapes(SIZE), strict=True):
+        said = f"part {part.name} is {tensor.dtype} {tuple(tensor.shape)}, declared {part.dtype} {tuple(shape)}"
+        _must(tuple(tensor.shape) == tuple(shape) and tensor.dtype == (part.dtype or values.dtype), "basic", said)
+    _must(q.shape == SIZE, "basic", f"shape is {q.shape}, of a matrix {SIZE}")
+    given: dict[str, Any] = {"at": Origin(0, 0, *SIZE, 0, 0, torch.zeros((), dtype=torch.int64, device=values.device))}
+    out = fmt.empty(SIZE, dtype=values.dtype, device=values.device)
+    quantizer.cast(values, quantizer.observe(values), out=out, **(given if caps_of(quantizer).origin else {}))
+    same = all(_equal(a, b) for a, b in zip(out.parts, q.parts, strict=True))
+    _must(same, "basic", "a cast into `out` differs from one without")
+    seen = caps_of(quantizer)
+    source = quantizer.values(values) if seen.values else values  # type: ignore[attr-defined]
+    ratio = sqnr(q.dequantize(torch.float32), source)
+    _must(ratio >= least, "basic", f"SQNR of values is {ratio:.1f} dB, below the floor of {least:.1f}")
+    large = values * 2.0**40
+    far = sqnr(_cast(quantizer, large).dequantize(torch.float32) / 2.0**40, source)
+    _must(far >= least - 1, "basic", f"SQNR of values 2^40 as large is {far:.1f} dB: a scale does not follow them")
+    return ratio
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    as_bytes = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+    return torch.equal(*as_bytes)
+
+
+def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
+    """Halves that are cast with agreed amaxes join, part by part as each says it moves, to what the whole is cast to."""
+    fmt = quantizer.format
+    for dim, size in enumerate(SIZE):
+        for part in fmt.parts:
+            _must(part.moves_along(dim) != UNSAID, "pieces", f"part {part.name} does not say how it moves along {dim}")
+        _must(fmt.concatenates(dim, size // 2), "pieces", f"halves of {size} along {dim} cut blocks of {fmt.block}")
+        if caps_of(quantizer).origin:
+            continue  # bits are drawn for places in the whole
+        amax, halves = quantizer.observe(values), values.chunk(2, dim)
+        row_amaxes = amax is not None and amax.dim() == 1 and dim == 0
+        amaxes = amax.chunk(2) if row_amaxes and amax is not None else (amax, amax)
+        made = [_cast(quantizer, half.contiguous(), each) for half, each in zip(halves, amaxes, strict=True)]
+        for i, part in enumerate(fmt.parts):
+            along, given = part.moves_along(dim), [each.parts[i] for each in made]
+            if along is SHARED:
+                same = all(_equal(each, q.parts[i]) for each in given)
+                _must(
+                    same, "pieces", f"part {part.name} says that it is shared along {dim}, and differs between pieces"
+                )
+                continue
+            joined = torch.cat([each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in given], along)
+            _must(
+                _equal(joined, q.parts[i]),
+                "pieces",
+                f"part {part.name} of halves along {dim} does not join to the whole's",
+            )
+
+
+def check_transpose(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
+    """A transposable payload has the same values, transposed."""
+    if quantizer.format.transposable:
+        same = torch.equal(q.transpose().dequantize(), q.dequantize().t())
+        _must(same, "transpose", "the transpose has other values")
+
+
+def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: float) -> float:
+    """y of a plain linear with this weight: near y of the values, and y of the decoded ones."""
+    y, expected = F.linear(x, weight), x.double() @ values.double().t()
+    ratio = sqnr(y, expected)
+    _must(ratio >= least - 1, "linear", f"SQNR of y is {ratio:.1f} dB, below the floor of {least - 1:.1f}")
+    decoded = sqnr(y, x.double() @ weight.dequantize(torch.float32).double().t())
+    _must(decoded >= 45, "linear", f"y differs from that of the decoded weight: {decoded:.1f} dB")
+    return ratio
+
+
+def check_saved(weight: QuantizedParameter) -> None:
+    """torch.save, and torch.load with weights_only; a format from outside of dlp is allowed for that moment."""
+    file = io.BytesIO()
+    torch.save({"weight": weight}, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([type(weight.use.format)]):
+        read = torch.load(file, weights_only=True)["weight"]
+    same = read.use == weight.use and all(_equal(a, b) for a, b in zip(read.parts, weight.parts, strict=True))
+    _must(same, "saving", "what is read is not what was saved")
+
+
+def check_compile(weight: QuantizedParameter, x: Tensor) -> None:
+    """One graph, and the same bits."""
+    layer = nn.Linear(SIZE[1], SIZE[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    torch.compiler.reset()
+    try:
+        y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    except Exception as error:
+        raise AssertionError(f"check_format, compile: {type(error).__name__}: {error}") from error
+    finally:
+        torch.compiler.reset()
+    _must(_equal(y, layer(x)), "compile", "a compiled linear gives other values")
+
+
+def check_mesh(weight: QuantizedParameter, x: Tensor, mesh: DeviceMesh) -> None:
+    """Shards along both dimensions are gathered to the whole, and FSDP2 gathers codes."""
+    axis = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[0]]  # type: ignore[index]
+    expected = weight.dequantize()
+    for dim in (0, 1):
+        piece = weight.chunk(axis.size(), dim)[axis.get_local_rank()]
+        _must(isinstance(piece, QuantizedParameter), "DTensor", f"a shard along {dim} is no quantized weight any more")
+        whole = DTensor.from_local(piece, axis, [Shard(dim)], run_check=False).full_tensor()
+        same = isinstance(whole, QuantizedParameter) and _equal(whole.dequantize(), expected)
+        _must(same, "DTensor", f"shards along {dim} do not gather to the whole")
+    model = nn.Sequential(nn.Linear(SIZE[1], SIZE[0], bias=False, device="meta"))
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    y = model(x)
+    fully_shard(model, mesh=axis)
+    _must(_equal(model(x), y), "FSDP", "y of a sharded model differs")
+
+
+__all__ = ["check_format", "sqnr"]
