@@ -188,6 +188,29 @@ class Module:
         sums.zero_()[0] = dweight
 
     @staticmethod
+    def activation(words: Any, act: int, wide: bool, stream: int) -> None:
+        x, (dy, stride, out) = matrix(words, wide), words[5:]
+        name = tuple(cuda_producers.ACTS)[act]
+        grad = at(dy, x.shape, x.dtype, (stride, 1)) if dy else None
+        made = reference.activation(x, name) if grad is None else reference.activation_backward(grad, x, name)
+        at(out, x.shape, x.dtype).copy_(made)
+
+    @staticmethod
+    def gate(words: Any, act: int, wide: bool, stream: int) -> None:
+        gate, (up, stride, h, _) = matrix(words, wide), words[5:]
+        name = tuple(cuda_producers.ACTS)[act]
+        at(h, gate.shape, gate.dtype).copy_(reference.gated(gate, at(up, gate.shape, gate.dtype, (stride, 1)), name))
+
+    @staticmethod
+    def gate_backward(words: Any, act: int, wide: bool, stream: int) -> None:
+        gate, (up, up_stride, dh, dh_stride, dgate, dup) = matrix(words, wide), words[5:]
+        name = tuple(cuda_producers.ACTS)[act]
+        given = (at(each, gate.shape, gate.dtype, (stride, 1)) for each, stride in ((dh, dh_stride), (up, up_stride)))
+        grad, other = given
+        for to, value in zip((dgate, dup), reference.gated_backward(grad, gate, other, name), strict=True):
+            at(to, gate.shape, gate.dtype).copy_(value)
+
+    @staticmethod
     def swiglu(words: Any, wide: bool, stream: int) -> None:
         gate, (up, stride, h, amax) = matrix(words, wide), words[5:]
         Module._written(reference.swiglu(gate, at(up, gate.shape, gate.dtype, (stride, 1))), h, amax)

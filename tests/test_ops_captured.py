@@ -63,3 +63,22 @@ def test_a_swap_forgets_what_was_captured():
                 dlp.set_recipe(model, "**", {"name": "fp8_delayed", "margin": 1})
         twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     assert torch.isfinite(twins.model[0][1].weight_0).all()
+
+
+SLOW_ACTS = [pytest.param(act, marks=pytest.mark.slow) for act in ("relu", "srelu", "silu", "reglu", "glu")]
+
+
+@pytest.mark.parametrize("act", ["gelu", "geglu", *SLOW_ACTS])
+def test_activations_are_launched_with_the_rest(act: str):
+    def make() -> nn.Module:
+        return ops.LayerNormMLP(K, K, bias=False, normalization="RMSNorm", activation=act, recipe="fp8_current")
+
+    twins = Twins(make)
+    for optimizer in twins.optimizers:
+        optimizer.param_groups[0]["lr"] = 1e-5
+    for model in (twins.model, twins.other):
+        model[0][0].weight.data = model[0][0].weight.data.float()
+    for seed in range(4):
+        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    found = recorded(twins.model[0])
+    assert all(any(isinstance(made, Recorded) for made in found[way]) for way in ("forward", "backward")), found

@@ -4,10 +4,23 @@ reference. Matrices whose columns are not adjacent run the reference, too.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from dlp.kernels import reference
-from dlp.kernels.table import operation
+from dlp.kernels import cuda_producers, reference
+from dlp.kernels.cuda import INPUTS
+from dlp.kernels.producers import has_kernel
+from dlp.kernels.table import kernel, operation
+
+
+def _readable(*given: Any) -> bool:
+    return has_kernel(*[x for x in given if isinstance(x, Tensor)])
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @operation
@@ -16,10 +29,24 @@ def activation(x: Tensor, name: str) -> Tensor:
     return reference.activation(x, name)
 
 
+@kernel("activation", reads=INPUTS, takes=_readable)
+def _activation(x: Tensor, name: str) -> Tensor:
+    y = _like(x)
+    cuda_producers.activation(x, name, y)
+    return y
+
+
 @operation
 def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
     """dy, x [rows, C] -> dx [rows, C] in their dtype."""
     return reference.activation_backward(dy, x, name)
+
+
+@kernel("activation_backward", reads=INPUTS, takes=_readable)
+def _activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
+    dx = _like(x)
+    cuda_producers.activation(x, name, dx, dy)
+    return dx
 
 
 @operation
@@ -28,10 +55,24 @@ def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
     return reference.gated(gate, up, name)
 
 
+@kernel("gated", reads=INPUTS, takes=_readable)
+def _gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    h = _like(gate)
+    cuda_producers.gate(gate, up, name, h)
+    return h
+
+
 @operation
 def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """dh, gate, up [rows, C] -> dgate, dup [rows, C] in their dtype."""
     return reference.gated_backward(dh, gate, up, name)
+
+
+@kernel("gated_backward", reads=INPUTS, takes=_readable)
+def _gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    dgate, dup = _like(gate), _like(gate)
+    cuda_producers.gate_backward(dh, gate, up, name, dgate, dup)
+    return dgate, dup
 
 
 @operation

@@ -13,6 +13,7 @@ from dlp.kernels.cuda import INPUTS, Words, _matrix, _output, _scalar, _tiles
 from dlp.kernels.launches import launch
 
 RMS_NORM, SWIGLU, COLUMN_SUMS = 1, 2, 3  # of kernels.h
+ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4}  # of kernels.h
 MAX_NORM_COLS = 57344  # whose sums in backward fit into shared memory
 
 
@@ -77,6 +78,28 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
         _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"),
     )  # fmt: skip
     launch("swiglu_backward", gate, words, gate.dtype == torch.float32)
+
+
+def activation(x: Tensor, act: str, out: Tensor, dy: Tensor | None = None) -> None:
+    """x [rows, cols] -> out [rows, cols]: act(x), or with dy: dy * act'(x)."""
+    more = (0, 0) if dy is None else _beside(dy, x, "dy")
+    words = *_matrix(x), 0, *more, _output(out, x.shape, [x.dtype], "out")
+    launch("activation", x, words, ACTS[act], x.dtype == torch.float32)
+
+
+def gate(gate: Tensor, up: Tensor, act: str, h: Tensor) -> None:
+    """gate, up [rows, cols] -> h [rows, cols]."""
+    words = *_matrix(gate), 0, *_beside(up, gate, "up"), _output(h, gate.shape, [gate.dtype], "h"), 0
+    launch("gate", gate, words, ACTS[act], gate.dtype == torch.float32)
+
+
+def gate_backward(dh: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor) -> None:
+    """dh, gate, up [rows, cols] -> dgate, dup [rows, cols]."""
+    words = (
+        *_matrix(gate), 0, *_beside(up, gate, "up"), *_beside(dh, gate, "dh"),
+        _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"),
+    )  # fmt: skip
+    launch("gate_backward", gate, words, ACTS[act], gate.dtype == torch.float32)
 
 
 def column_sums(x: Tensor, out: Tensor) -> None:

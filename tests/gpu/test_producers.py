@@ -186,3 +186,22 @@ def test_what_producers_refuse(device):
     wide = torch.zeros(1, cuda_producers.MAX_NORM_COLS + 8, device=device)
     with pytest.raises(ValueError, match="up to 57344 features"):
         cuda_producers.rms_norm_backward(wide, wide, wide[0], wide[:, 0], wide.clone(), torch.empty_like(wide[0]))
+
+
+@dtypes
+@pytest.mark.parametrize("name", list(cuda_producers.ACTS))
+def test_activations_and_gates_are_the_reference(device, poisoned, dtype, name):
+    """Against the reference on the same device, whose exp and tanh they share."""
+    for number, shape in enumerate(SHAPES):
+        stride = STRIDES[number % 3]
+        x, up, dy = (place(values("gauss", *shape, dtype, seed), stride, device) for seed in (1, 2, 3))
+        y, dx, dup = (poisoned(shape, dtype) for _ in range(3))
+        cuda_producers.activation(x, name, y)
+        assert_equal(y, reference.activation(x, name), f"{name} {dtype} {shape}")
+        cuda_producers.activation(x, name, dx, dy)
+        assert_equal(dx, reference.activation_backward(dy, x, name), f"{name} backward {dtype} {shape}")
+        cuda_producers.gate(x, up, name, y)
+        assert_equal(y, reference.gated(x, up, name), f"{name} gate {dtype} {shape}")
+        cuda_producers.gate_backward(dy, x, up, name, dx, dup)
+        for made, expected in zip((dx, dup), reference.gated_backward(dy, x, up, name), strict=True):
+            assert_equal(made, expected, f"{name} gate backward {dtype} {shape}")

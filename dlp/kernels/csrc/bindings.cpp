@@ -132,6 +132,15 @@ void bind_producers(pybind11::module_& m) {
     bind_step(m, "swiglu_backward", [](const Words<SwigluGradJob>& job, bool wide, Stream stream) {
         swiglu_backward(make_job<SwigluGradJob>(job), input_of(wide), stream);
     });
+    bind_step(m, "activation", [](const Words<ActivationJob>& job, int64_t act, bool wide, Stream stream) {
+        activation(make_job<ActivationJob>(job), static_cast<Act>(act), input_of(wide), stream);
+    });
+    bind_step(m, "gate", [](const Words<SwigluJob>& job, int64_t act, bool wide, Stream stream) {
+        gate(make_job<SwigluJob>(job), static_cast<Act>(act), input_of(wide), stream);
+    });
+    bind_step(m, "gate_backward", [](const Words<SwigluGradJob>& job, int64_t act, bool wide, Stream stream) {
+        gate_backward(make_job<SwigluGradJob>(job), static_cast<Act>(act), input_of(wide), stream);
+    });
     bind_step(m, "tile_sums", [](const Words<MatrixJob>& one, int64_t items, uintptr_t sums, bool wide, Stream stream) {
         tile_sums(make_work<MatrixJob>(one, 0, 1, items), reinterpret_cast<float*>(sums), input_of(wide), stream);
     });

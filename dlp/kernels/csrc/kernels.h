@@ -227,6 +227,17 @@ struct SwigluGradJob {
     static constexpr uint32_t addresses = words(0, 5, 7, 9, 10);
 };
 
+// act(g): g * s(g), GELU by tanh, max(g, 0), its square, s(g) (reference/activations.py).
+enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid };
+
+struct ActivationJob {        // act(x), or with dy: dy * act'(x)
+    Matrix x;
+    const void* dy;           // rows `dy_stride` apart; null: forward
+    int64_t dy_stride;
+    void* out;                // [rows, cols]
+    static constexpr uint32_t addresses = words(0, 5, 7);
+};
+
 struct LossJob {
     Matrix x;
     const int64_t* target;    // [rows]: a column; one that is none picks nothing
@@ -342,6 +353,9 @@ void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);
 void sum_fp8_wire(const WireSum& job, Input output, Stream stream);
 void rms_norm(const NormJob& job, float eps, Input input, Stream stream);
 void rms_norm_backward(const NormGradJob& job, Input input, Stream stream);
+void activation(const ActivationJob& job, Act act, Input input, Stream stream);
+void gate(const SwigluJob& job, Act act, Input input, Stream stream);
+void gate_backward(const SwigluGradJob& job, Act act, Input input, Stream stream);
 void swiglu(const SwigluJob& job, Input input, Stream stream);
 void swiglu_backward(const SwigluGradJob& job, Input input, Stream stream);
 void tile_sums(const Work<MatrixJob>& work, float* sums, Input input, Stream stream);
