@@ -1,12 +1,14 @@
 """What the host does for a column- and a row-parallel linear, forward and backward, beside the same pair in plain torch.
 
-    python -m bench.host_parallel [--recipes bf16 fp8_current] [--quick] [--json FILE]     two CPU ranks over gloo
+    python -m bench.host_parallel [--recipes bf16 fp8_current] [--ways chunked compiled] [--quick] [--json FILE]
+                                                                                           two CPU ranks over gloo
     torchrun --nproc-per-node 2 -m bench.host_parallel                                     a rank for each GPU, or CPU ranks
 
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
 The plain pair is `all_gather`, `F.linear`, `F.linear`, `reduce_scatter`, and in backward what is symmetric to it. Subjects take
-turns, many short ones, and are compared with the plain pair's turn of the same round. By subject:
+turns, many short ones, and are compared with the plain pair's turn of the same round. A way is `chunked`, the overlap strategy,
+or `compiled` by torch.compile; each recipe has a line for each way, too. By subject:
 
     all       microseconds of a pass, collectives and all
     host      the same over a group whose collectives move nothing and return at once: what the host does outside of them
@@ -45,7 +47,7 @@ from dlp.quant.recipe import names
 # renamed in torch 2.13; the old names warn there and the new ones do not exist before
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-PLAIN = "plain torch"
+PLAIN, WAYS = "plain torch", ("chunked", "compiled")
 RANKS, WARM, COUNT, ROUNDS = 2, 5, 10, 41
 Run = Callable[[], None]
 
@@ -121,12 +123,17 @@ def pair(subject: str, features: int, group: ProcessGroup, device: torch.device)
     """A column and a row linear of a recipe, attached, so that weights are cast at the step boundary; or the plain pair."""
     if subject == PLAIN:
         return PlainPair(features, features, group, device)
+    recipe, way, *_ = (*subject.split(), "serial")
+    options: dict[str, Any] = {"tp": group, "sequence_parallel": True, "recipe": recipe, "device": device}
+    options["overlap"] = "chunked" if way == "chunked" else "serial"
     made = [
-        layer(features, features, tp=group, sequence_parallel=True, recipe=subject, device=device, dtype=torch.bfloat16)
+        layer(features, features, dtype=torch.bfloat16, **options)
         for layer in (dlp.ColumnParallelLinear, dlp.RowParallelLinear)
     ]
     model = nn.Sequential(*made)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
+    if way == "compiled":
+        model.compile()
     return model
 
 
@@ -200,9 +207,12 @@ def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float
     }
 
 
-def measure(recipes: Sequence[str], tokens: int, features: int, rounds: int, device: torch.device) -> list[Line]:
-    """A line for the plain pair and for each recipe."""
-    subjects, ranks = (PLAIN, *recipes), list(range(dist.get_world_size()))
+def measure(
+    recipes: Sequence[str], ways: Sequence[str], tokens: int, features: int, rounds: int, device: torch.device
+) -> list[Line]:
+    """A line for the plain pair, and for each recipe, and each way of it."""
+    subjects = (PLAIN, *(f"{name} {way}".strip() for name in recipes for way in ("", *ways)))
+    ranks = list(range(dist.get_world_size()))
     real, alone = dist.group.WORLD, dist.new_group(ranks, backend="fake")
     assert real is not None
     moving = {name: passes(name, tokens, features, real, device) for name in subjects}
@@ -218,10 +228,10 @@ def measure(recipes: Sequence[str], tokens: int, features: int, rounds: int, dev
 
 def show(lines: Sequence[Line], tokens: int, features: int) -> None:
     print(f"\n{tokens} tokens, {features} -> {features} -> {features}: a pass, and its ratio to {PLAIN}")
-    print(f"{'subject':15} {'all us':>9} {'ratio':>6} {'host us':>9} {'ratio':>6} {'calls':>6} {'ratio':>6}")
+    print(f"{'subject':20} {'all us':>9} {'ratio':>6} {'host us':>9} {'ratio':>6} {'calls':>6} {'ratio':>6}")
     for line in lines:
         print(
-            f"{line.subject:15} {line.all:9.1f} {line.all_ratio:6.2f} {line.host:9.1f} {line.host_ratio:6.2f} "
+            f"{line.subject:20} {line.all:9.1f} {line.all_ratio:6.2f} {line.host:9.1f} {line.host_ratio:6.2f} "
             f"{line.calls:6} {line.calls_ratio:6.2f}",
             flush=True,
         )
@@ -230,6 +240,7 @@ def show(lines: Sequence[Line], tokens: int, features: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.host_parallel", description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=names(), choices=names(), metavar="RECIPE")
+    parser.add_argument("--ways", nargs="+", default=[], choices=WAYS, metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--tokens", type=int, default=64, help="of all ranks (64)")
     parser.add_argument("--features", type=int, default=128, help="of both linears (128)")
     parser.add_argument("--quick", action="store_true", help="few rounds")
@@ -244,7 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     init_process_group("cuda" if on_gpu else "cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     torch.manual_seed(0)
-    lines = measure(options.recipes, options.tokens, options.features, 3 if options.quick else ROUNDS, device)
+    rounds = 3 if options.quick else ROUNDS
+    lines = measure(options.recipes, options.ways, options.tokens, options.features, rounds, device)
     if dist.get_rank() == 0:
         show(lines, options.tokens, options.features)
         write_files(options, [asdict(line) for line in lines])

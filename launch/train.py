@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dlp
-from dlp.comm.mesh import shutdown, world_size
+from dlp.comm import transport
+from dlp.comm.mesh import TP, shutdown, world_size
 from dlp.kernels.table import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
@@ -68,6 +69,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         built = build(config, mesh, device)
         run.say(built.dims.describe(mesh.device_type))
         run.say(str(built.plan).splitlines()[0])
+        if mesh.device_type == "cuda" and built.dims.tp > 1:
+            run.say(transport.describe(TP, mesh[TP].get_group()))
         load = wire.workload(config, mesh.size(), built.accumulation.reductions)
         gradients = wire.describe_gradients(built.plan, load, built.accumulation)
         averages = describe_optimizer(config, built.plan, built.dims.dp_shard)

@@ -305,6 +305,14 @@ def _obstacle(group: ProcessGroup) -> str:
     return ""
 
 
+def describe(name: str, group: ProcessGroup) -> str:
+    """How what a group of this name sends is carried, and why; called by all of its ranks."""
+    if transport_of(group) is not None:
+        return f"transport: {name} pushes into memory that its ranks map; directions of its layers are captured"
+    why = _WHY_NOT.get(group.group_name) or "it was chosen"
+    return f"transport: {name} sends by {dist.get_backend(group)}, since {why}; directions that send are not captured"
+
+
 def _boot() -> str:
     """Of one host, and of no other one of that name."""
     try:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlp.comm import slots
+from dlp.comm import slots, transport
 from dlp.comm.slots import CudaSlot, SharedSlot
 from dlp.comm.transport import Gathering, Transport
 from dlp.kernels import captured, ops
@@ -138,6 +138,16 @@ def test_a_slot_is_not_written_before_its_readers_are_done(ranks, device_type):
     assert ranks(2).run(a_late_reader, True) == [0, 0]
     if device_type == "cpu":
         assert ranks(2).run(a_late_reader, False)[1] > 0, "a late reader would see what comes next"
+
+
+def described() -> str:
+    return transport.describe("tp", dist.group.WORLD)
+
+
+@pytest.mark.ranks(2)
+def test_a_group_says_how_it_sends_and_why(ranks, device_type):
+    said = "sends by gloo, since its ranks are on CPUs" if device_type == "cpu" else "pushes into memory"
+    assert all(f"transport: tp {said}" in line for line in ranks(2).run(described))
 
 
 def nan_and_inf() -> list[Tensor]:
