@@ -150,6 +150,11 @@ class Train(Section):
     weight_decay: float = setting(number(">= 0"), "AdamW's, on matrices only", 0.1)
     betas: tuple[float, float] = setting(numbers(2, ">= 0", "< 1"), "AdamW's averages", (0.9, 0.95))
     eps: float = setting(number("> 0"), "AdamW's denominator", 1e-8)
+    z_loss: float = setting(
+        number(">= 0"),
+        "weight of each token's squared logsumexp of logits in the training loss, which has it; validation does not",
+        0.0,
+    )
     clip: float = setting(number("> 0"), "largest global gradient norm", 1.0)
     skip_spikes: float = setting(
         Rule("a number > 1, or 0", (int, float), lambda value: value == 0 or 1 < value < float("inf"), float),

@@ -153,10 +153,11 @@ class Trainer:
         return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
     def loss(self, batch: Batch) -> Tensor:
-        """Sum over a microbatch, fp32 []."""
+        """Sum over a microbatch, fp32 []; with its z_loss where it is trained on."""
         tokens, targets, *documents = batch
         logits = self.built.model(tokens, Documents(*documents) if documents else None)
-        return dlp.cross_entropy(logits, targets, self.built.mesh)
+        z_loss = self.config.train.z_loss if torch.is_grad_enabled() else 0.0
+        return dlp.cross_entropy(logits, targets, self.built.mesh, z_loss=z_loss)
 
     def valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         """How many targets of the global batch count; fp32 []."""

@@ -47,11 +47,12 @@ def columns_of_rank(full: Tensor) -> Tensor:
     return full.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
 
-def cross_entropy(tokens: int, dtype: torch.dtype) -> Loss:
+def cross_entropy(tokens: int, dtype: torch.dtype, z_loss: float = 0.0) -> Loss:
     logits, targets = logits_and_targets(tokens, dtype)
     whole, mine = logits.float().clone().requires_grad_(), columns_of_rank(logits).clone().requires_grad_()
     expected = F.cross_entropy(whole, targets, ignore_index=IGNORED, reduction="sum")
-    loss = dlp.cross_entropy(mine, targets, dist.group.WORLD)
+    expected = expected + z_loss * whole.logsumexp(1)[targets != IGNORED].square().sum()
+    loss = dlp.cross_entropy(mine, targets, dist.group.WORLD, z_loss=z_loss)
     (expected / 7).backward()
     (loss / 7).backward()
     assert mine.grad is not None and whole.grad is not None and loss.dtype == torch.float32
@@ -68,6 +69,15 @@ def test_cross_entropy_equals_torch(ranks, world, tokens, dtype):
         assert result.gradient_error <= ROUNDING[dtype]
         assert result.gradient_dtype == dtype
     assert len({result.value for result in results}) == 1, "tp ranks disagree about the loss"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+def test_z_loss_keeps_logits_from_drifting(ranks, world, dtype):
+    for result in ranks(world).run(cross_entropy, 37, dtype, 1e-3):
+        assert result.value == pytest.approx(result.expected, rel=2e-6)
+        assert result.gradient_error <= 2 * ROUNDING[dtype]  # one of the elements is rounded twice
+        assert result.gradient_dtype == dtype
 
 
 def compiled() -> tuple[Tensor, Tensor, Tensor, Tensor]:

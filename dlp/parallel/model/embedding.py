@@ -188,10 +188,11 @@ def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum over tokens of logsumexp(logits) - logits[target]. Saves the logits and one fp32 logsumexp per token."""
+    """Sum over tokens of lse - logits[target] + z_loss lse^2, lse = logsumexp(logits). Saves the logits and one fp32 lse per
+    token."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, z_loss: float) -> Tensor:
         column = targets if group is None else targets - group.rank() * logits.shape[1]  # of this rank, if it is one
         lse, picked = ops.log_sum_exp(logits, column)
         if group is not None and group.size() > 1:
@@ -200,22 +201,34 @@ class _CrossEntropy(torch.autograd.Function):
             lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
         valid = targets != IGNORED
         ctx.save_for_backward(logits, column, valid, lse)
-        return ((lse - picked) * valid).sum()
+        ctx.z_loss = z_loss
+        loss = lse - picked if z_loss == 0 else lse - picked + z_loss * lse.square()
+        return (loss * valid).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, column, valid, lse = ctx.saved_tensors
-        return ops.softmax_gradient(logits, column, lse, grad * valid), None, None
+        if ctx.z_loss == 0:
+            return ops.softmax_gradient(logits, column, lse, grad * valid), None, None, None
+        more = 2 * ctx.z_loss * lse * grad * valid  # of the softmax, not of what is taken off at the target
+        gradient = ops.softmax_gradient(logits, column, lse, grad * valid + more)
+        mine = (column >= 0) & (column < logits.shape[1])
+        at = torch.where(mine, column, 0).unsqueeze(1)
+        gradient.scatter_add_(1, at, (more * mine).to(gradient.dtype).unsqueeze(1))
+        return gradient, None, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, tp: DeviceMesh | ProcessGroup | None = None, *, z_loss: float = 0.0
+) -> Tensor:
     """The summed cross entropy, in nats, fp32 scalar, equal on all tp ranks.
 
     logits [M, V/tp] (column-parallel head, any float dtype), targets [M] int64 in [0, V), -100 is ignored. Divide by the
-    global number of valid tokens once. fp32 logits are nowhere stored, but on a CPU for a chunk of tokens at a time.
+    global number of valid tokens once. z_loss: weight of each token's squared logsumexp, which is added and keeps logits from
+    drifting (arXiv 2204.02311). fp32 logits are nowhere stored, but on a CPU for a chunk of tokens at a time.
     """
     if len(logits) != targets.numel():
         raise ValueError(f"cross_entropy: {len(logits)} rows of logits, but {targets.numel()} targets")
-    loss: Tensor = _CrossEntropy.apply(logits, targets.reshape(-1), None if tp is None else tp_group_of(tp))
+    loss: Tensor = _CrossEntropy.apply(logits, targets.reshape(-1), None if tp is None else tp_group_of(tp), z_loss)
     return loss
