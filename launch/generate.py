@@ -25,7 +25,7 @@ from launch.exposure import profiled
 from launch.models.cache import KeyValues
 from launch.schema import ConfigError
 from launch.tokenizer import BYTES, Tokenizer, open_tokenizer
-from launch.trained import Trained, check_length, command_line, open_trained
+from launch.trained import Changes, Trained, check_length, command_line, open_trained
 
 PROFILED = 10  # tokens
 
@@ -57,20 +57,27 @@ class Writer:
     def next(self, tokens: Tensor) -> Tensor:
         """Reads tokens [B, S] on -> those that follow, int64 [B, 1]."""
         hidden = self.trained.model.model(tokens, None, self.past)
-        logits = self.whole(self.trained.model.lm_head(hidden[:, -1])).float()
+        logits = whole(self.trained, self.trained.model.lm_head(hidden[:, -1])).float()
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
         chances = (logits.cpu() / self.temperature).softmax(-1)
         return torch.multinomial(chances, 1, generator=self.generator).to(tokens.device)
 
-    def whole(self, logits: Tensor) -> Tensor:
-        """[B, V/tp] -> [B, V]."""
-        group = self.trained.dims.group(TP)
-        if group.size() == 1:
-            return logits
-        parts = [torch.empty_like(logits) for _ in range(group.size())]
-        dist.all_gather(parts, logits.contiguous(), group=group)
-        return torch.cat(parts, -1)
+
+def whole(trained: Trained, logits: Tensor) -> Tensor:
+    """[M, V/tp] -> [M, V]."""
+    group = trained.dims.group(TP)
+    if group.size() == 1:
+        return logits
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, -1)
+
+
+def on_tp() -> Changes:
+    """Settings by which all ranks of this run are tensor-parallel."""
+    mesh = {"tp": str(world_size()), "dp_shard": "1", "dp_replicate": "1", "sequence_parallel": "false"}
+    return [(f"mesh.{key}", value) for key, value in mesh.items()]
 
 
 def write(
@@ -125,13 +132,7 @@ def main(arguments: Sequence[str]) -> None:
     if known.tokens < 1 or known.temperature < 0:
         raise ConfigError("--tokens, --temperature: expected at least 1, and 0 or more")
     tokenizer = open_tokenizer(known.tokenizer)
-    cut = [
-        ("mesh.sequence_parallel", "false"),
-        ("mesh.tp", str(world_size())),
-        ("mesh.dp_shard", "1"),
-        ("mesh.dp_replicate", "1"),
-    ]
-    trained = open_trained(known.checkpoint, [*cut, *changes])
+    trained = open_trained(known.checkpoint, [*on_tp(), *changes])
     weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)
     prompt = prompt_of(tokenizer, known.prompt)
     found = write(trained, prompt, known.tokens, temperature=known.temperature, seed=known.seed, trace=known.profile)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from launch import evaluate, generate, trained
+from launch import evaluate, generate, harness, trained
 from launch.config import ConfigError, from_text
 from launch.manifest import CheckpointError, read_manifest
 from launch.tokenizer import BYTES
@@ -104,6 +106,43 @@ def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
     assert "batches of 8: ask for fewer --batches" in ranks(1).run(too_many, path)[0]
     said = ranks(1).run(other_tokenizer, path)[0]
     assert "bytes in place of a file whose SHA-256 begins 0123456789abcdef" in said
+
+
+def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]:
+    """Inside a worker: of what follows and of what does not; a text up to a string in it; and what lm_eval is told."""
+    found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
+    context, follows = PROMPT[0].tolist(), generate.write(found, PROMPT, 3).tokens[0, 5:].tolist()
+    scores = [harness.score(found, context, each) for each in (follows, [*follows[:2], 0], [255])]
+    told: list[Any] = []
+    if importlib.util.find_spec("lm_eval") is not None:
+        model, request = harness.adapted(found, BYTES), types.SimpleNamespace(args=("de", "f m"))
+        told += model.loglikelihood([request])
+        told += model.loglikelihood_rolling([types.SimpleNamespace(args=("def",))])
+    text = harness.go_on(found, BYTES, context, {"max_gen_toks": 3})
+    cut = harness.go_on(found, BYTES, context, {"max_gen_toks": 3, "until": [text[1]]})
+    assert text[0] == cut or text[0] == text[1]
+    return [value for value, _ in scores], [most for _, most in scores], text, told
+
+
+def by_cross_entropy(path: str, text: list[int]) -> float:
+    """Inside a worker: the chance of the end of a text, by torch alone."""
+    found = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
+    logits, targets = found.model(torch.tensor([text[:-1]])), torch.tensor(text[1:])
+    return -torch.nn.functional.cross_entropy(logits[4:], targets[4:], reduction="sum").item()
+
+
+@pytest.mark.ranks(2)
+def test_continuations_are_scored(ranks, checkpoint):
+    path, _ = checkpoint
+    values, most, text, told = ranks(1).run(scored, path, 1)[0]
+    follows = list(text.encode()) if text.isascii() else None
+    assert most == [True, False, False] and values[0] > values[1]
+    if follows is not None and len(follows) == 3:
+        expected = ranks(1).run(by_cross_entropy, path, [*PROMPT[0].tolist(), *follows])[0]
+        assert values[0] == pytest.approx(expected, abs=1e-4)
+    both = ranks(2).run(scored, path, 2)
+    assert both[0] == both[1] and both[0][0] == pytest.approx(values, abs=1e-4)
+    assert not told or (told[0][0] < 0 and told[1] < 0)
 
 
 def traced(path: str, trace: Path) -> str:

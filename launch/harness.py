@@ -1,0 +1,99 @@
+"""A checkpoint on the tasks of EleutherAI's lm_eval, by its own package.
+
+    python -m launch.harness CHECKPOINT --tasks hellaswag,arc_easy [--tokenizer tokenizer.json] [--limit 100]
+
+By torchrun the ranks are tensor-parallel. The package fetches the data of its tasks, or reads what it has fetched before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlp.comm.mesh import shutdown
+from launch import weights
+from launch.generate import on_tp, whole, write
+from launch.tokenizer import BYTES, Tokenizer, need, open_tokenizer
+from launch.trained import Trained, check_length, command_line, open_trained
+
+
+@torch.no_grad()
+def score(trained: Trained, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
+    """The log of the chance that `continuation` follows `context`, which is not empty, in nats, and whether each of its tokens
+    is the most likely one."""
+    check_length(trained.config, len(context) + len(continuation) - 1)
+    tokens = torch.tensor([*context, *continuation], device=trained.device)
+    logits = whole(trained, trained.model(tokens[None, :-1]))[-len(continuation) :].float()
+    follows = tokens[-len(continuation) :]
+    chances = logits.log_softmax(-1).gather(1, follows.unsqueeze(1))
+    return chances.sum().item(), bool((logits.argmax(-1) == follows).all())
+
+
+def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked: dict[str, Any]) -> str:
+    """Text after a context, up to the first of the strings in `until`, most likely tokens unless a temperature is asked for."""
+    count, until = int(asked.get("max_gen_toks", 256)), asked.get("until") or []
+    prompt, warm = torch.tensor([list(context)]), float(asked.get("temperature") or 0.0) * bool(asked.get("do_sample"))
+    written = write(trained, prompt, count, temperature=warm).tokens[0, len(context) :].tolist()
+    ends = written.index(tokenizer.separator) if tokenizer.separator in written else len(written)
+    text = tokenizer.decode(written[:ends])
+    for end in [until] if isinstance(until, str) else until:
+        text = text.split(end)[0]
+    return text
+
+
+def adapted(trained: Trained, tokenizer: Tokenizer) -> Any:
+    """What lm_eval calls a model. MissingPackage, a ValueError, without the package."""
+    package = need("lm_eval.api.model", "lm_eval", "launch.harness")
+
+    class Adapted(package.TemplateLM):  # type: ignore[name-defined]
+        eot_token_id = tokenizer.separator
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            found: list[int] = tokenizer.encode([("a request", string.encode())])[0].tolist()
+            return found[:-1]  # without the separator
+
+        def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+            return [score(trained, context, continuation) for _, context, continuation in requests]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            texts = [self.tok_encode(*request.args) for request in requests]
+            return [score(trained, [tokenizer.separator], text)[0] for text in texts]
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            return [
+                go_on(trained, tokenizer, self.tok_encode(context) or [tokenizer.separator], asked)
+                for context, asked in (request.args for request in requests)
+            ]
+
+    return Adapted()
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="launch.harness", description="A checkpoint on the tasks of lm_eval.")
+    parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
+    parser.add_argument("--tasks", required=True, help="names of lm_eval's tasks, with commas between")
+    parser.add_argument("--tokenizer", default=BYTES.name, help="bytes, or a tokenizer.json [bytes]")
+    parser.add_argument("--limit", type=int, help="so many examples of each task [all]")
+    known, changes = command_line(parser, arguments)
+    harness, tables = (need(module, "lm_eval", "launch.harness") for module in ("lm_eval", "lm_eval.utils"))
+    tokenizer = open_tokenizer(known.tokenizer)
+    trained = open_trained(known.checkpoint, [*on_tp(), *changes])
+    weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)
+    model = adapted(trained, tokenizer)
+    results = harness.simple_evaluate(model=model, tasks=known.tasks.split(","), limit=known.limit)
+    if dist.get_rank() == 0:
+        print(tables.make_table(results))
+    shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
