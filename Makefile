@@ -48,7 +48,7 @@ test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"
 	$(NEEDS) pytest hypothesis xdist
 	@$(PYTHON) -m pytest $(SPREAD) $(ARGS)
 
-test-fast: $(READY) ## the tests for daily work, in three minutes: nothing that compiles or starts programs, a case of each with ranks
+test-fast: $(READY) ## the tests for daily work, in two minutes: nothing that compiles or starts programs, a case of each with ranks
 	$(NEEDS) pytest hypothesis xdist
 	@$(PYTHON) -m pytest $(SPREAD) --fast $(ARGS)
 

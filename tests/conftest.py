@@ -28,7 +28,7 @@ torch.set_num_threads(1)  # as in the workers, so that both sum in the same orde
 if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do without it
     from hypothesis import settings
 
-    settings.register_profile("dlp", deadline=None, max_examples=50, derandomize=True)
+    settings.register_profile("dlp", deadline=None, max_examples=25, derandomize=True)
     settings.load_profile("dlp")
 
 
@@ -37,7 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
-        help="without what is marked slow, and of tests with ranks one case each, on at most two ranks",
+        help="without what is marked slow; of tests with ranks one case each, on at most two ranks, of others as many as it "
+        "takes to meet every parameter's values",
     )
     parser.addoption(
         "--cases",
@@ -71,6 +72,8 @@ def met_by(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
 def covering(items: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
     """So many cases of one test, or as many as it takes to meet every value of its parameters: always the case with the
     most values and pairs of values that were not met yet, the first of equals."""
+    if all(len(getattr(getattr(item, "callspec", None), "params", ())) < 2 for item in items) and least == 1:
+        return list(items)  # each has a value of its own
     left = {i: met_by(item) for i, item in enumerate(items)}
     missing, chosen = set().union(*left.values()), []
     while left and (len(chosen) < least or any(len(met) == 1 for met in missing)):
@@ -91,7 +94,17 @@ def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of a daily run (`--fast`)."""
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     first = {item.nodeid.partition("[")[0]: item for item in reversed(quick) if 0 < world_of(item) <= 2}
-    return [item for item in quick if not world_of(item) or item in first.values()]
+    kept = {*some_cases([item for item in quick if not world_of(item)], 1), *first.values()}
+    return [item for item in quick if item in kept]
+
+
+def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Of tests/gpu, which are imported all the same, one test a file that says that it is skipped."""
+    found: dict[object, pytest.Item] = {}
+    for item in items:
+        needs_one = item.path.parent.name == "gpu" and "device" in getattr(item, "fixturenames", ())
+        found.setdefault(item.path if needs_one else item.nodeid, item)
+    return list(found.values())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -100,6 +113,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = fast_ones(items)
     if cases := config.getoption("--cases"):
         items[:] = some_cases(items, cases)
+    if not torch.cuda.is_available():
+        items[:] = without_a_device(items)
     for item in items:
         if world_of(item):
             item.add_marker(pytest.mark.xdist_group("ranks"))

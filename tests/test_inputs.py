@@ -69,7 +69,7 @@ def test_autocast_is_that_of_nn_linear():
     assert layer(x).dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["attached", "compiled", "waiting"])
+@pytest.mark.parametrize("kind", ["attached", pytest.param("compiled", marks=pytest.mark.slow), "waiting"])
 def test_autocast_of_layers_that_cast_at_the_boundary_are_compiled_or_wait(kind):
     def model() -> nn.Module:
         torch.manual_seed(0)

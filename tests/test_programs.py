@@ -90,10 +90,15 @@ def test_so_it_does_for_every_prologue(recipe: str, prologue: str, sizes: Any, s
     check_used(twins.model, *DIRECTIONS)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    "case", [{}, {"learns": False}, {"siblings": True}, {"bias": True}, {"attached": False}], ids=str
-)
+    ("recipe", "case"),
+    [
+        *((recipe, {}) for recipe in RECIPES), ("fp8_current", {"learns": False}), ("fp8_block", {"siblings": True}),
+        ("fp8_delayed", {"siblings": True}), ("fp8_delayed", {"attached": False}), ("bf16", {"bias": True}),
+        ("fp8_current", {"bias": True}),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.slow
 def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
     """The twin is not compiled."""
@@ -153,7 +158,7 @@ class _Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled", "watched"])
+@pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "watched"])
 def test_another_shape_dtype_or_stride_is_another_program(way: str):
     twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     if way == "compiled":

@@ -227,8 +227,9 @@ def main(arguments: Sequence[str]) -> int:
         return code
     device = torch.cuda.current_device()
     try:
+        gemms.choices(device)  # a file that cannot be read is found before problems are listed,
         problems = [each for each in problems_of(rest, world) if by_cublaslt(each)]
-        gemms.save_choices(device, {})  # a file that cannot be read or written is found before anything is measured
+        gemms.save_choices(device, {})  # and one that cannot be written before anything is measured
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -148,6 +148,7 @@ def test_recipes_with_other_options_have_slots_of_their_own():
     assert scale(linear, "x") != 1.0, "an equal recipe is the layer's own"
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_says_that_it_cannot_be_reached():
     linear = torch.compile(layer("fp8_current"), backend="eager", fullgraph=True)
     x = matrix("gauss", SIZE, SIZE, 1)

@@ -51,11 +51,10 @@ def folder(config: Config) -> Path:
 
 
 MESHES = [
-    pytest.param(2, [], id="tp2-sp"),
     pytest.param(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
     pytest.param(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
     pytest.param(4, ["--train.checkpointing=full"], id="dp2-tp2-recomputed"),
-    pytest.param(4, ["--mesh.dp_replicate=2", "--mesh.dp_shard=1", "--recipe=bf16"], id="replicated2-tp2-bf16"),
+    pytest.param(2, ["--mesh.tp=1", "--mesh.dp_replicate=2", "--recipe=bf16"], id="replicated2-bf16"),
 ]
 
 
@@ -109,7 +108,6 @@ def equal_tensors(one: Config, other: Config) -> bool:
 RESHAPED = [
     pytest.param(2, [], 1, ["--mesh.tp=1"], id="tp2-to-1"),
     pytest.param(2, ["--mesh.tp=1"], 4, ["--mesh.tp=1"], id="dp2-to-4"),
-    pytest.param(4, [], 2, [], id="dp2-tp2-to-tp2"),
     pytest.param(4, ["--model.tie_embeddings=true"], 2, ["--model.tie_embeddings=true", "--mesh.tp=1"], id="tied"),
     pytest.param(1, ["--mesh.tp=1"], 4, [], id="1-to-dp2-tp2"),
     pytest.param(2, [], 2, ["--model.fused=true"], id="to-fused"),

@@ -250,6 +250,7 @@ class SilentWeights(Trainer):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
     config = training.config(tmp_path, data, *OVER_DP)
     made = ranks(2).run(by_dp_shard, config)[0]
@@ -313,6 +314,7 @@ def watched(config: Config) -> tuple[list[int], list[int]]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("mode", "steps"), [("first", [3, 7]), ("always", [3, 7, 8]), ("off", [])])
+@pytest.mark.slow
 def test_which_steps_are_watched(ranks, tmp_path, data, mode, steps):
     swap = "[{at_step = 4, recipe = 'fp8_block'}]"
     config = training.config(tmp_path, data, f"--train.ledger={mode}", "--train.steps=8", "--groups.default.swap", swap)
@@ -322,6 +324,7 @@ def test_which_steps_are_watched(ranks, tmp_path, data, mode, steps):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_steps_after_a_swap_of_weights_over_dp_shard(ranks, tmp_path, data):
     """Its first steps gather apart what a forward that runs again needs; by the third it travels with the rest."""
     swap = "[{at_step = 4, recipe = 'mxfp8'}]"

@@ -49,8 +49,9 @@ def trained(recipe: str, quantized: bool) -> list[Trained]:
     return found
 
 
-@pytest.mark.parametrize("quantized", [True, False], ids=["quantized gather", "gathered values"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "quantized"), [*((recipe, True) for recipe in RECIPES), ("fp8_delayed", False), ("fp8_block", False)]
+)
 def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
     for (losses, found, made), (expected_losses, expected, none) in ranks(2).run(trained, recipe, quantized):
         assert losses == expected_losses
@@ -123,10 +124,13 @@ def alone(kind: str, sizes: int | tuple[int, ...], compiled: bool) -> tuple[dict
     return made, with_programs, without
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("ColumnParallelLinear", N), ("ColumnParallelLinear", (N, K)), ("RowParallelLinear", N)],
-    ids=["column", "siblings", "row"],
+    ("kind", "sizes", "compiled"),
+    [
+        ("ColumnParallelLinear", N, False), ("ColumnParallelLinear", (N, K), False), ("RowParallelLinear", N, False),
+        ("ColumnParallelLinear", (N, K), True), ("RowParallelLinear", N, True),
+    ],
+    ids=["column", "siblings", "row", "compiled siblings", "compiled row"],
 )  # fmt: skip
 def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[int, ...], compiled: bool):
     for made, results, expected in ranks(2).run(alone, kind, sizes, compiled):

@@ -52,6 +52,7 @@ def test_evaluation_draws_nothing_and_recomputation_the_same_bits():
         assert_bit_equal(weight_grad(other, recompute=True), weight_grad(plain))
 
 
+@pytest.mark.slow
 def test_the_gradient_is_unbiased_and_with_rounding_to_nearest_it_is_not():
     """dw is dy.T for x = 1. In each block one 6.0 makes the scale 1, so that 0.6 lies between 0.5 and 1."""
     x, dy = torch.eye(SIZE), torch.full((SIZE, SIZE), 0.6)

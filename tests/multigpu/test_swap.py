@@ -163,6 +163,7 @@ def interrupted(sizes: dict[str, int], at: int) -> tuple[dict[str, Tensor], list
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("at", [3, 5, 7])
+@pytest.mark.slow
 def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks, at):
     sizes = {"tp": 2}
     for (whole, losses, swaps), (resumed, again, swaps_again) in zip(

@@ -61,6 +61,7 @@ def test_a_run_leaves_its_files(ranks, tmp_path, data):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_a_profiled_step_tells_its_exposed_communication(ranks, tmp_path, data):
     config = training.config(tmp_path, data, "--train.profile=3", "--train.steps=4")
     ranks(2).run(training.run, config)
@@ -108,6 +109,7 @@ def printed(config: Config) -> str:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_lines_of_a_pipe_are_in_order_and_say_each_validation_once(ranks, tmp_path, data):
     swap = "[{at_step = 2, recipe = 'bf16'}]"
     config = training.config(tmp_path, data, "--train.steps=5", "--groups.default.swap", swap)
@@ -124,6 +126,7 @@ def test_lines_of_a_pipe_are_in_order_and_say_each_validation_once(ranks, tmp_pa
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_a_fresh_one_moves_it_aside(ranks, tmp_path, data):
     config = training.config(tmp_path, data, "--train.steps=2")
     ranks(2).run(training.run, config)
@@ -165,6 +168,7 @@ def stopped(config: Config) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_one_rank_asked_to_stop_stops_all_at_one_boundary(ranks, tmp_path, data):
     whole = training.config(tmp_path, data, f"--run.dir={tmp_path}/whole")
     ranks(2).run(training.run, whole)
@@ -389,6 +393,7 @@ def test_an_exception_is_in_the_log_of_its_rank_and_no_checkpoint_follows(ranks,
     [("mesh.quantized_gather", ["--mesh.tp=1", "--recipe=fp8_current"]), ("groups.default.delay_wgrad", [])],
     ids=["how FSDP gathers weights", "when wgrads are made"],
 )
+@pytest.mark.slow
 def test_losses_do_not_depend_on(ranks, tmp_path, data, switch, more):
     seen = []
     for value in ("true", "false"):
