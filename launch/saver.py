@@ -67,16 +67,23 @@ class Copies:
 
 @dataclass
 class Overhead:
-    """What saves have cost the training: seconds that its host and, on a GPU, its device waited for them."""
+    """Seconds that the training waited for saves: for the first, which takes its memory; for the last, which a run ends with
+    and nothing runs beside; and for all others, on its host and, on a GPU, on its device."""
 
     saves: int = 0
+    first: float = 0.0
+    last: float = 0.0
     host: float = 0.0
     device: float = 0.0
 
-    def said(self, steps_took: float) -> str:
-        lost = max(self.host, self.device)
-        share = f", {lost / steps_took:.2%} of the steps' time" if steps_took > 0 else ""
-        return f"{self.saves} saves: training waited {lost:.2f} s for them{share}"
+    def said(self, took: float) -> str:
+        """`took`: seconds of the whole loop."""
+        between, steps = max(self.host, self.device), took - self.first - self.last
+        share = between / steps if steps > 0 else 0.0
+        return (
+            f"{self.saves} saves: {self.first:.2f} s for the first, which takes its memory, {self.last:.2f} s for the last, "
+            f"which the run ends with; for the others training waited {between:.2f} s, {share:.2%} of the steps' time"
+        )
 
 
 class Saver:
@@ -108,7 +115,7 @@ class Saver:
                 self._writing.set_result(checkpoint.save(self.folder, step, self.training, self.keep))
             except SaveError as error:
                 self._writing.set_exception(error)
-        self.overhead.host += time.perf_counter() - began
+        self._count(time.perf_counter() - began, "first" if self.overhead.saves == 1 else "host")
         return said + (self.settle(final) if final or not self.asynchronous else [])
 
     def _write(self, taken: Snapshot, copied: torch.cuda.Event | None) -> Saved:
@@ -140,8 +147,11 @@ class Saver:
             if final or self._failed == IN_A_ROW:
                 raise
             return [f"WARNING: {error}; the run goes on, and ends if the next save fails, too"]
-        self.overhead.host += time.perf_counter() - began
+        self._count(time.perf_counter() - began, "last" if final else "host")
         if self._waits is not None:
             self.overhead.device += self._waits[0].elapsed_time(self._waits[1]) / 1e3
         self._failed, self._waits = 0, None
         return [str(saved)]
+
+    def _count(self, seconds: float, where: str) -> None:
+        setattr(self.overhead, where, getattr(self.overhead, where) + seconds)
