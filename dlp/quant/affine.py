@@ -1,0 +1,84 @@
+"""Affine quantization of integers: codes = round(x / scale) + zero_point, in blocks of any shape, of 1 to 8 bits.
+
+Four functions on plain tensors, whose bits are those of torchao's primitives of the same names. A block [b_0, b_1, ...] divides
+the shape of x dimension by dimension; scales and zero points have one entry a block: x.shape[i] / b_i along dimension i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def code_range(bits: int, *, signed: bool = True) -> tuple[int, int]:
+    """The least and the largest code. ValueError for bits outside of 1..8."""
+    if not 1 <= bits <= 8:
+        raise ValueError(f"codes have 1 to 8 bits; got {bits}")
+    return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+
+
+def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
+    """x [s_0, s_1, ...] -> [s_0 / b_0, b_0, s_1 / b_1, b_1, ...]. ValueError where blocks do not divide."""
+    if len(block) != x.dim() or any(size % b for size, b in zip(x.shape, block, strict=True)):
+        raise ValueError(f"blocks of {tuple(block)} do not divide a tensor of shape {tuple(x.shape)}")
+    return x.reshape([n for size, b in zip(x.shape, block, strict=True) for n in (size // b, b)])
+
+
+def _spread(per_block: Tensor, x: Tensor, block: Sequence[int]) -> Tensor:
+    """One entry a block -> what broadcasts over `_blocked(x)`."""
+    return per_block.reshape([n for size, b in zip(x.shape, block, strict=True) for n in (size // b, 1)])
+
+
+def choose_qparams_affine(
+    x: Tensor, block: Sequence[int], codes: tuple[int, int], *, symmetric: bool, eps: float | None = None,
+    scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype = torch.int32,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scale and zero point of each block from its least and largest value; see `choose_qparams_affine_with_min_max`."""
+    parts = _blocked(x, block)
+    inside = list(range(1, parts.dim(), 2))
+    return choose_qparams_affine_with_min_max(
+        parts.amin(inside), parts.amax(inside), codes, symmetric=symmetric, eps=eps, scale_dtype=scale_dtype,
+        zero_point_dtype=zero_point_dtype,
+    )  # fmt: skip
+
+
+def choose_qparams_affine_with_min_max(
+    low: Tensor, high: Tensor, codes: tuple[int, int], *, symmetric: bool, eps: float | None = None,
+    scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype = torch.int32,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The least and largest values that were met -> scale and zero point.
+
+    codes      the least and the largest code
+    symmetric  0 stands in the middle of the codes and both signs reach as far; else all codes span the values, and 0
+    eps        the least scale; None: the smallest normal number of `low`'s dtype
+    """
+    first, last = codes
+    least = torch.finfo(low.dtype).smallest_normal if eps is None else eps
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    if symmetric:
+        scale = (torch.maximum(-low, high) / (float(last - first) / 2)).clamp(min=least)
+        zero = torch.full_like(scale, int((last + first + 1) / 2))
+    else:
+        scale = ((high - low) / float(last - first)).clamp(min=least)
+        zero = (first - torch.round(low / scale)).clamp(first, last)
+    return scale.to(scale_dtype or low.dtype), zero.to(zero_point_dtype)
+
+
+def quantize_affine(
+    x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, codes: tuple[int, int],
+    dtype: torch.dtype = torch.int8,
+) -> Tensor:  # fmt: skip
+    """x -> codes of x's shape, in `dtype`; halves are rounded to even, and what lies outside of the codes is clipped."""
+    inverse = 1.0 / _spread(scale, x, block)
+    made = torch.round(_blocked(x, block) * inverse) + _spread(zero_point, x, block)
+    return made.clamp(*codes).reshape(x.shape).to(dtype)
+
+
+def dequantize_affine(
+    q: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Codes -> values of their shape, in `dtype`."""
+    values = _blocked(q, block).to(dtype) - _spread(zero_point, q, block).to(dtype)
+    return (values * _spread(scale, q, block)).reshape(q.shape).to(dtype)
