@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from launch import convert_hf, hf_config, hf_folder, manifest, weights
+from launch.build import plan_for
 from launch.config import load
 from launch.models.tables import their_names
 from launch.sections import Model
@@ -191,8 +192,11 @@ def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
         reader.read({"lm_head.bias": torch.empty(3)})
 
 
-def test_its_config_starts_from_it(tmp_path: Path) -> None:
-    published(tmp_path / "published")
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_its_config_starts_from_it(tmp_path: Path, layers: int) -> None:
+    shape = replace(SHAPE, layers=layers)
+    published(tmp_path / "published", shape)
     convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     config = load(tmp_path / "ours" / "config.toml")
-    assert config.model == SHAPE and config.train.init_from == str(tmp_path / "ours") and config.train.sequence == 512
+    assert plan_for(config, 1, "cpu").layers[-1].recipe.name == "bf16"
+    assert config.model == shape and config.train.init_from == str(tmp_path / "ours") and config.train.sequence == 512
