@@ -111,9 +111,10 @@ def train(config: Config) -> None:
         print(sentence(error, trainer.place(), trainer.run.path, peak_memory(trainer.built.device)), file=sys.stderr)
         leave(1)
     except RuntimeError as error:
-        if not lost_peer(error):
+        waited = transport.complaint()
+        if waited is None and not lost_peer(error):
             raise
-        leave_behind(str(error).splitlines()[0])
+        leave_behind(waited or str(error).splitlines()[0])
     shutdown()
 
 

@@ -27,7 +27,7 @@ from dlp.comm.collectives import as_bytes
 from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import Lane, await_mark, launch, new_event
 
-PATIENCE = 60.0  # seconds that a rank waits for another
+PATIENCE = 600.0  # seconds that a rank waits for another, which may be compiling or saving
 RANKS = 32  # at most so many share a slot
 HEADER = 512  # bytes of a slot before its payload
 MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
@@ -60,6 +60,7 @@ class Slot(Protocol):
     def release(self) -> None: ...
     def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None: ...
     def spans(self) -> list[Tensor]: ...
+    def complaint(self) -> str | None: ...
 
 
 class CudaSlot:

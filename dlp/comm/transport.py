@@ -127,6 +127,10 @@ class Transport:
         return largest
 
     @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots.values())
+
+    @property
     def memory(self) -> list[Tensor]:
         """What launches read and write of it on this rank; it stays where it is."""
         return [span for slot in self._slots.values() for span in slot.spans()]
@@ -345,6 +349,12 @@ def finish(group: ProcessGroup | None) -> None:
     transport = None if group is None else transport_of(group)
     if transport is not None:
         transport.finish()
+
+
+def complaint() -> str | None:
+    """Who has waited too long for whom in an agreement, once a GPU has ended its work for it; None: nobody."""
+    slots = (slot for transport in _OF_GROUP.values() if transport is not None for slot in transport.slots)
+    return next((said for slot in slots if (said := slot.complaint()) is not None), None)
 
 
 def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:

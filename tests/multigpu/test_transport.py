@@ -140,6 +140,24 @@ def test_a_slot_is_not_written_before_its_readers_are_done(ranks, device_type):
         assert ranks(2).run(a_late_reader, False)[1] > 0, "a late reader would see what comes next"
 
 
+def told(by: str | None) -> str | None:
+    """What is said of a slot whose GPU ended its work, or did not."""
+    moves = make_transport()
+    moves.agree([torch.ones((), device=worker.device())])
+    transport.use(dist.group.WORLD, moves)
+    (slot,) = moves.slots
+    with patch.object(type(slot), "complaint", lambda slot: by):
+        said = transport.complaint()
+    transport.destroy()
+    return said
+
+
+@pytest.mark.ranks(2)
+def test_a_complaint_is_found_in_whatever_slot_it_is(ranks):
+    assert ranks(2).run(told, "rank 0 waits") == ["rank 0 waits"] * 2
+    assert ranks(2).run(told, None) == [None] * 2
+
+
 def described() -> str:
     return transport.describe("tp", dist.group.WORLD)
 
