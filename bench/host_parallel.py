@@ -41,6 +41,7 @@ from torch.distributed import ProcessGroup
 
 import dlp
 from bench.files import add_files, write_files
+from dlp.comm import transport
 from dlp.comm.mesh import init_process_group, shutdown
 from dlp.quant.recipe import names
 
@@ -215,6 +216,7 @@ def measure(
     ranks = list(range(dist.get_world_size()))
     real, alone = dist.group.WORLD, dist.new_group(ranks, backend="fake")
     assert real is not None
+    transport.ask_for(real)
     moving = {name: passes(name, tokens, features, real, device) for name in subjects}
     whole = ratios(in_turns(moving, rounds))
     still = {name: passes(name, tokens, features, alone, device) for name in subjects}

@@ -6,7 +6,8 @@
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
 `plain torch` is the pair of `bench.host_parallel`: all_gather, F.linear, F.linear, reduce_scatter, and what is symmetric to it
-in backward. An iteration of ours ends with the step boundary, which casts the weights. By subject, milliseconds:
+in backward. Ours sends through memory that the GPUs map, and its iterations end with the step boundary, which casts the
+weights. By subject, milliseconds:
 
     alone     the host waits for the device before each iteration: what a step takes that the host cannot run ahead of
     queued    iterations one after the other
@@ -32,6 +33,7 @@ from torch import nn
 import dlp
 from bench.files import add_files, write_files
 from bench.host_parallel import PLAIN, PlainPair, Run
+from dlp.comm import transport
 from dlp.comm.mesh import init_process_group, shutdown
 from dlp.quant.recipe import names
 
@@ -119,6 +121,7 @@ def measure(shape: str, tokens: int, subjects: Sequence[tuple[str, str]], device
     features, inner = (int(size) for size in shape.split("x"))
     group = dist.group.WORLD
     assert group is not None
+    transport.ask_for(group)
     runs = {}
     for name, strategy in subjects:
         torch.manual_seed(0)

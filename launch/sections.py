@@ -7,7 +7,7 @@ what is written here; what several settings must agree on is in config.py.
 from dataclasses import dataclass
 from typing import Any
 
-from dlp.comm.mesh import TP, WORLD
+from dlp.comm.mesh import TP, TRANSPORTS, WORLD
 from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.groups import FIELDS
 from launch.encodings import ENCODINGS
@@ -24,6 +24,11 @@ class Mesh(Section):
     dp_shard: int = setting(integer(">= 1", also=(-1,)), "ranks that share parameters and optimizer by FSDP", -1)
     tp: int = setting(integer(">= 1"), "tensor-parallel ranks, which cut every layer", 2)
     sequence_parallel: bool = setting(flag(), "between layers, tokens are cut over the tp ranks", True)
+    transport: str = setting(
+        choice(*TRANSPORTS),
+        "what carries what layers send over tp; mapped: memory that the GPUs of a host map from each other",
+        "nccl",
+    )
     amax_group: str = setting(
         choice("auto", TP, "tp+dp", WORLD), "ranks that share a scale; auto agrees only what must be", "auto"
     )

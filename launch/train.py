@@ -56,7 +56,10 @@ def make_mesh(config: Config) -> DeviceMesh:
     validate_world(config, world_size())
     if config.train.deterministic:
         deterministic.prepare()
-    return dlp.build_mesh(dp_replicate=config.mesh.dp_replicate, dp_shard=config.mesh.dp_shard, tp=config.mesh.tp)
+    sizes = config.mesh
+    return dlp.build_mesh(
+        dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp, transport=sizes.transport
+    )
 
 
 def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, int]:

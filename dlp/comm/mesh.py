@@ -21,12 +21,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dlp.comm import transport
+from dlp.comm import transport as transports
 
 DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
 WORLD = "world"  # beside AXES the name of a group
 GROUPS = (*reversed(AXES), WORLD, "other")  # all that collectives can be counted by
 # "gloo", not "cpu:gloo": of a list of backends torch takes NCCL as the default one or none, and then warns when it leaves
+NCCL, MAPPED = TRANSPORTS = "nccl", "mapped"
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -178,20 +179,29 @@ def init_process_group(device_type: str) -> None:
         dist.init_process_group(BACKENDS[device_type], store=dist.HashStore(), rank=0, world_size=1)
 
 
-def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
+def build_mesh(
+    *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device_type: str | None = None, transport: str = NCCL
+) -> DeviceMesh:
     """A DeviceMesh with axes (dp_replicate, dp_shard, tp); one size may be -1 and takes the rest of the world.
 
     Starts the process group when there is none. `device_type`: "cpu" or "cuda", by default cuda where there is one.
-    Raises ValueError, before any group is started, when the sizes do not multiply to the world size.
+    `transport`: what carries what layers send over tp: "nccl", or "mapped", memory that the GPUs of a host map from each
+    other (`dlp.comm.transport`), where they can. Raises ValueError, before any group is started, when the sizes do not multiply
+    to the world size, or for another transport.
     """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     dims = ParallelDims.build(world_size(), dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     init_process_group(device_type)
-    return init_device_mesh(device_type, tuple(dims.sizes.values()), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, tuple(dims.sizes.values()), mesh_dim_names=AXES)
+    if transport == MAPPED:
+        transports.ask_for(mesh[TP].get_group())
+    return mesh
 
 
 def shutdown() -> None:
     """Leave the process group; for the end of a run that went well (after an error the group may hang)."""
-    transport.destroy()
+    transports.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -274,12 +274,17 @@ _WHY_NOT: dict[str, str] = {}
 
 
 def transport_of(group: ProcessGroup) -> Transport | None:
-    """The transport of a group; None: NCCL or gloo carry all. The first call is made by all of its ranks."""
+    """The transport of a group; None: NCCL or gloo carry all."""
+    return _OF_GROUP.get(group.group_name)
+
+
+def ask_for(group: ProcessGroup) -> None:
+    """Let transfers of a group of GPUs go through memory that its ranks map, where they can; `describe` says whether. Called by
+    all of its ranks, before the first layer that sends over it runs."""
     name = group.group_name
     if name not in _OF_GROUP:
         _WHY_NOT[name] = _obstacle(group)
         _OF_GROUP[name] = None if _WHY_NOT[name] else _on_gpus(group)
-    return _OF_GROUP[name]
 
 
 def _on_gpus(group: ProcessGroup) -> Transport:
@@ -310,11 +315,16 @@ def _obstacle(group: ProcessGroup) -> str:
 
 
 def describe(name: str, group: ProcessGroup) -> str:
-    """How what a group of this name sends is carried, and why; called by all of its ranks."""
+    """How what a group of this name sends is carried, and why."""
     if transport_of(group) is not None:
         return f"transport: {name} pushes into memory that its ranks map; directions of its layers are captured"
-    why = _WHY_NOT.get(group.group_name) or "it was chosen"
-    return f"transport: {name} sends by {dist.get_backend(group)}, since {why}; directions that send are not captured"
+    backend = dist.get_backend(group)
+    return f"transport: {name} sends by {backend}, since {why_not(group)}; directions that send are not captured"
+
+
+def why_not(group: ProcessGroup) -> str:
+    """Why a group has no transport."""
+    return _WHY_NOT.get(group.group_name) or "nobody asked for mapped memory"
 
 
 def _boot() -> str:

@@ -47,7 +47,11 @@ def strategy(name: str) -> Overlap:
 
 @contextmanager
 def memory(group: dist.ProcessGroup, *names: str) -> Iterator[None]:
-    """What these strategies need of it."""
+    """What these strategies need of it; between GPUs chunked needs it, too."""
+    if worker.device().type == "cuda":
+        transport.destroy()
+        if any(name != "serial" for name in names):
+            transport.ask_for(group)
     if worker.device().type == "cpu" and any(name.startswith("mapped") for name in names):
         transport.use(group, Transport(group, worker.device(), SharedSlot))
     yield

@@ -65,7 +65,9 @@ def moved_by(group: dist.ProcessGroup, mapped: bool) -> Iterator[None]:
     """Transfers of a group of GPUs through memory that they map, or of CPU ranks as if they were GPUs; or by collectives."""
     if not mapped:
         transport.use(group, None)
-    elif worker.device().type == "cpu":
+    elif worker.device().type == "cuda":
+        transport.ask_for(group)
+    else:
         transport.use(group, Transport(group, worker.device(), PlayedSlot, PlayedLane()))
     try:
         yield

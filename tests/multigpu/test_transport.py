@@ -158,14 +158,20 @@ def test_a_complaint_is_found_in_whatever_slot_it_is(ranks):
     assert ranks(2).run(told, None) == [None] * 2
 
 
-def described() -> str:
-    return transport.describe("tp", dist.group.WORLD)
+def described() -> list[str]:
+    transport.destroy()
+    before = transport.describe("tp", dist.group.WORLD)
+    transport.ask_for(dist.group.WORLD)
+    said = [before, transport.describe("tp", dist.group.WORLD)]
+    transport.destroy()
+    return said
 
 
 @pytest.mark.ranks(2)
 def test_a_group_says_how_it_sends_and_why(ranks, device_type):
-    said = "sends by gloo, since its ranks are on CPUs" if device_type == "cpu" else "pushes into memory"
-    assert all(f"transport: tp {said}" in line for line in ranks(2).run(described))
+    asked = "sends by gloo, since its ranks are on CPUs" if device_type == "cpu" else "pushes into memory"
+    for before, after in ranks(2).run(described):
+        assert "since nobody asked for mapped memory" in before and f"transport: tp {asked}" in after
 
 
 def nan_and_inf() -> list[Tensor]:

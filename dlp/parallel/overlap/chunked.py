@@ -8,7 +8,7 @@ A gathered operand is multiplied own rows first, then in the order in which shar
 over ranks, each rank's rows are computed, sent to it at once, and its own come last; contributions are summed in fp32
 in rank order, as `serial` does. A contraction that is gathered (wgrad's) arrives the same way and is contracted as one.
 
-Shards travel through memory that ranks map where there is a transport (`dlp.comm.transport`), else by sends and receives.
+Shards travel through memory that ranks map (`dlp.comm.transport`), between CPU ranks by sends and receives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch.distributed import ProcessGroup
 from dlp.comm import collectives
 from dlp.comm.collectives import AS_IT_IS, Parts, Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, by_distance
-from dlp.comm.transport import Gathering, Transport, transport_of
+from dlp.comm.transport import Gathering, Transport, transport_of, why_not
+from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
@@ -142,7 +143,7 @@ class Chunked:
         device: torch.device,
     ) -> SentLease | MappedLease:  # fmt: skip
         dims, shapes, dtypes = fmt.moves_along(dim), fmt.part_shapes(shape), fmt.part_dtypes(dtype)
-        transport = transport_of(group)
+        transport = _transport(group, device)
         if transport is not None:
             gathering = transport.lease(shapes, dtypes, dims)
             return MappedLease(fmt.wrap(gathering.mine), group, gathering)
@@ -156,7 +157,7 @@ class Chunked:
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> ChunkedGather:
         """The operand exists elsewhere: between CPUs one copy into its segment comes first."""
-        transport = transport_of(group)
+        transport = _transport(group, a.payload.device)
         if transport is not None:
             return _arriving(a, group, transport.gathering(a.parts, a.format.moves_along(dim)))
         payload = a.payload
@@ -177,7 +178,7 @@ class Chunked:
         """Raises ValueError where the format of `a` cannot be cut between the rows of two ranks."""
         total, rows = a.shape[0], -(-a.shape[0] // group.size())
         shapes, dtypes = codec.kinds((group.size(), rows, gemm.b.shape[0]), dtype)
-        transport = transport_of(group)
+        transport = _transport(group, a.payload.device)
         if transport is None:
             arriving = _sent(a, gemm, group, rows, dtype, codec)
         else:
@@ -200,6 +201,17 @@ class Chunked:
         return [(part.dtype, (ranks - 1) * part.nbytes) for part in parts]
 
 
+def _transport(group: ProcessGroup, device: torch.device) -> Transport | None:
+    """Of a group; CPU ranks need none. ValueError between GPUs without one."""
+    transport = transport_of(group)
+    if transport is None and device.type == "cuda":
+        raise ValueError(
+            f"overlap = 'chunked' sends through memory that the GPUs of a host map, and group {group.group_name} has none "
+            f"({why_not(group)}); build the mesh with transport='mapped', or set overlap = 'serial'"
+        )
+    return transport
+
+
 def _contributions(
     a: QuantizedTensor,
     gemm: Gemm,
@@ -216,7 +228,7 @@ def _contributions(
             own and rank == group.rank() and codec is AS_IT_IS and gemm.accumulate is None and gemm.out_dtype == dtype
         )
         y = _rows_for(rank, rows, a, replace(gemm, out=own[0]) if at_once else gemm)
-        packed = codec.pack(y.to(dtype)[None])
+        packed = codec.pack(rounded(y, dtype)[None])
         yield rank, tuple(part[0] for part in packed)
 
 
