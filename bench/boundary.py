@@ -78,7 +78,7 @@ def boundary_alone(model: nn.Module) -> Run:
             wanted = [(weight, weight.casts(values)) for weight in weights]
             values.renew()
             for weight, casts in wanted:
-                weight.take([cast.alone() for cast in casts])
+                weight.take([cast.make(cast.observe()) for cast in casts])
 
     return run
 
