@@ -111,5 +111,14 @@ def test_compiles(recipe):
 
 
 def test_a_history_is_refused():
+    delayed, current = recipes.load("fp8_delayed"), recipes.load("fp8_current")
     with pytest.raises(ValueError, match="scales by history"):
-        QuantizedParameter.from_float(torch.zeros(16, 16), recipes.load("fp8_delayed").w.rowwise)
+        QuantizedParameter.from_float(torch.zeros(16, 16), delayed.w.rowwise)
+    with pytest.raises(ValueError, match="casts x with a scale that is known before: pass x_scale"):
+        QuantizedParameter.from_float(torch.zeros(16, 16), current.w.rowwise, delayed.x.rowwise)
+
+
+def test_attributes_are_none_that_tensors_have():
+    """Up to torch 2.11, `names` of a tensor are those of its dimensions."""
+    layer, _ = linear("nvfp4")
+    assert not vars(layer.weight).keys() & {"names", *dir(torch.Tensor)}

@@ -133,8 +133,8 @@ class QuantizedParameter(Tensor):
     ) -> None:  # fmt: skip
         """`use`: by default x is not cast. `turned`: the transpose is shown; `shape`: another one, of a flat view."""
         self.use = use or Use(q.format)
-        self.names = tuple(f"part_{part.name}" for part in q.format.parts)
-        for name, part in zip(self.names, q.parts, strict=True):
+        self.part_names = tuple(f"part_{part.name}" for part in q.format.parts)
+        for name, part in zip(self.part_names, q.parts, strict=True):
             setattr(self, name, part)
         self.x_scale, self.turned = x_scale, turned
 
@@ -151,7 +151,9 @@ class QuantizedParameter(Tensor):
                 f"{quantizer} scales by history, of which a single weight has none: use a current or block scale"
             )
         if activation is not None and caps_of(activation).slot is not None and x_scale is None:
-            raise ValueError(f"{activation} casts x with a scale that is known before: calibrate, and pass x_scale")
+            raise ValueError(
+                f"{activation} casts x with a scale that is known before: pass x_scale, which dlp.calibrate finds"
+            )
         values = values.detach()
         quantizer.format.check((values.shape[0], values.shape[1]))
         q = quantizer.cast(values, quantizer.observe(values))
@@ -164,7 +166,7 @@ class QuantizedParameter(Tensor):
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in self.names)
+        return tuple(getattr(self, name) for name in self.part_names)
 
     def like(self, parts: Sequence[Tensor], **changes: Any) -> QuantizedParameter:
         """Other parts, used as these are."""
@@ -193,7 +195,7 @@ class QuantizedParameter(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         scale = [] if self.x_scale is None else ["x_scale"]
-        return [*self.names, *scale], (self.use, self.dtype, self.turned, self.dim() == 2)
+        return [*self.part_names, *scale], (self.use, self.dtype, self.turned, self.dim() == 2)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], how: Any, size: Any, stride: Any) -> QuantizedParameter:
@@ -277,8 +279,8 @@ _TOLD: set[Any] = set()
 def _decode_and_run(func: Any, args: Any, kwargs: Any) -> Any:
     if func._schema.is_mutable and isinstance(args[0], QuantizedParameter):
         raise ValueError(
-            f"{func} would write into a weight that is held as {args[0].use.format.name} codes: quantize the new values "
-            f"(QuantizedParameter.from_float), or load them before the model is quantized"
+            f"{func} would write into a weight that is held as {args[0].use.format.name} codes: convert the new values by "
+            f"QuantizedParameter.from_float, or load them before the model is quantized"
         )
     if func not in _TOLD:
         _TOLD.add(func)

@@ -19,8 +19,8 @@ CASES = [
 @pytest.mark.parametrize(("recipe", "mode"), CASES)
 @pytest.mark.parametrize("plain", [True, False])
 @torch.no_grad()
-def test_quantized_for_forward(plain, recipe, mode):
-    model, x = (net() if plain else converted()).cuda(), batch().cuda()
+def test_quantized_for_forward(device, plain, recipe, mode):
+    model, x = (net() if plain else converted()).to(device), batch().to(device)
     expected = model(x)
     with dlp.calibrate(model):
         model(x)
