@@ -15,14 +15,17 @@ from torch import Tensor
 def code_range(bits: int, *, signed: bool = True) -> tuple[int, int]:
     """The least and the largest code. ValueError for bits outside of 1..8."""
     if not 1 <= bits <= 8:
-        raise ValueError(f"codes have 1 to 8 bits; got {bits}")
+        raise ValueError(f"the bits of a code must be 1 to 8; got {bits}")
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
 
 
 def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
     """x [s_0, s_1, ...] -> [s_0 / b_0, b_0, s_1 / b_1, b_1, ...]. ValueError where blocks do not divide."""
     if len(block) != x.dim() or any(size % b for size, b in zip(x.shape, block, strict=True)):
-        raise ValueError(f"blocks of {tuple(block)} do not divide a tensor of shape {tuple(x.shape)}")
+        raise ValueError(
+            f"blocks of {tuple(block)} do not divide a tensor of shape {tuple(x.shape)}: "
+            f"choose one size a dimension, of which its size is a multiple"
+        )
     return x.reshape([n for size, b in zip(x.shape, block, strict=True) for n in (size // b, b)])
 
 

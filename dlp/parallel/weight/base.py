@@ -16,8 +16,9 @@ observed, agreed on and cast in one `CastBatch`.
                 `overwrite_main_grad` is true it takes its place. `grad_added_to_main_grad` is set to True, and autograd gets
                 zeros where `zero_out_wgrad` is true, for hooks that wait for a gradient
 
-The bits of fp32 are those of autograd's sum: the same sums of products, added once. A backward that takes gradients
-otherwise than by leaving them in parameters (`torch.autograd.grad`) gets them from autograd, as ever.
+The bits of fp32 are those of autograd's sum: the same sums of products, added once; on a GPU, nvfp4 multiplies them by a scale
+and adds in one rounding, where autograd has two. A backward that takes gradients otherwise than by leaving them in parameters
+(`torch.autograd.grad`) gets them from autograd, as ever.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class WeightParts:
         """RuntimeError where the weights are held for forward passes alone."""
         if not self._sizes[1]:
             raise RuntimeError(
-                "a backward reached a frozen layer, which holds no columnwise codes to make dx of: run its forward under "
+                "a backward reached a frozen layer, which holds no columnwise codes to make dx of: call its forward under "
                 "torch.no_grad(), or leave the layer out of dlp.freeze"
             )
         return self._columnwise
