@@ -81,20 +81,23 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
 
 
 def activation(x: Tensor, act: str, out: Tensor, dy: Tensor | None = None) -> None:
-    """x [rows, cols] -> out [rows, cols]: act(x), or with dy: dy * act'(x)."""
+    """x [rows, cols] -> out [rows, cols]: act(x), or with dy: dy * act'(x).
+
+    The reference's on the same device, bit for bit, but for silu and sigmoid, which divide approximately and take a subnormal
+    s(x) as 0: act(x) and act'(x) lie within (2^-20 s(x) + 2^-126) (1 + |x|) of it before they are rounded to x's dtype."""
     more = (0, 0) if dy is None else _beside(dy, x, "dy")
     words = *_matrix(x), 0, *more, _output(out, x.shape, [x.dtype], "out")
     launch("activation", x, words, ACTS[act], x.dtype == torch.float32)
 
 
 def gate(gate: Tensor, up: Tensor, act: str, h: Tensor) -> None:
-    """gate, up [rows, cols] -> h [rows, cols]."""
+    """gate, up [rows, cols] -> h [rows, cols], of act(gate) as `activation` has it."""
     words = *_matrix(gate), 0, *_beside(up, gate, "up"), _output(h, gate.shape, [gate.dtype], "h"), 0
     launch("gate", gate, words, ACTS[act], gate.dtype == torch.float32)
 
 
 def gate_backward(dh: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor) -> None:
-    """dh, gate, up [rows, cols] -> dgate, dup [rows, cols]."""
+    """dh, gate, up [rows, cols] -> dgate, dup [rows, cols], of act(gate) and act'(gate) as `activation` has them."""
     words = (
         *_matrix(gate), 0, *_beside(up, gate, "up"), *_beside(dh, gate, "dh"),
         _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"),

@@ -66,7 +66,7 @@ __device__ Octet<T> normed(const Octet<T>& x, float rstd, const Octet<float>& we
     return rounded<T>(y);
 }
 
-// 1 / (1 + exp(-x)), to about two units in the last place.
+// 1 / (1 + exp(-x)), to about two units in the last place; 0 where that is subnormal.
 __device__ inline float sigmoid(float x) {
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(1.0f, expf(-x))));
