@@ -28,6 +28,7 @@ from bench.linear_subjects import RECIPES, Run
 from bench.quantize import host_us
 from dlp.kernels import loader
 from dlp.kernels.timing import device_ms
+from dlp.parallel.casts import make_casts
 from dlp.parallel.linear.state import cores
 from dlp.parallel.model.boundary import end_step
 from dlp.parallel.model.session import session_of
@@ -78,7 +79,7 @@ def boundary_alone(model: nn.Module) -> Run:
             wanted = [(weight, weight.casts(values)) for weight in weights]
             values.renew()
             for weight, casts in wanted:
-                weight.take([cast.make(cast.observe()) for cast in casts])
+                weight.take(make_casts(casts))
 
     return run
 
