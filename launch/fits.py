@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlp import Plan
-from dlp.comm.mesh import ParallelDims
+from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, ParallelDims
 from dlp.parallel.traffic.predict import Unpredictable, Workload
 from launch import wire
 from launch.accumulate import Accumulation, accumulation
@@ -100,6 +100,6 @@ def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "train", {"reduce_gradients": "microbatch"}
     yield "train", {"weight_cache": "forward"}
     yield from (("train", {"optimizer": name}) for name in ENCODINGS if train.optimizer == "adamw")
-    yield "mesh", {"tp": 2 * mesh.tp, "dp_shard": -1}
-    yield "mesh", {"tp": 4 * mesh.tp, "dp_shard": -1}
-    yield "mesh", {"dp_replicate": 1, "dp_shard": -1}
+    yield "mesh", {TP: 2 * mesh.tp, DP_SHARD: -1}
+    yield "mesh", {TP: 4 * mesh.tp, DP_SHARD: -1}
+    yield "mesh", {DP_REPLICATE: 1, DP_SHARD: -1}

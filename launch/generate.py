@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlp.comm.mesh import TP, shutdown, world_size
+from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, shutdown, world_size
 from launch import weights
 from launch.exposure import profiled
 from launch.models.cache import KeyValues
@@ -76,7 +76,7 @@ def whole(trained: Trained, logits: Tensor) -> Tensor:
 
 def on_tp() -> Changes:
     """Settings by which all ranks of this run are tensor-parallel."""
-    mesh = {"tp": str(world_size()), "dp_shard": "1", "dp_replicate": "1", "sequence_parallel": "false"}
+    mesh = {TP: str(world_size()), DP_SHARD: "1", DP_REPLICATE: "1", "sequence_parallel": "false"}
     return [(f"mesh.{key}", value) for key, value in mesh.items()]
 
 

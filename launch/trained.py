@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
-from dlp.comm.mesh import ParallelDims, world_size
+from dlp.comm.mesh import AXES, ParallelDims, world_size
 from launch import checkpoint, overrides, weights
 from launch.build import parallel_model
 from launch.config import Batch, Config, ConfigError, from_text, recipe_files
@@ -45,7 +45,7 @@ def open_trained(path: Path, changes: Changes) -> Trained:
     """On all ranks of this run: the checkpoint's config, `changes`, and its weights. A single rank has a mesh of one, whatever
     the run had. Raises ValueError for what does not fit."""
     found = checkpoint.read_manifest(path)
-    alone = [(f"mesh.{axis}", "1") for axis in ("tp", "dp_shard", "dp_replicate")] if world_size() == 1 else []
+    alone = [(f"mesh.{axis}", "1") for axis in AXES] if world_size() == 1 else []
     settled = [("train.compile", "false"), ("train.checkpointing", "none"), ("train.cuda_graph", "false")]
     config = from_text(found["config"], f"{path}'s config", [*settled, *alone, *changes])
     sizes = config.mesh

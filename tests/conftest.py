@@ -72,9 +72,9 @@ def met_by(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
 def covering(items: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
     """So many cases of one test, or as many as it takes to meet every value of its parameters: always the case with the
     most values and pairs of values that were not met yet, the first of equals."""
-    if all(len(getattr(getattr(item, "callspec", None), "params", ())) < 2 for item in items) and least == 1:
-        return list(items)  # each has a value of its own
     left = {i: met_by(item) for i, item in enumerate(items)}
+    if least == 1 and all(len(met) < 2 for met in left.values()) and len(set().union(*left.values())) == len(items):
+        return list(items)  # each has a value of its own
     missing, chosen = set().union(*left.values()), []
     while left and (len(chosen) < least or any(len(met) == 1 for met in missing)):
         chosen.append(max(left, key=lambda i: len(left[i] & missing)))

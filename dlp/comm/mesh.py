@@ -26,8 +26,8 @@ from dlp.comm import transport as transports
 DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
 WORLD = "world"  # beside AXES the name of a group
 GROUPS = (*reversed(AXES), WORLD, "other")  # all that collectives can be counted by
-# "gloo", not "cpu:gloo": of a list of backends torch takes NCCL as the default one or none, and then warns when it leaves
 NCCL, MAPPED = TRANSPORTS = "nccl", "mapped"
+# "gloo", not "cpu:gloo": of a list of backends torch takes NCCL as the default one or none, and then warns when it leaves
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 

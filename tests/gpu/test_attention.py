@@ -9,6 +9,8 @@ from launch.attention import attend, mask
 from tests.metrics import assert_close
 from tests.test_attention import documents
 
+pytestmark = pytest.mark.usefixtures("device")
+
 LENGTHS = ((7, 1, 120), (128,), (64, 63, 1), (1,) * 128)
 
 

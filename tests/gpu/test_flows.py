@@ -8,6 +8,8 @@ import torch
 import dlp
 from tests.test_flows import batch, converted, error, net
 
+pytestmark = pytest.mark.usefixtures("device")
+
 CASES = [
     (recipe, mode)
     for recipe in ("fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")

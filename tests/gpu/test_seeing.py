@@ -12,6 +12,8 @@ from torch import nn
 from launch import oom
 from launch.nvtx import marked
 
+pytestmark = pytest.mark.usefixtures("device")
+
 GPU = torch.device("cuda")
 
 
