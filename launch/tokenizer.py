@@ -71,7 +71,7 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
     document."""
     if name == BYTES.name:
         if separator is not None:
-            raise ValueError("--separator: bytes are separated by 256, leave it out")
+            raise ValueError("--separator: bytes are separated by 256; leave it out")
         return BYTES
     path = Path(name)
     if not path.is_file():

@@ -23,8 +23,8 @@ PAGE = ROOT / "docs" / "errors.md"
 OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of its users
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
-    "add attach build call check choose convert copy cut declare encode give leave let make move name norm pad parametrize "
-    "pass register remove rename replace restore return save set split start step untie use wait write"
+    "add ask attach build call check choose convert copy cut declare encode fetch get give leave let make move name norm pad "
+    "parametrize pass pip prepare register remove rename replace restore return save set split start step untie use wait write"
 )
 WAY_OUT = re.compile(
     rf"[;:.] (to [\w ]+, )?({VERBS.replace(' ', '|')})\b"

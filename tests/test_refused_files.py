@@ -1,0 +1,56 @@
+"""Files of other programs that are refused, each in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from launch import generate, hf_folder, tokenizer
+from launch.config import ConfigError
+from launch.documents import saved_dataset
+from launch.encodings import encoding_of
+from launch.hf_config import read_config
+
+
+def test_a_config_that_is_no_json(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json: not JSON \("):
+        read_config(tmp_path)
+
+
+def test_an_index_that_names_what_is_not_there(tmp_path: Path):
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    index = tmp_path / hf_folder.INDEX
+    index.write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
+    with pytest.raises(
+        ValueError, match="no tensor b in it, which model.safetensors.index.json promises; fetch the folder again"
+    ):
+        hf_folder.entries(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
+    with pytest.raises(ValueError, match="'../one.safetensors' is no file beside it"):
+        hf_folder.entries(tmp_path)
+
+
+def test_a_state_that_no_saved_dataset_has(tmp_path: Path):
+    (tmp_path / "state.json").write_text("[]")
+    with pytest.raises(ValueError, match="state.json: not that of a saved dataset"):
+        saved_dataset(tmp_path)
+
+
+def test_codes_of_no_encoding():
+    with pytest.raises(ValueError, match=r"codes \[3\] with scales \[2\] are of no encoding in "):
+        encoding_of(torch.zeros(3, dtype=torch.uint8), torch.zeros(2))
+
+
+def test_numbers_of_tokens_that_nobody_can_write(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--tokens, --temperature: expected at least 1, and 0 or more"):
+        generate.main([str(tmp_path), "--prompt", "a", "--tokens", "0"])
+
+
+def test_text_that_is_not_utf_8():
+    with pytest.raises(ValueError, match="a.txt: not UTF-8 at byte 1; convert it, or leave it out"):
+        tokenizer._decoded("a.txt", b"a\xff")
