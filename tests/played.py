@@ -30,18 +30,6 @@ PLAYED = (
 
 
 @contextmanager
-def table_kept() -> Iterator[None]:
-    """What is registered inside is not there afterwards."""
-    before = {operation: list(entries) for operation, entries in table._ENTRIES.items()}
-    try:
-        yield
-    finally:
-        for operation in list(table._ENTRIES):
-            table._ENTRIES[operation] = before.get(operation, [])
-            table._changed(operation)
-
-
-@contextmanager
 def by_reference() -> Iterator[None]:
     """Inside `playing`, the references run all the same."""
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.played import table_kept
+from tests.kept import fusions_kept, table_kept
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,7 +58,7 @@ def blocks(text: str) -> list[Block]:
 def run_blocks(page: str, chosen: Sequence[Block], directory: str) -> None:
     """Runs `chosen` in one namespace, with `directory` as the working directory."""
     namespace: dict[str, object] = {"__name__": "__main__"}
-    with contextlib.chdir(directory), table_kept():
+    with contextlib.chdir(directory), table_kept(), fusions_kept():
         for block in chosen:
             code = "\n" * (block.line - 1) + block.code
             exec(compile(code, page, "exec"), namespace)

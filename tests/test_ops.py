@@ -6,7 +6,7 @@ Single rank; `tests/test_ops_ranks.py` has tensor parallelism.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import dlp
 from bench import ops as bench
 from dlp import ops
-from dlp.ops.fusions import REGISTERED
 from dlp.parallel.linear import core
+from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 
 H, FFN, M = 32, 64, 32
@@ -193,17 +193,7 @@ def fuse_scale_add(fused: Sequence[Any], *, recipe: Any) -> list[Any]:
     return out
 
 
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """Fusions registered in a test are gone after it."""
-    REGISTERED.load()
-    before = REGISTERED.forward[:], REGISTERED.backward[:]
-    yield
-    REGISTERED.forward[:], REGISTERED.backward[:] = before
-    REGISTERED.version += 1
-
-
-@pytest.mark.usefixtures("registry")
+@fusions_kept()
 def test_a_fused_op_of_the_users():
     model = ops.Sequential(ops.ConstantScale(0.5), ops.AddExtraInput(), ops.GELU())
     x, extra = values(1, M, H).requires_grad_(), values(2, M, H).requires_grad_()
@@ -219,7 +209,7 @@ def test_a_fused_op_of_the_users():
     assert "backward ConstantScale | AddExtraInput | GELU" in str(model.plan())
 
 
-@pytest.mark.usefixtures("registry")
+@fusions_kept()
 def test_a_fusion_must_keep_the_basic_ops():
     model = ops.Sequential(ops.ConstantScale(0.5), ops.Identity())
     ops.register_forward_backward_fusion(lambda fused, *, recipe: fused[:1])
@@ -372,26 +362,6 @@ def test_an_op_with_hooks_ends_its_group():
 # Every fusion beside its basic ops
 
 
-@pytest.fixture
-def basic_only() -> Any:
-    """Inside, no fusion runs."""
-
-    class Off:
-        def __enter__(self) -> None:
-            REGISTERED.load()
-            self.before = REGISTERED.forward[:], REGISTERED.backward[:]
-            self.set([], [])
-
-        def set(self, forward: list[Any], backward: list[Any]) -> None:
-            REGISTERED.forward[:], REGISTERED.backward[:] = forward, backward
-            REGISTERED.version += 1
-
-        def __exit__(self, *error: Any) -> None:
-            self.set(*self.before)
-
-    return Off()
-
-
 class Residual(nn.Module):
     """Ops between a MakeExtraOutput and an AddExtraInput."""
 
@@ -436,7 +406,7 @@ FUSED: dict[str, tuple[Any, float]] = {
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block", "mxfp8"])
 @pytest.mark.parametrize("said", FUSED)
-def test_a_fusion_equals_its_basic_ops(said: str, recipe: str, basic_only: Any):
+def test_a_fusion_equals_its_basic_ops(said: str, recipe: str):
     make, bound = FUSED[said]
     torch.manual_seed(0)
     fused = make(recipe).bfloat16()
@@ -444,7 +414,7 @@ def test_a_fusion_equals_its_basic_ops(said: str, recipe: str, basic_only: Any):
     found = run(fused, dtype=torch.bfloat16)
     sequences = [module for module in fused.modules() if isinstance(module, ops.Sequential)]
     assert any(said in str(each.plan()) for each in sequences), [str(each.plan()) for each in sequences]
-    with basic_only:
+    with fusions_kept(none=True):
         expected = run(basic, dtype=torch.bfloat16)
     for name, tensor in expected.items():
         if bound == 0.0:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp import ops
-from dlp.ops.fusions import REGISTERED
 from tests import pool as worker
+from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 
 H, FFN, M = 64, 128, 64
@@ -56,20 +56,12 @@ def step(model: nn.Module, tokens: slice = slice(None)) -> dict[str, Tensor]:
 
 def on_ranks(recipe: str, sp: bool, basic: bool) -> dict[str, Tensor]:
     mesh = worker.mesh(dp_shard=1, tp=2)
-    REGISTERED.load()
-    before = REGISTERED.forward[:], REGISTERED.backward[:]
-    if basic:
-        REGISTERED.forward[:], REGISTERED.backward[:] = [], []
-        REGISTERED.version += 1
-    try:
+    with fusions_kept(none=basic):
         model = block(mesh["tp"], recipe, sp)
         rank = mesh["tp"].get_local_rank()
         found = step(model, slice(rank * M // 2, (rank + 1) * M // 2) if sp else slice(None))
         if not basic:
             assert "ReducedLinear[Linear" in str(model.plan())
-    finally:
-        REGISTERED.forward[:], REGISTERED.backward[:] = before
-        REGISTERED.version += 1
     return {name: whole(tensor) for name, tensor in found.items()}
 
 

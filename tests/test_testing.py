@@ -32,6 +32,7 @@ OURS = sorted(
 def test_our_formats(quantizer):
     floor = 13.0 if quantizer.format.elements_per_code == 2 else None
     check_format(quantizer, compiles=quantizer == OURS[0], floor=floor)
+    assert type(quantizer.format) in torch.serialization.get_safe_globals(), "what is saved can be read afterwards, too"
 
 
 def on_ranks(quantizer: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,26 +12,11 @@ from torch import Tensor, nn
 import dlp
 from dlp import ops
 from dlp.ops.captured import Recorded
-from dlp.ops.fusions import REGISTERED
+from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 
 H, FFN, M = 512, 1024, 512
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
-
-
-@pytest.fixture
-def basic_only() -> Iterator[Any]:
-    """Called, no fusion runs until the test ends."""
-    REGISTERED.load()
-    before = REGISTERED.forward[:], REGISTERED.backward[:]
-
-    def off() -> None:
-        REGISTERED.forward[:], REGISTERED.backward[:] = [], []
-        REGISTERED.version += 1
-
-    yield off
-    REGISTERED.forward[:], REGISTERED.backward[:] = before
-    REGISTERED.version += 1
 
 
 def values(seed: int, *shape: int, device: Any) -> Tensor:
@@ -81,13 +65,14 @@ MODELS = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("what", MODELS)
-def test_fusions_equal_their_basic_ops(what: str, recipe: str, device: Any, basic_only: Any):
+def test_fusions_equal_their_basic_ops(what: str, recipe: str, device: Any):
     torch.manual_seed(0)
     fused = MODELS[what](recipe).bfloat16().to(device)
     basic = copy.deepcopy(fused)
     found = run(fused, device)
-    basic_only()
-    for name, tensor in run(basic, device).items():
+    with fusions_kept(none=True):
+        expected = run(basic, device)
+    for name, tensor in expected.items():
         assert_close(found[name], tensor, 0.08 if recipe != "bf16" else 0.02, f"{what} {name}")
 
 

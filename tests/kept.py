@@ -1,0 +1,43 @@
+"""What tests and pages register is gone behind them: kernels of the table, fusions of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dlp.kernels import table
+from dlp.ops.fusions import REGISTERED
+
+
+@contextmanager
+def table_kept() -> Iterator[None]:
+    """Operations and kernels registered inside are not there afterwards."""
+    before = {operation: list(entries) for operation, entries in table._ENTRIES.items()}
+    try:
+        yield
+    finally:
+        for operation in list(table._ENTRIES):
+            table._ENTRIES[operation] = before.get(operation, [])
+            table._changed(operation)
+            if operation not in before:
+                del table._ENTRIES[operation], table._ON[operation]
+
+
+@contextmanager
+def fusions_kept(none: bool = False) -> Iterator[None]:
+    """Fusions registered inside are not there afterwards. `none`: inside there are none to begin with, so that basic ops run
+    one by one."""
+    REGISTERED.load()
+    before = REGISTERED.forward[:], REGISTERED.backward[:]
+    if none:
+        _set([], [])
+    try:
+        yield
+    finally:
+        _set(*before)
+
+
+def _set(forward: list[Any], backward: list[Any]) -> None:
+    REGISTERED.forward[:], REGISTERED.backward[:] = forward, backward
+    REGISTERED.version += 1
