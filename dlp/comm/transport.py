@@ -34,6 +34,8 @@ from dlp.kernels import loader
 from dlp.kernels.launches import Lane, is_recording
 
 LEAST = 1 << 16  # bytes of a slot; sizes are powers of two
+Cuts = Sequence[tuple[int, int]]  # pieces: rows [start, stop), one after the other
+WHOLE: Cuts = ((0, 1),)
 
 
 class Transport:
@@ -146,18 +148,22 @@ class Gathering:
     ) -> None:  # fmt: skip
         self.transport, self.slot, self.mine = transport, slot, mine
         self.whole, self.starts, self.dims = whole, starts, dims
-        self._waited = self._kept = False
+        self._met, self._waited, self._kept = [slot], set[int](), False
 
-    def send(self) -> Gathering:
-        """Start sending `mine`. Each rank pushes to the one behind it first, so that no two push to one at a time."""
+    def send(self, cuts: Cuts = WHOLE) -> Gathering:
+        """Start sending `mine`. Each rank pushes to the one behind it first, so that no two push to one at a time. `cuts`: rows
+        of the parts, which all move along 0, that arrive one piece after the other."""
         transport, world = self.transport, self.transport.world
+        self._met = [*(transport._begin(0) for _ in cuts[1:]), self.slot]
         self.slot.follow()
-        for distance in range(1, world):
-            to = (transport.rank + distance) % world
-            for part, place in self._sent():
-                transport.count(part, to)
-                self.slot.push(part, to, place)
-        self.slot.meet()
+        for cut, met in zip(cuts, self._met, strict=True):
+            for distance in range(1, world):
+                to = (transport.rank + distance) % world
+                for part, place in self._sent():
+                    piece, where = (part, place) if len(cuts) == 1 else _piece(part, place, *cut, cuts[-1][1])
+                    transport.count(piece, to)
+                    self.slot.push(piece, to, where)
+            met.meet()
         return self
 
     def gather(self) -> Pending[Parts]:
@@ -165,11 +171,12 @@ class Gathering:
         self.send()._keep()
         return Pending((), self.all_parts)
 
-    def others(self) -> Parts:
-        """The parts of all ranks, of which this rank's own may be missing; waits for them."""
-        if not self._waited:
-            self.slot.wait()
-            self._waited = True
+    def others(self, piece: int = -1) -> Parts:
+        """The parts of all ranks, of which this rank's own may be missing; waits for them, or for those up to a piece."""
+        piece %= len(self._met)
+        if not any(later >= piece for later in self._waited):
+            self._met[piece].wait()
+            self._waited.add(piece)
         return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
 
     def all_parts(self) -> Parts:
@@ -202,18 +209,19 @@ class Exchange:
         self.arrived = arrived
         self._transport, self._slot, self._starts, self._sent = transport, slot, starts, list[Tensor]()
 
-    def send(self, chunks: Sequence[Tensor], to: int) -> None:
-        """This rank's chunk of each part to a rank, itself among them. They have been written."""
+    def send(self, chunks: Sequence[Tensor], to: int, row: int = 0) -> None:
+        """This rank's chunk of each part to a rank, itself among them, or rows of it, from `row` on. They have been written."""
         for chunk in chunks:
             self._transport.count(chunk, to)
         if to != self._transport.rank:
             self._slot.follow()
-        self._push(chunks, to)
+        self._push(chunks, to, row)
 
-    def _push(self, chunks: Sequence[Tensor], to: int) -> None:
+    def _push(self, chunks: Sequence[Tensor], to: int, row: int = 0) -> None:
         rank = self._transport.rank
-        for chunk, start in zip(chunks, self._starts, strict=True):
-            place = Place(start + rank * chunk.nbytes, chunk.nbytes, 1, chunk.nbytes)
+        for chunk, start, arrived in zip(chunks, self._starts, self.arrived, strict=True):
+            first = rank * arrived[0].nbytes + (arrived[0, :row].nbytes if row else 0)
+            place = Place(start + first, chunk.nbytes, 1, chunk.nbytes)
             if to != rank and chunk.nbytes:
                 self._slot.push(chunk, to, place)
             elif chunk.nbytes and chunk.data_ptr() != self._slot.payload.data_ptr() + place.offset:
@@ -247,6 +255,13 @@ class Exchange:
             transport.count(whole, to)
             self._push([part[to] for part in parts], to)
         return self.sent()
+
+
+def _piece(part: Tensor, place: Place, start: int, stop: int, rows: int) -> tuple[Tensor, Place]:
+    """Of a part that moves along 0, what belongs to rows [start, stop) of so many, and where it lies in all slots."""
+    first, last = start * len(part) // rows, stop * len(part) // rows
+    piece = part[first:last]
+    return piece, Place(place.offset + part[:first].nbytes, piece.nbytes, 1, piece.nbytes)
 
 
 def slot_bytes(nbytes: int) -> int:

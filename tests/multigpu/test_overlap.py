@@ -8,6 +8,7 @@ flip a code of what is quantized next, within the recipe's own error.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ from dlp.parallel.linear import state as operands
 from dlp.parallel.linear.modules import ColumnParallelLinear
 from dlp.parallel.linear.spec import Overlaps
 from dlp.parallel.overlap import Overlap
+from dlp.parallel.overlap.chunked import pieces
 from dlp.parallel.transfer import WIRES
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import KeepHighPrecision
@@ -42,7 +44,7 @@ from tests.multigpu.test_linear import Full, build, cut, make_full, run, whole_p
 
 def strategy(name: str) -> Overlap:
     """A strategy by name; "mapped" or "mapped serial": through memory that ranks map, as on GPUs."""
-    return overlaps.load({"mapped": "chunked", "mapped serial": "serial"}.get(name, name))
+    return overlaps.load({"mapped serial": "serial"}.get(name, name.replace("mapped", "chunked")))
 
 
 @contextmanager
@@ -112,8 +114,41 @@ def check(cases: list[LinearCase], of_ranks: list[Compared], device_type: str) -
     ("world", "recipe", "style_key"), [cell for cell in IN_STYLES if cell[2][0] != "local"], ids=style_id
 )
 def test_chunked_is_serial(ranks, device_type, world, recipe, style_key):
+    """Whole shards, and in three pieces."""
     cases = list(linear_cases(style_key, recipe))
-    check(cases, ranks(world).run(compare, cases, ("chunked", "chunked", "chunked")), device_type)
+    check(cases, ranks(world).run(compare, cases, ("chunked:3", "chunked", "chunked:3")), device_type)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ((4096, 1, 1, 7168, 132), [4096]),
+        ((4096, 2, 1), [2048, 4096]),
+        ((4096, 2, 1, 7168, 132), [1792, 4096]),  # 14 * 28 tiles are three waves of 132, nearly; 16 * 28 are 3.4
+        ((4096, 4, 1, 4096, 132), [1024, 2048, 3072, 4096]),  # 8 * 16 tiles
+        ((1000, 3, 32), [384, 768, 1000]),
+        ((96, 4, 32), [32, 64, 96]),
+        ((5, 2, 1), [3, 5]),
+        ((3, 8, 16), [3]),
+        ((0, 2, 1), [0]),
+    ],
+)
+def test_pieces_end_between_blocks_tiles_and_waves(sizes: tuple[int, ...], cuts: list[int]):
+    assert [stop for _, stop in pieces(*sizes)] == cuts
+    assert [start for start, _ in pieces(*sizes)] == [0, *cuts[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ("chunks", "unknown overlap strategy 'chunks': the strategies are chunked, serial"),
+        ("serial:2", "overlap strategy 'serial:2': serial does not work in chunks; set 'serial'"),
+        ("chunked:0", "overlap strategy 'chunked:0': expected a number of chunks >= 1 behind chunked:, got '0'"),
+    ],
+)
+def test_a_strategy_that_there_is_not(chosen: str, said: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        overlaps.load(chosen)
 
 
 SEQUENCE_PARALLEL = [("column", True), ("row", True)]
@@ -125,7 +160,7 @@ SEQUENCE_PARALLEL = [("column", True), ("row", True)]
 def test_memory_that_ranks_map_is_serial(ranks, device_type, world, recipe):
     """Chunked through it, and serial, whose bits are those of collectives."""
     cases = [case for key in STYLE_KEYS if key[0] != "local" for case in linear_cases(key, recipe)]
-    check(cases, ranks(world).run(compare, cases, ("mapped", "mapped", "mapped")), device_type)
+    check(cases, ranks(world).run(compare, cases, ("mapped", "mapped:2", "mapped")), device_type)
     for found in ranks(world).run(compare, cases, ("mapped serial", "mapped serial", "mapped serial")):
         assert all(equal for results_of in found for equal, _, _ in results_of.values())
 

@@ -167,8 +167,9 @@ def test_sums_are_packed_and_unpacked_inside(ranks, kind: str, codec: str):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_chunks_are_captured(ranks, kind: str, recipe: str):
-    """What is multiplied chunk by chunk through mapped memory is one call, with the bits of chunks that are sent."""
-    for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", "chunked"):
+    """What is multiplied chunk by chunk through mapped memory is one call, with the bits of chunks that are sent; two chunks
+    come from the other rank."""
+    for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", "chunked:2"):
         assert min(mapped.values()) > 0, mapped
         for result, expected in pairs:
             assert_bit_equal(result, expected)

@@ -83,7 +83,7 @@ def linear_errors(recipe: str, names: list[str]) -> list[dict[str, float]]:
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_a_linear_sums_on_the_wire_of_its_recipe(ranks, world, recipe):
     """One E4M3 rounding is 2.6 % of a gauss block; only what is summed over ranks has it."""
-    for found in ranks(world).run(linear_errors, recipe, ["serial", "chunked"]):
+    for found in ranks(world).run(linear_errors, recipe, ["serial", "chunked:2"]):
         for i, errors in enumerate(found):
             on_wire, other_order = ("dx", "y0")[(i // 2) % 2], i % 2
             assert 0.01 < errors.pop(on_wire) < 0.05, found

@@ -2,7 +2,8 @@
 
 A strategy decides *when* transfers and GEMMs are issued. It gets a GEMM as a value (`Gemm`, run on rows of A), so it may
 run it once, chunk by chunk, or hand it to a kernel that waits for its data inside; it never knows a format or a layer.
-Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports one by name.
+Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports one by name. One that works in
+chunks takes their number behind its name, `load("chunked:2")`, by its function `in_chunks`.
 """
 
 from __future__ import annotations
@@ -87,9 +88,20 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load(name: str) -> Overlap:
-    """The strategy of that name; ValueError for an unknown one."""
+def load(chosen: str) -> Overlap:
+    """The strategy of that name, as "chunked" or "chunked:2"; ValueError for an unknown one, or a number it cannot have."""
+    name, colon, chunks = chosen.partition(":")
     if name not in names():
         raise ValueError(f"unknown overlap strategy {name!r}: the strategies are {', '.join(names())}")
-    strategy: Overlap = importlib.import_module(f"{__name__}.{name}").STRATEGY
+    module = importlib.import_module(f"{__name__}.{name}")
+    strategy: Overlap = module.STRATEGY
+    if not colon:
+        return strategy
+    if not hasattr(module, "in_chunks"):
+        raise ValueError(f"overlap strategy {chosen!r}: {name} does not work in chunks; set {name!r}")
+    if not (chunks.isascii() and chunks.isdigit() and int(chunks)):
+        raise ValueError(
+            f"overlap strategy {chosen!r}: expected a number of chunks >= 1 behind {name}:, got {chunks!r}"
+        )
+    strategy = module.in_chunks(int(chunks))
     return strategy

@@ -8,14 +8,22 @@ A gathered operand is multiplied own rows first, then in the order in which shar
 over ranks, each rank's rows are computed, sent to it at once, and its own come last; contributions are summed in fp32
 in rank order, as `serial` does. A contraction that is gathered (wgrad's) arrives the same way and is contracted as one.
 
-Shards travel through memory that ranks map (`dlp.comm.transport`), between CPU ranks by sends and receives.
+`chunked:2` cuts what goes to or comes from each other rank in two (`pieces`), so that the first GEMM on it, or the first
+send of it, begins earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM. Cuts lie between blocks of the format,
+and where there are rows enough between tiles of a GEMM, so there may be fewer.
+
+Shards travel through memory that ranks map (`dlp.comm.transport`), between CPU ranks by sends and receives, whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cache
+from itertools import groupby
+from math import lcm
+from operator import itemgetter
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +33,21 @@ from torch.distributed import ProcessGroup
 from dlp.comm import collectives
 from dlp.comm.collectives import AS_IT_IS, Parts, Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, by_distance
-from dlp.comm.transport import Gathering, Transport, transport_of, why_not
+from dlp.comm.transport import WHOLE, Cuts, Gathering, Transport, transport_of, why_not
 from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
+Contribution = tuple[int, int, Parts]  # whose rows, the first of them, their parts
+TILE = 128, 256  # rows and columns of the results that one multiprocessor of a GPU makes at a time in a large GEMM
+
 
 class Shards(Protocol):
     """The shards of all ranks, on their way."""
 
-    def of(self, rank: int) -> QuantizedTensor:
-        """A rank's, which the current stream waits for."""
+    def of(self, rank: int, piece: int) -> QuantizedTensor:
+        """A rank's, of which the current stream waits for what comes up to this piece."""
         ...
 
     def whole(self) -> QuantizedTensor: ...
@@ -50,11 +61,11 @@ class MappedShards:
     group: ProcessGroup
     gathering: Gathering
 
-    def of(self, rank: int) -> QuantizedTensor:
+    def of(self, rank: int, piece: int) -> QuantizedTensor:
         if rank == self.group.rank():
             return self.mine
         rows = self.mine.shape[0]
-        return _cut(self.mine.format.wrap(self.gathering.others()), rank * rows, (rank + 1) * rows, "gather")
+        return _cut(self.mine.format.wrap(self.gathering.others(piece)), rank * rows, (rank + 1) * rows, "gather")
 
     def whole(self) -> QuantizedTensor:
         return self.mine.format.wrap(self.gathering.all_parts())
@@ -73,7 +84,7 @@ class SentShards:
         arrived = iter(self.exchange.arrived)
         return [None if dim is None else next(arrived) for dim in self.dims]
 
-    def of(self, rank: int) -> QuantizedTensor:
+    def of(self, rank: int, piece: int) -> QuantizedTensor:
         self.exchange.wait(rank)
         pairs = zip(self._stored(), self.mine.parts, strict=True)
         return self.mine.format.wrap([part if whole is None else whole[rank] for whole, part in pairs])
@@ -86,7 +97,7 @@ class SentShards:
 
 @dataclass(frozen=True)
 class ChunkedGather:
-    rows: int  # of a shard
+    cuts: Cuts  # of a shard's rows
     group: ProcessGroup
     shards: Shards
 
@@ -94,14 +105,17 @@ class ChunkedGather:
         return self.shards.whole()
 
     def gemm(self, gemm: Gemm) -> Tensor:
-        total = gemm.accumulate
+        rows, total, me = self.cuts[-1][1], gemm.accumulate, self.group.rank()
         if total is None:
             device = gemm.b.payload.device
-            total = torch.empty((self.group.size() * self.rows, gemm.b.shape[0]), dtype=gemm.out_dtype, device=device)
-        for rank in [self.group.rank(), *(source for _, _, source in by_distance(self.group))]:
-            into = total[rank * self.rows : (rank + 1) * self.rows]
+            total = torch.empty((self.group.size() * rows, gemm.b.shape[0]), dtype=gemm.out_dtype, device=device)
+        others = [source for _, _, source in by_distance(self.group)]
+        arriving = [(source, number, cut) for number, cut in enumerate(self.cuts) for source in others]
+        for rank, number, (start, stop) in [(me, 0, (0, rows)), *arriving]:
+            into = total[rank * rows + start : rank * rows + stop]
             adds = gemm.accumulate is not None
-            replace(gemm, out=None if adds else into, accumulate=into if adds else None)(self.shards.of(rank))
+            shard = _cut(self.shards.of(rank, number), start, stop, gemm.which)
+            replace(gemm, out=None if adds else into, accumulate=into if adds else None)(shard)
         return total
 
 
@@ -111,13 +125,13 @@ class SentLease:
     dims: list[int | None]
     group: ProcessGroup
     exchange: DirectExchange
+    chunks: int
 
     def gather(self) -> ChunkedGather:
         for distance, _, _ in by_distance(self.group):
             self.exchange.step(distance)
-        return ChunkedGather(
-            self.mine.shape[0], self.group, SentShards(self.mine, self.dims, self.group, self.exchange)
-        )
+        shards = SentShards(self.mine, self.dims, self.group, self.exchange)
+        return ChunkedGather(_cuts_of(self.mine, self.dims, self.chunks), self.group, shards)
 
 
 @dataclass(frozen=True)
@@ -125,18 +139,61 @@ class MappedLease:
     mine: QuantizedTensor
     group: ProcessGroup
     gathering: Gathering
+    chunks: int
 
     def gather(self) -> ChunkedGather:
-        return _arriving(self.mine, self.group, self.gathering)
+        return _arriving(self.mine, self.group, self.gathering, self.chunks)
 
 
-def _arriving(mine: QuantizedTensor, group: ProcessGroup, gathering: Gathering) -> ChunkedGather:
-    return ChunkedGather(mine.shape[0], group, MappedShards(mine, group, gathering.send()))
+def _arriving(mine: QuantizedTensor, group: ProcessGroup, gathering: Gathering, chunks: int) -> ChunkedGather:
+    cuts = _cuts_of(mine, gathering.dims, chunks)
+    sent = gathering.send(cuts if len(cuts) > 1 else WHOLE)
+    return ChunkedGather(cuts, group, MappedShards(mine, group, sent))
 
 
+def _cuts_of(mine: QuantizedTensor, dims: Sequence[int | None], chunks: int) -> Cuts:
+    """A shard's rows, as they arrive: at once where it is gathered along the contraction, or where rows of a part do not lie
+    together."""
+    rows = mine.shape[0]
+    return pieces(rows, chunks, unit_of(mine.format)) if {*dims} <= {0, None} else ((0, rows),)
+
+
+def unit_of(fmt: Format) -> int:
+    """Rows that an operand of this format can be cut at multiples of."""
+    return lcm(fmt.block[0] or 1, fmt.multiple[0])
+
+
+@cache
+def pieces(rows: int, chunks: int, unit: int, columns: int = 0, processors: int = 0) -> Cuts:
+    """Rows in at most so many pieces, each but the last of multiples of `unit` rows; of whole tiles, where there are rows
+    enough. Where a GEMM with so many `columns` runs on so many multiprocessors, the first pieces are of whole waves of tiles:
+    a piece that ends in part of a wave would leave multiprocessors idle."""
+    tiled, across = lcm(unit, TILE[0]), -(-columns // TILE[1])
+    step = tiled if rows >= chunks * tiled else unit
+    size = -(-rows // chunks)
+    waves = round(size * across / TILE[0] / processors) if processors else 0
+    if waves:
+        size = waves * processors // across * TILE[0]
+    size = max(step, round(size / step) * step)
+    starts = range(0, max(rows, 1), size)[:chunks]
+    return tuple((start, min(start + size, rows) if start != starts[-1] else rows) for start in starts)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+@dataclass(frozen=True)
 class Chunked:
-    name = "chunked"
-    launches_only = True  # where ranks map each other's memory
+    """`chunks`: of what goes to or comes from each other rank."""
+
+    chunks: int = 1
+    launches_only: ClassVar[bool] = True  # where ranks map each other's memory
+
+    @property
+    def name(self) -> str:
+        return "chunked" if self.chunks == 1 else f"chunked:{self.chunks}"
 
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
@@ -146,20 +203,20 @@ class Chunked:
         transport = _transport(group, device)
         if transport is not None:
             gathering = transport.lease(shapes, dtypes, dims)
-            return MappedLease(fmt.wrap(gathering.mine), group, gathering)
+            return MappedLease(fmt.wrap(gathering.mine), group, gathering, self.chunks)
         kinds = list(zip(shapes, dtypes, strict=True))
         moving = [kind for kind, along in zip(kinds, dims, strict=True) if along is not None]
         exchange = DirectExchange(group, [s for s, _ in moving], [d for _, d in moving], 1, device)
         outgoing = iter(exchange.outgoing[0])
         mine = [torch.empty(s, dtype=d, device=device) if along is None else next(outgoing)
                 for (s, d), along in zip(kinds, dims, strict=True)]  # fmt: skip
-        return SentLease(fmt.wrap(mine), dims, group, exchange)
+        return SentLease(fmt.wrap(mine), dims, group, exchange, self.chunks)
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> ChunkedGather:
         """The operand exists elsewhere: between CPUs one copy into its segment comes first."""
         transport = _transport(group, a.payload.device)
         if transport is not None:
-            return _arriving(a, group, transport.gathering(a.parts, a.format.moves_along(dim)))
+            return _arriving(a, group, transport.gathering(a.parts, a.format.moves_along(dim)), self.chunks)
         payload = a.payload
         lease = self.lease(a.format, a.shape, dim, group, dtype=payload.dtype, device=payload.device)
         a.format.fill(lease.mine, *a.parts)
@@ -178,13 +235,15 @@ class Chunked:
         """Raises ValueError where the format of `a` cannot be cut between the rows of two ranks."""
         total, rows = a.shape[0], -(-a.shape[0] // group.size())
         shapes, dtypes = codec.kinds((group.size(), rows, gemm.b.shape[0]), dtype)
-        transport = _transport(group, a.payload.device)
+        device = a.payload.device
+        transport = _transport(group, device)
+        cuts = pieces(rows, self.chunks, unit_of(a.format), gemm.b.shape[0], _processors(device))
         if transport is None:
-            arriving = _sent(a, gemm, group, rows, dtype, codec)
+            arriving = _sent(_contributions(a, gemm, group, cuts, dtype, codec), shapes, dtypes, group, device)
         else:
             exchange = transport.open(shapes, dtypes)
-            for rank, parts in _contributions(a, gemm, group, rows, dtype, codec, exchange.own()):
-                exchange.send(parts, rank)
+            for rank, row, parts in _contributions(a, gemm, group, cuts, dtype, codec, exchange.own()):
+                exchange.send(parts, rank, row)
             arriving = exchange.sent()
 
         def finish() -> Tensor:
@@ -216,33 +275,35 @@ def _contributions(
     a: QuantizedTensor,
     gemm: Gemm,
     group: ProcessGroup,
-    rows: int,
+    cuts: Cuts,
     dtype: torch.dtype,
     codec: ReduceCodec,
     own: Parts = (),
-) -> Iterator[tuple[int, Parts]]:
-    """The rows of each rank and what is sent of them, in the order in which they are made: its own come last. `own`: where
-    those belong; there they are written at once, if they are carried as they are."""
-    for rank in [*(to for _, to, _ in by_distance(group)), group.rank()]:
-        at_once = (
-            own and rank == group.rank() and codec is AS_IT_IS and gemm.accumulate is None and gemm.out_dtype == dtype
-        )
-        y = _rows_for(rank, rows, a, replace(gemm, out=own[0]) if at_once else gemm)
+) -> Iterator[Contribution]:
+    """The pieces of each rank's rows, in the order in which they are made: its own come last, as one. `own`: where those
+    belong; there they are written at once, if they are carried as they are."""
+    rows, me = cuts[-1][1], group.rank()
+    others = [(to, start, stop) for _, to, _ in by_distance(group) for start, stop in cuts]
+    for rank, start, stop in [*others, (me, 0, rows)]:
+        at_once = own and rank == me and codec is AS_IT_IS and gemm.accumulate is None and gemm.out_dtype == dtype
+        y = _rows_between(rank * rows + start, rank * rows + stop, a, replace(gemm, out=own[0]) if at_once else gemm)
         packed = codec.pack(rounded(y, dtype)[None])
-        yield rank, tuple(part[0] for part in packed)
+        yield rank, start, tuple(part[0] for part in packed)
 
 
 def _sent(
-    a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, rows: int, dtype: torch.dtype, codec: ReduceCodec
-) -> Pending[Parts]:
-    """Contributions by sends and receives -> those that came, [R, ...]."""
-    shapes, dtypes = codec.kinds((group.size(), rows, gemm.b.shape[0]), dtype)
-    exchange = DirectExchange(group, [shape[1:] for shape in shapes], dtypes, group.size(), a.payload.device)
-    for distance, (rank, parts) in enumerate(_contributions(a, gemm, group, rows, dtype, codec), 1):
-        for to, part in zip(exchange.outgoing[rank], parts, strict=True):
-            to.copy_(part)
+    contributions: Iterable[Contribution], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype],
+    group: ProcessGroup, device: torch.device,
+) -> Pending[Parts]:  # fmt: skip
+    """Contributions by sends and receives, all of a rank's at once -> those that came, [R, ...]."""
+    exchange = DirectExchange(group, [shape[1:] for shape in shapes], dtypes, group.size(), device)
+    distances = iter(by_distance(group))
+    for rank, of_rank in groupby(contributions, itemgetter(0)):
+        for _, row, parts in of_rank:
+            for to, part in zip(exchange.outgoing[rank], parts, strict=True):
+                to[row : row + len(part)].copy_(part)
         if rank != group.rank():
-            exchange.step(distance)
+            exchange.step(next(distances)[0])
 
     def finish() -> Parts:
         for rank in range(group.size()):
@@ -252,10 +313,10 @@ def _sent(
     return Pending((), finish)
 
 
-def _rows_for(rank: int, rows: int, a: QuantizedTensor, gemm: Gemm) -> Tensor:
-    """The GEMM on the rows of A whose results are `rank`'s, [rows, N]; with zeros below the last row of A."""
-    total = a.shape[0]
-    start, stop = min(rank * rows, total), min((rank + 1) * rows, total)
+def _rows_between(start: int, stop: int, a: QuantizedTensor, gemm: Gemm) -> Tensor:
+    """The GEMM on rows [start, stop) of A; with zeros below its last row."""
+    rows, total = stop - start, a.shape[0]
+    start, stop = min(start, total), min(stop, total)
     if start == stop:
         return torch.zeros((rows, gemm.b.shape[0]), device=a.payload.device)
     into = None if gemm.accumulate is None else gemm.accumulate[start:stop]
@@ -289,4 +350,4 @@ def _whole(scattered: Tensor, group: ProcessGroup, transport: Transport | None) 
     return collectives.all_gather((scattered,), (0,), group).wait()[0]
 
 
-STRATEGY = Chunked()
+STRATEGY, in_chunks = Chunked(), Chunked
