@@ -96,6 +96,16 @@ def test_links_inside_the_repository_lead_somewhere(page):
     assert not missing, f"{page.name} links to {missing}"
 
 
+def test_the_readme_leads_to_every_page():
+    found, at = {ROOT / "README.md"}, [ROOT / "README.md"]
+    while at:
+        page = at.pop()
+        links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())}
+        at += [link for link in links - found if link.exists()]
+        found |= links
+    assert not set(PAGES) - found, "no page that the README leads to names them"
+
+
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 OBJECTS = re.findall(r"^\| (`.+?) \| (`[^|]*?) \|[^|]*\|[^|]*\|$", ARCHITECTURE, re.MULTILINE)
 
