@@ -62,7 +62,10 @@ def plan_for(config: Config, world_size: int, device_type: str) -> Plan:
     """The layer plan of a config, without ranks or memory."""
     batch = (validate_world(config, world_size).micro, config.train.sequence)
     groups = layer_groups(config)
-    plan = dlp.make_plan(meta_model(config), groups, config.mesh.tp, device_type=device_type, batch=batch)
+    plan = dlp.make_plan(
+        meta_model(config), groups, config.mesh.tp, device_type=device_type, batch=batch,
+        overlap_table=config.mesh.overlap_table, transport="gloo" if device_type == "cpu" else config.mesh.transport,
+    )  # fmt: skip
     check_plan(plan)
     return plan
 
@@ -73,7 +76,10 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
     batch = validate_world(config, mesh.size())
     tokens = (batch.micro, config.train.sequence)
     groups, shared = layer_groups(config), config.mesh.amax_group
-    plan = dlp.convert(model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed)
+    plan = dlp.convert(
+        model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed,
+        overlap_table=config.mesh.overlap_table,
+    )  # fmt: skip
     check_plan(plan)
     recompute(list(model.model.layers), config.train)
     if config.train.compile:

@@ -1,6 +1,6 @@
 """The folder of a run.
 
-    .lock  config.toml  plan.txt  env.txt  log/rank{N}.txt  metrics.jsonl  loss.png  checkpoints/step-N/
+    .lock  config.toml  plan.txt  overlap.json  env.txt  log/rank{N}.txt  metrics.jsonl  loss.png  checkpoints/step-N/
 
 Everything a rank says goes to its own log, with exceptions; rank 0 also prints it.
 """
@@ -92,6 +92,8 @@ class RunDir:
             said = ParallelDims.from_mesh(mesh).describe(mesh.device_type)
             (self.path / "config.toml").write_text(to_toml(config))
             (self.path / "plan.txt").write_text(f"{said}\n{plan}\n")
+            if plan.times is not None:
+                (self.path / "overlap.json").write_text(plan.times.text(plan.choices()))
             (self.path / "env.txt").write_text(environment())
         except OSError as error:
             raise ValueError(f"{error.filename}: {error.strerror}; choose a --run.dir that can be written") from None

@@ -29,6 +29,9 @@ class Mesh(Section):
         "what carries what layers send over tp; mapped: memory that the GPUs of a host map from each other",
         "nccl",
     )
+    overlap_table: str | None = setting(
+        text(), 'a file of dlp.parallel.tune, by which overlap = "auto" is chosen; unset: it is serial', None
+    )
     amax_group: str = setting(
         choice("auto", TP, "tp+dp", WORLD), "ranks that share a scale; auto agrees only what must be", "auto"
     )
@@ -267,7 +270,7 @@ RECIPE = Rule("a recipe's name or { name = ..., its options }", (str, dict), _na
 SWAP = Rule(
     "a list of { at_step = an integer >= 1, recipe = as above }", (list, tuple), _are_swaps, lambda value: tuple(value)
 )
-OVERLAP = Rule("a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }", (str, dict), _names_strategies)
+OVERLAP = Rule("auto, a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }", (str, dict), _names_strategies)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
     python -m launch.shapes CONFIG [--world 8] [--section.key value ...]
     python -m launch.shapes CONFIG --json        for `python -m dlp.kernels.tune`
+    python -m launch.shapes CONFIG --layers      linears before tp cuts them, for `python -m dlp.parallel.tune`
 
 A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. Nothing is started: the plan says it all.
 """
@@ -86,12 +87,41 @@ def of_config(config: Config, world: int, device_type: str) -> tuple[Counter[str
     return gemms, linears
 
 
+def whole_layers(config: Config, world: int, device_type: str) -> dict[str, Any]:
+    """tp, transport, dtype, and each layer, siblings as one, by style, sizes, recipe, and tokens of a microbatch."""
+    batch, plan = validate_world(config, world), plan_for(config, world, device_type)
+    rows, layers = {row.name: row for row in plan.layers}, []
+    for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
+        row = rows[names[0]]
+        recipe = {"name": row.recipe.name, **{key: thaw(value) for key, value in row.recipe.options}}
+        layers.append({
+            "name": names[0], "style": row.style, "sequence_parallel": row.sequence_parallel, "recipe": recipe,
+            "tokens": batch.micro * config.train.sequence, "in_features": row.shape[1],
+            "out_features": [rows[name].shape[0] for name in names],
+        })  # fmt: skip
+    return {"tp": plan.tp, "transport": config.mesh.transport, "dtype": dtype_name(DTYPES[config.train.dtype]),
+            "layers": layers}  # fmt: skip
+
+
+def thaw(value: Any) -> Any:
+    """What `dlp.quant.options.freeze` made this option of a recipe of: a tuple of pairs that begin with texts was a table."""
+    pairs = isinstance(value, tuple) and value and all(
+        isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in value
+    )  # fmt: skip
+    return {key: thaw(entry) for key, entry in value} if pairs else value
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = make_parser("launch.shapes", "Prints the GEMMs of a config.")
     parser.add_argument("--world", type=int, default=8, help="the number of ranks")
     parser.add_argument("--json", action="store_true", help="as a list of problems")
+    parser.add_argument("--layers", action="store_true", help="linears before tp cuts them, as JSON")
     known, config = command_line(parser, arguments)
-    gemms, linears = of_config(config, known.world, device_kind("cuda") if torch.cuda.is_available() else "sm_90")
+    device = device_kind("cuda") if torch.cuda.is_available() else "sm_90"
+    if known.layers:
+        print(json.dumps(whole_layers(config, known.world, device), indent=1))
+        return
+    gemms, linears = of_config(config, known.world, device)
     if known.json:
         print(json.dumps([json.loads(text) for text in gemms], indent=1))
         return

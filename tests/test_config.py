@@ -130,7 +130,7 @@ llama3_1b
 --groups.edges.match '["layers.{0,1"]'
     tiny.toml: [[groups]] 'edges': ...
 --groups.edges.overlap '{ fwd = "a" }'
-    --groups.edges.overlap: expected a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }, got {'fwd': 'a'}
+    --groups.edges.overlap: expected auto, a strategy's name or { fprop = ..., dgrad = ..., wgrad = ... }, got {'fwd': 'a'}
 --mesh.tp 3
     tiny.toml: [mesh] tp: expected a divisor of [model] heads = 4, got 3
 --mesh.tp 4

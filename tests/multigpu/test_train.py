@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from dlp import end_step
+from dlp.parallel.auto import Problem
+from dlp.parallel.style import ROW_SP
+from dlp.quant import recipe as recipes
 from launch.config import Config, load
 from launch.manifest import complete
 from launch.trainer import NotFinite, Step, Trainer
-from tests import training
+from tests import test_auto, training
 from tests.pool import Pool, RankError
 
 
@@ -37,12 +40,26 @@ def checkpoints(config: Config) -> list[str]:
 
 
 @pytest.mark.ranks(2)
-def test_a_run_leaves_its_files(ranks, tmp_path, data):
-    config = training.config(tmp_path, data, "--model.layers=2")
+def test_a_run_leaves_its_files(ranks, tmp_path, data, device_type):
+    table, down = tmp_path / "times.json", Problem(ROW_SP, 512, 128, (64,), recipes.load("fp8_current"))
+    table.write_text(test_auto.table(test_auto.row(down, (2.0, 1.0, 2.0, 2.0), (2.0,) * 4)).text())
+    config = training.config(tmp_path, data, "--model.layers=2", f"--mesh.overlap_table={table}")
     ranks(2).run(functools.partial(training.run, plots=True), config)
     folder = Path(config.run.dir)
-    names = [".lock", "checkpoints", "config.toml", "env.txt", "log", "loss.png", "metrics.jsonl", "plan.txt"]
+    names = [
+        ".lock",
+        "checkpoints",
+        "config.toml",
+        "env.txt",
+        "log",
+        "loss.png",
+        "metrics.jsonl",
+        "overlap.json",
+        "plan.txt",
+    ]
     assert sorted(path.name for path in folder.iterdir()) == names
+    chosen = json.loads((folder / "overlap.json").read_text())["choices"]
+    assert [each["gemm"] for each in chosen if each["strategy"] == "chunked"] == ["fprop"] * 2 * (device_type == "cpu")
     assert load(folder / "config.toml") == config
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
     plan = (folder / "plan.txt").read_text()

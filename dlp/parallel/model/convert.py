@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP, WORLD, ParallelDims
+from dlp.parallel import auto
 from dlp.parallel.linear.modules import (
     ConvertedLinear,
     LinearCore,
@@ -88,6 +90,7 @@ def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> Pr
 def convert(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], mesh: DeviceMesh, *,
     batch: tuple[int, int] | None = None, amax_group: str | ProcessGroup = "auto", seed: int = 0,
+    overlap_table: str | Path | None = None,
 ) -> Plan:  # fmt: skip
     """Make the model parallel over the mesh's tp axis, in place, and return the printable plan.
 
@@ -98,6 +101,7 @@ def convert(
     amax_group  which ranks share scales: "auto" (what correctness needs; for delayed scaling all ranks), "tp", "tp+dp",
                 "world", or a process group
     seed        of stochastic rounding
+    overlap_table  a file of `dlp.parallel.tune`, rank 0's: what `overlap = "auto"` is chosen by; None: it is "serial"
 
     Modules, their hooks, names and attributes stay; layers of dlp that were made by hand join the model's step boundary.
     Raises ValueError, before anything is changed, for a group that matches nothing or is left with nothing, a size
@@ -107,7 +111,13 @@ def convert(
     check_untied(model)
     dims = ParallelDims.from_mesh(mesh)
     tp = dims.tp_mesh
-    plan = make_plan(model, groups, dims.tp, device_type=mesh.device_type, batch=batch)
+    times = None if overlap_table is None else auto.load(overlap_table, together=True)
+    by = auto.transport_name(dims.group(TP), mesh.device_type)
+    plan = make_plan(
+        model, groups, dims.tp, device_type=mesh.device_type, batch=batch, overlap_table=times, transport=by
+    )
+    if times is not None:
+        auto.check_together(plan.choices())
     tokens = batch[0] * batch[1] if batch is not None else None
     group = amax_process_group(dims, amax_group)
     runtime = Session(seed=seed, amax_group=group or dist.group.WORLD, dp=(dims.dp_rank, dims.dp_size))

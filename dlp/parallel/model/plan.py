@@ -24,10 +24,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from dlp.kernels.table import device_kind
+from dlp.parallel import auto
+from dlp.parallel.auto import Times
 from dlp.parallel.linear.spec import OPTIONS
 from dlp.parallel.model.groups import LayerGroup, Resolved, resolve
 from dlp.parallel.model.rows import (
@@ -40,6 +44,7 @@ from dlp.parallel.model.rows import (
     plan_other,
     plan_parameters,
     support_note,
+    with_strategies,
 )
 from dlp.parallel.model.survey import check, check_readers, left_out, made_by_hand, survey, unreached
 from dlp.parallel.style import shard_sizes
@@ -50,7 +55,7 @@ from dlp.quant.recipe import GEMMS
 class Plan:
     """All layers of a converted model; `print(plan)` shows them as tables, equal blocks as one. `weights`: every
     parameter, once. `left_out`: by module, the modules with parameters that are left out with it. `warnings`: what groups
-    ask for and will not get."""
+    ask for and will not get. `times`: what strategies were chosen by where a group leaves it to "auto", or nobody says."""
 
     layers: tuple[LayerPlan, ...]
     others: tuple[OtherPlan, ...]
@@ -59,6 +64,7 @@ class Plan:
     weights: tuple[ParameterPlan, ...] = ()
     left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    times: Times | None = None
 
     @property
     def parameters(self) -> int:
@@ -74,16 +80,39 @@ class Plan:
         ]
         lines += table(_LAYER_HEADER, fold([_layer_cells(row) for row in self.layers]))
         lines += ["", *table(_OTHER_HEADER, fold([_other_cells(row) for row in self.others]))]
+        lines += self._chosen()
         used = dict.fromkeys(row.recipe for row in self.layers)
         lines += ["", *(support_note(recipe, self.device_type) for recipe in used)]
         return "\n".join([*lines, *_note_lines(self.layers), *(f"warning: {text}" for text in self.warnings)])
 
+    def _chosen(self) -> list[str]:
+        """The strategies that were chosen, by times or for want of some."""
+        rows = [
+            (row.name, each)
+            for row in self.layers
+            for each in row.choices
+            if each.why not in (auto.NOTHING, auto.ONE_GEMM)
+        ]
+        whys = dict.fromkeys(each.why for _, each in rows)
+        if not rows or (len(whys) == 1 and rows[0][1].why):
+            return [f"\noverlap: serial where no group names a strategy: {why}" for why in whys]
+        said = [f"overlap by times of {self.times}; measured: a direction, predicted: its GEMM and transfer alone"]
+        return ["", *said, *table(auto.HEADER, fold([auto.cells(*row) for row in rows]))]
+
+    def choices(self) -> list[dict[str, Any]]:
+        """What "auto" became, by layer."""
+        return [{"layer": row.name, **each._asdict()} for row in self.layers for each in row.choices]
+
 
 def make_plan(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], tp: int, *, device_type: str = "cpu",
-    batch: tuple[int, int] | None = None,
+    batch: tuple[int, int] | None = None, overlap_table: Times | str | Path | None = None, transport: str = "",
 ) -> Plan:  # fmt: skip
-    """Decide and check the conversion of a model (meta device will do). Raises ValueError as `convert` does."""
+    """Decide and check the conversion of a model (meta device will do). Raises ValueError as `convert` does.
+
+    overlap_table   of `dlp.parallel.tune`: what `overlap = "auto"` is chosen by
+    transport       what will carry what layers send over tp, "mapped", "nccl" or "gloo"; "": what the table is of
+    """
     typed = [group if isinstance(group, LayerGroup) else LayerGroup(**group) for group in groups]
     seen = survey(model)
     modules, prefix = seen.modules, getattr(model, "base_model_prefix", "")
@@ -92,7 +121,10 @@ def make_plan(
     check_readers(model, left)
     for name, module in modules.items():
         check(name, module, resolved[name].convert)
-    layers, others = _rows(modules, resolved, Place(tp, device_type, batch))
+    times = auto.load(overlap_table) if isinstance(overlap_table, str | Path) else overlap_table
+    why = times and times.obstacle(device_kind(device_type), tp, transport)
+    place = Place(tp, device_type, batch, None if why else times, why or auto.NO_TABLE)
+    layers, others = _rows(modules, resolved, place)
     _check_ties(modules, layers, others)
     if tp > 1:
         check_flow(layers, blocks(model), typed, resolved)
@@ -101,7 +133,7 @@ def make_plan(
     partial = {row.name for row in others if row.partial}
     parameters = plan_parameters(modules, styles, vocabulary, partial, tp)
     warnings = unreached(typed, resolved, modules, styles.keys())
-    return Plan(tuple(layers), tuple(others), tp, device_type, parameters, left, warnings)
+    return Plan(tuple(layers), tuple(others), tp, device_type, parameters, left, warnings, times)
 
 
 def _rows(
@@ -118,7 +150,8 @@ def _rows(
         else:
             others.append(plan_other(name, module, chosen, place.tp))
     sets = _sibling_sets([row for row in layers if not made_by_hand(modules[row.module])], resolved)
-    return [replace(row, siblings=sets.get(row.name, row.siblings)) for row in layers], others
+    layers = [replace(row, siblings=sets.get(row.name, row.siblings)) for row in layers]
+    return with_strategies(layers, place), others
 
 
 def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], tp: int) -> list[LayerPlan]:

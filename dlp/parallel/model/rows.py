@@ -12,7 +12,7 @@ depend on tp all the same; how the device runs the recipe, and where its prologu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 from dlp.kernels.ops import ACTIVATION_CODES
 from dlp.kernels.table import cast_kernel, device_kind, entries
 from dlp.parallel import overlap as overlaps
+from dlp.parallel.auto import AUTO, NO_TABLE, NO_TOKENS, NOTHING, Asked, Choice, Problem, Times, choose
 from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.prologue import Prologue
@@ -41,7 +42,7 @@ BY_HAND = "made by hand: layer groups reach its recipe and overlap"
 class LayerPlan:
     """One linear. `shape` (N, K) of the full weight; `siblings` all members of its set, itself included; `kernels` per
     GEMM; `parameters` on this rank (before FSDP); `group` what won, `overrode` what lost, field by field; `weight` the
-    parameter's name; `notes` what the row does not show."""
+    parameter's name; `notes` what the row does not show; `choices` what "auto" became in `overlap`."""
 
     name: str
     shape: tuple[int, int]
@@ -49,7 +50,7 @@ class LayerPlan:
     sequence_parallel: bool
     siblings: tuple[str, ...]
     recipe: Recipe
-    overlap: str | dict[str, str]
+    overlap: Asked
     options: LayerOptions
     prologue: Prologue | None
     kernels: tuple[str, str, str]
@@ -58,6 +59,7 @@ class LayerPlan:
     overrode: str
     weight: str
     notes: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
     @property
     def module(self) -> str:
@@ -104,11 +106,14 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plan is for: ranks of tp, the kind of device, (B, S) of a microbatch."""
+    """Where a plan is for: ranks of tp, the kind of device, (B, S) of a microbatch; times to choose strategies by, or why there
+    are none."""
 
     tp: int
     device_type: str
     batch: tuple[int, int] | None
+    times: Times | None = None
+    no_times: str = NO_TABLE
 
 
 def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) -> LayerPlan:
@@ -191,14 +196,32 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     )  # fmt: skip
 
 
-def _overlap(value: str | Mapping[str, str] | None, layer: str) -> str | dict[str, str]:
+def _overlap(value: str | Mapping[str, str] | None, layer: str) -> Asked:
     """What was chosen, after a look at whether it exists."""
-    chosen = dict(value) if isinstance(value, Mapping) else value or "serial"
+    chosen = dict(value) if isinstance(value, Mapping) else value or AUTO
     for gemm, strategy in chosen.items() if isinstance(chosen, dict) else [(GEMMS[0], chosen)]:
         if gemm not in GEMMS:
             raise ValueError(f"{layer}: an overlap strategy is chosen for {', '.join(GEMMS)}; got {gemm!r}")
-        overlaps.load(strategy)
+        if strategy != AUTO:
+            overlaps.load(strategy)
     return chosen
+
+
+def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
+    """The rows, with the strategies that "auto" becomes."""
+    by_name, found = {row.name: row for row in rows}, dict[str, tuple[Asked, tuple[Choice, ...]]]()
+    for row in rows:
+        names = row.siblings or (row.name,)
+        if place.tp == 1 or row.style == "local":
+            found[row.name] = choose(row.overlap, None, None, NOTHING)
+        elif names[0] not in found or names[0] == row.name:
+            problem = None
+            if place.times is not None and place.batch is not None:
+                outs = tuple(by_name[name].shape[0] for name in names)
+                problem = Problem(row.row, place.batch[0] * place.batch[1], row.shape[1], outs, row.recipe)
+            why = NO_TOKENS if place.times is not None else place.no_times
+            found |= dict.fromkeys(names, choose(row.overlap, problem, place.times, why))
+    return [replace(row, overlap=found[row.name][0], choices=found[row.name][1]) for row in rows]
 
 
 def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:

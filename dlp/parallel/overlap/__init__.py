@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,33 @@ from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
 Sent = list[tuple[torch.dtype, int]]  # bytes, by the dtype they are of
+
+
+class Work(NamedTuple):
+    """GEMMs and the one transfer that goes with them, for a model of how long they take; times in seconds.
+
+    gathers     the transfer brings the rows that they read; else it takes those of the last one's result
+    gemms       of each GEMM alone, over the rows of all ranks
+    columns     of their results
+    rows        of a rank's shard, or of its share of the result
+    format      of the operand whose rows they read
+    ranks       of the group
+    transfer    from this rank to all others, and the other way round at the same time
+    meeting     what each transfer takes beside its bytes
+    processors  multiprocessors of a rank; 0: not known
+    behind      what this rank does next, which a reduction may run under
+    """
+
+    gathers: bool
+    gemms: tuple[float, ...]
+    columns: tuple[int, ...]
+    rows: int
+    format: Format
+    ranks: int
+    transfer: float
+    meeting: float
+    processors: int = 0
+    behind: float = 0.0
 
 
 class Gather(Protocol):
@@ -82,6 +109,11 @@ class Overlap(Protocol):
         that does not say it works all the same; what its layers send is then not compared with a plan."""
         ...
 
+    def seconds(self, work: Work) -> float:
+        """How long a rank is at work and what is `behind`, by a model. A strategy that does not say it is never chosen by
+        `overlap = "auto"` for a layer that was not measured."""
+        ...
+
 
 def names() -> list[str]:
     """The strategies that exist: the modules of this folder, sorted."""
@@ -91,6 +123,10 @@ def names() -> list[str]:
 def load(chosen: str) -> Overlap:
     """The strategy of that name, as "chunked" or "chunked:2"; ValueError for an unknown one, or a number it cannot have."""
     name, colon, chunks = chosen.partition(":")
+    if name == "auto":
+        raise ValueError(
+            f"overlap = 'auto' becomes a strategy in dlp.convert, which knows tokens and times; name one: {', '.join(names())}"
+        )
     if name not in names():
         raise ValueError(f"unknown overlap strategy {name!r}: the strategies are {', '.join(names())}")
     module = importlib.import_module(f"{__name__}.{name}")

@@ -35,7 +35,7 @@ from dlp.comm.collectives import AS_IT_IS, Parts, Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, by_distance
 from dlp.comm.transport import WHOLE, Cuts, Gathering, Transport, transport_of, why_not
 from dlp.kernels.ops import rounded
-from dlp.parallel.overlap import Sent
+from dlp.parallel.overlap import Sent, Work
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
@@ -258,6 +258,39 @@ class Chunked:
         rows = y.new_empty((1, -(-len(y) // ranks), y.shape[1]))
         parts = [*codec.pack(rows), *([rows] if reduce == "all" else [])]
         return [(part.dtype, (ranks - 1) * part.nbytes) for part in parts]
+
+    def seconds(self, work: Work) -> float:
+        ours, others = work.rows, work.rows * (work.ranks - 1)
+        columns, processors = work.columns[-1], work.processors
+        cuts = pieces(ours, self.chunks, unit_of(work.format), 0 if work.gathers else columns, processors)
+        shares = [(stop - start) / ours for start, stop in cuts]
+
+        def gemm(i: int, rows: int) -> float:
+            return (
+                work.gemms[i]
+                * _waves(rows, work.columns[i], processors)
+                / _waves(ours + others, work.columns[i], processors)
+            )
+
+        if work.gathers:
+            now, here = gemm(0, ours), 0.0
+            for (start, stop), share in zip(cuts, shares, strict=True):
+                here += share * work.transfer + work.meeting
+                now = max(now, here) + (work.ranks - 1) * gemm(0, stop - start)
+            pieced = [gemm(i, ours) + sum((work.ranks - 1) * gemm(i, stop - start) for start, stop in cuts)
+                      for i in range(1, len(work.gemms))]  # fmt: skip
+            return now + sum(pieced) + work.behind
+        now, sent = sum(work.gemms[:-1]), 0.0
+        for _ in range(work.ranks - 1):
+            for (start, stop), share in zip(cuts, shares, strict=True):
+                now += gemm(-1, stop - start)
+                sent = max(sent, now) + share * work.transfer / (work.ranks - 1)
+        return max(now + gemm(-1, ours) + work.behind, sent + work.meeting)
+
+
+def _waves(rows: int, columns: int, processors: int) -> float:
+    """Of tiles that as many multiprocessors make at a time, the last one whole; rows, where they are not known."""
+    return -(-(-(-rows // TILE[0]) * -(-columns // TILE[1])) // processors) if processors else rows
 
 
 def _transport(group: ProcessGroup, device: torch.device) -> Transport | None:

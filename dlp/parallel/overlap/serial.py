@@ -22,7 +22,7 @@ from dlp.comm import collectives
 from dlp.comm.collectives import Parts, Pending, ReduceCodec
 from dlp.comm.transport import Transport, transport_of
 from dlp.kernels.ops import rounded
-from dlp.parallel.overlap import Sent
+from dlp.parallel.overlap import Sent, Work
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
@@ -88,6 +88,12 @@ class Serial:
         packed, whole = codec.pack(_chunks(y, ranks, reduce)), _chunks(y, ranks, reduce)[0].nbytes
         gathered = [(y.dtype, (ranks - 1) * whole)] if reduce == "all" else []
         return [(packed[0].dtype, (ranks - 1) * collectives.record(packed)), *gathered]
+
+    def seconds(self, work: Work) -> float:
+        transfer = work.transfer + work.meeting
+        if work.gathers:
+            return transfer + sum(work.gemms) + work.behind
+        return sum(work.gemms) + max(transfer, work.behind)
 
 
 def _chunks(y: Tensor, ranks: int, reduce: str) -> Tensor:

@@ -1,0 +1,315 @@
+"""overlap = "auto": which strategy each GEMM of a layer has, decided when a plan is made.
+
+    python -m dlp.parallel.tune CONFIG ──► Times, a table (JSON) ──► `choose` ──► names of strategies in the rows of the plan
+
+A table says what the directions of layers took under each strategy, among ranks that are joined in one way. For a layer that
+is in it, the fastest one stands; for another, the fastest by a model, from what the table says of GEMMs and links. Either must
+be faster than `serial` by a margin. Without a table, or with one of other ranks, all is `serial`, and the plan says why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from math import log, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dlp.comm.transport import transport_of
+from dlp.parallel import overlap as overlaps
+from dlp.parallel.overlap import Work
+from dlp.parallel.style import ParallelStyle, shard_sizes
+from dlp.parallel.transfer import WIRES, TransferPlan, transfer_plan
+from dlp.quant.recipe import GEMMS, Recipe
+
+AUTO, SERIAL = "auto", "serial"
+CANDIDATES = (SERIAL, "chunked", "chunked:2", "chunked:4")
+MEASURED, MODELLED = 0.98, 0.95  # of serial's time, below which another strategy is taken
+Sizes = tuple[int, int, int]  # M, N, K
+
+
+class Problem(NamedTuple):
+    """A linear, or siblings, w_i [N_i, K] before tp cuts them, on M tokens of all ranks."""
+
+    style: ParallelStyle
+    tokens: int
+    in_features: int
+    out_features: tuple[int, ...]
+    recipe: Recipe
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.style.name, self.tokens, self.in_features, self.out_features, str(self.recipe)
+
+    def local(self, tp: int) -> list[tuple[int, int]]:
+        """w_i [N_i, K] of a rank."""
+        return [shard_sizes(self.style, out, self.in_features, tp, "") for out in self.out_features]
+
+    def sizes(self, tp: int) -> Sizes:
+        """M, N of all members and K of what a rank multiplies."""
+        shapes = self.local(tp)
+        return self.tokens, sum(n for n, _ in shapes), shapes[0][1]
+
+    def transfers(self, tp: int) -> TransferPlan:
+        return transfer_plan(self.recipe, self.style, tp, self.tokens // (tp if self.style.cut_x == 0 else 1))
+
+
+class Choice(NamedTuple):
+    """Of one GEMM of a layer; milliseconds of its direction as it was measured, and of its GEMMs and transfer by the model,
+    under the strategy and under serial. `why`: it is serial without a look at times."""
+
+    gemm: str
+    strategy: str
+    measured: float | None = None
+    measured_serial: float | None = None
+    predicted: float | None = None
+    predicted_serial: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one problem. directions: GEMM -> strategy -> seconds of the direction that it is in; gemms: GEMM ->
+    seconds of it alone, of all members; sizes: M, N, K of a rank."""
+
+    key: tuple[Any, ...]
+    sizes: Sizes
+    directions: Mapping[str, Mapping[str, float]]
+    gemms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Times:
+    """A table.
+
+    kind        of device, one of `dlp.quant.gemm.DEVICES`; `device`: its name
+    ranks       of tp; `transport`: "mapped", "nccl" or "gloo"
+    speed       bytes a second between two ranks; `meeting`: seconds of a transfer beside its bytes
+    rows        measured
+    about       further entries of the file: who measured when, with what
+    """
+
+    kind: str
+    device: str
+    ranks: int
+    transport: str
+    processors: int
+    speed: float
+    meeting: float
+    rows: tuple[Row, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[Any, ...], Row]:
+        return {row.key: row for row in self.rows}
+
+    def row(self, problem: Problem) -> Row | None:
+        return self._by_key.get(problem.key)
+
+    def obstacle(self, kind: str, ranks: int, transport: str) -> str | None:
+        """Why these times do not hold for a tp group; None where they do."""
+        here, there = (kind, ranks, transport or self.transport), (self.kind, self.ranks, self.transport)
+        said = [f"{count} {kind} ranks by {by}" for kind, count, by in (there, here)]
+        return None if here == there else f"its table is of {said[0]}, and these are {said[1]}"
+
+    def rate(self, problem: Problem, gemm: str) -> float | None:
+        """Operations a second of a GEMM alone, at the nearest sizes that were measured under this recipe."""
+        sizes, recipe = problem.sizes(self.ranks), str(problem.recipe)
+        near = [row for row in self.rows if row.key[-1] == recipe and row.gemms.get(gemm)]
+        if not near:
+            return None
+        row = min(near, key=lambda row: sum(abs(log(a / b)) for a, b in zip(row.sizes, sizes, strict=True)))
+        return 2.0 * prod(row.sizes) / row.gemms[gemm]
+
+    def __str__(self) -> str:
+        date = self.about.get("date", "no date")
+        return f"{self.ranks} x {self.device} by {self.transport}, {len(self.rows)} layers measured, {date}"
+
+    def text(self, choices: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The file; `choices`: what was made of it."""
+        rows = [
+            {**dict(zip(("style", "tokens", "in_features", "out_features", "recipe"), row.key, strict=True)),
+             "sizes": row.sizes, "direction_us": {g: _microseconds(of) for g, of in row.directions.items()},
+             "gemm_us": _microseconds(row.gemms)}
+            for row in self.rows
+        ]  # fmt: skip
+        head = {name: getattr(self, name) for name in ("kind", "device", "ranks", "transport", "processors")}
+        link = {"bytes_per_second": round(self.speed), "meeting_us": round(self.meeting * 1e6, 3)}
+        entries = [
+            f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**self.about, **head, "link": link}.items()
+        ]
+        lists = {"rows": rows, **({"choices": choices} if choices else {})}
+        entries += [
+            f"{json.dumps(key)}: [\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" for key, value in lists.items()
+        ]
+        return "{\n " + ",\n ".join(entries) + "\n}\n"
+
+
+def _microseconds(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value * 1e6, 3) for name, value in values.items()}
+
+
+def _seconds(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value * 1e-6 for name, value in values.items()}
+
+
+def read(text: str, name: str) -> Times:
+    """The table of a file. ValueError where it is none."""
+    try:
+        found = json.loads(text)
+        rows = tuple(
+            Row((row["style"], row["tokens"], row["in_features"], tuple(row["out_features"]), row["recipe"]),
+                tuple(row["sizes"]), {g: _seconds(of) for g, of in row["direction_us"].items()}, _seconds(row["gemm_us"]))
+            for row in found.pop("rows")
+        )  # fmt: skip
+        link, head = (
+            found.pop("link"),
+            [found.pop(key) for key in ("kind", "device", "ranks", "transport", "processors")],
+        )
+        found.pop("choices", None)
+        kind, device, ranks, transport, processors = head
+        speed, meeting = link["bytes_per_second"], link["meeting_us"] * 1e-6
+        return Times(kind, device, ranks, transport, processors, speed, meeting, rows, found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}: holds no table of overlap ({type(error).__name__}: {error}); make one by torchrun -m dlp.parallel.tune "
+            f"CONFIG"
+        ) from None
+
+
+def load(path: str | Path, *, together: bool = False) -> Times:
+    """The table of a file; `together`: all ranks have that of rank 0. ValueError, on all of them, where it cannot be read."""
+    said = ["", ""]
+    if not together or dist.get_rank() == 0:
+        try:
+            said = [Path(path).read_text(), ""]
+        except (OSError, UnicodeDecodeError) as error:
+            said = ["", f"{path}: cannot be read ({error}); make one by torchrun -m dlp.parallel.tune CONFIG"]
+    if together:
+        dist.broadcast_object_list(said, 0)
+    if said[1]:
+        raise ValueError(said[1])
+    return read(said[0], str(path))
+
+
+def transport_name(group: ProcessGroup, device_type: str) -> str:
+    """What carries what layers send over a group: "mapped", "nccl" or "gloo"."""
+    return "mapped" if transport_of(group) is not None else "nccl" if device_type == "cuda" else "gloo"
+
+
+# Choices
+
+ONE_GEMM = "it contracts tokens: one GEMM under every strategy"
+NOTHING = "nothing goes with it"
+ON_ARRIVAL = "what it reads is cast when all has arrived"
+NO_TABLE = "there is no table of times"
+NO_TOKENS = "the tokens of a microbatch are not known: pass batch=(B, S)"
+Asked = str | dict[str, str]
+
+
+def choose(asked: Asked, problem: Problem | None, times: Times | None, why: str) -> tuple[Asked, tuple[Choice, ...]]:
+    """What layers were asked for -> a strategy's name, or one for each GEMM, and what was chosen. `why`: there are no times
+    to go by."""
+    names = dict.fromkeys(GEMMS, asked) if isinstance(asked, str) else {gemm: asked.get(gemm, SERIAL) for gemm in GEMMS}
+    open_ones = [gemm for gemm in GEMMS if names[gemm] == AUTO]
+    if not open_ones:
+        return asked, ()
+    if problem is None or times is None:
+        found = [Choice(gemm, SERIAL, why=why) for gemm in open_ones]
+    else:
+        found = [_choice(gemm, problem, times) for gemm in open_ones]
+    names |= {choice.gemm: choice.strategy for choice in found}
+    return names[GEMMS[0]] if len(set(names.values())) == 1 else names, tuple(found)
+
+
+def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
+    work = work_of(gemm, problem, times)
+    if isinstance(work, str):
+        return Choice(gemm, SERIAL, why=work)
+    row = times.row(problem)
+    measured = {} if row is None else row.directions.get(gemm, {})
+    predicted = {name: overlaps.load(name).seconds(work) for name in CANDIDATES} if work.gemms else {}
+    known, margin = (measured, MEASURED) if SERIAL in measured else (predicted, MODELLED)
+    if SERIAL not in known:
+        return Choice(gemm, SERIAL, why=f"its table has no times of {problem.recipe}")
+    best = min(known, key=lambda name: known[name])
+    best = best if known[best] < margin * known[SERIAL] else SERIAL
+    return Choice(gemm, best, measured.get(best), measured.get(SERIAL), predicted.get(best), predicted.get(SERIAL))
+
+
+def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
+    """A GEMM and its transfer, without times where the table has no rate of it; or why no strategy has a say in it."""
+    if gemm == "wgrad":
+        return ONE_GEMM
+    tp, plan = times.ranks, problem.transfers(times.ranks)
+    route = plan.x[True] if gemm == "fprop" else plan.dy(True, True)
+    shapes, dtype = problem.local(tp), getattr(torch, times.about.get("dtype", "bfloat16"))
+    reads = [k for _, k in shapes] if gemm == "fprop" else [n for n, _ in shapes]
+    columns = [n for n, _ in shapes] if gemm == "fprop" else [k for _, k in shapes]
+    gathers, reduction = [each for each in route.gathers if each.gemm == gemm], getattr(plan, gemm)
+    if gathers and gathers[0].columnwise is None:
+        return ON_ARRIVAL
+    if gathers:
+        nbytes = (tp - 1) * sum(plan.sends(route, each, reads[0], dtype) for each in gathers if not each.columnwise)
+    elif reduction is not None:
+        part = torch.empty(
+            *plan.contribution(gemm, columns[0], dtype)[0], dtype=plan.result_dtype(gemm, dtype), device="meta"
+        )
+        sent = overlaps.load(SERIAL).sent(part, tp, reduce=reduction.how, codec=WIRES[reduction.codec])
+        nbytes = sum(count for _, count in sent)
+    else:
+        return NOTHING
+    rate, next_rate = times.rate(problem, gemm), times.rate(problem, "wgrad") if gemm == "dgrad" else None
+    work = [2.0 * problem.tokens * n * k for n, k in shapes]
+    seconds = tuple(each / rate for each in work) if rate else ()
+    behind = sum(work) / next_rate if next_rate else 0.0
+    rows, fmt = -(-problem.tokens // tp), problem.recipe.operands(gemm)[0].format
+    return Work(
+        bool(gathers),
+        seconds,
+        tuple(columns),
+        rows,
+        fmt,
+        tp,
+        nbytes / times.speed,
+        times.meeting,
+        times.processors,
+        behind,
+    )
+
+
+def check_together(choices: Sequence[object]) -> None:
+    """ValueError, on all ranks, where some have chosen otherwise than rank 0."""
+    mine = sha256(repr(choices).encode()).hexdigest()
+    all_of: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(all_of, mine)
+    others = [rank for rank, its in enumerate(all_of) if its != all_of[0]]
+    if others:
+        raise ValueError(
+            f"overlap = 'auto' chose otherwise on ranks {', '.join(map(str, others))} than on rank 0, by one table: their "
+            f"devices or programs differ; name strategies in the layer groups, or run on equal machines"
+        )
+
+
+def cells(name: str, choice: Choice) -> tuple[str, ...]:
+    """A row of the plan's table."""
+    times = (choice.measured, choice.measured_serial, choice.predicted, choice.predicted_serial)
+    return (
+        name,
+        choice.gemm,
+        choice.strategy,
+        *("-" if t is None else f"{t * 1e3:.3f}" for t in times),
+        choice.why or "-",
+    )
+
+
+HEADER = (
+    "layer", "GEMM", "overlap", "measured ms", "serial", "predicted ms", "serial", "why",
+)  # fmt: skip

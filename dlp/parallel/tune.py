@@ -1,0 +1,279 @@
+"""Measures what the directions of a config's layers take under each overlap strategy, and writes the table that "auto" reads.
+
+    torchrun --nproc-per-node 2 -m dlp.parallel.tune CONFIG [--section.key value ...] --out overlap.json
+                                [--recipes bf16 fp8_current] [--strategies serial chunked chunked:2] [--rounds 5]
+
+The config says layers, tokens, tp and transport, the ranks are those that `torchrun` starts, GPUs where there are some. Each
+problem, a linear or siblings, is measured under the recipe that the config gives it, or under all that are named:
+
+    fprop    the forward of the layer under each strategy
+    dgrad    its backward, wgrad and all, which may run beside a reduction of dgrad
+    alone    each of its GEMMs without a transfer, for the model of other sizes (`dlp.parallel.auto`)
+
+Times are of iterations one after the other, host and all, the median over rounds of the slowest rank; strategies take turns.
+Rank 0 prints a line of each problem as it is measured, and writes the file anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dlp.comm import transport
+from dlp.comm.mesh import TP, build_mesh, init_process_group, shutdown, world_size
+from dlp.kernels.table import device_kind
+from dlp.parallel import overlap as overlaps
+from dlp.parallel.auto import CANDIDATES, SERIAL, Problem, Row, Times, transport_name
+from dlp.parallel.casts import BOTH, HP
+from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.parallel.linear.state import quantize
+from dlp.parallel.model.boundary import attach, end_step
+from dlp.parallel.style import STYLES
+from dlp.quant import recipe as recipes
+from dlp.quant.gemm import Gemm
+from dlp.quant.recipe import GEMMS
+from dlp.quant.tensor import QuantizedTensor
+
+Run = Callable[[], object]
+WARM, COUNT, ROUNDS = 4, 8, 5
+LINK = (1 << 16, 1 << 20), (1 << 20, 1 << 25)  # bytes of a rank's shard: few and many, on CPUs and on GPUs
+
+
+def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = COUNT) -> list[float]:
+    """Seconds of each run among others like it: the median over rounds of the slowest rank. Runs take turns."""
+    for run in runs:
+        for _ in range(WARM):
+            run()
+    found = []
+    for _ in range(rounds):
+        for run in runs:
+            _settle(device)
+            start = time.perf_counter()
+            for _ in range(count):
+                run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append((time.perf_counter() - start) / count)
+    slowest = torch.tensor(found, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [statistics.median(column) for column in zip(*slowest.view(rounds, len(runs)).tolist(), strict=True)]
+
+
+def _settle(device: torch.device) -> None:
+    for _ in range(2 if device.type == "cuda" else 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+# A layer
+
+
+def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+    """A layer of this problem, with weights of `dtype` that have been cast."""
+    name, sequence_parallel = next(key for key, row in STYLES.items() if row is problem.style)
+    options: dict[str, Any] = {
+        "tp": tp, "sequence_parallel": sequence_parallel, "recipe": problem.recipe, "overlap": overlap, "dtype": dtype,
+        "device": tp.device_type,
+    }  # fmt: skip
+    outs = problem.out_features if len(problem.out_features) > 1 else problem.out_features[0]
+    if name == "row":
+        assert isinstance(outs, int)
+        layer: Linear = RowParallelLinear(problem.in_features, outs, **options)
+    else:
+        layer = ColumnParallelLinear(problem.in_features, outs, **options)
+    attach(layer, torch.optim.SGD(layer.parameters(), 0.0))
+    return layer
+
+
+def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> tuple[Run, Run]:
+    """The forward of a layer, and its forward and backward."""
+    style = problem.style
+    rows = problem.tokens // (ranks if style.cut_x == 0 else 1)
+    columns = problem.in_features // (ranks if style.cut_x == 1 else 1)
+    x = torch.randn(rows, columns, device=device, dtype=dtype).requires_grad_()
+    learns = [x, *layer.parameters()]
+
+    def forward() -> tuple[Tensor, ...]:
+        ys = layer(x)
+        return ys if isinstance(ys, tuple) else (ys,)
+
+    dys = [torch.randn_like(y) for y in forward()]
+
+    def both() -> None:
+        torch.autograd.backward(forward(), dys)
+        for tensor in learns:
+            tensor.grad = None
+
+    both()
+    end_step(layer)
+    return forward, both
+
+
+def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> list[Run]:
+    """fprop, dgrad and wgrad of a rank, of all members as one, on operands that are there."""
+    tokens, columns, features = problem.sizes(ranks)
+    bound = Linear(features, columns, recipe=problem.recipe, dtype=dtype, device=device).core.bound
+    bound.session.begin_forward(bound, True)
+    shapes = {"x": (tokens, features), "w": (columns, features), "dy": (tokens, columns)}
+    made = {}
+    for name, shape in shapes.items():
+        ((made[name]),) = quantize(bound, name, [torch.randn(shape, device=device).to(dtype)], BOTH)
+    runs: list[Run] = []
+    for which, a, b, flipped in (("fprop", "x", "w", (False, False)), ("dgrad", "dy", "w", (False, True)),
+                                 ("wgrad", "dy", "x", (True, True))):  # fmt: skip
+        options = getattr(problem.recipe, which)
+        left, right = (made[side].at(columnwise=way) for side, way in zip((a, b), flipped, strict=True))
+        gemm = Gemm(which, right, options.out_dtype or dtype, options=options)
+        runs.append(partial(gemm, left))
+    return runs
+
+
+def measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: torch.dtype, rounds: int) -> Row:
+    """Of one problem, on all ranks of the world at once."""
+    device = _device(tp)
+    pairs = []
+    for name in strategies:
+        layer = layer_of(problem, {"fprop": name, "dgrad": name, "wgrad": SERIAL}, tp, dtype)
+        pairs.append(passes(layer, problem, tp.size(), dtype, device))
+    runs = [run for pair in pairs for run in pair]
+    found = timed(runs, device, rounds)
+    forwards, boths = found[::2], found[1::2]
+    backwards = [both - forward for forward, both in zip(forwards, boths, strict=True)]
+    directions = {
+        "fprop": dict(zip(strategies, forwards, strict=True)),
+        "dgrad": dict(zip(strategies, backwards, strict=True)),
+    }
+    alone = timed(gemms_alone(problem, tp.size(), dtype, device), device, rounds)
+    return Row(problem.key, problem.sizes(tp.size()), directions, dict(zip(GEMMS, alone, strict=True)))
+
+
+def _device(tp: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if tp.device_type == "cuda" else torch.device("cpu")
+
+
+# The links
+
+
+def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float, float]:
+    """Bytes a second that a rank sends in a gather, and seconds of one beside its bytes: from a small and a large one."""
+    few, many = LINK[device.type == "cuda"]
+
+    def gather(nbytes: int) -> Run:
+        shard = QuantizedTensor(HP, (torch.zeros(nbytes // 512, 256, dtype=torch.bfloat16, device=device),))
+
+        def run() -> None:
+            transport.start(group)
+            overlaps.load(SERIAL).gather(shard, 0, group).whole()
+            transport.finish(group)
+
+        return run
+
+    small, large = timed([gather(few), gather(many)], device, rounds)
+    peers = group.size() - 1
+    speed = peers * (many - few) / max(large - small, 1e-9)
+    return speed, max(small - peers * few / speed, 0.0)
+
+
+# A config
+
+
+def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
+    """tp, transport, dtype and the layers of a config, from the program that knows configs; read by rank 0. Raises SystemExit
+    on all ranks where that program refuses, which has said why."""
+    said: list[Any] = [None]
+    if dist.get_rank() == 0:
+        command = [sys.executable, "-m", "launch.shapes", *arguments, "--world", str(world_size()), "--layers"]
+        done = subprocess.run(command, stdout=subprocess.PIPE)
+        said = [None if done.returncode else json.loads(done.stdout)]
+    dist.broadcast_object_list(said, 0)
+    if said[0] is None:
+        raise SystemExit(2)
+    found: dict[str, Any] = said[0]
+    return found
+
+
+def problems_of(found: Mapping[str, Any], names: Sequence[str] | None) -> list[Problem]:
+    """Each once; those of styles that send nothing are left out."""
+    problems: dict[Any, Problem] = {}
+    for each in found["layers"]:
+        style, own = STYLES[each["style"], each["sequence_parallel"]], recipes.as_recipe(each["recipe"])
+        for recipe in [own] if names is None else map(recipes.load, names):
+            problem = Problem(style, each["tokens"], each["in_features"], tuple(each["out_features"]), recipe)
+            if style.gathers is not None or style.fprop.reduce or style.dgrad.reduce:
+                problems[problem.key] = problem
+    return [problem for problem in problems.values() if problem.style.shard_dim is not None]
+
+
+def said(problem: Problem, row: Row, count: str) -> str:
+    """A line of progress: milliseconds of each direction by strategy, the fastest one marked."""
+    parts = []
+    for gemm, of in row.directions.items():
+        best = min(of, key=lambda name: of[name])
+        parts.append(f"{gemm} " + "  ".join(f"{name} {1e3 * t:.3f}{'*' * (name == best)}" for name, t in of.items()))
+    style, tokens, features, outs, recipe = row.key
+    return f"{count}  {style} {tokens} x {features} -> {'+'.join(map(str, outs))} {recipe}: {' | '.join(parts)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node N -m dlp.parallel.tune", usage="%(prog)s CONFIG [--section.key value ...] --out FILE",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("overlap.json"), help="the table [overlap.json]")
+    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="measure each layer under these [its own]")
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help=f"serial and others [{' '.join(CANDIDATES)}]")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of which the median counts [{ROUNDS}]")
+    known, rest = parser.parse_known_args(given)
+    on_gpu = torch.cuda.is_available()
+    init_process_group("cuda" if on_gpu else "cpu")
+    found = layers_of(rest)
+    mesh = build_mesh(tp=found["tp"], transport=found["transport"])
+    tp = mesh[TP]
+    group, dtype = tp.get_group(), getattr(torch, found["dtype"])
+    by = transport_name(group, mesh.device_type)
+    strategies = known.strategies or (CANDIDATES if by != "nccl" else CANDIDATES[:1])
+    problems = problems_of(found, known.recipes)
+    speed, meeting = links(group, _device(tp), known.rounds)
+    times = Times(
+        device_kind(mesh.device_type), torch.cuda.get_device_name() if on_gpu else "CPU", tp.size(), by,
+        torch.cuda.get_device_properties(_device(tp)).multi_processor_count if on_gpu else 0, speed, meeting, (),
+        {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "dtype": found["dtype"],
+         "command": f"torchrun --nproc-per-node {world_size()} -m dlp.parallel.tune {shlex.join(given)}"},
+    )  # fmt: skip
+    _say(f"{times}; a link carries {speed / 1e9:.3g} GB/s, and takes {1e6 * meeting:.3g} us beside; milliseconds:")
+    for number, problem in enumerate(problems, 1):
+        row = measure(problem, strategies, tp, dtype, known.rounds)
+        times = replace(times, rows=(*times.rows, row))
+        _say(said(problem, row, f"{number}/{len(problems)}"))
+        if dist.get_rank() == 0:
+            known.out.write_text(times.text())
+    _say(f"written to {known.out}: [mesh] overlap_table = {str(known.out)!r}")
+    shutdown()
+    return 0
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""overlap = "auto": tables of times, what is chosen by them, what the plan says of it. Ranks only measure, and agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dlp
+from dlp.parallel import auto, tune
+from dlp.parallel.auto import CANDIDATES, Problem, Row, Times
+from dlp.parallel.linear.state import cores
+from dlp.parallel.style import COLUMN_SP, ROW_SP
+from dlp.quant import recipe as recipes
+from tests import pool as worker
+
+FP8 = recipes.load("fp8_current")
+UP, DOWN = Problem(COLUMN_SP, 4096, 1024, (2048,), FP8), Problem(ROW_SP, 4096, 2048, (1024,), FP8)
+
+
+def row(problem: Problem, fprop: tuple[float, ...], dgrad: tuple[float, ...]) -> Row:
+    """Milliseconds under each of CANDIDATES; GEMMs of 1 ms."""
+    both = {"fprop": fprop, "dgrad": dgrad}
+    directions = {gemm: dict(zip(CANDIDATES, (1e-3 * t for t in times), strict=True)) for gemm, times in both.items()}
+    return Row(problem.key, problem.sizes(2), directions, dict.fromkeys(("fprop", "dgrad", "wgrad"), 1e-3))
+
+
+def table(*rows: Row, speed: float = 4e9, meeting: float = 5e-6, **others: Any) -> Times:
+    head = {"kind": "cpu", "device": "CPU", "ranks": 2, "transport": "gloo", "processors": 0, **others}
+    return Times(**head, speed=speed, meeting=meeting, rows=rows, about={"date": "2026-11-23", "dtype": "bfloat16"})
+
+
+MEASURED = table(
+    row(UP, (2.0, 1.9, 1.8, 1.85), (3.0, 3.0, 2.99, 3.1)), row(DOWN, (2.0, 1.99, 2.0, 2.0), (3.0, 2.5, 2.6, 2.7))
+)
+
+
+class MLP(nn.Module):
+    def __init__(self, features: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(features, inner, bias=False), nn.Linear(inner, features, bias=False)
+
+
+GROUPS: list[Any] = [
+    {"name": "all", "match": ["**"], "recipe": "fp8_current", "sequence_parallel": True},
+    {"name": "up", "match": ["up"], "style": "column"},
+    {"name": "down", "match": ["down"], "style": "row"},
+]
+
+
+def planned(times: Times | None, *groups: Any, sizes: tuple[int, int] = (1024, 2048), **options: Any) -> Any:
+    with torch.device("meta"):
+        model = MLP(*sizes)
+    return dlp.make_plan(model, [*GROUPS, *groups], 2, **{"batch": (2, 2048), **options}, overlap_table=times)
+
+
+def overlaps_of(plan: Any) -> list[Any]:
+    return [layer.overlap for layer in plan.layers]
+
+
+def named(fprop: str, dgrad: str) -> dict[str, str]:
+    return {"fprop": fprop, "dgrad": dgrad, "wgrad": "serial"}
+
+
+def test_a_table_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "overlap.json"
+    file.write_text(MEASURED.text([{"layer": "up"}]))
+    assert json.loads(file.read_text())["choices"] == [{"layer": "up"}]
+    again = auto.load(file)
+    assert again.text() == MEASURED.text() and again.row(UP) is not None and again.about == MEASURED.about
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": [], "link": 3}'])
+def test_a_file_that_is_no_table(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "overlap.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{file}: holds no table of overlap \(.*; make one by torchrun"):
+        auto.load(file)
+    with pytest.raises(ValueError, match=rf"^{file}.gone: cannot be read \(.*; make one by "):
+        auto.load(f"{file}.gone")
+
+
+def test_measured_layers_have_what_was_fastest_and_by_a_margin() -> None:
+    plan = planned(MEASURED)
+    assert overlaps_of(plan) == [named("chunked:2", "serial"), named("serial", "chunked")]
+    said = str(plan).splitlines()
+    head = next(
+        i for i, line in enumerate(said) if line.startswith("overlap by times of 2 x CPU by gloo, 2 layers measured")
+    )
+    cells = [line.split() for line in said[head + 3 : head + 7]]
+    assert [line[:5] for line in cells] == [
+        ["up", "fprop", "chunked:2", "1.800", "2.000"], ["up", "dgrad", "serial", "3.000", "3.000"],
+        ["down", "fprop", "serial", "2.000", "2.000"], ["down", "dgrad", "chunked", "2.500", "3.000"],
+    ]  # fmt: skip
+    assert all(float(line[5]) >= 1.0 for line in cells), "the model predicts something, too"
+
+
+def test_what_a_group_names_stands() -> None:
+    plan = planned(MEASURED, {"name": "own", "match": ["up"], "overlap": {"fprop": "auto", "dgrad": "chunked:4"}})
+    assert overlaps_of(plan)[0] == named("chunked:2", "chunked:4")
+    assert [choice.gemm for choice in plan.layers[0].choices] == ["fprop"]
+    assert overlaps_of(planned(MEASURED, {"name": "own", "match": ["**"], "overlap": "chunked"})) == ["chunked"] * 2
+
+
+def test_other_sizes_go_by_the_model() -> None:
+    """Four times the work and the bytes: 4 ms of GEMM. Where a transfer takes 2 ms, it is worth hiding; 0.02 ms are not."""
+    slow, fast = (table(row(UP, (1,) * 4, (1,) * 4), speed=speed) for speed in (4 * 2**20 / 2e-3, 4 * 2**20 / 2e-5))
+    assert overlaps_of(planned(slow, sizes=(2048, 4096)))[0]["fprop"].startswith("chunked")
+    assert overlaps_of(planned(fast, sizes=(2048, 4096))) == ["serial", "serial"]
+    (choice, *_) = planned(slow, sizes=(2048, 4096)).layers[0].choices
+    assert choice.measured is None and choice.predicted_serial == pytest.approx(4e-3 + 2e-3, rel=0.01)
+    assert choice.predicted == pytest.approx(4e-3, rel=0.01), "the transfer lies under the GEMM on this rank's own rows"
+    meetings = table(row(UP, (1,) * 4, (1,) * 4), speed=4 * 2**20 / 2e-3, meeting=3e-3)
+    assert overlaps_of(planned(meetings, sizes=(2048, 4096)))[0]["fprop"] == "chunked", "each piece would meet"
+
+
+@pytest.mark.parametrize(
+    ("times", "options", "why"),
+    [
+        (None, {}, "there is no table of times"),
+        (MEASURED, {"batch": (2, 2048), "device_type": "sm_90", "transport": "mapped"},
+         "its table is of 2 cpu ranks by gloo, and these are 2 sm_90 ranks by mapped"),
+        (table(row(DOWN._replace(recipe=recipes.load("bf16")), (1,) * 4, (1,) * 4)), {},
+         "its table has no times of fp8_current"),
+    ],
+)  # fmt: skip
+def test_without_times_all_is_serial_and_the_plan_says_why(times: Any, options: dict[str, Any], why: str) -> None:
+    plan = planned(times, **options)
+    assert overlaps_of(plan) == ["serial"] * 2
+    assert str(plan).count(f"overlap: serial where no group names a strategy: {why}") == 1
+
+
+def test_auto_is_for_plans() -> None:
+    with pytest.raises(
+        ValueError, match=r"^overlap = 'auto' becomes a strategy in dlp.convert, .*; name one: chunked, serial$"
+    ):
+        dlp.ColumnParallelLinear(8, 8, overlap="auto")
+
+
+def converted(folder: Path) -> tuple[str, list[Any], str]:
+    """Each rank has a file of its own, and what it chose; and what is said where ranks differ."""
+    mesh = worker.mesh(tp=2)
+    problems = Problem(COLUMN_SP, 64, 32, (64,), FP8), Problem(ROW_SP, 64, 64, (32,), FP8)
+    faster = [(2.0, 1.0, 3.0, 3.0), (2.0, 3.0, 1.0, 3.0)][dist.get_rank()]
+    kind = {"kind": auto.device_kind("cuda"), "transport": "nccl"} if worker.device().type == "cuda" else {}
+    file = folder / f"{dist.get_rank()}.json"
+    file.write_text(table(*(row(problem, faster, faster) for problem in problems), **kind).text())
+    model = MLP(32, 64).to(worker.device())
+    plan = dlp.convert(model, GROUPS, mesh, batch=(1, 64), overlap_table=file)
+    names = [[getattr(core.spec.overlap, gemm).name for gemm in ("fprop", "dgrad", "wgrad")] for core in cores(model)]
+    try:
+        auto.check_together([dist.get_rank()])
+    except ValueError as error:
+        return repr(plan.choices()), names, str(error)
+    return repr(plan.choices()), names, ""
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_choose_by_the_table_of_rank_0(ranks, tmp_path: Path) -> None:
+    (choices, names, said), other = ranks(2).run(converted, tmp_path)
+    assert (choices, names, said) == other
+    assert names == [["chunked", "chunked", "serial"]] * 2
+    assert said.startswith("overlap = 'auto' chose otherwise on ranks 1 than on rank 0, by one table: ")
+
+
+def measured() -> tuple[Row, float, float]:
+    tp = worker.mesh(tp=2)["tp"]
+    problem = Problem(COLUMN_SP, 32, 16, (32, 16), FP8)
+    return tune.measure(problem, ["serial", "chunked:2"], tp, torch.bfloat16, 1), *tune.links(
+        tp.get_group(), worker.device(), 1
+    )
+
+
+@pytest.mark.ranks(2)
+def test_tuning_measures_each_direction_under_each_strategy(ranks) -> None:
+    (first, speed, meeting), second = ranks(2).run(measured)
+    assert (first, speed, meeting) == second, "all ranks have the times of the slowest"
+    assert first.key == ("COLUMN_SP", 32, 16, (32, 16), "fp8_current") and first.sizes == (32, 24, 16)
+    assert list(first.directions) == ["fprop", "dgrad"] and list(first.gemms) == ["fprop", "dgrad", "wgrad"]
+    assert all(list(of) == ["serial", "chunked:2"] for of in first.directions.values())
+    assert min(*first.directions["fprop"].values(), *first.gemms.values(), speed) > 0 and meeting >= 0
