@@ -255,20 +255,24 @@ class Module:
 
     @staticmethod
     def sum_fp8_wire(words: Any, wide: bool, stream: int) -> None:
-        codes, apart, scale, scales_apart, out, ranks, rows, cols = words
+        codes, apart, scale, scales_apart, out, ranks, rows, cols, own_codes, own_scale, own = words
         blocks = -(-cols // wire.BLOCK)
         given = at(codes, (ranks, rows, cols), CODES[0], (apart, cols, 1))
         scales = at(scale, (ranks, rows, blocks), torch.float32, (scales_apart, blocks, 1))
-        at(out, (rows, cols), TYPE[wide]).copy_(wire.reference.sum_fp8(given, scales, TYPE[wide]))
+        mine = own, at(own_codes, (rows, cols), CODES[0]), at(own_scale, (rows, blocks), torch.float32)
+        at(out, (rows, cols), TYPE[wide]).copy_(wire.reference.sum_fp8(given, scales, TYPE[wide], mine))
 
     @staticmethod
     def transpose_words(given: int, out: int, rows: int, cols: int, stream: int) -> None:
         at(out, (cols, rows), torch.float32).copy_(at(given, (rows, cols), torch.float32).t())
 
     @staticmethod
-    def sum_in_order(given: int, out: int, contributions: int, count: int, wide: bool, stream: int) -> None:
+    def sum_in_order(
+        given: int, own: int, index: int, out: int, contributions: int, count: int, wide: bool, stream: int
+    ) -> None:
         dtype = torch.float32 if wide else torch.bfloat16
-        at(out, (count,), dtype).copy_(reference.sum_in_order(at(given, (contributions, count), dtype)))
+        each, mine = at(given, (contributions, count), dtype), (index, at(own, (count,), dtype))
+        at(out, (count,), dtype).copy_(reference.sum_in_order(each, dtype, mine))
 
     @staticmethod
     def round_to_bf16(words: Any, stream: int) -> None:

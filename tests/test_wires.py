@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlp.kernels import reference
 from dlp.kernels.reference.wire import pack_fp8, sum_fp8, unpack_fp8
 from dlp.parallel.transfer import WIRES
 from tests.metrics import assert_bit_equal
@@ -71,6 +72,20 @@ def test_a_sum_is_the_fp32_sum_in_rank_order_of_what_was_packed_rounded_once():
     assert_bit_equal(sum_fp8(codes, scale_inv, torch.bfloat16), total.bfloat16())
     flipped = sum_fp8(codes.view(torch.uint8).flip(0).view(codes.dtype), scale_inv.flip(0), torch.float32)
     assert not torch.equal(flipped, total), "the order can be seen in the bits"
+
+
+@pytest.mark.parametrize("index", range(R))
+def test_a_sum_reads_one_contribution_elsewhere(index):
+    """A rank's own is not copied beside what came: the same bits, whatever lies in its place."""
+    codes, scale_inv = pack_fp8(contributions())
+    own = index, codes[index].clone(), scale_inv[index].clone()
+    total, plain = sum_fp8(codes, scale_inv, torch.bfloat16), contributions(torch.bfloat16)
+    expected = reference.sum_in_order(plain)
+    mine = index, plain[index].clone()
+    for there in (codes.view(torch.uint8), scale_inv, plain):
+        there[index] = 7
+    assert_bit_equal(sum_fp8(codes, scale_inv, torch.bfloat16, own), total)
+    assert_bit_equal(reference.sum_in_order(plain, None, mine), expected)
 
 
 def test_zeros_have_the_scale_1_and_no_scale_is_denormal():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,19 +63,31 @@ def done(result: T) -> Pending[T]:
 Kinds = tuple[list[tuple[int, ...]], list[torch.dtype]]  # shapes and dtypes of parts
 
 
+Own = tuple[int, Parts]  # a rank, and what it contributes
+
+
+class Total(Protocol):
+    def __call__(self, parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tensor: ...
+
+
+def _in_order(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tensor:
+    return sum_in_order(parts[0], dtype, None if own is None else (own[0], own[1][0]))
+
+
 class ReduceCodec(NamedTuple):
     """What the contributions to a sum are carried as: `pack`, chunks [R, ...] for the R ranks -> parts that begin with
-    [R]; `total`, such parts from the R ranks and a dtype -> the sum in rank order, rounded once to it; `kinds`, shape and
-    dtype of chunks -> those of their parts."""
+    [R]; `total`, such parts from the R ranks and a dtype -> the sum in rank order, rounded once to it, of which the parts of
+    this rank, where they lie elsewhere, are given with its number; `kinds`, shape and dtype of chunks -> those of their
+    parts."""
 
     pack: Callable[[Tensor], Parts]
-    total: Callable[[Parts, torch.dtype], Tensor]
+    total: Total
     kinds: Callable[[tuple[int, ...], torch.dtype], Kinds]
 
 
 AS_IT_IS = ReduceCodec(
     pack=lambda chunks: (chunks,),
-    total=lambda parts, dtype: sum_in_order(parts[0], dtype),
+    total=_in_order,
     kinds=lambda shape, dtype: ([shape], [dtype]),
 )
 

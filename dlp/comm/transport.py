@@ -228,10 +228,6 @@ class Exchange:
                 self._slot.keep(chunk, place)
         self._sent += chunks
 
-    def own(self) -> Parts:
-        """Where this rank's own chunk of each part belongs: what is written there need not be sent."""
-        return tuple(part[self._transport.rank] for part in self.arrived)
-
     def sent(self) -> Pending[Parts]:
         """All chunks have been sent -> `arrived`."""
         self._slot.meet()
@@ -241,8 +237,9 @@ class Exchange:
         self._slot.wait()
         self._sent.clear()
 
-    def send_all(self, parts: Sequence[Tensor]) -> Pending[Parts]:
-        """Chunk j of each part [R, ...] to rank j; counted as one record for each, as `collectives.all_to_all` sends."""
+    def send_all(self, parts: Sequence[Tensor], *, own: bool = True) -> Pending[Parts]:
+        """Chunk j of each part [R, ...] to rank j; counted as one record for each, as `collectives.all_to_all` sends. `own`: to
+        this rank, too, else it is read where it is."""
         transport, first = self._transport, parts[0]
         whole = (
             torch.empty(record(parts) // first.itemsize, dtype=first.dtype, device="meta")
@@ -250,7 +247,7 @@ class Exchange:
             else first
         )
         self._slot.follow()
-        for distance in range(1, transport.world + 1):
+        for distance in range(1, transport.world + own):
             to = (transport.rank + distance) % transport.world
             transport.count(whole, to)
             self._push([part[to] for part in parts], to)

@@ -211,18 +211,23 @@ kernel("delayed_update", takes=_updates, prepare=_prepare_update)(lambda slots: 
 
 
 @operation
-def sum_in_order(contributions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[R, ...] -> [...]: the fp32 sum of contributions 0, 1, ..., rounded once to `dtype`, by default theirs."""
-    return reference.sum_in_order(contributions, dtype)
+def sum_in_order(
+    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None
+) -> Tensor:
+    """[R, ...] -> [...]: the fp32 sum of contributions 0, 1, ..., rounded once to `dtype`, by default theirs. `own`: the number
+    of one that is read elsewhere, and it."""
+    return reference.sum_in_order(contributions, dtype, own)
 
 
-def _sums(contributions: Tensor, dtype: torch.dtype | None = None) -> bool:
-    kept = dtype in (None, contributions.dtype)
+def _sums(contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None) -> bool:
+    kept = dtype in (None, contributions.dtype) and (own is None or own[1].is_contiguous())
     return kept and contributions.dtype in cuda.INPUTS and contributions.is_contiguous()
 
 
 @kernel("sum_in_order", takes=_sums)
-def _sum_in_order(contributions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _sum_in_order(
+    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None
+) -> Tensor:
     out = torch.empty(contributions.shape[1:], dtype=contributions.dtype, device=contributions.device)
-    cuda_codes.sum_in_order(contributions, out)
+    cuda_codes.sum_in_order(contributions, out, own)
     return out

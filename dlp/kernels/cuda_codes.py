@@ -127,9 +127,11 @@ def copied_rows(x: Tensor) -> Tensor:
     return out
 
 
-def sum_in_order(contributions: Tensor, out: Tensor) -> None:
-    """contributions bf16 or fp32 [R, ...] -> out [...]: their fp32 sum, first to last, rounded once."""
+def sum_in_order(contributions: Tensor, out: Tensor, own: tuple[int, Tensor] | None = None) -> None:
+    """contributions bf16 or fp32 [R, ...] -> out [...]: their fp32 sum, first to last, rounded once. `own`: the number of one
+    that lies elsewhere, and it."""
     pointer = _output(contributions, contributions.shape, INPUTS, "contributions")
     target = _output(out, contributions.shape[1:], [contributions.dtype], "out")
-    wide = contributions.dtype == torch.float32
-    launch("sum_in_order", out, pointer, target, len(contributions), out.numel(), wide)
+    index, apart = own or (0, contributions[0])
+    words = pointer, _output(apart, out.shape, [contributions.dtype], "own"), index, target
+    launch("sum_in_order", out, *words, len(contributions), out.numel(), contributions.dtype == torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlp.kernels import cuda
 from dlp.kernels.launches import launch
 from dlp.kernels.reference import wire as reference
-from dlp.kernels.reference.wire import BLOCK, E4M3, LEAST_AMAX
+from dlp.kernels.reference.wire import BLOCK, E4M3, LEAST_AMAX, Own
 from dlp.kernels.table import kernel, operation
 
 
@@ -19,7 +19,7 @@ def _packs(x: Tensor) -> bool:
     return x.dtype in cuda.INPUTS
 
 
-def _sums(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> bool:
+def _sums(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> bool:
     return dtype in cuda.INPUTS
 
 
@@ -44,18 +44,20 @@ def _pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @operation
-def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:
     """codes [R, ..., F] and their scales -> [..., F]: fp32 sum over ranks 0, 1, ..., rounded once to `dtype`. What came
-    from one rank lies together."""
-    return reference.sum_fp8(codes, scale_inv, dtype)
+    from one rank lies together. `own`: the number of a rank whose codes and scales are read elsewhere, and these."""
+    return reference.sum_fp8(codes, scale_inv, dtype, own)
 
 
 @kernel("sum_fp8", takes=_sums)
-def _sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:
+    index, own_codes, own_scale = own or (0, codes[0], scale_inv[0])
     assert codes[0].is_contiguous() and scale_inv[0].is_contiguous()
+    assert own_codes.is_contiguous() and own_scale.is_contiguous()
     ranks, *lead, features = codes.shape
     out = torch.empty((*lead, features), dtype=dtype, device=codes.device)
     job = (codes.data_ptr(), codes.stride(0), scale_inv.data_ptr(), scale_inv.stride(0), out.data_ptr(), ranks,
-           prod(lead), features)  # fmt: skip
+           prod(lead), features, own_codes.data_ptr(), own_scale.data_ptr(), index)  # fmt: skip
     launch("sum_fp8_wire", codes, job, dtype == torch.float32)
     return out

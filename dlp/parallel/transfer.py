@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.collectives import AS_IT_IS, Kinds, Parts, ReduceCodec
+from dlp.comm.collectives import AS_IT_IS, Kinds, Own, Parts, ReduceCodec
 from dlp.kernels.wire import BLOCK, E4M3, pack_fp8, sum_fp8
 from dlp.parallel.casts import COLUMNWISE, HP, NEITHER, ROWWISE, CastPlan, Orientations, cast_plan, operand_shape
 from dlp.parallel.style import ParallelStyle
@@ -42,9 +42,9 @@ def _pack_bf16(chunks: Tensor) -> Parts:
     return (chunks.bfloat16(),)
 
 
-def _sum_fp8(parts: Parts, dtype: torch.dtype) -> Tensor:
+def _sum_fp8(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tensor:
     codes, scale_inv = parts
-    return sum_fp8(codes, scale_inv, dtype)
+    return sum_fp8(codes, scale_inv, dtype, None if own is None else (own[0], own[1][0], own[1][1]))
 
 
 def _kinds_fp8(shape: tuple[int, ...], dtype: torch.dtype) -> Kinds:

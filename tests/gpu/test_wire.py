@@ -51,3 +51,8 @@ def test_the_sum_is_that_of_the_reference(device, shape, ranks, dtype):
     codes, scale = (torch.stack(parts) for parts in zip(*packed, strict=True))
     total = wire.sum_fp8(codes, scale, dtype)
     same(total.cpu(), reference.sum_fp8(codes.cpu(), scale.cpu(), dtype))
+    for index in {0, ranks - 1}:
+        own = index, codes[index].clone(), scale[index].clone()
+        apart = codes.clone(), scale.clone()
+        apart[0].view(torch.uint8)[index], apart[1][index] = 7, 7.0
+        same(wire.sum_fp8(*apart, dtype, own).cpu(), total.cpu())

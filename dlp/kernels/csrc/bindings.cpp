@@ -294,9 +294,10 @@ PYBIND11_MODULE(dlp_kernels, m) {
     bind(m, "delayed_update", [](const Row<DelayedJob>& one, uintptr_t many, int64_t count, int64_t items, Stream stream) {
         delayed_update(make_work<DelayedJob>(one, many, count, items), stream);
     });
-    bind_step(m, "sum_in_order", [](uintptr_t from, uintptr_t to, int64_t contributions, int64_t count, bool wide, Stream stream) {
-        const void* contributed = reinterpret_cast<const void*>(from);
-        sum_in_order(contributed, reinterpret_cast<void*>(to), contributions, count, input_of(wide), stream);
+    bind_step(m, "sum_in_order", [](uintptr_t from, uintptr_t own, int64_t index, uintptr_t to, int64_t contributions,
+                                    int64_t count, bool wide, Stream stream) {
+        sum_in_order(reinterpret_cast<const void*>(from), reinterpret_cast<const void*>(own), index,
+                     reinterpret_cast<void*>(to), contributions, count, input_of(wide), stream);
     });
 
     m.def("open_cublaslt", &open_cublaslt);

@@ -161,7 +161,10 @@ struct WireSum {              // the sum over ranks of what they packed
     int64_t scales_apart;     // in scales
     void* out;                // [rows, cols]
     int64_t ranks, rows, cols;
-    static constexpr uint32_t addresses = words(0, 2, 4);
+    const uint8_t* own_codes; // those of rank `own`, which may lie apart from the others
+    const float* own_scale;
+    int64_t own;
+    static constexpr uint32_t addresses = words(0, 2, 4, 8, 9);
 };
 
 // What the elements of a cast are, made from those of its matrix on the way (see producer.cuh).
@@ -348,7 +351,8 @@ void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
 void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
-void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream);
+void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,
+                  Stream stream);
 void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);
 void sum_fp8_wire(const WireSum& job, Input output, Stream stream);
 void rms_norm(const NormJob& job, float eps, Input input, Stream stream);

@@ -1,5 +1,5 @@
 // The end of a reduce-scatter: contributions [R, count] of R ranks -> their sum [count], in fp32, in the order of the
-// ranks, rounded once.
+// ranks, rounded once. One of them may lie apart from the others: a rank reads its own where it was made.
 #include "octet.cuh"
 
 namespace dlp {
@@ -32,17 +32,18 @@ __device__ void store(T* to, const float (&total)[8], int64_t valid, bool aligne
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    sum_in_order_kernel(const T* from, T* to, int64_t contributions, int64_t count) {
+    sum_in_order_kernel(const T* from, const T* own, int64_t index, T* to, int64_t contributions, int64_t count) {
     const int64_t at = 8 * (int64_t(blockIdx.x) * kThreads + threadIdx.x), valid = count - at;
     if (valid <= 0) return;
-    const bool rows = reinterpret_cast<uintptr_t>(from) % 16 == 0 && count * sizeof(T) % 16 == 0;
+    const bool rows = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(own) | count * sizeof(T)) % 16 == 0;
     const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
     float total[8];
     for (int64_t first = 0; first < contributions; first += kInFlight) {
         Octet<T> x[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i)
-            if (first + i < contributions) x[i] = load_octet(from + (first + i) * count + at, valid, rows);
+            if (first + i < contributions)
+                x[i] = load_octet((first + i == index ? own : from + (first + i) * count) + at, valid, rows);
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i)
             if (first + i < contributions)
@@ -54,14 +55,15 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void sum_in_order(const void* from, void* to, int64_t contributions, int64_t count, Input input, Stream stream) {
+void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,
+                  Stream stream) {
     DLP_CHECK_LT(0, contributions);
     const int64_t blocks = (count + 8 * kThreads - 1) / (8 * kThreads);
     if (blocks == 0) return;
     with_input(input, [&](auto element) {
         using T = decltype(element);
-        launch<sum_in_order_kernel<T>>(blocks, kThreads, 0, stream, static_cast<const T*>(from), static_cast<T*>(to),
-                                       contributions, count);
+        launch<sum_in_order_kernel<T>>(blocks, kThreads, 0, stream, static_cast<const T*>(from), static_cast<const T*>(own),
+                                       index, static_cast<T*>(to), contributions, count);
     });
 }
 

@@ -76,8 +76,10 @@ __global__ void __launch_bounds__(kThreads) sum_fp8_wire_kernel(const __grid_con
         const int64_t element = row * job.cols + column;
         float total[8];
         for (int64_t rank = 0; rank < job.ranks; ++rank) {
-            const uint2 codes = load_codes(job.codes + rank * job.codes_apart + element, valid, aligned);
-            const float scale = job.scale[rank * job.scales_apart + row * blocks + column / kBlock];
+            const uint8_t* of_rank = rank == job.own ? job.own_codes : job.codes + rank * job.codes_apart;
+            const float* scales = rank == job.own ? job.own_scale : job.scale + rank * job.scales_apart;
+            const uint2 codes = load_codes(of_rank + element, valid, aligned);
+            const float scale = scales[row * blocks + column / kBlock];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 pair = unpack2<E4m3>((i < 2 ? codes.x : codes.y) >> 16 * (i % 2) & 0xFFFF);

@@ -128,9 +128,21 @@ def delayed_update(
     return torch.where(used, rolled, history), torch.where(used, new, scale)
 
 
-def sum_in_order(contributions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[R, ...] -> [...]: the fp32 sum of contributions 0, 1, ..., rounded once to `dtype`, by default theirs."""
-    total = contributions[0].float()
-    for contribution in contributions[1:]:
+def sum_in_order(
+    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None
+) -> Tensor:
+    """[R, ...] -> [...]: the fp32 sum of contributions 0, 1, ..., rounded once to `dtype`, by default theirs. `own`: the number
+    of one that is read elsewhere, and it."""
+    first, *others = with_own(contributions, own)
+    total = first.float()
+    for contribution in others:
         total = total + contribution
     return total.to(dtype or contributions.dtype)
+
+
+def with_own(contributions: Tensor, own: tuple[int, Tensor] | None) -> list[Tensor]:
+    """[R, ...] -> each of them; instead of one its `own`."""
+    each = list(contributions)
+    if own is not None:
+        each[own[0]] = own[1]
+    return each

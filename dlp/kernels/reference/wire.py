@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlp.kernels.reference.fp8 import FP8_MAX, decode_fp8, encode_fp8
+from dlp.kernels.reference.scales import with_own
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
+Own = tuple[int, Tensor, Tensor]  # a rank, its codes and scales
 LEAST_AMAX = FP8_MAX[E4M3] * 2.0**-126  # of a smaller one the scale would be denormal
 
 
@@ -39,9 +41,12 @@ def unpack_fp8(codes: Tensor, scale_inv: Tensor) -> Tensor:
     return decode_fp8(codes.contiguous()) * scale_inv.repeat_interleave(BLOCK, -1)[..., :features]
 
 
-def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes [R, ..., F] and their scales -> [..., F]: fp32 sum over ranks 0, 1, ..., rounded once to `dtype`."""
-    total = unpack_fp8(codes[0], scale_inv[0])
-    for of_rank in zip(codes[1:], scale_inv[1:], strict=True):
+def sum_fp8(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, own: Own | None = None) -> Tensor:
+    """codes [R, ..., F] and their scales -> [..., F]: fp32 sum over ranks 0, 1, ..., rounded once to `dtype`. `own`: the number
+    of a rank whose codes and scales are read elsewhere, and these."""
+    pairs = (None, None) if own is None else ((own[0], own[1]), (own[0], own[2]))
+    first, *others = zip(with_own(codes, pairs[0]), with_own(scale_inv, pairs[1]), strict=True)
+    total = unpack_fp8(*first)
+    for of_rank in others:
         total = total + unpack_fp8(*of_rank)
     return total.to(dtype)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
-from dlp.comm.collectives import AS_IT_IS, Parts, Pending, ReduceCodec
+from dlp.comm.collectives import Parts, Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, by_distance
 from dlp.comm.transport import WHOLE, Cuts, Gathering, Transport, transport_of, why_not
 from dlp.kernels.ops import rounded
@@ -238,16 +238,20 @@ class Chunked:
         device = a.payload.device
         transport = _transport(group, device)
         cuts = pieces(rows, self.chunks, unit_of(a.format), gemm.b.shape[0], _processors(device))
+        made, own = _contributions(a, gemm, group, cuts, dtype, codec), None
         if transport is None:
-            arriving = _sent(_contributions(a, gemm, group, cuts, dtype, codec), shapes, dtypes, group, device)
+            arriving = _sent(made, shapes, dtypes, group, device)
         else:
             exchange = transport.open(shapes, dtypes)
-            for rank, row, parts in _contributions(a, gemm, group, cuts, dtype, codec, exchange.own()):
-                exchange.send(parts, rank, row)
+            for rank, row, parts in made:
+                if rank == group.rank():
+                    own = rank, parts  # summed where it is
+                else:
+                    exchange.send(parts, rank, row)
             arriving = exchange.sent()
 
         def finish() -> Tensor:
-            scattered = codec.total(arriving.wait(), dtype)
+            scattered = codec.total(arriving.wait(), dtype, own)
             if reduce == "scatter":
                 return scattered
             return _whole(scattered, group, transport)[:total]
@@ -305,23 +309,14 @@ def _transport(group: ProcessGroup, device: torch.device) -> Transport | None:
 
 
 def _contributions(
-    a: QuantizedTensor,
-    gemm: Gemm,
-    group: ProcessGroup,
-    cuts: Cuts,
-    dtype: torch.dtype,
-    codec: ReduceCodec,
-    own: Parts = (),
+    a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, cuts: Cuts, dtype: torch.dtype, codec: ReduceCodec
 ) -> Iterator[Contribution]:
-    """The pieces of each rank's rows, in the order in which they are made: its own come last, as one. `own`: where those
-    belong; there they are written at once, if they are carried as they are."""
+    """The pieces of each rank's rows, in the order in which they are made: its own come last, as one."""
     rows, me = cuts[-1][1], group.rank()
     others = [(to, start, stop) for _, to, _ in by_distance(group) for start, stop in cuts]
     for rank, start, stop in [*others, (me, 0, rows)]:
-        at_once = own and rank == me and codec is AS_IT_IS and gemm.accumulate is None and gemm.out_dtype == dtype
-        y = _rows_between(rank * rows + start, rank * rows + stop, a, replace(gemm, out=own[0]) if at_once else gemm)
-        packed = codec.pack(rounded(y, dtype)[None])
-        yield rank, start, tuple(part[0] for part in packed)
+        y = rounded(_rows_between(rank * rows + start, rank * rows + stop, a, gemm), dtype)
+        yield rank, start, tuple(part[0] for part in codec.pack(y[None]))
 
 
 def _sent(
@@ -353,8 +348,7 @@ def _rows_between(start: int, stop: int, a: QuantizedTensor, gemm: Gemm) -> Tens
     if start == stop:
         return torch.zeros((rows, gemm.b.shape[0]), device=a.payload.device)
     into = None if gemm.accumulate is None else gemm.accumulate[start:stop]
-    out = gemm.out if stop - start == rows else None
-    y = replace(gemm, accumulate=into, out=out)(_cut(a, start, stop, gemm.which))
+    y = replace(gemm, accumulate=into)(_cut(a, start, stop, gemm.which))
     return F.pad(y, (0, 0, 0, rows - len(y))) if len(y) < rows else y
 
 

@@ -113,10 +113,12 @@ def _summed(
     chunks = _shape_of_chunks(a.shape[0], gemm.b.shape[0], transport.world, reduce)
     exchange = transport.open(*codec.kinds(chunks, dtype))  # before the GEMM, which fills the GPU
     y = rounded(gemm(a), dtype)
-    arriving = exchange.send_all(codec.pack(_chunks(y, transport.world, reduce)))
+    packed = codec.pack(_chunks(y, transport.world, reduce))
+    own = transport.rank, tuple(part[transport.rank] for part in packed)
+    arriving = exchange.send_all(packed, own=False)
 
     def finish() -> Tensor:
-        total = codec.total(arriving.wait(), dtype)
+        total = codec.total(arriving.wait(), dtype, own)
         if reduce == "scatter":
             return total
         return transport.all_gather(total).view(-1)[: y.numel()].view(y.shape)
