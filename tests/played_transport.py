@@ -1,11 +1,19 @@
-"""The transport of GPUs, played on the CPU: `CudaSlot` over files that ranks map, and its kernels as functions of addresses."""
+"""The transport of GPUs, played on the CPU: `CudaSlot` over files that ranks map, and its kernels as functions of addresses.
+
+What the current stream is given happens at once. So does a lane, or, `late`, it is a thread that does nothing before somebody
+waits for it, or some time has passed: then memory that is given back, or written anew, before the lane has read it shows.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,8 +29,55 @@ EVENTS = itertools.count(1)
 
 
 class PlayedLane(Lane):
-    def __init__(self) -> None:
-        self.stream, self._fork = 1, 0
+    """`late`: seconds that it lets pass before it does what nobody waits for; 0: it is never behind."""
+
+    def __init__(self, late: float = 0.0) -> None:
+        self.stream, self._fork, self._late = next(EVENTS), next(EVENTS), late
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self._given = self._done = self._wanted = 0
+        self._changed, self._failed = threading.Condition(), list[BaseException]()
+        self.marks: dict[int, int] = {}  # what had been given when an event was marked last
+        if late:
+            LATE[self.stream] = self
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def give(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append((time.monotonic() + self._late, job))
+            self._given += 1
+            self._changed.notify_all()
+
+    def until(self, count: int) -> None:
+        """Wait until so much has been done."""
+        with self._changed:
+            self._wanted = max(self._wanted, count)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._done >= count or self._failed, PATIENCE)
+        if self._failed:
+            raise self._failed[0]
+
+    def end(self) -> None:
+        """Its thread ends; what it has been given is dropped."""
+        if LATE.pop(self.stream, None):
+            self.give(sys.exit)
+
+    def _work(self) -> None:
+        while not self._failed:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                due, job = self._waiting[0]
+                self._changed.wait_for(lambda: self._wanted > self._done, max(0.0, due - time.monotonic()))
+                self._waiting.popleft()
+            try:
+                job()
+            except BaseException as error:
+                self._failed.append(error)
+            with self._changed:
+                self._done += 1
+                self._changed.notify_all()
+
+
+LATE: dict[int, PlayedLane] = {}  # by stream
 
 
 class PlayedSlot(CudaSlot):
@@ -96,7 +151,15 @@ def new_event() -> int:
 
 
 def mark(event: int, stream: int) -> None:
-    """Everything happens in order here."""
+    if stream in LATE:
+        LATE[stream].marks[event] = LATE[stream]._given
+
+
+def await_mark(event: int, stream: int) -> None:
+    """Of a lane: nothing, since what it waits for has happened when it is told to wait."""
+    for lane in LATE.values() if stream not in LATE else ():
+        if event in lane.marks:
+            lane.until(lane.marks[event])
 
 
 def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int) -> None:
@@ -124,5 +187,18 @@ def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int)
             numbers(at, count)[:], mine = mine[:count], mine[count:]
 
 
-_ALL = (begin_use, meet, release_use, push_part, copy_rows, agree, new_event, mark)
-STEPS = {each.__name__: staticmethod(each) for each in _ALL} | {"await_mark": staticmethod(mark)}
+def _on_stream(step: Callable[..., None]) -> Callable[..., None]:
+    """The step at once, or given to a late lane."""
+
+    @wraps(step)
+    def run(*arguments: Any) -> None:
+        lane = LATE.get(arguments[-1])
+        lane.give(partial(step, *arguments)) if lane else step(*arguments)
+
+    return run
+
+
+STEPS = {each.__name__: staticmethod(each) for each in (new_event, mark, await_mark)} | {
+    each.__name__: staticmethod(_on_stream(each))
+    for each in (begin_use, meet, release_use, push_part, copy_rows, agree)
+}

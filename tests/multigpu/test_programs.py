@@ -61,27 +61,30 @@ def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
 
 
 @contextmanager
-def moved_by(group: dist.ProcessGroup, mapped: bool) -> Iterator[None]:
-    """Transfers of a group of GPUs through memory that they map, or of CPU ranks as if they were GPUs; or by collectives."""
+def moved_by(group: dist.ProcessGroup, mapped: bool, late: float = 0.0) -> Iterator[None]:
+    """Transfers of a group of GPUs through memory that they map, or of CPU ranks as if they were GPUs, with a lane that is
+    `late`; or by collectives."""
+    lane = PlayedLane(late)
     if not mapped:
         transport.use(group, None)
     elif worker.device().type == "cuda":
         transport.ask_for(group)
     else:
-        transport.use(group, Transport(group, worker.device(), PlayedSlot, PlayedLane()))
+        transport.use(group, Transport(group, worker.device(), PlayedSlot, lane))
     try:
         yield
     finally:
         transport.destroy()
+        lane.end()
 
 
 def over_two_ranks(
-    kind: str, recipe: str, sequence_parallel: bool, codec: str = "hp", overlap: str = "serial"
+    kind: str, recipe: str, sequence_parallel: bool, codec: str = "hp", overlap: str = "serial", late: float = 0.0
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
     """A layer over two tp ranks, through mapped memory and by collectives."""
     mesh, found = worker.mesh(tp=2), []
     for mapped in (True, False):
-        with device(), moved_by(mesh["tp"].get_group(), mapped):  # type: ignore[attr-defined]
+        with device(), moved_by(mesh["tp"].get_group(), mapped, late):  # type: ignore[attr-defined]
             torch.manual_seed(0)
             options = {"tp": mesh["tp"], "recipe": recipe, "sequence_parallel": sequence_parallel,
                        "overlap": overlap}  # fmt: skip
@@ -164,12 +167,16 @@ def test_sums_are_packed_and_unpacked_inside(ranks, kind: str, codec: str):
             assert_bit_equal(result, expected)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_chunks_are_captured(ranks, kind: str, recipe: str):
-    """What is multiplied chunk by chunk through mapped memory is one call, with the bits of chunks that are sent; two chunks
-    come from the other rank."""
-    for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", "chunked:2"):
+@pytest.mark.parametrize("overlap", ["serial", "chunked", "chunked:2"])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("siblings", "fp8_current"), ("column", "bf16"), ("column", "fp8_delayed"), ("column", "fp8_block"),
+     ("row", "bf16"), ("row", "fp8_current"), ("row", "fp8_block")],
+)  # fmt: skip
+def test_a_lane_that_is_late_reads_what_was_there(ranks, kind: str, recipe: str, overlap: str):
+    """Before launches are captured and after: what a lane reads stays until the current stream has waited for it, though it
+    does nothing before somebody waits. The bits are those of what is sent otherwise."""
+    for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", overlap, 0.01):
         assert min(mapped.values()) > 0, mapped
         for result, expected in pairs:
             assert_bit_equal(result, expected)
