@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from dlp.quant import affine
 from tests.metrics import assert_bit_equal
 
-BLOCKS = [(8, 64), (1, 64), (1, 16), (8, 1), (4, 32)]
+
+class Problem(NamedTuple):
+    x: Tensor
+    block: tuple[int, ...]
+    codes: tuple[int, int]
+    symmetric: bool
+    chosen: dict[str, Any]
 
 
 def matrix(dtype: torch.dtype) -> torch.Tensor:
@@ -30,23 +41,48 @@ def test_no_value_is_further_off_than_half_a_code(symmetric, bits):
     assert not affine.dequantize_affine(q, block, scale, zero)[3].any(), "zero is exact"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [1, 4, 8])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("zero_dtype", [torch.int32, torch.float32])
-def test_bits_are_those_of_torchao(block, bits, dtype, zero_dtype):
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A tensor of one to three dimensions, in blocks of any shape that divides it, and every option."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 6, 16]), min_size=1, max_size=3))
+    block = tuple(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in sizes)
+    assume(max(block) > 1)  # torchao reduces over everything where a block is one element
+    bits, signed = draw(st.integers(1, 8)), draw(st.booleans())
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    made = torch.randn(sizes, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+    x = (made * 2.0 ** draw(st.integers(-12, 6)) + draw(st.sampled_from([0, 1, -1]))).to(dtype)
+    chosen = {
+        "eps": draw(st.sampled_from([None, 1e-4])),
+        "scale_dtype": draw(st.sampled_from([None, torch.float32, torch.bfloat16])),
+        "zero_point_dtype": draw(st.sampled_from([torch.int32, torch.int8, torch.float32, torch.bfloat16])),
+    }
+    if not signed and chosen["zero_point_dtype"] == torch.int8:
+        chosen["zero_point_dtype"] = torch.uint8
+    return Problem(x, block, affine.code_range(bits, signed=signed), draw(st.booleans()), chosen)
+
+
+@settings(max_examples=100)
+@given(problems())
+def test_bits_are_those_of_torchao(problem):
+    """Scales, zero points, codes and values, of all four functions."""
     ao = pytest.importorskip("torchao.quantization.quant_primitives")
-    x, codes = matrix(dtype), affine.code_range(bits)
-    for symmetric, mapping in ((True, ao.MappingType.SYMMETRIC), (False, ao.MappingType.ASYMMETRIC)):
-        theirs = ao.choose_qparams_affine(x, mapping, block, torch.int8, *codes, zero_point_dtype=zero_dtype)
-        scale, zero = affine.choose_qparams_affine(x, block, codes, symmetric=symmetric, zero_point_dtype=zero_dtype)
-        assert_bit_equal(scale.flatten(), theirs[0].flatten())
-        assert_bit_equal(zero.flatten(), theirs[1].flatten())
-        q = affine.quantize_affine(x, block, scale, zero, codes)
-        assert_bit_equal(q, ao.quantize_affine(x, block, *theirs, torch.int8, *codes))
-        for out in (torch.float32, torch.bfloat16):
-            expected = ao.dequantize_affine(q, block, *theirs, torch.int8, *codes, output_dtype=out)
-            assert_bit_equal(affine.dequantize_affine(q, block, scale, zero, out), expected)
+    x, block, codes, symmetric, chosen = problem
+    mapping = ao.MappingType.SYMMETRIC if symmetric else ao.MappingType.ASYMMETRIC
+    held = torch.int8 if codes[0] else torch.uint8
+    theirs = ao.choose_qparams_affine(x, mapping, block, held, *codes, **chosen, keepdim=True)
+    scale, zero = affine.choose_qparams_affine(x, block, codes, symmetric=symmetric, **chosen)
+    assert_bit_equal(scale, theirs[0])
+    assert_bit_equal(zero, theirs[1])
+    low, high = x.flatten()[::2] - 1, x.flatten()[::2] + 1
+    met = affine.choose_qparams_affine_with_min_max(low, high, codes, symmetric=symmetric, **chosen)
+    expected = ao.choose_qparams_affine_with_min_max(low, high, mapping, (1,), held, *codes, **chosen)
+    assert_bit_equal(met[0], expected[0])
+    assert_bit_equal(met[1], expected[1])
+    q = affine.quantize_affine(x, block, scale, zero, codes, held)
+    assert_bit_equal(q, ao.quantize_affine(x, block, *theirs, held, *codes))
+    for out in (torch.float32, torch.bfloat16, torch.float16):
+        values = ao.dequantize_affine(q, block, *theirs, held, *codes, output_dtype=out)
+        assert_bit_equal(affine.dequantize_affine(q, block, scale, zero, out), values)
 
 
 def test_what_does_not_divide_is_refused():
@@ -54,3 +90,5 @@ def test_what_does_not_divide_is_refused():
         affine.choose_qparams_affine(matrix(torch.float32), (1, 48), (-8, 7), symmetric=True)
     with pytest.raises(ValueError, match="the bits of a code must be 1 to 8; got 9"):
         affine.code_range(9)
+    with pytest.raises(ValueError, match=r"codes of 0 to 255 do not fit torch\.int8"):
+        affine.quantize_affine(torch.ones(4), (4,), torch.ones(1), torch.zeros(1), (0, 255))

@@ -73,7 +73,11 @@ def quantize_affine(
     x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, codes: tuple[int, int],
     dtype: torch.dtype = torch.int8,
 ) -> Tensor:  # fmt: skip
-    """x -> codes of x's shape, in `dtype`; halves are rounded to even, and what lies outside of the codes is clipped."""
+    """x -> codes of x's shape, in `dtype`; halves are rounded to even, and what lies outside of the codes is clipped.
+    ValueError for codes that `dtype` does not hold."""
+    holds = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if codes[0] < holds.min or codes[1] > holds.max:
+        raise ValueError(f"codes of {codes[0]} to {codes[1]} do not fit {dtype}: ask for dtype=torch.uint8, or others")
     inverse = 1.0 / _spread(scale, x, block)
     made = torch.round(_blocked(x, block) * inverse) + _spread(zero_point, x, block)
     return made.clamp(*codes).reshape(x.shape).to(dtype)

@@ -1,0 +1,149 @@
+"""Against torchao on the same inputs, as docs/from-torchao.md says: float8 weights and outputs, weight only and dynamic, scaled
+per tensor and by rows; float8 training by its three recipes.
+
+torchao's `quantize_` takes the quotient amax / 448 in the dtype of what it quantizes, so that its scales of bf16 are rounded to
+bf16; ours are fp32. Where the quotient is exact in bf16, and in fp32, codes are equal, and what is left is the rounding of y.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp.quant.fp8 import CurrentScaling
+from dlp.quant.fp8_rowwise import RowwiseScaling
+from dlp.quant.parameter import QuantizedParameter
+from dlp.quant.quantizer import KeepHighPrecision
+from dlp.quant.recipe import Operand
+from tests.metrics import assert_bit_equal, sqnr
+
+ROWWISE = {"name": "fp8_rowwise", "power_of_two": False}
+CASES = [
+    pytest.param("fp8_current", "dynamic", id="dynamic by tensors"),
+    pytest.param(ROWWISE, "dynamic", id="dynamic by rows"),
+    pytest.param(ROWWISE, "weight_only", id="weight only"),
+]
+
+
+@pytest.fixture
+def ao(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """torchao asks for a GPU before it casts activations, and then runs on a CPU all the same."""
+    api = pytest.importorskip("torchao.quantization.quant_api")
+    monkeypatch.setattr(api, "_check_hardware_support", lambda granularity: None)
+    return api
+
+
+def config(ao: ModuleType, recipe: Any, mode: str) -> Any:
+    if mode == "weight_only":
+        return ao.Float8WeightOnlyConfig()
+    return ao.Float8DynamicActivationFloat8WeightConfig(
+        granularity=ao.PerTensor() if recipe != ROWWISE else ao.PerRow()
+    )
+
+
+def linear(dtype: torch.dtype, exact: bool) -> tuple[nn.Sequential, Tensor]:
+    """`exact`: the largest value of every row, and so of the tensor, is 448 times a power of two."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(128, 96, bias=False)), torch.randn(32, 128)
+    if exact:
+        x[:, 3], model[0].weight.data[:, 5] = 7.0, -0.109375
+    return model.to(dtype), x.to(dtype)
+
+
+def both(
+    ao: ModuleType, recipe: Any, mode: str, dtype: torch.dtype, exact: bool
+) -> tuple[nn.Module, nn.Module, Tensor]:
+    (ours, x), (theirs, _) = linear(dtype, exact), linear(dtype, exact)
+    dlp.quantize_(ours, recipe, mode=mode)
+    ao.quantize_(theirs, config(ao, recipe, mode))
+    return ours, theirs, x
+
+
+def ulps(y: Tensor, expected: Tensor) -> Tensor:
+    """How many of bf16's last places they are apart: those of a number of mean size, below which sums cancel."""
+    size = expected.float().abs().clamp(min=float(expected.float().abs().mean()))
+    return (y.float() - expected.float()).abs() / torch.exp2(size.log2().floor() - 7)
+
+
+@pytest.mark.parametrize(("recipe", "mode"), CASES)
+@torch.no_grad()
+def test_outputs_are_within_one_ulp_of_torchaos(ao, recipe, mode):
+    ours, theirs, x = both(ao, recipe, mode, torch.bfloat16, True)
+    codes, scale_inv = ours[0].weight.parts
+    assert_bit_equal(codes, theirs[0].weight.qdata)
+    assert_bit_equal(scale_inv.flatten(), theirs[0].weight.scale.flatten())
+    assert ulps(ours(x), theirs(x)).max() <= 1
+    model = nn.Sequential(dlp.Linear(128, 96, recipe="bf16", dtype=torch.bfloat16))
+    model.load_state_dict(linear(torch.bfloat16, True)[0].state_dict())
+    dlp.freeze(model, "**", recipe, mode)
+    assert ulps(model(x), theirs(x)).max() <= 1
+
+
+@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], CASES[2]])  # torchao casts no rows of fp32
+@torch.no_grad()
+def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
+    ours, theirs, x = both(ao, recipe, mode, torch.float32, False)
+    assert_bit_equal(ours[0].weight.parts[0], theirs[0].weight.qdata)
+    scale_inv = theirs[0].weight.scale.flatten()  # amax / 448; ours is 1 / (448 / amax)
+    torch.testing.assert_close(ours[0].weight.parts[1].flatten(), scale_inv, rtol=2**-22, atol=0)
+    assert ulps(ours(x), theirs(x)).max() <= 1
+
+
+@pytest.mark.parametrize(("recipe", "mode"), CASES)
+@torch.no_grad()
+def test_scales_of_torchao_are_ours_rounded_to_bf16(ao, recipe, mode):
+    """Why outputs of bf16 differ; ours are no further from what is exact."""
+    ours, theirs, x = both(ao, recipe, mode, torch.bfloat16, False)
+    weight = ours[0].weight
+    assert isinstance(weight, QuantizedParameter)
+    assert_bit_equal(weight.parts[1].bfloat16().float().flatten(), theirs[0].weight.scale.flatten())
+    exact = x.double() @ linear(torch.bfloat16, False)[0][0].weight.double().t()
+    assert sqnr(ours(x), exact) > sqnr(theirs(x), exact) - 0.5
+
+
+def gw_hp(role: str) -> Operand | None:
+    """torchao's rowwise_with_gw_hp, each of its six casts."""
+    row, hp = RowwiseScaling(power_of_two=True), KeepHighPrecision()
+    return {
+        "linear_input": Operand(row, hp),
+        "linear_weight": Operand(row, CurrentScaling(power_of_two=True)),
+        "linear_grad_output": Operand(row, hp),
+    }.get(role)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "equal"),
+    [
+        ("tensorwise", "fp8_current", False),  # sums in another order
+        ("rowwise", "fp8_rowwise", True),
+        ("rowwise_with_gw_hp", dlp.CustomRecipe(gw_hp, name="gw_hp"), True),
+    ],
+)
+def test_training_has_the_outputs_and_gradients_of_torchao(theirs, ours, equal, dtype):
+    """Emulated on both sides, of rows and columns whose sizes differ by up to 2^10."""
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    x, dy, plain = torch.randn(32, 128).to(dtype), torch.randn(32, 64).to(dtype), nn.Linear(128, 64, bias=False)
+    plain.weight.data.mul_(torch.linspace(-8, 2, 64).exp2()[:, None]).mul_(torch.linspace(-8, 2, 128).exp2())
+    layer = dlp.Linear(128, 64, recipe=ours, dtype=dtype)
+    layer.load_state_dict(plain.to(dtype).state_dict())
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(theirs), emulate=True)
+    model = convert_to_float8_training(nn.Sequential(plain), config=config)
+    found = []
+    for module, weight in ((layer, layer.weight), (model, model[0].weight)):
+        given = x.clone().requires_grad_()
+        y = module(given)
+        y.backward(dy)
+        found.append((y.detach(), given.grad, weight.grad))
+    for name, mine, its in zip(("y", "dx", "dw"), *found, strict=True):
+        if equal:
+            assert_bit_equal(mine, its, name)
+        assert ulps(mine, its).max() <= 1, name
