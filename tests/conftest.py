@@ -8,7 +8,8 @@
     def test_sums(ranks, world): ...
 
 Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each. With pytest-xdist
-(`-n 2`) one worker runs all tests with ranks, so that there is one pool of each size, and the others the rest.
+(`-n 2`) a worker runs all tests of as many ranks, so that a pool is started once: one those on 2 ranks, which leave half of
+a core idle while ranks wait for each other, another those on 4, those on 1, and then the rest.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = without_a_device(items)
     for item in items:
         if world_of(item):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.xdist_group(f"ranks {world_of(item)}"))
             if item.get_closest_marker("ranks") is None:
                 item.add_marker(pytest.mark.ranks(world_of(item)))
     items.sort(key=world_of)

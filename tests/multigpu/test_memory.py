@@ -12,7 +12,7 @@ from tests import pool as worker
 
 SMALL = [
     "--model.layers=2", "--model.hidden=256", "--model.ffn=512", "--model.heads=4", "--model.kv_heads=2",
-    "--model.head_dim=64", "--model.vocab=512", "--train.sequence=64", "--train.global_batch=4",
+    "--model.head_dim=64", "--model.vocab=512", "--train.sequence=16", "--train.global_batch=4",
     "--train.micro_batch=1", "--train.compile=false", "--train.checkpointing=none",
 ]  # fmt: skip
 MESHES = {"tp": ["--mesh.tp=2"], "fsdp": ["--mesh.tp=1"]}
