@@ -189,7 +189,7 @@ class Train(Section):
         "who adds the gradients of microbatches; grad: wgrads do in their GEMM, for weights that FSDP has not, uncompiled",
         "off",
     )
-    cuda_graph: bool = setting(flag(), "steps are captured in a CUDA graph and replayed; for one GPU", False)
+    cuda_graph: bool = setting(flag(), "steps are captured in a CUDA graph and replayed; on GPUs", False)
     profile: int = setting(integer(">= 1", also=(0,)), "the step that is profiled; 0: none", 0)
     profiler: str = setting(
         choice("torch", "nvtx"),

@@ -36,7 +36,7 @@ from launch.config import Config, recipe_files, to_toml
 from launch.data import open_sources
 from launch.diagnose import origin
 from launch.exposure import profiled
-from launch.graph import WARM_UP, Batch, CapturedStep
+from launch.graph import Batch, Replays
 from launch.nvtx import marked
 from launch.rate import learning_rate, rate_remarks
 from launch.recorder import Recorder, Stopwatch
@@ -98,9 +98,8 @@ class Trainer:
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
         self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
         self.wants_stop = False
-        self.captured: CapturedStep | None = None
+        self.replays = Replays(train.cuda_graph, self.recipes, built.device)
         self.skipped = 0  # updates since the start
-        self.warm = 0  # steps since the start, as far as a capture waits for them
 
     def resume(self) -> int:
         """Restore what the config asks for; returns how many steps are done. Raises CheckpointError."""
@@ -197,9 +196,8 @@ class Trainer:
         batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
         watch.lap("data")
         self.set_learning_rate(lr)
-        graph = self.config.train.cuda_graph and self.warm >= WARM_UP
+        graph = self.replays.next()
         numbers = self.replay(batches) if graph else self.compute(batches, watch.lap)
-        self.warm += 1
         flags = torch.cat([torch.zeros_like(numbers[:0]), *self.recipes.flags.closed])
         wish = torch.full_like(numbers[0], float(self.stop.requested))
         shared = torch.stack([numbers[0], wish, flags.isnan().any().float()])
@@ -226,22 +224,23 @@ class Trainer:
         return torch.cat([total.unsqueeze(0), self.optimize()])
 
     def replay(self, batches: Sequence[Batch]) -> Tensor:
-        """`compute` by a CUDA graph, which is captured at the first call. The host's count of steps goes on beside it."""
-        steps = self.recipes.steps
-        if self.captured is None:
-            self.captured = CapturedStep(self.compute, batches)
+        """`compute` by a CUDA graph, which is captured where there is none."""
         self.saver.before_update()
-        numbers = self.captured(batches)
-        self.recipes.steps = steps + 1
+        if not self.replays.captured:
+            with self.wire.capture():
+                self.replays.make(self.compute, batches)
+        numbers = self.replays(batches)
+        self.wire.replayed()
         return numbers
 
     def rehearse(self) -> None:
         """One microbatch forward and backward, without effects: its gradients and its recipe state are dropped."""
-        before = dlp.state_dict(self.built.model)
-        self.loss(next(self.batches(self.train_data, 0))).backward()
-        dlp.backward_dw(self.built.model)
-        self.built.optimizer.zero_grad(set_to_none=True)
-        dlp.load_state_dict(self.built.model, before)
+        with self.replays.stream():
+            before = dlp.state_dict(self.built.model)
+            self.loss(next(self.batches(self.train_data, 0))).backward()
+            dlp.backward_dw(self.built.model)
+            self.built.optimizer.zero_grad(set_to_none=True)
+            dlp.load_state_dict(self.built.model, before)
 
     def set_learning_rate(self, lr: float) -> None:
         """Of the next step; where a graph reads it, in the memory it is read from."""
@@ -263,6 +262,7 @@ class Trainer:
         seconds = (step.ended or time.perf_counter()) - step.began
         if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
             self.say_remarks(step)
+            self.replays.drop()  # its memory is needed to run the step again
             names, steps = self.recipes.flags.names, self.recipes.steps
             where = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
             raise NotFinite(f"step {step.number}: loss {loss}, gradient norm {norm}: {where}")
@@ -364,10 +364,13 @@ class Trainer:
             self.recorder.baseline(done, to_beat)
         began = time.perf_counter()
         try:
-            done, loss = self.loop(done) if done < steps else (done, self.validate())
+            with self.replays.stream():
+                done, loss = self.loop(done) if done < steps else (done, self.validate())
         except NotFinite:
             self.say(self.saver.settle(final=False))
             raise
+        finally:
+            self.replays.drop()
         self.recorder.close()
         if self.saver.overhead.saves:
             self.run.say(self.saver.overhead.said(time.perf_counter() - began))

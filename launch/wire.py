@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dlp import Plan
 from dlp.comm import observer
@@ -139,6 +140,8 @@ class WireWatch:
         self._runtime, self._ledger = session_of(built.model), Ledger(built.mesh)
         self._ran = self._swaps = 0
         self.watches = False  # the step that runs or has just run
+        self._counts: observer.Observer | None = None  # of that step, where it is watched
+        self._captured: observer.Observer | None = None  # what the capture of a graph saw
         self._told = False  # whether `_traffic` is that of the model as it is now
         self._traffic: Traffic | None = None
         self.unforeseen = ""  # why the bytes of a step cannot be told from the plan
@@ -153,11 +156,25 @@ class WireWatch:
         self._ran += 1
         if self._ran == WARM + 1:
             self._told = False  # by now it is known which dtypes layers see
-        swaps = any(swap.step <= self._runtime.steps + 1 for swap, _ in self._runtime.scheduled)  # at its boundary
         asked = self._ran == WARM + 1 if self._mode == "first" else self._mode == "always"
-        self.watches = asked and self._ran > WARM and not swaps
-        with self._ledger.step(self.planned()) if self.watches else nullcontext():
+        self.watches = asked and self._ran > WARM and not self._runtime.swaps_next
+        with self._ledger.step(self.planned()) if self.watches else nullcontext() as self._counts:
             yield self.watches
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """What is launched inside is captured in a CUDA graph: nothing is sent now, and the same by each replay."""
+        if self._mode != "always":  # else no step that is replayed is watched
+            yield
+            return
+        with _disable_current_modes(), self._ledger.counter() as self._captured:
+            yield
+
+    def replayed(self) -> None:
+        """The graph was replayed once in the step that runs: a replay itself is seen by nobody."""
+        if self._counts is not None:
+            assert self._captured is not None
+            self._counts.replayed(self._captured, 1)
 
     def planned(self) -> Traffic | None:
         """Of a step of the model as it is now; None where its plan does not tell, and `unforeseen` says why."""

@@ -55,8 +55,10 @@ Mark = tuple[int, int, int, int]
 
 
 def looks(step: int) -> bool:
-    """Whether before step number `step`, from 0, somebody takes a look for which the device must be waited for."""
-    return step < ALWAYS or step % THEN == 0
+    """Whether before step number `step`, from 0, somebody takes a look for which the device must be waited for: not while a
+    step is captured, of which nothing is there to be seen."""
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return (step < ALWAYS or step % THEN == 0) and not captured
 
 
 # ---- numbers that ranks share

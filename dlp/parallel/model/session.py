@@ -318,6 +318,11 @@ class Session:
             self.update_scales()
         self.ran.clear()
 
+    @property
+    def swaps_next(self) -> bool:
+        """Whether the boundary of the step that runs swaps recipes."""
+        return any(swap.step <= self.steps + 1 for swap, _ in self.scheduled)
+
     def count_step(self, optimizer: Optimizer) -> None:
         """An attached optimizer has stepped. Of several, that take turns, one counts the steps."""
         if self.optimizers[optimizer] or not any(self.optimizers.values()):

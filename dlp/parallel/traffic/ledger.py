@@ -57,11 +57,15 @@ class Ledger:
     def step(self, planned: Traffic | None) -> Iterator[observer.Observer]:
         """Count what is sent inside, and compare it with `planned` at the end; None: this rank has nothing to compare it
         with. Raises LedgerError on all ranks alike."""
-        with observer.Observer(self._names, FSDP) as seen:
+        with self.counter() as seen:
             yield seen
         self.last = seen
         counted = _account(seen.sent)
         self._compare(counted if planned is None else _account(planned), counted)
+
+    def counter(self) -> observer.Observer:
+        """One that counts by the groups of this mesh, and compares with nothing."""
+        return observer.Observer(self._names, FSDP)
 
     def _compare(self, planned: Account, counted: Account) -> None:
         wrong = {key: (planned.get(key, 0), counted.get(key, 0)) for key in planned.keys() | counted.keys()}

@@ -1,0 +1,161 @@
+"""Steps as a CUDA graph on a mesh: the losses of steps that are launched, over a resume and swaps.
+
+On GPUs graphs are real. On CPU ranks a graph is played, for what is decided around it: which steps are replayed, that they are
+captured anew behind a swap, and that the ledger counts a capture once for each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dlp.comm import transport
+from launch.config import Config
+from launch.graph import WARM_UP, Batch, Replays, Work
+from tests import pool as worker
+from tests import training
+
+pytestmark = pytest.mark.ranks(2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.shards(tmp_path_factory.mktemp("data"))
+
+
+class PlayedGraph:
+    """A graph on the CPU. The capture runs the step, which the first replay would have; later replays run it again, and are
+    seen by nobody."""
+
+    def __init__(self, work: Work, like: Sequence[Batch]) -> None:
+        self._work, self._batches, self._fresh = work, [tuple(t.clone() for t in batch) for batch in like], True
+        self._numbers = work(self._batches)
+
+    def __call__(self, batches: Sequence[Batch]) -> Tensor:
+        for into, new in zip(self._batches, batches, strict=True):
+            for kept, each in zip(into, new, strict=True):
+                kept.copy_(each)
+        if not self._fresh:
+            with _disable_current_modes():
+                self._numbers = self._work(self._batches)
+        self._fresh = False
+        return self._numbers
+
+
+class PlayedReplays(Replays):
+    capture = PlayedGraph  # type: ignore[assignment]
+    made = 0
+
+    def make(self, work: Work, like: Sequence[Batch]) -> None:
+        self.made += 1
+        super().make(work, like)
+
+    def __call__(self, batches: Sequence[Batch]) -> Tensor:
+        steps = self._session.steps
+        numbers = super().__call__(batches)
+        self._session.steps = steps + 1  # the host counts in a replay that is played
+        return numbers
+
+
+def run(config: Config, graph: bool) -> int:
+    """A run; how many graphs were made where they are played."""
+    made, done = training.trainer(config)
+    if graph:
+        made.replays = PlayedReplays(True, made.recipes, made.built.device)
+    made.train(done)
+    return getattr(made.replays, "made", 0)
+
+
+def numbers(config: Config) -> list[Any]:
+    return [training.metrics(config, key) for key in ("loss", "gradient_norm", "validation_loss")]
+
+
+def replayed(config: Config) -> list[int]:
+    return [step for step, split in training.metrics(config, "split").items() if "graph" in split]
+
+
+SWAP = "[{at_step = 6, recipe = 'fp8_current'}]"
+
+
+@pytest.mark.parametrize("mesh", ["tp", pytest.param("dp_shard", marks=pytest.mark.slow)])
+def test_a_swap_is_a_step_as_it_is_and_steps_are_captured_anew(ranks, data: Path, tmp_path: Path, mesh: str):
+    """Two microbatches and the ledger in every step: what a capture sends is counted with each replay."""
+    if ranks(2).device_type != "cpu":
+        pytest.skip("graphs are played on CPU ranks only")
+    sizes = ["--mesh.tp=2"] if mesh == "tp" else ["--mesh.tp=1", "--mesh.dp_shard=2"]
+    options = [*sizes, "--train.steps=11", "--train.global_batch=4", f"--train.micro_batch={2 if mesh == 'tp' else 1}",
+               "--train.ledger=always", "--checkpoint.every=20", "--train.eval_every=20",
+               "--groups.default.recipe=fp8_delayed", "--groups.default.swap", SWAP]  # fmt: skip
+    found = []
+    for graph in (False, True):
+        folder = tmp_path / str(graph)
+        folder.mkdir()
+        config = training.config(folder, data, *options)
+        made = ranks(2).run(run, config, graph)
+        found.append(numbers(config))
+        assert made == [2 * graph] * 2
+        counted = training.metrics(config, "ledger")
+        assert counted
+    assert found[1] == found[0] and len(found[0][0]) == 11
+    assert replayed(config) == [WARM_UP + 1, WARM_UP + 2, 6 + WARM_UP + 1, 6 + WARM_UP + 2]
+
+
+SP, WHOLE = ["--mesh.tp=2"], ["--mesh.tp=2", "--mesh.sequence_parallel=false"]
+SHARDED = ["--mesh.tp=1", "--mesh.dp_shard=2", "--train.micro_batch=2"]  # two microbatches
+REPLICATED = ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1"]
+BLOCKS = ["--model.hidden=128", "--model.ffn=256", "--model.head_dim=32"]
+RECIPE, CLIPPED, COMPILED = "--groups.default.recipe", "--train.clip=0.05", "--train.compile=true"
+SWAPPED = [f"{RECIPE}=fp8_delayed", "--groups.default.swap", SWAP]
+REAL = {  # "mapped": tp ranks map each other's memory
+    "tp": [*SP, "--train.ledger=always"],
+    "tp, mapped": SP,
+    "tp, whole tokens, two microbatches, clipped": [*WHOLE, "--train.micro_batch=2", CLIPPED],
+    "tp, mapped, two microbatches, clipped": [*SP, "--train.micro_batch=2", CLIPPED, f"{RECIPE}=fp8_block", *BLOCKS],
+    "tp, mapped, compiled": [*SP, COMPILED],
+    "tp, mapped, a swap": [*SP, *SWAPPED],
+    "tp, by chance": [*SP, f"{RECIPE}=nvfp4", *BLOCKS],
+    "dp_shard, clipped": [*SHARDED, CLIPPED, "--train.ledger=always"],
+    "dp_shard, a swap": [*SHARDED, *SWAPPED],
+    "dp_shard, by chance": [*SHARDED, f"{RECIPE}=nvfp4", *BLOCKS],
+    "dp_shard, compiled": [*SHARDED, COMPILED, f"{RECIPE}=fp8_delayed"],
+    "dp_shard, kept gathered, bf16": [*SHARDED, "--mesh.reshard_after_forward=false", f"{RECIPE}=bf16"],
+    "dp_replicate": [*REPLICATED, f"{RECIPE}=fp8_delayed"],
+}
+
+
+def real(config: Config, mapped: bool) -> None:
+    """A run on GPUs, whose tp ranks map each other's memory where that is asked for."""
+    sizes = config.mesh
+    mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
+    if mapped:
+        transport.ask_for(mesh["tp"].get_group())
+    try:
+        training.run(config)
+    finally:
+        transport.destroy()
+        training.end_determinism()
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_a_graph_on_a_mesh_has_the_losses_of_launches(ranks, data: Path, tmp_path: Path, case: str):
+    """50 steps, of which the last 20 are those of a run that goes on from a checkpoint."""
+    if ranks(2).device_type != "cuda":
+        pytest.skip("needs 2 GPUs")
+    found = []
+    for graph in (False, True):
+        folder = tmp_path / str(graph)
+        folder.mkdir()
+        for steps in (30, 50):
+            options = [*REAL[case], f"--train.steps={steps}", "--train.eval_every=10", "--checkpoint.every=10",
+                       f"--train.cuda_graph={str(graph).lower()}"]  # fmt: skip
+            config = training.config(folder, data, *options)
+            ranks(2).run(real, config, "mapped" in case)
+        found.append(numbers(config))
+    assert found[1] == found[0] and len(found[0][0]) == 50
+    launched = {1, 2, 3, 31, 32, 33} | ({6, 7, 8, 9} if "swap" in case else set())
+    assert set(range(1, 51)) - set(replayed(config)) == launched
