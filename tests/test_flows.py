@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -154,8 +155,24 @@ def test_a_filter_chooses():
     assert_bit_equal(copied(batch()), model(batch()))
 
 
-def test_configs_of_torchao_are_handed_on():
-    quantization = pytest.importorskip("torchao.quantization")
-    model = net()
-    dlp.quantize_(model, quantization.Int8WeightOnlyConfig())
-    assert type(model[0].weight).__module__.startswith("torchao")
+def test_configs_of_torchao_are_handed_on(monkeypatch):
+    ao = pytest.importorskip("torchao.quantization")
+    config, model = ao.Int8WeightOnlyConfig(), net()
+    assert dlp.quantize_(model, config, lambda module, name: name == "2") is model
+    assert [type(model[i].weight).__module__.split(".")[0] for i in (0, 2)] == ["torch", "torchao"]
+    named = dlp.quantize_(net(), ao.FqnToConfig({"0": ao.Float8WeightOnlyConfig(), "2": config}))
+    assert [type(named[i].weight).__name__ for i in (0, 2)] == ["Float8Tensor", "Int8Tensor"]
+    with pytest.raises(ValueError, match=r"a FqnToConfig says itself .*; leave mode='dynamic' away"):
+        dlp.quantize_(net(), ao.FqnToConfig({"0": config}), mode="dynamic")
+    with pytest.raises(ValueError, match=r"0 is a layer of dlp\.convert, which dlp\.freeze quantizes"):
+        dlp.quantize_(converted(), config)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ValueError, match=r"torchao, which is not installed: pip install 'dlp\[ao\]'"):
+        dlp.quantize_(net(), config)
+
+
+def test_nothing_to_quantize_is_refused():
+    with pytest.raises(ValueError, match="no nn.Linear that filter_fn lets through"):
+        dlp.quantize_(net(), "fp8_current", lambda module, name: False)
+    with pytest.raises(ValueError, match=r"0 is a layer of dlp\.convert"):
+        dlp.quantize_(converted(), "fp8_current")

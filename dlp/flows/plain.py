@@ -27,28 +27,61 @@ def quantize_(
 ) -> nn.Module:  # fmt: skip
     """Quantize the weights of the `nn.Linear`s of a model that is not converted, in place; returns it.
 
-    config      a recipe, by name, as a table or made; or a config of torchao, which is handed to torchao's `quantize_`
+    config      a recipe, by name, as a table or made; or a config of torchao, also a FqnToConfig, which is handed with
+                filter_fn to torchao's `quantize_`
     filter_fn   (module, its name) -> whether; None: all
     mode        as of `dlp.freeze`; static wants `dlp.calibrate` before
 
     Shard it, compile it, save it afterwards. Raises ValueError, before anything is changed, for a weight that the format cannot
-    hold, that another module shares, or that is a DTensor already, and for a recipe that does not serve `mode`.
+    hold, that another module shares, or that is a DTensor already, for a recipe that does not serve `mode`, and where there is
+    nothing to quantize.
     """
-    if type(config).__module__.split(".")[0] == "torchao":
-        from torchao.quantization import quantize_ as torchao_quantize
-
-        torchao_quantize(model, config, filter_fn)
-        return model
+    if _is_torchaos(config):
+        return _by_torchao(model, config, filter_fn, mode)
     made, chosen = recipes.as_recipe(config), {}
     for name, module in model.named_modules():
         plain = isinstance(module, nn.Linear) and not isinstance(module, ParallelLinear)
         if plain and (filter_fn is None or filter_fn(module, name)):
             chosen[name] = module
+    if not chosen:
+        _check_plain(model)
+        raise ValueError("quantize_ has nothing to quantize: the model has no nn.Linear that filter_fn lets through")
     owners = _owners(model)
     weights = {name: _quantized(name, module, made.for_layer(name), mode, owners) for name, module in chosen.items()}
     for name, weight in weights.items():
         chosen[name].weight = nn.Parameter(weight, requires_grad=False)
     return model
+
+
+def _is_torchaos(config: Any) -> bool:
+    """Or made of a class of torchao's."""
+    return any(kind.__module__.split(".")[0] == "torchao" for kind in type(config).__mro__)
+
+
+def _by_torchao(model: nn.Module, config: Any, filter_fn: Filter | None, mode: str) -> nn.Module:
+    """Its own `quantize_`, which swaps weights or modules in place."""
+    if mode != "weight_only":
+        raise ValueError(
+            f"quantize_: a {type(config).__name__} says itself what becomes of x; leave mode={mode!r} away"
+        )
+    _check_plain(model)
+    try:
+        from torchao.quantization import quantize_ as torchao_quantize
+    except ImportError as error:
+        raise ValueError(
+            f"quantize_: a {type(config).__name__} is for torchao, which is not installed: pip install 'dlp[ao]', or, to leave "
+            f"torch as it is, pip install --no-deps 'torchao>=0.18,<0.19'"
+        ) from error
+    torchao_quantize(model, config, filter_fn)
+    return model
+
+
+def _check_plain(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            raise ValueError(
+                f"quantize_: {name} is a layer of dlp.convert, which dlp.freeze quantizes; this is for nn.Linear"
+            )
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
