@@ -8,7 +8,8 @@
 
 The plain pair is `all_gather`, `F.linear`, `F.linear`, `reduce_scatter`, and in backward what is symmetric to it. Subjects take
 turns, many short ones, and are compared with the plain pair's turn of the same round. A way is `chunked`, the overlap strategy,
-or `compiled` by torch.compile; each recipe has a line for each way, too. By subject:
+`compiled` by torch.compile, or `fsdp`: two linears without tp whose weights FSDP shards over the same ranks, compared with two
+`nn.Linear` under FSDP2; each recipe has a line for each way, too. By subject:
 
     all       microseconds of a pass, collectives and all
     host      the same over a group whose collectives move nothing and return at once: what the host does outside of them
@@ -38,6 +39,7 @@ import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import fully_shard
 
 import dlp
 from bench.files import add_files, write_files
@@ -48,7 +50,8 @@ from dlp.quant.recipe import names
 # renamed in torch 2.13; the old names warn there and the new ones do not exist before
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-PLAIN, WAYS = "plain torch", ("chunked", "compiled")
+PLAIN, WAYS, FSDP = "plain torch", ("chunked", "compiled", "fsdp"), "fsdp"
+LIMIT, LIMITS = 2.0, {"mxfp8": 2.5, "nvfp4": 2.5, "compiled": 2.5, FSDP: 2.5}  # of the plain pair's time on GPUs
 RANKS, WARM, COUNT, ROUNDS = 2, 5, 10, 41
 Run = Callable[[], None]
 
@@ -66,7 +69,7 @@ class Line:
     calls_ratio: float
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """Token shards [M/R, K] -> [M, K]; the gradient is scattered."""
 
     @staticmethod
@@ -79,7 +82,7 @@ class _Gather(torch.autograd.Function):
         return _scattered(grads[0], ctx.group), None
 
 
-class _Scatter(torch.autograd.Function):
+class Scatter(torch.autograd.Function):
     """Contributions [M, K] -> the sum of this rank's tokens [M/R, K]; the gradient is gathered."""
 
     @staticmethod
@@ -115,13 +118,40 @@ class PlainPair(nn.Module):
         self.row = nn.Parameter(torch.randn(features, columns, device=device).bfloat16())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(F.linear(_Gather.apply(x, self.group), self.column), self.row)
-        scattered: Tensor = _Scatter.apply(y, self.group)
+        y = F.linear(F.linear(Gather.apply(x, self.group), self.column), self.row)
+        scattered: Tensor = Scatter.apply(y, self.group)
         return scattered
+
+
+def baseline(subject: str) -> str:
+    """What a subject is compared with."""
+    return f"{PLAIN} {FSDP}" if subject.endswith(FSDP) else PLAIN
+
+
+def limit(subject: str) -> float:
+    """The ratio that a subject must not exceed."""
+    return max((LIMITS[word] for word in subject.split() if word in LIMITS), default=LIMIT)
+
+
+def sharded(subject: str, features: int, device: torch.device) -> nn.Module:
+    """Two linears of a recipe, or of torch, whose weights FSDP shards over all ranks."""
+    mesh = dlp.build_mesh(dp_shard=dist.get_world_size(), device_type=device.type)
+    kind: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    if subject == baseline(subject):
+        plain = nn.Sequential(*(nn.Linear(features, features, **kind) for _ in range(2)))
+        fully_shard(plain, mesh=mesh["dp_shard"])
+        return plain
+    kind["recipe"] = subject.split()[0]
+    model = nn.Sequential(*(dlp.Linear(features, features, **kind) for _ in range(2)))
+    dlp.fully_shard(model, mesh=mesh)
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0), mesh=mesh)
+    return model
 
 
 def pair(subject: str, features: int, group: ProcessGroup, device: torch.device) -> nn.Module:
     """A column and a row linear of a recipe, attached, so that weights are cast at the step boundary; or the plain pair."""
+    if subject.endswith(FSDP):
+        return sharded(subject, features, device)
     if subject == PLAIN:
         return PlainPair(features, features, group, device)
     recipe, way, *_ = (*subject.split(), "serial")
@@ -152,7 +182,7 @@ def passes(subject: str, tokens: int, features: int, group: ProcessGroup, device
 
     for _ in range(WARM):
         run()
-        if subject != PLAIN:
+        if subject != baseline(subject):
             dlp.end_step(model)
     return run
 
@@ -201,9 +231,12 @@ def calls_of(run: Run) -> int:
 
 
 def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """Medians over rounds: microseconds, and the ratio to the plain pair's turn of the same round."""
+    """Medians over rounds: microseconds, and the ratio to the turn of what it is compared with in the same round."""
     return {
-        name: (statistics.median(mine), statistics.median(m / p for m, p in zip(mine, times[PLAIN], strict=True)))
+        name: (
+            statistics.median(mine),
+            statistics.median(m / p for m, p in zip(mine, times[baseline(name)], strict=True)),
+        )
         for name, mine in times.items()
     }
 
@@ -211,30 +244,43 @@ def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float
 def measure(
     recipes: Sequence[str], ways: Sequence[str], tokens: int, features: int, rounds: int, device: torch.device
 ) -> list[Line]:
-    """A line for the plain pair, and for each recipe, and each way of it."""
-    subjects = (PLAIN, *(f"{name} {way}".strip() for name in recipes for way in ("", *ways)))
+    """A line for the plain pair, one under FSDP where that is a way, and for each recipe, and each way of it."""
+    subjects = [PLAIN, *([baseline(FSDP)] if FSDP in ways else [])]
+    subjects += [f"{name} {way}".strip() for name in recipes for way in ("", *ways)]
     ranks = list(range(dist.get_world_size()))
     real, alone = dist.group.WORLD, dist.new_group(ranks, backend="fake")
     assert real is not None
     transport.ask_for(real)
     moving = {name: passes(name, tokens, features, real, device) for name in subjects}
     whole = ratios(in_turns(moving, rounds))
-    still = {name: passes(name, tokens, features, alone, device) for name in subjects}
+    still = {  # FSDP has groups of its own
+        name: moving[name] if name.endswith(FSDP) else passes(name, tokens, features, alone, device)
+        for name in subjects
+    }
     on_gpu = (
         device.type == "cuda"
     )  # elsewhere the ranks share the cores that they run on, so time is that of the process
     host = ratios(in_turns(still, rounds, time.perf_counter if on_gpu else time.process_time))
     calls = {name: calls_of(run) for name, run in still.items()}
-    return [Line(name, *whole[name], *host[name], calls[name], calls[name] / calls[PLAIN]) for name in subjects]
+    return [
+        Line(name, *whole[name], *host[name], calls[name], calls[name] / calls[baseline(name)]) for name in subjects
+    ]
 
 
-def show(lines: Sequence[Line], tokens: int, features: int) -> None:
+def verdict(line: Line, on_gpu: bool) -> str:
+    """On GPUs, where targets are for; "" elsewhere, and for what is compared with."""
+    if not on_gpu or line.subject == baseline(line.subject):
+        return ""
+    return f"  {'ok' if line.all_ratio <= limit(line.subject) else 'MISSED'} ({limit(line.subject)})"
+
+
+def show(lines: Sequence[Line], tokens: int, features: int, on_gpu: bool) -> None:
     print(f"\n{tokens} tokens, {features} -> {features} -> {features}: a pass, and its ratio to {PLAIN}")
     print(f"{'subject':20} {'all us':>9} {'ratio':>6} {'host us':>9} {'ratio':>6} {'calls':>6} {'ratio':>6}")
     for line in lines:
         print(
             f"{line.subject:20} {line.all:9.1f} {line.all_ratio:6.2f} {line.host:9.1f} {line.host_ratio:6.2f} "
-            f"{line.calls:6} {line.calls_ratio:6.2f}",
+            f"{line.calls:6} {line.calls_ratio:6.2f}{verdict(line, on_gpu)}",
             flush=True,
         )
 
@@ -260,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = 3 if options.quick else ROUNDS
     lines = measure(options.recipes, options.ways, options.tokens, options.features, rounds, device)
     if dist.get_rank() == 0:
-        show(lines, options.tokens, options.features)
+        show(lines, options.tokens, options.features, on_gpu)
         write_files(options, [asdict(line) for line in lines])
     if options.profile:
         alone = dist.new_group(list(range(dist.get_world_size())), backend="fake")

@@ -1,19 +1,22 @@
-"""A column- and a row-parallel linear over the GPUs of a host, forward and backward, beside plain torch in bf16.
+"""A column- and a row-parallel linear, and a Llama layer, over the ranks of a host, forward and backward, beside plain torch in
+bf16.
 
-    torchrun --nproc-per-node 2 -m bench.tensor_parallel [--recipes fp8_delayed fp8_current] [--overlap serial chunked]
-                                                         [--shapes 4096x14336] [--tokens 8192] [--json FILE]
+    torchrun --nproc-per-node 2 -m bench.tensor_parallel [--recipes fp8_delayed fp8_current] [--overlap serial chunked auto]
+                                         [--shapes 4096x14336 4096x14336x32x8] [--tokens 8192] [--table FILE] [--json FILE]
 
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
-`plain torch` is the pair of `bench.host_parallel`: all_gather, F.linear, F.linear, reduce_scatter, and what is symmetric to it
-in backward. Ours sends through memory that the GPUs map, and its iterations end with the step boundary, which casts the
-weights. By subject, milliseconds:
+Shapes and subjects are those of `bench.parallel_subjects`: plain torch (all_gather, F.linear, reduce_scatter), ours, and
+Transformer Engine where it is installed. Ours sends through memory that GPUs map, and its iterations end with the step
+boundary, which casts the weights. `auto` chooses by --table, or by times that are measured first, of the same linears. By
+subject, milliseconds:
 
     alone     the host waits for the device before each iteration: what a step takes that the host cannot run ahead of
     queued    iterations one after the other
     host      what the host needs to queue one
 
-Medians over iterations of the slowest rank. Subjects take turns by blocks of iterations.
+and their shares of plain torch's, and of `serial` under the same recipe, which auto is not to exceed by more than noise.
+Medians over iterations of the slowest rank. Subjects take turns by blocks of iterations. On CPUs it shows that all runs.
 """
 
 from __future__ import annotations
@@ -24,25 +27,31 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
 from bench.files import add_files, write_files
-from bench.host_parallel import PLAIN, PlainPair, Run
-from dlp.comm import transport
-from dlp.comm.mesh import init_process_group, shutdown
+from bench.host_parallel import PLAIN, Run
+from bench.parallel_subjects import TE_RECIPES, Shape, has_te, shape_of, subject, times_of
+from dlp.comm.mesh import init_process_group, shutdown, world_size
+from dlp.parallel import auto, tune
+from dlp.parallel.auto import AUTO, SERIAL, Times
 from dlp.quant.recipe import names
+from launch.stop import refuse
 
 WARM, COUNT, ROUNDS = 6, 10, 3
+SHAPES = ("4096x14336", "8192x28672", "4096x14336x32x8", "8192x28672x64x8")
+TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small ones and few where there is no GPU
 
 
 @dataclass(frozen=True)
 class Line:
-    """One subject at one shape; milliseconds, and what share of plain torch's time in the same run that is."""
+    """One subject at one shape; milliseconds, and what share of plain torch's time in the same run that is; of_serial: what
+    share of serial's, where it has run, alone and queued."""
 
     shape: str
     subject: str
@@ -51,33 +60,13 @@ class Line:
     queued: float
     queued_share: float
     host: float
+    of_serial: tuple[float, float] | None = None
 
 
-def subject(
-    name: str, strategy: str, features: int, inner: int, group: dist.ProcessGroup, device: torch.device
-) -> nn.Module:
-    """The pair of a recipe, attached, or plain torch's."""
-    if name == PLAIN:
-        return PlainPair(features, inner, group, device)
-    options: dict[str, Any] = {
-        "tp": group,
-        "sequence_parallel": True,
-        "recipe": name,
-        "overlap": strategy,
-        "device": device,
-    }
-    model = nn.Sequential(
-        dlp.ColumnParallelLinear(features, inner, dtype=torch.bfloat16, **options),
-        dlp.RowParallelLinear(inner, features, dtype=torch.bfloat16, **options),
-    )
-    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
-    return model
-
-
-def iteration(model: nn.Module, tokens: int, features: int, device: torch.device) -> Run:
-    x, dy = (torch.randn(tokens, features, device=device).bfloat16() for _ in range(2))
+def iteration(model: nn.Module, name: str, rows: int, features: int, device: torch.device) -> Run:
+    x, dy = (torch.randn(rows, features, device=device).bfloat16() for _ in range(2))
     x.requires_grad_()
-    learns, ours = [x, *model.parameters()], not isinstance(model, PlainPair)
+    learns, ours = [x, *model.parameters()], name in names()
 
     def run() -> None:
         model(x).backward(dy)
@@ -89,25 +78,33 @@ def iteration(model: nn.Module, tokens: int, features: int, device: torch.device
     return run
 
 
-def timed(run: Run) -> tuple[list[float], float, float]:
-    """Seconds: of single iterations, of one in a queue, and of the host for one."""
-    single = []
-    for _ in range(COUNT):
-        torch.cuda.synchronize()
+def settle(device: torch.device) -> None:
+    """All ranks are here, and their devices have nothing to do."""
+    for _ in range(2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
+    if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def timed(run: Run, device: torch.device, count: int) -> tuple[list[float], float, float]:
+    """Seconds: of single iterations, of one in a queue, and of the host for one."""
+    done = torch.cuda.synchronize if device.type == "cuda" else bool
+    single = []
+    for _ in range(count):
+        settle(device)
         start = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        done()
         single.append(time.perf_counter() - start)
-    dist.barrier()
-    torch.cuda.synchronize()
+    settle(device)
     start = time.perf_counter()
-    for _ in range(COUNT):
+    for _ in range(count):
         run()
-    host = (time.perf_counter() - start) / COUNT
-    torch.cuda.synchronize()
-    return single, (time.perf_counter() - start) / COUNT, host
+    host = (time.perf_counter() - start) / count
+    done()
+    return single, (time.perf_counter() - start) / count, host
 
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
@@ -117,69 +114,92 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
     return [float(value) for value in both]
 
 
-def measure(shape: str, tokens: int, subjects: Sequence[tuple[str, str]], device: torch.device) -> list[Line]:
-    features, inner = (int(size) for size in shape.split("x"))
-    group = dist.group.WORLD
-    assert group is not None
-    transport.ask_for(group)
-    runs = {}
+def measure(
+    shape: Shape,
+    tokens: int,
+    subjects: Sequence[tuple[str, str]],
+    mesh: DeviceMesh,
+    table: Times | None,
+    count: int = COUNT,
+) -> list[Line]:
+    """A line for each subject, plain torch's among them. `table`: what "auto" is chosen by; None: it is measured first."""
+    device, runs = tune.device_of(mesh), {}
     for name, strategy in subjects:
+        times = table
+        if strategy == AUTO and times is None:
+            times = times_of(shape, tokens, name, mesh, ROUNDS)
         torch.manual_seed(0)
-        model = subject(name, strategy, features, inner, group, device)
-        runs[name, strategy] = run = iteration(model, tokens // group.size(), features, device)
-        for _ in range(WARM):
+        model = subject(name, strategy, shape, tokens, mesh, times)
+        run = runs[name, strategy] = iteration(model, name, tokens // mesh.size(), shape.features, device)
+        for _ in range(WARM if device.type == "cuda" else 1):
             run()
     found: dict[tuple[str, str], list[list[float]]] = {key: [] for key in runs}
     for _ in range(ROUNDS):
         for key, run in runs.items():
-            single, queued, host = timed(run)
+            single, queued, host = timed(run, device, count)
             found[key].append(slowest([statistics.median(single), queued, host], device))
     medians = {
         key: [1e3 * statistics.median(column) for column in zip(*rows, strict=True)] for key, rows in found.items()
     }
+    return lines_of(str(shape), medians)
+
+
+def lines_of(shape: str, medians: dict[tuple[str, str], list[float]]) -> list[Line]:
+    """Milliseconds alone, queued and of the host, by subject -> with their shares."""
     alone, queued, _ = medians[PLAIN, ""]
-    return [
-        Line(shape, f"{name} {strategy}".strip(), times[0], times[0] / alone, times[1], times[1] / queued, times[2])
-        for (name, strategy), times in medians.items()
-    ]
+    lines = []
+    for (name, strategy), times in medians.items():
+        serial = medians.get((name, SERIAL)) if strategy != SERIAL else None
+        of_serial = None if serial is None else (times[0] / serial[0], times[1] / serial[1])
+        both = times[0], times[0] / alone, times[1], times[1] / queued
+        lines.append(Line(shape, f"{name} {strategy}".strip(), *both, times[2], of_serial))
+    return lines
 
 
 def show(lines: Sequence[Line], tokens: int) -> None:
-    print(f"\n{tokens} tokens; milliseconds, and shares of plain torch's in the same run")
-    print(f"{'pair':12} {'subject':22} {'alone':>8} {'share':>6} {'queued':>8} {'share':>6} {'host':>8}")
+    print(
+        f"\n{tokens} tokens; milliseconds, shares of plain torch's in the same run, and of serial's, alone and queued"
+    )
+    print(f"{'shape':16} {'subject':22} {'alone':>8} {'share':>6} {'queued':>8} {'share':>6} {'host':>8}  of serial")
     for line in lines:
+        serial = "" if line.of_serial is None else "{:.3f} {:.3f}".format(*line.of_serial)
         print(
-            f"{line.shape:12} {line.subject:22} {line.alone:8.3f} {line.alone_share:6.3f} {line.queued:8.3f} "
-            f"{line.queued_share:6.3f} {line.host:8.3f}",
+            f"{line.shape:16} {line.subject:22} {line.alone:8.3f} {line.alone_share:6.3f} {line.queued:8.3f} "
+            f"{line.queued_share:6.3f} {line.host:8.3f}  {serial}".rstrip(),
             flush=True,
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.tensor_parallel", description=__doc__.split("\n")[0])
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="torchrun -m bench.tensor_parallel", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--recipes", nargs="+", default=["bf16", "fp8_delayed", "fp8_current", "fp8_block"], choices=names()
     )
-    parser.add_argument("--overlap", nargs="+", default=["serial", "chunked"])
-    parser.add_argument("--shapes", nargs="+", default=["4096x14336", "8192x28672"], metavar="KxN")
-    parser.add_argument("--tokens", type=int, default=8192, help="of all ranks (8192)")
+    parser.add_argument("--overlap", nargs="+", default=[SERIAL, "chunked", AUTO])
+    shapes = [shape_of(text) for text in (SHAPES if on_gpu else SMALL)]
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=shapes, metavar="KxN")
+    parser.add_argument("--tokens", type=int, default=TOKENS if on_gpu else FEW, help=f"of all ranks ({TOKENS})")
+    parser.add_argument("--table", help="of dlp.parallel.tune, for auto; else it measures first")
+    parser.add_argument("--peers", nargs="*", default=list(TE_RECIPES) if has_te() else [], choices=list(TE_RECIPES))
+    parser.add_argument("--count", type=int, default=COUNT, help=f"iterations in a block ({COUNT})")
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print(
-            "bench.tensor_parallel needs GPUs: torchrun --nproc-per-node gpu -m bench.tensor_parallel", file=sys.stderr
-        )
-        return 2
-    init_process_group("cuda")
-    device = torch.device("cuda", torch.cuda.current_device())
+    if world_size() == 1:
+        refuse("1 rank has nothing to send; start 2 or more, as torchrun --nproc-per-node 2 does", code=2)
+    init_process_group("cuda" if on_gpu else "cpu")
+    mesh = dlp.build_mesh(tp=dist.get_world_size(), transport="mapped")
+    table = None if options.table is None else auto.load(options.table, together=True)
     subjects = [(PLAIN, ""), *((recipe, strategy) for recipe in options.recipes for strategy in options.overlap)]
+    subjects += [(peer, "") for peer in options.peers]
     lines = []
     for shape in options.shapes:
-        lines += measure(shape, options.tokens, subjects, device)
-        torch.cuda.empty_cache()
-    if dist.get_rank() == 0:
-        show(lines, options.tokens)
-        write_files(options, [asdict(line) for line in lines])
+        lines += measure(shape, options.tokens, subjects, mesh, table, options.count)
+        if on_gpu:
+            torch.cuda.empty_cache()
+        if dist.get_rank() == 0:  # as they are made: a later shape may fail
+            show([line for line in lines if line.shape == str(shape)], options.tokens)
+            write_files(options, [asdict(line) for line in lines])
     shutdown()
     return 0
 

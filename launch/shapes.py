@@ -88,7 +88,7 @@ def of_config(config: Config, world: int, device_type: str) -> tuple[Counter[str
 
 
 def whole_layers(config: Config, world: int, device_type: str) -> dict[str, Any]:
-    """tp, transport, dtype, and each layer, siblings as one, by style, sizes, recipe, and tokens of a microbatch."""
+    """Ranks of tp, transport, dtype, and each layer, siblings as one, by style, sizes, recipe, and tokens of a microbatch."""
     batch, plan = validate_world(config, world), plan_for(config, world, device_type)
     rows, layers = {row.name: row for row in plan.layers}, []
     for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
@@ -99,7 +99,7 @@ def whole_layers(config: Config, world: int, device_type: str) -> dict[str, Any]
             "tokens": batch.micro * config.train.sequence, "in_features": row.shape[1],
             "out_features": [rows[name].shape[0] for name in names],
         })  # fmt: skip
-    return {"tp": plan.tp, "transport": config.mesh.transport, "dtype": dtype_name(DTYPES[config.train.dtype]),
+    return {"ranks": plan.tp, "transport": config.mesh.transport, "dtype": dtype_name(DTYPES[config.train.dtype]),
             "layers": layers}  # fmt: skip
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import __main__ as bench
-from bench import tensor_parallel
+from bench import operators, tensor_parallel
+from bench.host_parallel import PLAIN
+from bench.parallel_subjects import shape_of
 from dlp.kernels import loader
 
 SHAPES = ["8192x4096x4096", "512x128x64"]
@@ -72,9 +75,48 @@ def test_what_no_part_can_do(arguments: list[str], says: str, calls: Calls, caps
     assert left.value.code == 2 and says in capsys.readouterr().err and not calls
 
 
-def test_linears_over_gpus_say_that_they_need_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert tensor_parallel.main([]) == 2
-    assert "needs GPUs: torchrun" in capsys.readouterr().err
+def test_shares_are_of_plain_torch_and_of_serial() -> None:
+    times = {(PLAIN, ""): [4.0, 2.0, 1.0], ("bf16", "serial"): [3.0, 2.5, 1.0], ("bf16", "auto"): [2.4, 2.0, 0.5]}
+    plain, serial, chosen = tensor_parallel.lines_of("8x8", times)
+    assert (plain.alone_share, plain.queued_share, plain.of_serial) == (1.0, 1.0, None)
+    assert (serial.subject, serial.alone_share, serial.queued_share, serial.of_serial) == (
+        "bf16 serial",
+        0.75,
+        1.25,
+        None,
+    )
+    assert chosen.of_serial == pytest.approx((0.8, 0.8)) and chosen.alone_share == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("64x128", [("COLUMN_SP", 64, (128,)), ("ROW_SP", 128, (64,))]),
+        ("64x128x4x2", [("COLUMN_SP", 64, (128, 128)), ("COLUMN_SP", 64, (64, 32, 32)), ("ROW_SP", 128, (64,)),
+                        ("ROW_SP", 64, (64,))]),
+    ],
+)  # fmt: skip
+def test_a_shape_has_its_linears(text: str, problems: list[object]) -> None:
+    shape = shape_of(text)
+    found = shape.problems(32, "bf16")
+    assert str(shape) == text and [(p.style.name, p.in_features, p.out_features) for p in found] == problems
+    with pytest.raises(ValueError, match="64: give 2 sizes for a pair, 4 for a layer"):
+        shape_of("64")
+
+
+def test_what_is_hidden_of_what_could_be() -> None:
+    """A GEMM of 100 and a transfer of 40, 144 one after the other: in 110, 34 of 40 are hidden, and 10 exposed."""
+    found = operators.line("gather", (8, 8, 8), "bf16", "chunked", 110.0, (100.0, 40.0, 144.0))
+    assert found.hidden == pytest.approx(34 / 40) and found.exposed == pytest.approx(10)
+    assert found.of_ideal == pytest.approx(100 / 110) and found.of_sequential == pytest.approx(110 / 144)
+
+
+@pytest.mark.parametrize("program", [tensor_parallel, operators])
+def test_one_rank_has_nobody_to_send_to(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(said: str, code: int) -> None:
+        raise SystemExit(f"{code}: {said}")
+
+    monkeypatch.setattr(program, "refuse", refused)
+    monkeypatch.setattr(program, "world_size", lambda: 1)
+    with pytest.raises(SystemExit, match=r"^2: 1 rank has nothing to .*; start 2 or more"):
+        program.main([])

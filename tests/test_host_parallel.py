@@ -37,6 +37,8 @@ def test_a_pair_is_measured_beside_plain_torch(
         "--recipes",
         "bf16",
         "fp8_current",
+        "--ways",
+        "fsdp",
         "--tokens",
         "32",
         "--features",
@@ -45,12 +47,26 @@ def test_a_pair_is_measured_beside_plain_torch(
         str(tmp_path / "found"),
     ]
     assert host_parallel.main(arguments) == 0
-    plain, bf16, fp8 = json.loads((tmp_path / "found").read_text())
+    plain, nn_linear, bf16, bf16_sharded, fp8, fp8_sharded = json.loads((tmp_path / "found").read_text())
+    assert nn_linear["subject"] == f"{PLAIN} fsdp" and nn_linear["calls_ratio"] == 1.0
+    assert (bf16_sharded["subject"], fp8_sharded["subject"]) == ("bf16 fsdp", "fp8_current fsdp")
+    assert fp8_sharded["calls_ratio"] == fp8_sharded["calls"] / nn_linear["calls"]
     assert (plain["subject"], plain["calls_ratio"], plain["host_ratio"]) == (PLAIN, 1.0, 1.0) and plain["calls"] > 20
     assert bf16["subject"] == "bf16" and bf16["calls_ratio"] > 1.0 and bf16["host"] > 0 and bf16["all"] > 0
     assert bf16["calls"] < 520, "decided once: the pair made 938 Python calls before plans were bound"
     assert fp8["calls"] < 680, "1095 before"
-    assert capsys.readouterr().out.splitlines()[-1].startswith("fp8_current")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith("fp8_current fsdp") and not any("MISSED" in line for line in said), (
+        "targets are for GPUs"
+    )
+
+
+def test_targets_are_those_of_recipe_and_way() -> None:
+    subjects = ("bf16", "fp8_block chunked", "mxfp8", "nvfp4 chunked", "fp8_current compiled", "bf16 fsdp")
+    assert [host_parallel.limit(subject) for subject in subjects] == [2.0, 2.0, 2.5, 2.5, 2.5, 2.5]
+    slow, plain = (host_parallel.Line(name, 1.0, 2.6, 1.0, 1.0, 1, 1.0) for name in ("mxfp8", PLAIN))
+    assert host_parallel.verdict(slow, True) == "  MISSED (2.5)" and host_parallel.verdict(slow, False) == ""
+    assert host_parallel.verdict(plain, True) == ""
 
 
 def test_without_ranks_it_starts_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,15 +89,15 @@ def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh,
     """A layer of this problem, with weights of `dtype` that have been cast."""
     name, sequence_parallel = next(key for key, row in STYLES.items() if row is problem.style)
     options: dict[str, Any] = {
-        "tp": tp, "sequence_parallel": sequence_parallel, "recipe": problem.recipe, "overlap": overlap, "dtype": dtype,
+        "sequence_parallel": sequence_parallel, "recipe": problem.recipe, "overlap": overlap, "dtype": dtype,
         "device": tp.device_type,
     }  # fmt: skip
     outs = problem.out_features if len(problem.out_features) > 1 else problem.out_features[0]
     if name == "row":
         assert isinstance(outs, int)
-        layer: Linear = RowParallelLinear(problem.in_features, outs, **options)
+        layer: Linear = RowParallelLinear(problem.in_features, outs, tp=tp, **options)
     else:
-        layer = ColumnParallelLinear(problem.in_features, outs, **options)
+        layer = ColumnParallelLinear(problem.in_features, outs, tp=tp, **options)
     attach(layer, torch.optim.SGD(layer.parameters(), 0.0))
     return layer
 
@@ -147,7 +147,7 @@ def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.
 
 def measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: torch.dtype, rounds: int) -> Row:
     """Of one problem, on all ranks of the world at once."""
-    device = _device(tp)
+    device = device_of(tp)
     pairs = []
     for name in strategies:
         layer = layer_of(problem, {"fprop": name, "dgrad": name, "wgrad": SERIAL}, tp, dtype)
@@ -164,8 +164,17 @@ def measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: 
     return Row(problem.key, problem.sizes(tp.size()), directions, dict(zip(GEMMS, alone, strict=True)))
 
 
-def _device(tp: DeviceMesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if tp.device_type == "cuda" else torch.device("cpu")
+def device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def empty_table(tp: DeviceMesh, by: str, link: tuple[float, float], about: Mapping[str, Any]) -> Times:
+    """Of these ranks and this device, without rows; `link`: of `links`."""
+    kind, device = device_kind(tp.device_type), device_of(tp)
+    if device.type == "cpu":
+        return Times(kind, "CPU", tp.size(), by, 0, *link, rows=(), about=about)
+    there = torch.cuda.get_device_properties(device)
+    return Times(kind, there.name, tp.size(), by, there.multi_processor_count, *link, rows=(), about=about)
 
 
 # The links
@@ -195,8 +204,8 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
 
 
 def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """tp, transport, dtype and the layers of a config, from the program that knows configs; read by rank 0. Raises SystemExit
-    on all ranks where that program refuses, which has said why."""
+    """Ranks of tp, transport, dtype and the layers of a config, from the program that knows configs; read by rank 0. Raises
+    SystemExit on all ranks where that program refuses, which has said why."""
     said: list[Any] = [None]
     if dist.get_rank() == 0:
         command = [sys.executable, "-m", "launch.shapes", *arguments, "--world", str(world_size()), "--layers"]
@@ -245,20 +254,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     init_process_group("cuda" if on_gpu else "cpu")
     found = layers_of(rest)
-    mesh = build_mesh(tp=found["tp"], transport=found["transport"])
+    mesh = build_mesh(tp=found["ranks"], transport=found["transport"])
     tp = mesh[TP]
     group, dtype = tp.get_group(), getattr(torch, found["dtype"])
     by = transport_name(group, mesh.device_type)
     strategies = known.strategies or (CANDIDATES if by != "nccl" else CANDIDATES[:1])
     problems = problems_of(found, known.recipes)
-    speed, meeting = links(group, _device(tp), known.rounds)
-    times = Times(
-        device_kind(mesh.device_type), torch.cuda.get_device_name() if on_gpu else "CPU", tp.size(), by,
-        torch.cuda.get_device_properties(_device(tp)).multi_processor_count if on_gpu else 0, speed, meeting, (),
-        {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "dtype": found["dtype"],
-         "command": f"torchrun --nproc-per-node {world_size()} -m dlp.parallel.tune {shlex.join(given)}"},
-    )  # fmt: skip
-    _say(f"{times}; a link carries {speed / 1e9:.3g} GB/s, and takes {1e6 * meeting:.3g} us beside; milliseconds:")
+    command = f"torchrun --nproc-per-node {world_size()} -m dlp.parallel.tune {shlex.join(given)}"
+    about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "dtype": found["dtype"], "command": command}
+    times = empty_table(tp, by, links(group, device_of(tp), known.rounds), about)
+    link = f"a link carries {times.speed / 1e9:.3g} GB/s, and takes {1e6 * times.meeting:.3g} us beside"
+    _say(f"{times.ranks} x {times.device} by {by}; {link}; milliseconds:")
     for number, problem in enumerate(problems, 1):
         row = measure(problem, strategies, tp, dtype, known.rounds)
         times = replace(times, rows=(*times.rows, row))

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from unittest.mock import patch
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from bench import collectives as bench_collectives
-from bench.collectives import KINDS, Bench, Line, column, gathered, received
+from bench import operators, tensor_parallel
+from bench.collectives import KINDS, Bench, Line, bench_reductions, column, gathered, received, summed
+from bench.host_parallel import PLAIN
+from bench.parallel_subjects import shape_of, subject
+from dlp.comm import transport
+from dlp.comm.collectives import reduce_scatter
+from dlp.comm.slots import SharedSlot
+from dlp.comm.transport import Transport
+from dlp.parallel import tune
+from dlp.parallel.transfer import WIRES
 from launch import stop
 from tests import pool as worker
 from tests.cases import RECIPES
+from tests.metrics import relative_error
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +84,85 @@ def test_every_kind_runs(ranks):
     (lines, _) = ranks(2).run(every_kind)
     assert {line.kind for line in lines} == set(KINDS)
     assert {line.name for line in lines if line.kind == "gather"} == {"torch bf16", *RECIPES}
+
+
+def sums_through_memory() -> list[Line]:
+    """The sums of each wire, by collectives and through memory that ranks map, with the same bits."""
+    here = bench()
+    group = here.mesh.get_group()
+    if worker.device().type == "cpu":
+        transport.use(group, Transport(group, worker.device(), SharedSlot))
+    else:
+        transport.ask_for(group)
+    try:
+        y, moves = here.inputs(64, 256)(), transport.transport_of(group)
+        assert moves is not None
+        for wire in WIRES.values():
+            (expected,) = reduce_scatter((y,), group, wire).wait()
+            assert torch.equal(summed(moves, y, wire), expected)
+        with patch.object(bench_collectives, "REPETITIONS", 1):
+            return bench_reductions(here, 64, 256)
+    finally:
+        transport.use(group, None)
+
+
+@pytest.mark.ranks(2)
+def test_sums_are_measured_through_memory_that_ranks_map(ranks):
+    (lines, _) = ranks(2).run(sums_through_memory)
+    assert [line.name for line in lines] == ["torch bf16", *WIRES, *(f"mapped {name}" for name in WIRES)]
+    assert all(line.microseconds > 0 for line in lines)
+
+
+def every_operator() -> list[operators.Line]:
+    with patch.object(bench_collectives, "REPETITIONS", 1):
+        return operators.measure(bench(), "fp8_block", (64, 128, 128), ["serial", "chunked:2"])
+
+
+@pytest.mark.ranks(2)
+def test_every_operator_runs(ranks):
+    (lines, _) = ranks(2).run(every_operator)
+    named = [(line.operator, line.strategy) for line in lines]
+    assert named == [(operator, name) for operator in ("gather", "sum") for name in ("serial", "chunked:2")]
+    assert all(min(line.microseconds, line.gemm, line.transfer, line.sequential) > 0 for line in lines)
+
+
+def pair_and_layer() -> list[tensor_parallel.Line]:
+    subjects, mesh = [(PLAIN, ""), ("fp8_current", "serial"), ("fp8_current", "auto")], worker.mesh(tp=2)
+    found = []
+    with patch.object(tensor_parallel, "ROUNDS", 1), patch.object(tune, "COUNT", 1), patch.object(tune, "WARM", 1):
+        for text in ("64x128", "64x128x4x2"):
+            found += tensor_parallel.measure(shape_of(text), 64, subjects, mesh, None, 1)
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_a_pair_and_a_layer_run_beside_plain_torch(ranks):
+    (lines, _) = ranks(2).run(pair_and_layer)
+    assert [line.subject for line in lines] == [PLAIN, "fp8_current serial", "fp8_current auto"] * 2
+    assert all(min(line.alone, line.queued, line.host) > 0 for line in lines) and lines[-1].of_serial is not None
+
+
+def plain_and_ours() -> tuple[float, float]:
+    """How far ours in bf16 is from the plain layer with the same weights; how much that changes its input."""
+    mesh, shape, tokens = worker.mesh(tp=2), shape_of("64x128x4x2"), 32
+    plain, ours = (subject(name, how, shape, tokens, mesh, None) for name, how in ((PLAIN, ""), ("bf16", "serial")))
+    renamed = {re.sub(r"\.(norm|linear)\.", ".", name): value for name, value in plain.named_parameters()}
+    with torch.no_grad():
+        for name, mine in ours.named_parameters():
+            mine.to_local().copy_(renamed[name].mul_(1.0 if "norm" in name else 5.0))
+    x = (
+        torch.randn(tokens // 2, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+        .to(worker.device())
+        .bfloat16()
+    )
+    y = plain(x)
+    return relative_error(ours(x), y), relative_error(x, y)
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_layer_computes_what_ours_does(ranks):
+    for error, changed in ranks(2).run(plain_and_ours):
+        assert error < 0.02 and changed > 0.1
 
 
 def test_one_rank_is_refused_before_anything_runs(monkeypatch, capsys):

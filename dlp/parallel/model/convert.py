@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP, WORLD, ParallelDims
 from dlp.parallel import auto
+from dlp.parallel.auto import Times
 from dlp.parallel.linear.modules import (
     ConvertedLinear,
     LinearCore,
@@ -90,7 +91,7 @@ def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> Pr
 def convert(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], mesh: DeviceMesh, *,
     batch: tuple[int, int] | None = None, amax_group: str | ProcessGroup = "auto", seed: int = 0,
-    overlap_table: str | Path | None = None,
+    overlap_table: Times | str | Path | None = None,
 ) -> Plan:  # fmt: skip
     """Make the model parallel over the mesh's tp axis, in place, and return the printable plan.
 
@@ -101,7 +102,8 @@ def convert(
     amax_group  which ranks share scales: "auto" (what correctness needs; for delayed scaling all ranks), "tp", "tp+dp",
                 "world", or a process group
     seed        of stochastic rounding
-    overlap_table  a file of `dlp.parallel.tune`, rank 0's: what `overlap = "auto"` is chosen by; None: it is "serial"
+    overlap_table  a file of `dlp.parallel.tune`, rank 0's, or what all ranks have read of one: what `overlap = "auto"` is
+                chosen by; None: it is "serial"
 
     Modules, their hooks, names and attributes stay; layers of dlp that were made by hand join the model's step boundary.
     Raises ValueError, before anything is changed, for a group that matches nothing or is left with nothing, a size
@@ -111,7 +113,7 @@ def convert(
     check_untied(model)
     dims = ParallelDims.from_mesh(mesh)
     tp = dims.tp_mesh
-    times = None if overlap_table is None else auto.load(overlap_table, together=True)
+    times = auto.load(overlap_table, together=True) if isinstance(overlap_table, str | Path) else overlap_table
     by = auto.transport_name(dims.group(TP), mesh.device_type)
     plan = make_plan(
         model, groups, dims.tp, device_type=mesh.device_type, batch=batch, overlap_table=times, transport=by

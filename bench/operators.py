@@ -1,0 +1,225 @@
+"""A gather with the GEMM behind it, and a GEMM with the sum behind it, beside their parts one after the other.
+
+    torchrun --nproc-per-node 2 -m bench.operators [--shapes 8192x8192x14336] [--recipes bf16 fp8_current] [--json FILE]
+
+    gather   x [M/R, K] of each rank, quantized -> [M, K], times w [N, K].T
+    sum      x [M, N] times w [K, N].T -> contributions [M, K] in bf16, of whose sum each rank keeps its rows [M/R, K]
+
+M, K, N of a rank are those of a model's MLP cut over the ranks there are. Microseconds:
+
+    gemm         the GEMM alone, on the gathered operand
+    transfer     the collective alone: the least of NCCL's (of the operand's bytes, or of bf16) and of `serial`'s
+    sequential   one after the other: the least of NCCL's transfer and the GEMM, and of `serial`
+    strategies   `serial`, `chunked`, `chunked:2`, `chunked:4`: cast and agreement are outside, signals and sums inside
+
+and of each strategy
+
+    of sequential   time / sequential: above 1 it loses
+    of ideal        max(gemm, transfer) / time
+    hidden          eta_hidden = (sequential - time) / min(gemm, transfer): 1 is all that could be hidden
+    exposed         time - gemm
+
+Times are of the device (`bench.collectives`): operators alternate, inputs rotate, median over repetitions of the slowest
+rank. On CPUs (gloo) they are wall times, and show that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dlp
+from bench.collectives import Bench, plain_gather, plain_reduce
+from bench.files import add_files, write_files
+from dlp.comm import transport
+from dlp.comm.collectives import as_bytes
+from dlp.comm.mesh import TP, init_process_group, shutdown, world_size
+from dlp.parallel import overlap as overlaps
+from dlp.parallel import tune
+from dlp.parallel.auto import CANDIDATES, SERIAL
+from dlp.parallel.casts import ROWWISE
+from dlp.parallel.linear.state import quantize
+from dlp.parallel.transfer import WIRES
+from dlp.quant.gemm import Gemm
+from dlp.quant.recipe import names as recipe_names
+from dlp.quant.tensor import QuantizedTensor
+from launch.stop import refuse
+
+Run = Callable[[], object]
+Shape = tuple[int, int, int]
+MODELS = ((8192, 8192, 28672), (16384, 8192, 28672), (8192, 4096, 14336), (4096, 4096, 14336))  # M, K, N of all ranks
+TURNS = 3  # operands in turn; at the sizes of interest together more than the L2 cache
+
+
+@dataclass(frozen=True)
+class Line:
+    """One strategy of one operator; microseconds and shares, as above."""
+
+    operator: str
+    shape: str
+    recipe: str
+    strategy: str
+    microseconds: float
+    gemm: float
+    transfer: float
+    sequential: float
+    of_sequential: float
+    of_ideal: float
+    hidden: float
+    exposed: float
+
+
+def line(
+    operator: str, shape: Shape, recipe: str, strategy: str, time: float, parts: tuple[float, float, float]
+) -> Line:
+    """`parts`: gemm, transfer, sequential."""
+    gemm, transfer, sequential = parts
+    return Line(
+        operator, "x".join(map(str, shape)), recipe, strategy, time, *parts, time / sequential, max(gemm, transfer) / time,
+        (sequential - time) / min(gemm, transfer), time - gemm,
+    )  # fmt: skip
+
+
+class Operators:
+    """Of one shape and recipe: runs by name, on operands that rotate."""
+
+    def __init__(self, bench: Bench, recipe: str, shape: Shape) -> None:
+        self.bench, self.group, (tokens, features, columns) = bench, bench.mesh.get_group(), shape
+        self.rows, dtype = tokens // bench.world, torch.bfloat16
+        options = {
+            "tp": bench.mesh,
+            "sequence_parallel": True,
+            "recipe": recipe,
+            "device": bench.device,
+            "dtype": dtype,
+        }
+        up = dlp.ColumnParallelLinear(features, columns * bench.world, **options)  # type: ignore[arg-type]
+        down = dlp.RowParallelLinear(columns * bench.world, features, **options)  # type: ignore[arg-type]
+        weights, inputs = [], []
+        for layer, (rows, width) in ((up, (self.rows, features)), (down, (tokens, columns))):
+            bound = layer.core.bound
+            bound.session.begin_forward(bound, True)
+            (w,) = quantize(bound, "w", layer.core.weight_tensors(), ROWWISE)
+            made = [quantize(bound, "x", [torch.randn(rows, width, device=bench.device).to(dtype)], ROWWISE)[0]
+                    for _ in range(TURNS)]  # fmt: skip
+            weights.append(Gemm("fprop", w.at(columnwise=False), dtype, options=bound.spec.recipe.fprop))
+            inputs.append([each.at(columnwise=False) for each in made])
+        (self.up, self.down), (shards, wholes) = weights, inputs
+        self.shards, self.wholes = cycle(shards), cycle(wholes)
+        self.gathered = self._gather(SERIAL).whole()
+        self.gathered = self.gathered.format.wrap([part.clone() for part in self.gathered.parts])
+        self._finish()
+        self.partial = self.down(wholes[0]).to(dtype)
+        self.mine = torch.empty((self.rows, features), dtype=dtype, device=bench.device)
+
+    def _gather(self, strategy: str) -> overlaps.Gather:
+        transport.start(self.group, strategy)
+        return overlaps.load(strategy).gather(next(self.shards), 0, self.group)
+
+    def _finish(self) -> None:
+        transport.finish(self.group)
+
+    def gather(self, strategy: str) -> None:
+        self._gather(strategy).gemm(self.up)
+        self._finish()
+
+    def gather_alone(self) -> None:
+        self._gather(SERIAL).whole()
+        self._finish()
+
+    def plain_gather(self) -> QuantizedTensor:
+        """By NCCL, of the parts that move along the rows."""
+        shard = next(self.shards)
+        parts = []
+        for part, dim in zip(shard.parts, shard.format.moves_along(0), strict=True):
+            if dim is None:
+                parts.append(part)
+                continue
+            whole = torch.empty((self.bench.world, *part.shape), dtype=part.dtype, device=part.device)
+            plain_gather(as_bytes(whole), as_bytes(part.contiguous()), group=self.group)
+            parts.append(whole.movedim(0, dim).flatten(dim, dim + 1))
+        return shard.format.wrap(parts)
+
+    def sum(self, strategy: str) -> None:
+        transport.start(self.group, strategy)
+        overlaps.load(strategy).gemm_reduce(
+            next(self.wholes), self.down, self.group, reduce="scatter", dtype=torch.bfloat16, codec=WIRES["hp"]
+        ).wait()
+        self._finish()
+
+    def plain_sum(self, y: Tensor) -> None:
+        plain_reduce(self.mine, y, group=self.group)
+
+
+def measure(bench: Bench, recipe: str, shape: Shape, strategies: Sequence[str]) -> list[Line]:
+    made, lines = Operators(bench, recipe, shape), []
+    for operator, alone, plain, both, run in (
+        ("gather", lambda: made.up(made.gathered), made.plain_gather, lambda: made.up(made.plain_gather()), made.gather),
+        ("sum", lambda: made.down(next(made.wholes)), lambda: made.plain_sum(made.partial),
+         lambda: made.plain_sum(made.down(next(made.wholes)).bfloat16()), made.sum),
+    ):  # fmt: skip
+        ours: list[Run] = [lambda run=run, name=name: run(name) for name in strategies]  # type: ignore[misc]
+        moved = [made.gather_alone] if operator == "gather" else []
+        gemm, plainly, sequential, *times = bench.times([alone, plain, both, *moved, *ours])
+        own, times = times[: len(moved)], times[len(moved) :]
+        parts = gemm, min(plainly, *own) if own else plainly, min(sequential, times[strategies.index(SERIAL)])
+        lines += [line(operator, shape, recipe, name, t, parts) for name, t in zip(strategies, times, strict=True)]
+    return lines
+
+
+def show(found: Line) -> None:
+    print(f"{found.operator:7} {found.shape:18} {found.recipe:12} {found.strategy:10} {found.microseconds:9.1f} "
+          f"{found.gemm:9.1f} {found.transfer:9.1f} {found.sequential:10.1f} {found.of_sequential:7.3f} {found.of_ideal:7.3f} "
+          f"{found.hidden:7.2f} {found.exposed:9.1f}", flush=True)  # fmt: skip
+
+
+def sizes(text: str) -> Shape:
+    tokens, features, columns = map(int, text.split("x"))
+    return tokens, features, columns
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="torchrun -m bench.operators", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--shapes", type=sizes, nargs="+", help="M x K x N, N of one rank [an MLP's of 8B and 70B models]"
+    )
+    parser.add_argument("--recipes", nargs="+", default=["bf16", "fp8_current"], choices=recipe_names())
+    parser.add_argument("--strategies", nargs="+", default=list(CANDIDATES))
+    add_files(parser, draws=False)
+    options = parser.parse_args(arguments)
+    if world_size() == 1:
+        refuse("1 rank has nothing to gather or to sum; start 2 or more, as torchrun --nproc-per-node 2 does", code=2)
+    init_process_group("cuda" if on_gpu else "cpu")
+    mesh = dlp.build_mesh(tp=dist.get_world_size(), transport="mapped")
+    bench, lines = Bench(mesh[TP], tune.device_of(mesh), calls=8 if on_gpu else 1), []
+    cut = [(m, k, n // bench.world) for m, k, n in MODELS] if on_gpu else [(64, 64, 64)]
+    strategies = [SERIAL, *(name for name in options.strategies if name != SERIAL)]
+    if on_gpu and transport.transport_of(bench.mesh.get_group()) is None:
+        strategies = strategies[:1]
+    if dist.get_rank() == 0:
+        print(f"{bench.world} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {torch.__version__}, "
+              f"{transport.describe(TP, bench.mesh.get_group())}; microseconds\n{'':7} {'M x K x N':18} {'recipe':12} "
+              f"{'strategy':10} {'time':>9} {'gemm':>9} {'transfer':>9} {'sequential':>10} {'of seq.':>7} {'ideal':>7} "
+              f"{'hidden':>7} {'exposed':>9}")  # fmt: skip
+    for shape in options.shapes or cut:
+        for recipe in options.recipes:
+            found = measure(bench, recipe, shape, strategies)
+            lines += found
+            if dist.get_rank() == 0:
+                for each in found:
+                    show(each)
+                write_files(options, [asdict(each) for each in lines])
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""What `bench.tensor_parallel` sets beside one another: a column and a row linear, and a whole Llama layer, over tp with
+sequence parallelism, as plain torch, as ours under a recipe and a strategy, and as Transformer Engine's where it is installed.
+
+    pair     4096x14336          K -> N -> K
+    layer    4096x14336x32x8     hidden, ffn, heads, kv heads: RMSNorm, attention, RMSNorm, SwiGLU MLP; one sequence
+
+All begin and end with token shards [M/R, K] in bf16. A plain layer is the launcher's own block with the weights of one rank:
+its norms hand on gathered tokens, once for q, k, v and once for gate and up, and o and down scatter their results. Gradients of
+norms, which cover a rank's tokens, are summed over tp in ours alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+import dlp
+from bench.host_parallel import PLAIN, Gather, PlainPair, Scatter
+from dlp.comm.mesh import TP
+from dlp.parallel import auto, tune
+from dlp.parallel.auto import AUTO, CANDIDATES, Problem, Times
+from dlp.parallel.style import COLUMN_SP, ROW_SP
+from dlp.quant import recipe as recipes
+from launch.models.modules import Block
+from launch.models.parallel import parallel_groups
+from launch.models.rope import rotary_table
+from launch.sections import Model
+
+TE_RECIPES = {"te bf16": "", "te delayed": "DelayedScaling", "te current": "Float8CurrentScaling"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a pair, whose heads are 0, or a layer."""
+
+    features: int
+    inner: int
+    heads: int = 0
+    kv_heads: int = 0
+
+    def __str__(self) -> str:
+        return "x".join(str(size) for size in (self.features, self.inner, self.heads, self.kv_heads) if size)
+
+    def problems(self, tokens: int, recipe: str) -> list[Problem]:
+        """Its linears, siblings as one."""
+        made, head = recipes.load(recipe), self.features // self.heads if self.heads else 0
+        columns, rows = [(self.inner,) * (2 if self.heads else 1)], [self.inner]
+        if self.heads:
+            columns.append((self.features, self.kv_heads * head, self.kv_heads * head))
+            rows.append(self.features)
+        found = [Problem(COLUMN_SP, tokens, self.features, outs, made) for outs in columns]
+        return found + [Problem(ROW_SP, tokens, size, (self.features,), made) for size in rows]
+
+    def config(self, ranks: int = 1) -> Model:
+        """Of its block, or of the part of it that one of so many ranks has."""
+        return Model(
+            layers=1, hidden=self.features, ffn=self.inner // ranks, heads=self.heads // ranks,
+            kv_heads=self.kv_heads // ranks, head_dim=self.features // self.heads, vocab=1,
+        )  # fmt: skip
+
+
+def shape_of(text: str) -> Shape:
+    """Raises ValueError for another number of sizes than 2 or 4."""
+    sizes = [int(size) for size in text.split("x")]
+    if len(sizes) not in (2, 4):
+        raise ValueError(f"{text}: give 2 sizes for a pair, 4 for a layer")
+    return Shape(*sizes)
+
+
+class _Gathered(nn.Module):
+    """A norm whose result is gathered."""
+
+    def __init__(self, norm: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        self.norm, self.group = norm, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = Gather.apply(self.norm(x), self.group)
+        return whole
+
+
+class _Scattered(nn.Module):
+    """A linear whose result [..., H] is summed over ranks, of which each keeps its tokens [M/R, H]."""
+
+    def __init__(self, linear: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        self.linear, self.group = linear, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        shard: Tensor = Scatter.apply(self.linear(x).flatten(0, -2), self.group)
+        return shard
+
+
+class OneLayer(nn.Module):
+    """A block of the launcher's on one sequence: token shards [S/R, H] -> the same."""
+
+    def __init__(self, config: Model, tokens: int, device: torch.device) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = nn.ModuleList([Block(config).bfloat16()])
+        self.tables = rotary_table(torch.arange(tokens, device=device), config.head_dim, config.rope_theta)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x, 1, *self.tables)
+        return y
+
+
+def filled(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model in memory, with weights drawn."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            values.normal_(0, 0.02) if values.dim() > 1 else values.fill_(1.0)
+    return model
+
+
+def plain_layer(shape: Shape, tokens: int, group: ProcessGroup, device: torch.device) -> nn.Module:
+    model = OneLayer(shape.config(group.size()), tokens, device)
+    block: Any = model.layers[0]
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        setattr(block, name, _Gathered(getattr(block, name), group))
+    block.self_attn.o_proj = _Scattered(block.self_attn.o_proj, group)
+    block.mlp.down_proj = _Scattered(block.mlp.down_proj, group)
+    return filled(model, device)
+
+
+def our_layer(
+    shape: Shape, recipe: str, strategy: str, tokens: int, mesh: DeviceMesh, times: Times | None
+) -> nn.Module:
+    device, config = tune.device_of(mesh), shape.config()
+    model = OneLayer(config, tokens, device)
+    groups: list[Any] = [replace(each, match=("layers.*.*norm",)) if each.name == "norms" else each
+                         for each in parallel_groups(config, True) if each.name != "vocabulary"]  # fmt: skip
+    groups.append(dlp.LayerGroup("linears", "layers.*.*.*_proj", recipe=recipe, overlap=strategy))
+    dlp.convert(model, groups, mesh, batch=(1, tokens), overlap_table=times)
+    return attached(filled(model, device))
+
+
+def our_pair(shape: Shape, recipe: str, strategy: str, tokens: int, tp: DeviceMesh, times: Times | None) -> nn.Module:
+    layers = (dlp.ColumnParallelLinear, dlp.RowParallelLinear)
+    sizes = ((shape.features, shape.inner), (shape.inner, shape.features))
+    made = []
+    for layer, (features, outs), problem in zip(layers, sizes, shape.problems(tokens, recipe), strict=True):
+        chosen: Any = strategy if strategy != AUTO else auto.choose(AUTO, problem, times, auto.NO_TABLE)[0]
+        options: dict[str, Any] = {"tp": tp, "recipe": recipe, "overlap": chosen, "device": tp.device_type}
+        made.append(layer(features, outs, sequence_parallel=True, dtype=torch.bfloat16, **options))
+    return attached(nn.Sequential(*made))
+
+
+def attached(model: nn.Module) -> nn.Module:
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
+    return model
+
+
+def times_of(shape: Shape, tokens: int, recipe: str, mesh: DeviceMesh, rounds: int) -> Times:
+    """What "auto" is chosen by: the linears of a shape, measured here."""
+    tp, device = mesh[TP], tune.device_of(mesh)
+    by = auto.transport_name(tp.get_group(), mesh.device_type)
+    names = CANDIDATES if by != "nccl" else CANDIDATES[:1]
+    times = tune.empty_table(tp, by, tune.links(tp.get_group(), device, rounds), {"dtype": "bfloat16"})
+    rows = [tune.measure(problem, names, tp, torch.bfloat16, rounds) for problem in shape.problems(tokens, recipe)]
+    return replace(times, rows=tuple(rows))
+
+
+# Transformer Engine, where it is installed
+
+
+def has_te() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+class TransformerEngine(nn.Module):
+    """Its linears or its layer, with its tensor and sequence parallelism, under one of TE_RECIPES."""
+
+    def __init__(self, name: str, shape: Shape, tokens: int, group: ProcessGroup) -> None:
+        super().__init__()
+        te, made = (importlib.import_module(f"transformer_engine.{part}") for part in ("pytorch", "common.recipe"))
+        recipe = getattr(made, TE_RECIPES[name])() if TE_RECIPES[name] else None
+        self.region: Callable[[], Any] = lambda: te.fp8_autocast(
+            enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group
+        )
+        over: dict[str, Any] = {"tp_group": group, "tp_size": group.size(), "sequence_parallel": True,
+                                "params_dtype": torch.bfloat16}  # fmt: skip
+        self.layer = bool(shape.heads)
+        if not shape.heads:
+            up = te.Linear(shape.features, shape.inner, bias=False, parallel_mode="column", **over)
+            down = te.Linear(shape.inner, shape.features, bias=False, parallel_mode="row", **over)
+            self.inside: nn.Module = nn.Sequential(up, down)
+            return
+        self.inside = te.TransformerLayer(
+            shape.features, shape.inner, shape.heads, num_gqa_groups=shape.kv_heads, hidden_dropout=0.0,
+            attention_dropout=0.0, self_attn_mask_type="causal", normalization="RMSNorm", activation="swiglu", bias=False,
+            set_parallel_mode=True, fuse_qkv_params=True, seq_length=tokens, micro_batch_size=1, **over,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.region():
+            y: Tensor = self.inside(x.unsqueeze(1) if self.layer else x)
+        return y.squeeze(1) if self.layer else y
+
+
+def subject(name: str, strategy: str, shape: Shape, tokens: int, mesh: DeviceMesh, times: Times | None) -> nn.Module:
+    """PLAIN, one of TE_RECIPES, or one of our recipes under a strategy, "auto" by `times`."""
+    group, device = mesh[TP].get_group(), tune.device_of(mesh)
+    if name == PLAIN:
+        if shape.heads:
+            return plain_layer(shape, tokens, group, device)
+        return PlainPair(shape.features, shape.inner, group, device)
+    if name in TE_RECIPES:
+        return TransformerEngine(name, shape, tokens, group)
+    if shape.heads:
+        return our_layer(shape, name, strategy, tokens, mesh, times)
+    return our_pair(shape, name, strategy, tokens, mesh[TP], times)
