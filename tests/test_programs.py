@@ -6,8 +6,10 @@ Every test compares with a twin that never captures its launches and must give t
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -374,6 +376,42 @@ def test_a_function_that_does_more_than_launch_is_no_program():
     ):
         with pytest.raises(NotPlain, match=says):
             captured.record(run, [x], [])  # type: ignore[arg-type]
+
+
+def test_a_copy_is_no_view_though_its_operation_may_be_one():
+    """Below autograd, where the first call of a compiled graph runs, `to`, `reshape` and `contiguous` come as they are."""
+    x = values(0, 64, 64)
+
+    def run(copied: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        out = torch.empty(())
+        with torch._C._AutoDispatchBelowAutograd():
+            cuda.amax(copied(x), out)
+        return [out]
+
+    for copied, op in (
+        (lambda x: x.to(torch.float32), "aten::to.dtype"),
+        (lambda x: x.t().reshape(32, 128), "aten::reshape"),
+        (lambda x: x.t().contiguous(), "aten::contiguous"),
+    ):
+        with pytest.raises(NotPlain, match=f"copies by {op}"):
+            captured.record(partial(run, copied), [x], [])
+    kept = captured.record(partial(run, lambda x: x.to(torch.bfloat16).reshape(32, 128).contiguous()), [x], [])
+    assert kept([x])[0] == x.abs().max()
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_casts_fp32_weights_in_every_call():
+    """Before the first step boundary forward rounds the weight: anew in the second microbatch, whose graph is another one, of
+    which the compiler watches the first call, below autograd."""
+
+    def microbatches(model: nn.Module, seed: int) -> Results:
+        return [forward_backward(model, 10 * seed + i) for i in range(3)][-1]
+
+    twins = Twins(lambda: dlp.Linear(K, N, recipe="fp8_current"), dtype=torch.float32)
+    compiles(twins.model)
+    for seed in range(2):
+        twins.step(microbatches, seed)
+    check_used(twins.model, *DIRECTIONS)
 
 
 def test_memory_that_nobody_declared_is_refused():

@@ -38,9 +38,12 @@ class Produced(nn.Module):
 class Twins:
     """Two equal models, each with an optimizer; the second one never has programs."""
 
-    def __init__(self, make: Callable[[], nn.Module], *, attached: bool = True, device: str = "cpu") -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module], *, attached: bool = True, device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
         torch.manual_seed(0)
-        self.model = nn.Sequential(make()).bfloat16().to(device)
+        self.model = nn.Sequential(make()).to(device, dtype)
         self.other = copy.deepcopy(self.model)
         self.optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (self.model, self.other)]
         if attached:

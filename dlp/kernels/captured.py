@@ -31,20 +31,25 @@ Range = tuple[int, int]  # an address, and how many bytes lie there
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation of torch. `made`: the tensors allocated, kept alive, so that no two have one address."""
+    """Sees every operation of torch. `made`: the tensors allocated, kept alive, so that no two have one address.
+
+    An operation that may return its argument says that it is a view, as `to` does, which seldom is one: below autograd it comes
+    here whole. So what it returned is looked at: a copy, which is made here once, would be missing in every later call, and
+    launches would read whatever has got its memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in _NEW:
-            made = func(*args, **(kwargs or {}))
-            self.made.append(made)
-            return made
-        if not func.is_view:
+        if not func.is_view and func.name() not in _NEW:
             raise NotPlain(f"runs {func.name()}")
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.made.append(found)
+        elif not all(_shares(args[0], each) for each in ([found] if isinstance(found, Tensor) else found)):
+            raise NotPlain(f"copies by {func.name()}")
+        return found
 
 
 class CapturedLaunches:
@@ -107,6 +112,11 @@ def disjoint(tensors: Sequence[Tensor]) -> bool:
     """Whether each of these has memory of its own, as `given` must have to be told from one another."""
     spans = sorted(map(_span, tensors))
     return all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
+
+
+def _shares(tensor: Tensor, view: Tensor) -> bool:
+    """Whether both lie in one allocation."""
+    return bool(torch._C._is_alias_of(tensor, view))  # type: ignore[attr-defined]
 
 
 def _span(tensor: Tensor) -> Range:
