@@ -52,7 +52,8 @@ def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory
     shard = -(-plan.parameters // dp_shard)
     whole, there = 4 * plan.parameters, MEMORY[plan.device_type] if memory is None else memory
     states = (
-        sum(prod(w.shape) * state_bytes(config.train.optimizer, w.shape, dp_shard) for w in plan.weights) / dp_shard
+        sum(prod(w.shape) * state_bytes(config.train.optimizer, w.name, w.shape, dp_shard) for w in plan.weights)
+        / dp_shard
     )
     needed = whole + WEIGHT * shard + states
     if asked == "auto":

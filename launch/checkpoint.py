@@ -266,6 +266,7 @@ def load(path: Path, training: Training) -> Loaded:
     _check_fits(path, manifest, training)
     make_state(training.optimizer)
     state, rank = {**_tensors(training), "recipes": saved_recipes(path, index)}, f"rank{dist.get_rank()}"
+    _check_states(path, index, state["optimizer"])
     differing_averages = converted.take_differing(state["optimizer"], index)
     kept = {name: each for name, each in training.update.items() if f"update.{name}" in index.state_dict_metadata}
     if kept:
@@ -325,6 +326,18 @@ def check_model(path: Path, manifest: Mapping[str, Any], settings: Mapping[str, 
             raise CheckpointError(
                 f"{path} is of another model: its [model] {key} is {saved!r}, this run's is {now!r}; {way_out(path)}"
             )
+
+
+def _check_states(path: Path, index: Metadata, states: dict[str, dict[str, Any]]) -> None:
+    """That Muon finds the momentum of its matrices, AdamW both averages."""
+    for name, state in states.items():
+        for key in state.keys() - {"step"}:
+            if not converted.saved_form(index, f"optimizer.{name}.{key}"):
+                kind = "another kind of optimizer: Muon keeps one momentum of a matrix, AdamW two averages"
+                raise CheckpointError(
+                    f"{path} has no {key} of {name}; it is of {kind}; set [train] optimizer as it was, or begin from its "
+                    f"weights by [train] init_from"
+                )
 
 
 def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dlp.comm import observer
-from launch.wire import OWN
+from launch.links import OWN
 
 
 class GradientNorm:

@@ -12,6 +12,7 @@ from math import prod
 from dlp.comm.mesh import AXES, ParallelDims
 
 HOST = 8  # GPUs that NVLink joins
+OWN = {"layer": "launch", "direction": "other"}  # what ledgers call bytes that the launcher itself sends
 
 
 @dataclass(frozen=True)

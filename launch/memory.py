@@ -142,7 +142,7 @@ class _Estimate:
         return Memory(rows)
 
     def _states(self, p: ParameterPlan) -> float:
-        return self._kept_here(p) * state_bytes(self.config.train.optimizer, p.shape, self.ranks)
+        return self._kept_here(p) * state_bytes(self.config.train.optimizer, p.name, p.shape, self.ranks)
 
     def _sum(self, of: Callable[[ParameterPlan], float], within: str | None = None) -> float:
         """Over all parameters, or those of one of FSDP's units."""

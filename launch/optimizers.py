@@ -16,6 +16,7 @@ from dlp import Plan
 from launch.config import Config, ConfigError
 from launch.encodings import AVERAGES, ENCODINGS, Encoding
 from launch.low_bit import LowBitAdamW
+from launch.muon import MUON, Muon, is_matrix_of_block
 from launch.sections import Train
 
 Groups = list[dict[str, Any]]
@@ -23,23 +24,36 @@ FP32 = 8.0  # bytes of two averages of an element
 
 
 def adamw(groups: Groups, train: Train, device: torch.device) -> AdamW:
-    """Fused. A CUDA graph reads the learning rate from the device."""
-    lr = torch.tensor(train.lr, device=device) if train.cuda_graph else train.lr
+    """Fused."""
+    lr = learning_rate(train, device)
     return AdamW(groups, lr=lr, betas=train.betas, eps=train.eps, fused=True, capturable=train.cuda_graph)
+
+
+def learning_rate(train: Train, device: torch.device) -> float | torch.Tensor:
+    """The first one. A CUDA graph reads it from the device."""
+    return torch.tensor(train.lr, device=device) if train.cuda_graph else train.lr
 
 
 def low_bit(encoding: Encoding, groups: Groups, train: Train, device: torch.device) -> LowBitAdamW:
     return LowBitAdamW(groups, encoding, lr=train.lr, betas=train.betas, eps=train.eps)
 
 
+def muon(groups: Groups, train: Train, device: torch.device) -> Muon:
+    return Muon(groups, lr=learning_rate(train, device), betas=train.betas, eps=train.eps)
+
+
 OPTIMIZERS: dict[str, Callable[[Groups, Train, torch.device], Optimizer]] = {
     "adamw": adamw,
+    MUON: muon,
     **{name: partial(low_bit, encoding) for name, encoding in ENCODINGS.items()},
 }
 
 
-def state_bytes(name: str, shape: Sequence[int], dp_shard: int) -> float:
-    """Of an optimizer, for an element of a parameter of this shape before FSDP cuts it: AdamW's are two averages in fp32."""
+def state_bytes(name: str, parameter: str, shape: Sequence[int], dp_shard: int) -> float:
+    """Of an optimizer, for an element of a parameter of this name, of this shape before FSDP cuts it: AdamW's are two averages
+    in fp32."""
+    if name == MUON and is_matrix_of_block(parameter, shape):
+        return FP32 / 2
     encoding = ENCODINGS.get(name)
     if encoding is None or encoding.keeps_fp32(shape, fsdp_shards(shape, dp_shard)) is not None:
         return FP32
@@ -62,10 +76,13 @@ def check_installed(config: Config) -> None:
 def make_optimizer(model: nn.Module, config: Config, device: torch.device) -> Optimizer:
     """Over all parameters that learn, with weight decay on matrices only. A step divides gradients by its attribute
     `grad_scale` and does nothing at all where `found_inf` is 1; both are fp32 []."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    by_muon = {n for n, p in named if config.train.optimizer == MUON and is_matrix_of_block(n, p.shape)}
+    decay = config.train.weight_decay
     groups: Groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.train.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in named if n in by_muon], "weight_decay": decay, "matrices": True},
+        {"params": [p for n, p in named if n not in by_muon and p.dim() >= 2], "weight_decay": decay},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
     ]
     return OPTIMIZERS[config.train.optimizer]([group for group in groups if group["params"]], config.train, device)
 
@@ -95,7 +112,7 @@ def describe(config: Config, plan: Plan, dp_shard: int) -> Iterator[str]:
 
 def make_state(optimizer: Optimizer) -> None:
     """The state that an optimizer makes in its first step, as it is before it: for a checkpoint to be loaded into."""
-    if isinstance(optimizer, LowBitAdamW):
+    if isinstance(optimizer, LowBitAdamW | Muon):
         optimizer.make_state()
         return
     for group in optimizer.param_groups:

@@ -137,7 +137,9 @@ class Train(Section):
     )
     seed: int = setting(integer(">= 0"), "of the initial weights and the order of the data", 0)
     optimizer: str = setting(
-        choice("adamw", *ENCODINGS), "adamw8bit, adamw4bit, adamwfp8: its averages in so many bits, by torchao", "adamw"
+        choice("adamw", "muon", *ENCODINGS),
+        "muon: for matrices of blocks; adamw8bit, adamw4bit, adamwfp8: averages in so many bits, by torchao",
+        "adamw",
     )
     init_from: str | None = setting(
         text("a checkpoint's folder"),

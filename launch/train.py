@@ -44,7 +44,10 @@ def plan_text(config: Config, world: int, device: str) -> str:
     found = planned(config, world, device)
     check_fits(config, world, device, found)
     swaps = planned_swaps(config.groups, meta_model(config), found.plan)
-    sent = [*wire.describe_gradients(found.plan, found.load, found.waits), *wire.describe(found.plan, found.load)]
+    sent = [
+        *wire.describe_gradients(found.plan, found.load, found.waits),
+        *wire.describe(found.plan, found.load, config.train.optimizer),
+    ]
     held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
     averages = describe_optimizer(config, found.plan, found.dims.dp_shard)
     lines = [found.dims.describe(kind_of(device)), str(found.plan), "", *held, "", *sent, *averages, *map(str, swaps)]

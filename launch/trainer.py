@@ -37,6 +37,7 @@ from launch.data import open_sources
 from launch.diagnose import origin
 from launch.exposure import profiled
 from launch.graph import Batch, Replays
+from launch.links import OWN
 from launch.nvtx import marked
 from launch.rate import learning_rate, rate_remarks
 from launch.recorder import Recorder, Stopwatch
@@ -46,7 +47,7 @@ from launch.schedule import some
 from launch.stop import StopFlag
 from launch.stream import TokenStream
 from launch.update import Update
-from launch.wire import OWN, WireWatch
+from launch.wire import WireWatch
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -26,19 +27,20 @@ from dlp.parallel.traffic.predict import (
     cross_entropy,
     fsdp_gradients,
     in_bf16,
+    linear_weights,
     step_traffic,
 )
 from launch.accumulate import Accumulation
 from launch.build import Built
 from launch.config import Config, parallel_dims, validate_world
-from launch.links import link_of, said_bytes, said_seconds
+from launch.links import OWN, link_of, said_bytes, said_seconds
 from launch.models.modules import DTYPES
+from launch.muon import MUON, is_matrix_of_block
 from launch.recompute import recomputed
 
 WARM = 2  # steps before one is watched: by then weights are cast at the step boundary, and compiled code is compiled
 # fp32 numbers that ranks share in a step: valid tokens, the norm's square, loss, wish to stop and flags
 SHARED_NUMBERS = (1, 1, 3)
-OWN = {"layer": "launch", "direction": "other"}
 
 
 def workload(config: Config, world: int, reductions: int) -> Workload:
@@ -58,13 +60,32 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
     )  # fmt: skip
 
 
-def planned(plan: Plan, load: Workload) -> dict[Sent, int]:
-    """All bytes that a rank sends in a step. Raises Unpredictable."""
+def planned(plan: Plan, load: Workload, optimizer: str = "adamw") -> dict[Sent, int]:
+    """All bytes that a rank sends in a step, that of `[train] optimizer` among them. Raises Unpredictable."""
     total = Counter(step_traffic(plan, load))
     total.update(cross_entropy(load))
     shared = sum(observer.reduced(numel, 4, load.ranks(WORLD)) for numel in SHARED_NUMBERS)
     total[Sent(load.named(WORLD), OWN["layer"], OWN["direction"], "float32")] += shared
+    if optimizer == MUON:
+        total.update(_gathers_of_muon(plan, load))
     return {sent: nbytes for sent, nbytes in total.items() if nbytes}
+
+
+def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
+    """Every matrix of a block in bf16, over dp_shard, then over tp."""
+    total, cut_by_tp = (
+        Counter[Sent](),
+        {name for name, (row, _) in linear_weights(plan).items() if row.row.shard_dim is not None},
+    )
+    for parameter in plan.weights:
+        if not is_matrix_of_block(parameter.name, parameter.shape):
+            continue
+        ways = {DP_SHARD: prod(load.shard(parameter.shape, padded=True)) if load.units else 0}
+        ways |= {TP: prod(parameter.shape)} if parameter.name in cut_by_tp else {}
+        for group, elements in ways.items():
+            sent = Sent(load.named(group), OWN["layer"], OWN["direction"], "bfloat16")
+            total[sent] += observer.gathered(2 * elements, load.ranks(group))
+    return total
 
 
 def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
@@ -76,11 +97,11 @@ def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
 COLUMNS = ("group", "pass", "bytes", "of bf16", "seconds", "over", "as")
 
 
-def describe(plan: Plan, load: Workload) -> list[str]:
+def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
     """The plan's lines on the wire: what a rank sends in a step, by group and pass, beside the same plan in bf16, and how
     long it takes at the speed of a named link, nothing else using it."""
     try:
-        ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
+        ours, bf16 = planned(plan, load, optimizer), planned(in_bf16(plan), load, optimizer)
     except Unpredictable as why:
         return [f"wire: {why}"]
     if not ours:
@@ -133,6 +154,7 @@ class WireWatch:
     def __init__(self, config: Config, built: Built) -> None:
         world = dist.get_world_size()
         self._mode, self._model = config.train.ledger if world > 1 else "off", built.model
+        self._optimizer = config.train.optimizer
         self._load = replace(
             workload(config, world, built.accumulation.reductions),
             dp_shard_rank=built.dims.rank(DP_SHARD),
@@ -181,7 +203,7 @@ class WireWatch:
         if not self._told:
             self._told = True
             try:
-                self._traffic, self.unforeseen = planned(plan_of(self._model), self.load()), ""
+                self._traffic, self.unforeseen = planned(plan_of(self._model), self.load(), self._optimizer), ""
             except Unpredictable as why:
                 self._traffic, self.unforeseen = None, str(why)
         return self._traffic
@@ -209,6 +231,6 @@ class WireWatch:
         ours = self.planned()
         if ours is None:
             return f"WARNING: bytes on the wire were counted, but compared with nothing: {self.unforeseen}"
-        bf16 = planned(in_bf16(plan_of(self._model)), self.load())
+        bf16 = planned(in_bf16(plan_of(self._model)), self.load(), self._optimizer)
         groups = ", ".join(f"{group} {said_bytes(nbytes)}" for group, nbytes in by_group(ours).items()) or "nothing"
         return f"the wire carried what the plan says: from each rank {groups}; {_share(ours, bf16)} of bf16"

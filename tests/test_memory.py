@@ -100,10 +100,15 @@ def test_what_cannot_fit_is_refused_with_what_would_help(monkeypatch):
     assert held(config, 8, "h100").peak - held(changed, 8, "h100").peak == saves > 0
 
 
-@pytest.mark.parametrize("name", ["llama3_70b", pytest.param("llama3_8b", marks=pytest.mark.slow)])
-def test_large_models_fit_their_mesh_and_are_planned_in_seconds(name):
+FIT = [("llama3_70b", 8), ("llama3_70b", 64), ("llama3_8b", 8), ("qwen3_8b", 64)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [FIT[0], *[pytest.param(*each, marks=pytest.mark.slow) for each in FIT[1:]]]
+)
+def test_large_models_fit_their_mesh_and_are_planned_in_seconds(name, world):
     began = time.process_time()
-    text = plan_text(load(name), 64, "h200")
+    text = plan_text(load(name), world, "h200")  # which refuses what does not fit
     assert "together" in text and time.process_time() - began < 10
 
 
