@@ -21,14 +21,15 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def shardnet(
-    recipe: Any, mesh: DeviceMesh, *, size: int = 256, options: dict[str, Any] | None = None,
+    recipe: Any, mesh: DeviceMesh, *, size: int = 0, options: dict[str, Any] | None = None,
     lr: float = 1e-3, compiled: str = "", adamw: bool = False, down: Any = None,
     **keywords: Any,
 ) -> Net:  # fmt: skip
     """The same network on every mesh, converted with `options` and a recipe of its own for `down`. Each block (compiled
-    by a backend) and the rest are sharded with `keywords`; the optimizer is attached as `model.optimizer`."""
+    by a backend) and the rest are sharded with `keywords`; the optimizer is attached as `model.optimizer`. Its size, unless
+    one is asked for, leaves whole blocks of 128 to a shard, or of 32 where its recipe has no larger ones."""
     torch.manual_seed(0)
-    model = Net(size).to(worker.device())
+    model = Net(size or (256 if recipe == "fp8_block" else 128)).to(worker.device())
     tp = mesh["tp"].size() > 1
     first = {"name": "all", "match": ["blocks.**"], "recipe": recipe, "sequence_parallel": tp}
     micro = (BATCH // ParallelDims.from_mesh(mesh).dp_size, SEQUENCE)

@@ -142,7 +142,7 @@ def test_every_recipe_trains_a_file_dropped_into_a_folder_too(ranks, tmp_path, d
         (tmp_path / "mine.py").write_text(MINE)
         recipe = f'{{name = "mine", recipes_path = "{tmp_path}"}}'
     made = config(
-        tmp_path, data, f"--recipe={recipe}", "--train.steps=8", "--train.eval_every=8", "--checkpoint.every=8"
+        tmp_path, data, f"--recipe={recipe}", "--train.steps=4", "--train.eval_every=4", "--checkpoint.every=4"
     )
     ranks(2).run(training.run, made)
     losses = list(training.metrics(made).values())
