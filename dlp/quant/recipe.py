@@ -265,14 +265,20 @@ def as_recipe(value: Any) -> Any:
     return load(**value) if isinstance(value, Mapping) else value
 
 
+@cache
+def _options(build: Callable[..., Recipe]) -> tuple[Mapping[str, inspect.Parameter], Mapping[str, Any]]:
+    """The parameters of a recipe's function, and the types of those and of SHARED_OPTIONS."""
+    shared = {key: get_type_hints(use)["value"] for key, use in SHARED_OPTIONS.items()}
+    return inspect.signature(build).parameters, {**shared, **get_type_hints(build)}
+
+
 def load(name: str, *, recipes_path: str | Path | None = None, **options: Any) -> Recipe:
     """The recipe of that name with these options, its own and SHARED_OPTIONS; `recipes_path`: a folder with more.
 
     Raises ValueError for an unknown name or option, or a value that the option does not allow.
     """
     build = factory(name, recipes_path)
-    own = inspect.signature(build).parameters
-    hints = {**{key: get_type_hints(use)["value"] for key, use in SHARED_OPTIONS.items()}, **get_type_hints(build)}
+    own, hints = _options(build)
     for key, value in options.items():
         if key not in (*own, *SHARED_OPTIONS):
             known = ", ".join((*own, *SHARED_OPTIONS))
