@@ -4,7 +4,8 @@ A thread of each rank looks once a second where its rank is: steps done, the lay
 of the main thread. It tells the others through the run's store. That costs the training thread nothing but a note of the
 layer, and goes on while that thread waits in a collective. A process that is stopped tells nothing any more, so its last
 word grows old. The run hangs when no rank has moved for `hang_after` seconds: a rank that is saving or compiling moves, and
-those who wait for it do not count.
+those who wait for it do not count. Then each rank also tells who waits for whom in memory that GPUs map (`dlp.comm.transport`),
+which it reads beside what hangs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 MAIN = threading.main_thread().ident
+READING = 5.0  # seconds that reading what hangs may take
 Told = tuple[float, float, str]  # when a rank last moved, when it last told, where it is
 
 
@@ -32,14 +34,33 @@ def frame_of_main() -> tuple[str, int]:
     return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})", frame.f_lasti
 
 
+def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
+    """What `ask` returns, on a thread of its own; a line that says so where it fails or takes longer."""
+    found = [f"what GPUs wait for could not be read in {seconds:g} s"]
+
+    def read() -> None:
+        try:
+            found[:] = ask()
+        except RuntimeError as error:
+            found[:] = [f"what GPUs wait for cannot be read: {str(error).splitlines()[0]}"]
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return list(found)
+
+
 class HangWatch:
     """`where`: the steps and the layer of this rank, in words; `end`: called once, on the watching thread, with a line for
-    each rank. `store`: shared by all ranks, used by nobody else at the same time."""
+    each rank; `waits`: who waits for whom here, asked when this rank has not moved for so long. `store`: shared by all ranks,
+    used by nobody else at the same time."""
 
     def __init__(
-        self, store: dist.Store, after: float, where: Callable[[], str], end: Callable[[list[str]], None]
-    ) -> None:
-        self.store, self.after, self.where, self.end = store, after, where, end
+        self, store: dist.Store, after: float, where: Callable[[], str], end: Callable[[list[str]], None],
+        waits: Callable[[], list[str]] = list,
+    ) -> None:  # fmt: skip
+        self.store, self.after, self.where, self.end, self.waits = store, after, where, end, waits
+        self._waits: str | None = None  # as told, since this rank stands still
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._place: Any = None
         self._moved = time.time()
@@ -60,9 +81,13 @@ class HangWatch:
         frame, instruction = frame_of_main()
         text = f"{self.where()}, in {frame}"
         if self._place != (text, instruction):
-            self._place, self._moved = (text, instruction), time.time()
-        self.store.set(f"hang/{self.rank}", json.dumps((self._moved, time.time(), text)))
-        if time.time() - self._moved < self.after:
+            self._place, self._moved, self._waits = (text, instruction), time.time(), None
+        stands = time.time() - self._moved >= self.after
+        asked = self._waits is not None
+        if stands and not asked:
+            self._waits = "".join(f"; {said}" for said in within(READING, self.waits))
+        self.store.set(f"hang/{self.rank}", json.dumps((self._moved, time.time(), text + (self._waits or ""))))
+        if not (stands and asked):  # the others, too, tell who waits for whom before one of them collects it
             return None
         told = [self._told(rank) for rank in range(self.world)]
         now = time.time()

@@ -191,14 +191,16 @@ class _Estimate:
         return copy + sum(made)
 
     def _symmetric(self) -> float:
-        """Slots that ranks of tp map (`dlp.comm.transport`): of each style and size one for each transfer of a direction, of
-        which there are at most two; and one for agreements. What travels is at most as wide as the activations."""
+        """Slots that ranks of tp map (`dlp.comm.transport`), at most: of each style and size one for each transfer of a
+        direction, of which there are at most two, in the activations' dtype, or quantized in as few as four bits; and one for
+        agreements."""
         ranks = self.load.ranks(TP)
-        if ranks == 1 or self.plan.device_type == "cpu":
+        if ranks == 1 or self.plan.device_type == "cpu" or self.config.mesh.transport != "mapped":
             return 0.0
         sizes = {
-            (row.style, slot_bytes(parameter.shape[row.style != "row"] * self.load.tokens * self.wide))
+            (row.style, slot_bytes(parameter.shape[row.style != "row"] * self.load.tokens * self.wide >> narrower))
             for row, parameter in self.linears.values() if row.style in ("column", "row")
+            for narrower in range(1 if row.recipe.x.keeps_source else 3)
         }  # fmt: skip
         return float(2 * sum(size for _, size in sizes) + slot_bytes(2 * 4 * MAXIMA * ranks))
 

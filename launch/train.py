@@ -120,7 +120,7 @@ def train(config: Config) -> None:
         waited = transport.complaint()
         if waited is None and not lost_peer(error):
             raise
-        leave_behind(waited or str(error).splitlines()[0])
+        leave_behind(f"{waited}; {trainer.place()}" if waited else str(error).splitlines()[0])
     shutdown()
 
 
@@ -128,7 +128,9 @@ def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:
     """Begin to watch this run's ranks, by a connection of its own to the store."""
     after = config.run.hang_after
     store = dist.PrefixStore("launch", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
-    watch = HangWatch(store, after, lambda: "before the first step", lambda told: end_hung(told, after, stop))
+    watch = HangWatch(
+        store, after, lambda: "before the first step", lambda told: end_hung(told, after, stop), transport.waits
+    )
     watch.start()
     return watch
 

@@ -130,7 +130,8 @@ class Trainer:
 
     def place(self) -> str:
         """Where this rank is, for whoever watches it from another thread."""
-        layer = "none yet" if self.recipes.last is None else ", ".join(self.recipes.last.members)
+        last, way = self.recipes.last, self.recipes.way
+        layer = "none yet" if last is None else f"{', '.join(last.members)} in {way}"
         return f"step {self.recipes.steps + 1}, last layer {layer}"
 
     def replace_later(self, done: int) -> None:

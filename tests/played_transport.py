@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, CudaSlot, SharedSlot
+from dlp.comm.slots import AGREED, HEADER, MAXIMA, MET, RANKS, SENT, UNREAD, USES, CudaSlot, SharedSlot
 from dlp.kernels.launches import Lane
 
-UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header
 PATIENCE = 60.0
 EVENTS = itertools.count(1)
 
@@ -87,6 +86,9 @@ class PlayedSlot(CudaSlot):
         self._payloads = [payload.data_ptr() for payload in shared._payloads]
         self._table = torch.tensor([address - HEADER for address in self._payloads])
         self._set(lane, self._table.tolist(), (0, 0, 0, group.rank(), group.size(), tag))
+
+    def headers(self) -> list[list[int]]:
+        return [whole[:HEADER].view(torch.int32).tolist() for whole in self._shared.memory]
 
     def spans(self) -> list[Tensor]:
         """All that launches name: headers and payloads of all ranks, and the table."""

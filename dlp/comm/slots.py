@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import permutations
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,6 +33,7 @@ RANKS = 32  # at most so many share a slot
 HEADER = 512  # bytes of a slot before its payload
 MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
 WAITS_FOR = ("has not read what was sent before", "has not sent its part", "has not agreed")
+UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
 
 
 class Place(NamedTuple):
@@ -61,6 +63,7 @@ class Slot(Protocol):
     def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None: ...
     def spans(self) -> list[Tensor]: ...
     def complaint(self) -> str | None: ...
+    def waits(self) -> list[str]: ...
 
 
 class CudaSlot:
@@ -131,6 +134,18 @@ class CudaSlot:
         told, rank, peer, what, wanted, seen, tag, _ = self._report.tolist()
         return too_long(rank, peer, WAITS_FOR[what], wanted, seen, tag) if told else None
 
+    def headers(self) -> list[list[int]]:
+        """The words of all ranks' headers now, by a stream of its own, since others may hang."""
+        with torch.cuda.stream(torch.cuda.Stream(self.payload.device)):
+            words = [self._handle.get_buffer(rank, (HEADER // 4,), torch.int32) for rank in range(self._waiting[4])]
+            return [each.cpu().tolist() for each in words]
+
+    def waits(self) -> list[str]:
+        """What ranks of the group have not done yet in this slot, as far as others wait for it, or soon will."""
+        return [
+            f"its rank {a} waits for its rank {b}, which {WAITS_FOR[what]}" for a, b, what in waiting(self.headers())
+        ]
+
 
 class SharedSlot:
     """The stand-in: processes of one machine map a file each. Everything happens at once, as on streams that are never
@@ -198,6 +213,9 @@ class SharedSlot:
         """Waits raise by themselves."""
         return None
 
+    def waits(self) -> list[str]:
+        return []
+
     def _peers(self) -> list[int]:
         return [rank for rank in range(self._world) if rank != self._rank]
 
@@ -212,6 +230,19 @@ class SharedSlot:
                 if time.monotonic() > deadline:
                     raise RuntimeError(too_long(self._rank, peer, WAITS_FOR[what], self._uses, seen, self._tag))
                 time.sleep(0)
+
+
+def waiting(headers: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """The headers of all ranks of a slot -> (a, b, n): rank a has done its part, rank b has not, as WAITS_FOR[n] says."""
+    found = []
+    for a, b in permutations(range(len(headers)), 2):
+        mine, its = headers[a], headers[b]
+        if its[MET + a] > max(mine[USES], mine[MET + b]):
+            found.append((a, b, 2))
+        elif mine[UNREAD + b]:  # a has begun; told means that a has pushed and b has not taken note of it
+            told = its[SENT + a] and not mine[SENT + b]
+            found.append((a, b, 1 if told else 0))
+    return found
 
 
 def too_long(rank: int, peer: int, what: str, wanted: int, seen: int, tag: int) -> str:

@@ -128,6 +128,13 @@ class Transport:
         slot.agree(observed[first:], largest[first:])
         return largest
 
+    def waits(self) -> list[str]:
+        """Who has not done what others of this group wait for, by slot."""
+        return [
+            f"{f'transfer {place} of {kind}' if place else kind}, a slot of {size} bytes: {said}"
+            for (size, kind, place), slot in self._slots.items() for said in slot.waits()
+        ]  # fmt: skip
+
     @property
     def slots(self) -> list[Slot]:
         return list(self._slots.values())
@@ -377,6 +384,12 @@ def complaint() -> str | None:
     """Who has waited too long for whom in an agreement, once a GPU has ended its work for it; None: nobody."""
     slots = (slot for transport in _OF_GROUP.values() if transport is not None for slot in transport.slots)
     return next((said for slot in slots if (said := slot.complaint()) is not None), None)
+
+
+def waits() -> list[str]:
+    """Who has not done what others wait for, in all mapped memory, as it is now; while devices hang, too, which waits of
+    streams would do for ever."""
+    return [said for transport in _OF_GROUP.values() if transport is not None for said in transport.waits()]
 
 
 def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from launch.hang import HangWatch
+from launch.hang import HangWatch, within
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,11 @@ def watched(name: str, works: bool) -> list[str] | None:
     places = iter(range(10**6))
     leader = dist.get_rank() == 0
     watch = HangWatch(
-        store, AFTER, lambda: f"step {next(places) if works and not leader else 3}, last layer up", told.append
+        store,
+        AFTER,
+        lambda: f"step {next(places) if works and not leader else 3}, last layer up",
+        told.append,
+        lambda: ["transfer 1 of row: its rank 0 waits for its rank 1"],
     )
     watch.look()
     dist.barrier()
@@ -44,7 +48,20 @@ def test_a_hanging_rank_is_noticed_with_the_place_of_each(ranks, tmp_path):
     assert said[0].startswith("rank 0: step 3, last layer up, in ") and said[1].startswith(
         "rank 1: step 3, last layer up, in"
     )
-    assert "barrier (distributed_c10d.py" in said[0]
+    assert "barrier (distributed_c10d.py" in said[0] and said[0].endswith(
+        "; transfer 1 of row: its rank 0 waits for its rank 1"
+    )
+
+
+def broken() -> list[str]:
+    raise RuntimeError("CUDA error: an illegal access\nand more")
+
+
+def test_reading_what_hangs_does_not_hang():
+    assert within(1.0, lambda: ["its rank 0 waits"]) == ["its rank 0 waits"]
+    assert within(1.0, broken) == ["what GPUs wait for cannot be read: CUDA error: an illegal access"]
+    (said,) = within(0.05, lambda: [str(time.sleep(0.3))])
+    assert said == "what GPUs wait for could not be read in 0.05 s"
 
 
 @pytest.mark.ranks(2)

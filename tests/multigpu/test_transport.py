@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -22,6 +22,8 @@ from dlp.comm.transport import Gathering, Transport
 from dlp.kernels import captured, ops
 from dlp.kernels.launches import Lane
 from tests import pool as worker
+from tests.emulated import emulation
+from tests.played_transport import PlayedLane, PlayedSlot
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 
@@ -156,6 +158,59 @@ def told(by: str | None) -> str | None:
 def test_a_complaint_is_found_in_whatever_slot_it_is(ranks):
     assert ranks(2).run(told, "rank 0 waits") == ["rank 0 waits"] * 2
     assert ranks(2).run(told, None) == [None] * 2
+
+
+def who_waits() -> list[list[str]]:
+    """Rank 0 sends, rank 1 late; then both have read, and have said so. Read by both ranks after each."""
+    on_cpu = worker.device().type == "cpu"
+    lane = PlayedLane(0.001)
+    with emulation() if on_cpu else nullcontext():
+        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, lane) if on_cpu else make_transport()
+        transport.use(dist.group.WORLD, moves)
+        moves.start("row")
+        leased, found = lease(moves, 1, [((4,), torch.float32, 0)]), []
+
+        def look() -> None:
+            time.sleep(0.05)
+            dist.barrier()
+            found.append(transport.waits())
+            dist.barrier()
+
+        if moves.rank == 0:
+            leased.send()
+        look()
+        if moves.rank == 1:
+            leased.send()
+        leased.others()
+        look()
+        moves.finish()
+        look()
+        transport.destroy()
+        lane.end()
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_who_waits_for_whom_is_read_while_they_wait(ranks):
+    slot = "transfer 1 of row, a slot of 65536 bytes"
+    for late, unread, nobody in ranks(2).run(who_waits):
+        assert f"{slot}: its rank 0 waits for its rank 1, which has not sent its part" in late
+        assert unread == [
+            f"{slot}: its rank {a} waits for its rank {1 - a}, which has not read what was sent before" for a in (0, 1)
+        ]
+        assert nobody == []
+
+
+def test_an_agreement_waits_for_who_has_not_come():
+    headers = [[0] * (slots.HEADER // 4) for _ in range(3)]
+    for rank in (0, 1):  # both have come to their third
+        headers[rank][slots.USES] = 2
+        for peer in (0, 1, 2):
+            headers[peer][slots.MET + rank] = 3
+    for rank in (0, 1, 2):
+        headers[rank][slots.MET + 2] = 2
+    headers[2][slots.USES] = 2
+    assert slots.waiting(headers) == [(0, 2, 2), (1, 2, 2)]
 
 
 def described() -> list[str]:

@@ -167,6 +167,7 @@ class Session:
         # what ran since the last step boundary
         self.ran: set[tuple[str, ...]] = set()  # layers, with gradients
         self.last: Spec | None = None  # the layer that ran last
+        self.way = "forward"  # in which direction
         self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = deque()  # wgrads of weights (see `backward_dw`)
         self.regions = False  # a layer has run in an autocast region
         self._task: int | None = None  # the backward whose end will update dy's scales
@@ -185,7 +186,7 @@ class Session:
 
     def begin_forward(self, bound: Bound, record: bool) -> None:
         """A layer runs; `record`: with gradients."""
-        self.last = bound.spec
+        self.last, self.way = bound.spec, "forward"
         if record:
             self.ran.add(bound.spec.members)
             if self.lone and self.draws:
@@ -195,7 +196,7 @@ class Session:
         """A layer differentiates a forward that ran with `scales`. If that was in a region, the end of the backward that is
         running now updates what it staged; every layer asks for it, it is done once. RuntimeError where partial gradients
         would not be summed."""
-        self.last = bound.spec
+        self.last, self.way = bound.spec, "backward"
         if self.sums is not None:
             self.sums.check_announced()
         if self.scales is None or self.attached or not isinstance(self.scales.behind, UpdateBehind):
