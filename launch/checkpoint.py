@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 import dlp
 from dlp.parallel.model.boundary import recipes_of
 from launch import converted, stored, together
-from launch.manifest import CheckpointError, complete, damage, hashed, read_manifest, way_out, write_manifest
+from launch.manifest import CheckpointError, WayOut, complete, damage, hashed, read_manifest, way_out, write_manifest
 from launch.optimizers import make_state
 from launch.sections import Model
 from launch.stream import TokenStream
@@ -241,10 +241,10 @@ class Opened:
     remark: str
 
 
-def opened(path: Path) -> Opened:
+def opened(path: Path, way_out: WayOut = way_out) -> Opened:
     """All ranks together, or a process without ranks. CheckpointError on all of them for a torn or foreign checkpoint."""
-    manifest = together.from_rank_0(lambda: read_manifest(path))
-    remark = _check_files(path, manifest["files"])
+    manifest = together.from_rank_0(lambda: read_manifest(path, way_out))
+    remark = _check_files(path, manifest["files"], way_out)
     try:
         index = stored.check_index(path, manifest["files"])
     except ValueError as error:
@@ -293,7 +293,7 @@ def load(path: Path, training: Training) -> Loaded:
     return Loaded(manifest["step"], [found.remark, *differing, *told], manifest["config"])
 
 
-def _check_files(path: Path, files: dict[str, Any]) -> str:
+def _check_files(path: Path, files: dict[str, Any], way_out: WayOut) -> str:
     """Every rank looks at all sizes and at its share of the hashes; returns what it cost. CheckpointError on all ranks."""
     began, (rank, world) = time.perf_counter(), together.place()
     found = together.from_all(damage(path, files, share=sorted(files)[rank::world]))
@@ -305,7 +305,7 @@ def _check_files(path: Path, files: dict[str, Any]) -> str:
     return f"hashes of {len(files)} files are as written: {_cost(size, time.perf_counter() - began)}"
 
 
-def saved_recipes(path: Path, index: Metadata) -> dict[str, Tensor]:
+def saved_recipes(path: Path, index: Metadata, way_out: WayOut = way_out) -> dict[str, Tensor]:
     """Room for the recipe state of a checkpoint, whose shapes are its own."""
     try:
         return {
@@ -318,7 +318,9 @@ def saved_recipes(path: Path, index: Metadata) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {reason}; {way_out(path)}") from None
 
 
-def check_model(path: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_model(
+    path: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any], way_out: WayOut = way_out
+) -> None:
     """CheckpointError for one of another model than `settings`, [model] as a table."""
     for key, now in settings.items():
         saved = manifest["model"].get(key, MODEL_DEFAULTS.get(key))

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,16 @@ def resolve(resume: str, folder: Path) -> Path | None:
     return Path(resume)
 
 
+WayOut = Callable[[Path], str]
+
+
+def other_weights(path: Path) -> str:
+    """The way out where weights alone were to be read."""
+    return "name another checkpoint, or make it again"
+
+
 def way_out(path: Path) -> str:
+    """The way out of a run that was to be continued."""
     beside = complete(path.parent)
     older = beside[: beside.index(path)] if path in beside else []
     previous = f"--checkpoint.resume {older[-1]} to continue from that one, " if older else ""
@@ -100,9 +109,9 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The checked manifest of a checkpoint, whose files are still to be checked. CheckpointError when it is foreign or
-    torn."""
+def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
+    """The checked manifest of a checkpoint, whose files are still to be checked. CheckpointError, which ends with the way out,
+    when it is foreign or torn."""
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} is foreign: it has no {MANIFEST}; {way_out(path)}")
     try:

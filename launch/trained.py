@@ -15,6 +15,7 @@ from dlp.comm.mesh import AXES, ParallelDims, world_size
 from launch import checkpoint, overrides, weights
 from launch.build import parallel_model
 from launch.config import Batch, Config, ConfigError, from_text, recipe_files
+from launch.manifest import other_weights, read_manifest
 from launch.models.modules import Llama
 
 Changes = Sequence[tuple[str, str]]
@@ -44,7 +45,7 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
 def open_trained(path: Path, changes: Changes) -> Trained:
     """On all ranks of this run: the checkpoint's config, `changes`, and its weights. A single rank has a mesh of one, whatever
     the run had. Raises ValueError for what does not fit."""
-    found = checkpoint.read_manifest(path)
+    found = read_manifest(path, other_weights)
     alone = [(f"mesh.{axis}", "1") for axis in AXES] if world_size() == 1 else []
     settled = [("train.compile", "false"), ("train.checkpointing", "none"), ("train.cuda_graph", "false")]
     config = from_text(found["config"], f"{path}'s config", [*settled, *alone, *changes])

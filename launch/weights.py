@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import dlp
 from launch import checkpoint, stored
-from launch.manifest import CheckpointError, hashed, write_manifest
+from launch.manifest import CheckpointError, hashed, other_weights, write_manifest
 from launch.sections import Model
 
 PREFIX = "model."
@@ -88,7 +88,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.opened = checkpoint.opened(path)
+        self.opened = checkpoint.opened(path, other_weights)
 
     def model(self) -> Model:
         """ValueError for a checkpoint of a model that is not here."""
@@ -125,8 +125,8 @@ def fill(path: Path, opened: checkpoint.Opened, tensors: Mapping[str, Tensor], *
 def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[checkpoint.Opened, list[str]]:
     """Fill a model that has not run yet from any checkpoint of one like it, on any mesh; all ranks together. Returns what was
     found there, and remarks. CheckpointError, on all ranks, for what does not fit."""
-    opened = checkpoint.opened(path)
-    checkpoint.check_model(path, opened.manifest, settings)
+    opened = checkpoint.opened(path, other_weights)
+    checkpoint.check_model(path, opened.manifest, settings, other_weights)
     fill(path, opened, {name: parameter.detach() for name, parameter in model.named_parameters()})
     return opened, [opened.remark]
 
@@ -134,7 +134,7 @@ def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[che
 def load_recipes(path: Path, model: nn.Module, opened: checkpoint.Opened, recipe_files: Collection[Path]) -> list[str]:
     """Restore what a checkpoint has of the state of recipes, as delayed scales; all ranks together. Returns what was found
     to differ. CheckpointError where it cannot be read."""
-    state = checkpoint.saved_recipes(path, opened.index)
+    state = checkpoint.saved_recipes(path, opened.index, other_weights)
     if not state:
         return []
     with _cause():

@@ -175,10 +175,15 @@ def test_what_a_run_cannot_start_from_is_refused_by_name(ranks: Any, tmp_path: P
 
     sentence = why(f"--train.init_from={ours}")
     assert sentence.startswith(f"{data} is of another tokenizer than the model of {ours} has learned: bytes in place")
-    assert "[model] ffn is 128, this run's is 256" in why(f"--train.init_from={ours}", "--model.ffn=256")
+    assert "[model] ffn is 128, this run's is 256; name another checkpoint, or make it again" in why(
+        f"--train.init_from={ours}", "--model.ffn=256"
+    )
     assert "holds weights alone: name it as [train] init_from" in why(f"--checkpoint.resume={ours}")
     (ours / "__0_0.distcp").unlink()
-    assert "is torn: __0_0.distcp is missing" in why(f"--train.init_from={ours}")
+    torn = why(f"--train.init_from={ours}")
+    assert "is torn: __0_0.distcp is missing" in torn and torn.rstrip().endswith(
+        "; name another checkpoint, or make it again"
+    )
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
