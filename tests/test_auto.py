@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -184,3 +188,37 @@ def test_tuning_measures_each_direction_under_each_strategy(ranks) -> None:
     assert list(first.directions) == ["fprop", "dgrad"] and list(first.gemms) == ["fprop", "dgrad", "wgrad"]
     assert all(list(of) == ["serial", "chunked:2"] for of in first.directions.values())
     assert min(*first.directions["fprop"].values(), *first.gemms.values(), speed) > 0 and meeting >= 0
+
+
+def tuned(out: Path, ranks: int) -> tuple[int, str]:
+    """What the program returns and says, of a config of one layer that sends and one that does not."""
+    layer = {"style": "row", "sequence_parallel": True, "tokens": 32, "in_features": 32, "out_features": [16],
+             "recipe": {"name": "fp8_current"}}  # fmt: skip
+    found = {"ranks": ranks, "transport": "nccl", "dtype": "float32", "layers": [layer, {**layer, "style": "local"}]}
+    said = io.StringIO()
+    with ExitStack() as stack:
+        for name, value in {"init_process_group": id, "shutdown": lambda: None, "layers_of": lambda _: found}.items():
+            stack.enter_context(patch.object(tune, name, value))
+        stack.enter_context(contextlib.redirect_stdout(said))
+        code = tune.main(["tiny", "--out", str(out), "--rounds", "1", "--recipes", "bf16", "--strategies", "chunked:2"])
+    return code, said.getvalue()
+
+
+@pytest.mark.ranks(2)
+def test_the_program_writes_a_table_that_plans_read(ranks, device_type: str, tmp_path: Path) -> None:
+    file = tmp_path / "overlap.json"
+    (code, said), (other, silent) = ranks(2).run(tuned, file, 2)
+    assert (code, other, silent) == (0, 0, "")
+    times = auto.load(file)
+    assert (times.ranks, times.kind == "cpu", times.about["dtype"]) == (2, device_type == "cpu", "float32")
+    assert times.about["command"] == f"torchrun --nproc-per-node 2 -m dlp.parallel.tune tiny --out {file} --rounds 1 " \
+                                     "--recipes bf16 --strategies chunked:2"  # fmt: skip
+    (row,) = times.rows
+    assert row.key == ("ROW_SP", 32, 32, (16,), "bf16") and row.sizes == (32, 16, 16)
+    assert list(row.directions["fprop"]) == ["serial", "chunked:2"][: 2 - (device_type == "cuda")]
+    progress = said.splitlines()
+    assert progress[1].startswith("1/1  ROW_SP 32 x 32 -> 16 bf16: fprop serial ") and "| dgrad serial " in progress[1]
+    assert progress[-1] == f"written to {file}: [mesh] overlap_table = '{file}'"
+    (refused, _) = ranks(2).run(tuned, tmp_path / "none", 1)
+    assert refused == (2, "tp is 1: no layer of tiny sends anything over it; set --mesh.tp\n")
+    assert not (tmp_path / "none").exists()

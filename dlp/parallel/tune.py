@@ -248,23 +248,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("overlap.json"), help="the table [overlap.json]")
     parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="measure each layer under these [its own]")
-    parser.add_argument("--strategies", nargs="+", metavar="NAME", help=f"serial and others [{' '.join(CANDIDATES)}]")
+    parser.add_argument(
+        "--strategies", nargs="+", type=_strategy, metavar="NAME", help=f"serial and others [{' '.join(CANDIDATES)}]"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of which the median counts [{ROUNDS}]")
     known, rest = parser.parse_known_args(given)
     on_gpu = torch.cuda.is_available()
     init_process_group("cuda" if on_gpu else "cpu")
     found = layers_of(rest)
+    if found["ranks"] == 1:
+        _say(f"tp is 1: no layer of {rest[0]} sends anything over it; set --mesh.tp")
+        shutdown()
+        return 2
     mesh = build_mesh(tp=found["ranks"], transport=found["transport"])
     tp = mesh[TP]
     group, dtype = tp.get_group(), getattr(torch, found["dtype"])
     by = transport_name(group, mesh.device_type)
-    strategies = known.strategies or (CANDIDATES if by != "nccl" else CANDIDATES[:1])
+    strategies = [SERIAL, *(name for name in known.strategies or CANDIDATES if name != SERIAL and by != "nccl")]
     problems = problems_of(found, known.recipes)
     command = f"torchrun --nproc-per-node {world_size()} -m dlp.parallel.tune {shlex.join(given)}"
     about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "dtype": found["dtype"], "command": command}
     times = empty_table(tp, by, links(group, device_of(tp), known.rounds), about)
     link = f"a link carries {times.speed / 1e9:.3g} GB/s, and takes {1e6 * times.meeting:.3g} us beside"
     _say(f"{times.ranks} x {times.device} by {by}; {link}; milliseconds:")
+    if dist.get_rank() == 0:
+        known.out.write_text(times.text())  # before anything is measured that could not be kept
     for number, problem in enumerate(problems, 1):
         row = measure(problem, strategies, tp, dtype, known.rounds)
         times = replace(times, rows=(*times.rows, row))
@@ -274,6 +282,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _say(f"written to {known.out}: [mesh] overlap_table = {str(known.out)!r}")
     shutdown()
     return 0
+
+
+def _strategy(name: str) -> str:
+    """Of the command line. ArgumentTypeError for one that there is not."""
+    try:
+        return overlaps.load(name).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _say(text: str) -> None:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -143,6 +145,38 @@ def test_chunked_is_serial(ranks, device_type, world, recipe, style_key):
 def test_pieces_end_between_blocks_tiles_and_waves(sizes: tuple[int, ...], cuts: list[int]):
     assert [stop for _, stop in pieces(*sizes)] == cuts
     assert [start for start, _ in pieces(*sizes)] == [0, *cuts[:-1]]
+
+
+class Noted:
+    """A slot that notes what happens to it."""
+
+    def __init__(self, log: list[Any], nbytes: int, group: Any, device: Any, tag: int, lane: Any) -> None:
+        self.payload, self._log, self._tag = torch.zeros(nbytes, dtype=torch.uint8), log, tag
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self._log.append((name, self._tag, *(args[2:] if name == "push" else ())))
+
+
+def test_each_piece_is_awaited_by_itself_and_once():
+    log: list[Any] = []
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    moves = Transport(group, torch.device("cpu"), partial(Noted, log))
+    moves.start()
+    gathering = moves.gathering((torch.ones(6, 4),), (0,)).send(((0, 2), (2, 4), (4, 6)))
+    pushes = [place.offset for name, _, *rest in log if name == "push" for place in rest]
+    assert pushes == [0, 32, 64], "of 16 bytes a row"
+    assert [entry for entry in log if entry[0] in ("begin", "meet")] == [
+        ("begin", 0), ("begin", 1), ("begin", 2), ("meet", 1), ("meet", 2), ("meet", 0),
+    ]  # fmt: skip
+    log.clear()
+    for piece in (0, 0, 1):
+        gathering.others(piece)
+    assert log == [("wait", 1), ("wait", 2)]
+    gathering.all_parts()
+    gathering.others(1)
+    assert [entry for entry in log if entry[0] == "wait"] == [("wait", 1), ("wait", 2), ("wait", 0)]
+    moves.finish()
+    assert [entry for entry in log if entry[0] == "release"] == [("release", tag) for tag in (0, 1, 2)]
 
 
 @pytest.mark.parametrize(
