@@ -97,7 +97,8 @@ class _Linear(nn.Module):
         self.sizes = shard_sizes(row.row, *row.shape, tp, row.name)
 
     def plan(self, x: Tensor) -> TransferPlan:
-        return transfer_plan(self.row.recipe, self.row.row, self.tp, x.numel() // x.shape[-1])
+        row, tokens = self.row, x.numel() // x.shape[-1]
+        return transfer_plan(row.recipe, row.row, self.tp, tokens, kept=row.options.keeps)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         def make(*given: Tensor) -> tuple[Tensor, Sequence[Tensor]]:

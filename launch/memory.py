@@ -88,7 +88,15 @@ def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
     for row in plan.layers:
         block = block_of(row.name)
         if block in said:
-            ways = row.name.removeprefix(block), row.shape, row.row, row.recipe, row.prologue, len(row.siblings)
+            ways = (
+                row.name.removeprefix(block),
+                row.shape,
+                row.row,
+                row.recipe,
+                row.prologue,
+                row.options,
+                len(row.siblings),
+            )
             said[block].append(ways)
     first: dict[Any, str] = {}
     return {block: first.setdefault(tuple(rows), block) for block, rows in said.items()}

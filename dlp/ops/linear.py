@@ -202,7 +202,9 @@ class BasicLinear(BasicOperation, modules.Linear):
         agreed = spec.amax_group is None and spec.recipe.amax_scope == "table"
         own = value.quantizers
         whole = not (own.rowwise.format.keeps_source or own.columnwise.format.keeps_source)
-        same = own == spec.recipe.of(tensor) and spec.prologue is None and whole
+        same = (
+            own == spec.recipe.of(tensor) and not spec.options.save_original_input and spec.prologue is None and whole
+        )
         if same and alone and (agreed or spec.tp == 1):
             return True
         why = f"{spec.name}: {tensor} is quantized twice: " + (

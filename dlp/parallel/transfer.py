@@ -208,14 +208,15 @@ def x_tokens_of(style: ParallelStyle, tp: int, y_tokens: int) -> int:
 
 
 def transfer_plan(
-    recipe: Recipe, style: ParallelStyle, tp: int, tokens: int | None, *, own_group: bool = False,
+    recipe: Recipe, style: ParallelStyle, tp: int, tokens: int | None, *, kept: str = "", own_group: bool = False,
     group: ProcessGroup | None = None,
 ) -> TransferPlan:  # fmt: skip
-    """`tokens`: of x on this rank; None where they are not known yet: as many as every block wants. `own_group`: the user's own
-    agrees on every scale. `group`: that of the ranks that agree; None where nothing is carried out."""
+    """`tokens`: of x on this rank; None where they are not known yet: as many as every block wants. `kept`:
+    what forward keeps of x by the layer's choice; "values" are quantized again for wgrad; "": what is least. `own_group`: the
+    user's own agrees on every scale. `group`: that of the ranks that agree; None where nothing is carried out."""
     if tokens is None:
         tokens = tp * _whole_blocks(recipe)
-    y_tokens, kept = y_tokens_of(style, tp, tokens), _kept(recipe, style, tokens)
+    y_tokens, kept = y_tokens_of(style, tp, tokens), kept or _kept(recipe, style, tokens)
     return TransferPlan(
         recipe, style, tokens, y_tokens,
         (_x(recipe, style, tokens, ""), _x(recipe, style, tokens, kept)), kept,
@@ -282,9 +283,13 @@ def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
 def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
     if style.gathers != "x":
         return Route("x", (False, kept == "values"))
+    derived = recipe.derives("x", tokens)
     if kept == "values":
-        why = obstacle(recipe, "x", True, tokens)
-        return Route("x", NEITHER, (Gathered("wgrad", None),), COLUMNWISE, (None, why))
+        why = obstacle(recipe, "x", not derived, tokens)
+        if why is None and not recipe.x.columnwise.format.keeps_source:
+            here = ROWWISE if derived else COLUMNWISE
+            return Route("x", here, (Gathered("wgrad", not derived, leased=True),))
+        return Route("x", NEITHER, (Gathered("wgrad", None),), COLUMNWISE, (None, obstacle(recipe, "x", True, tokens)))
     return Route("x", NEITHER, (Gathered("wgrad", kept == "columnwise"),))
 
 

@@ -93,7 +93,7 @@ OVER_TP = {
     "fp8 sums of microbatches": [IN_FP8, "--train.micro_batch=2"],
     "fp8 sums of whole tokens": [IN_FP8, "--mesh.sequence_parallel=false"],
     "chunked": [CHUNKED, "--groups.default.recipe=mxfp8"],
-    "chunked fp8 sums": [CHUNKED, IN_FP8],
+    "chunked fp8 sums, x is kept as it is": [CHUNKED, IN_FP8, "--groups.default.save_original_input=true"],
     "chunked fp8 sums of whole tokens": [CHUNKED, IN_FP8, "--mesh.sequence_parallel=false"],
     "odd tokens, and the world agrees": [
         "--train.sequence=66",
@@ -110,7 +110,10 @@ OVER_TP = {
         "--groups.default.recipe={name='nvfp4', high_precision=['dgrad']}",
         "--model.tie_embeddings=true",
     ],
-    "dy as it is": ["--groups.default.recipe={name='mxfp8', gather_dy='high_precision'}"],
+    "dy as it is, and so is the x that is kept": [
+        "--groups.default.recipe={name='mxfp8', gather_dy='high_precision'}",
+        "--groups.default.save_original_input=true",
+    ],
     "weights cast at use": [
         "--train.weight_cache=forward",
         "--groups.default.recipe={name='fp8_current', amax_scope='all'}",

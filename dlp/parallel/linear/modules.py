@@ -28,7 +28,7 @@ from dlp.parallel.linear.autograd import (
     opaque,
 )
 from dlp.parallel.linear.prologue import Prologue
-from dlp.parallel.linear.spec import LinearSpec, Overlaps, num_inputs
+from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps, num_inputs
 from dlp.parallel.linear.state import BoundSpec, LayerState
 from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
 from dlp.parallel.model.session import Session
@@ -123,6 +123,7 @@ class LinearCore(LayerState):
         super().__init__(spec, session, members)
         self.ran_under = LayerRuns()
         self.weights = self.bound.weights = local_weights(self)
+        self.bias_apart = spec.return_bias
         self.shared = SharedCall()
         hold_quantized(self.weights)
 
@@ -130,10 +131,10 @@ class LinearCore(LayerState):
         return super().__getstate__() | {"shared": SharedCall()}
 
     def parameters(self) -> list[Any]:
-        """The weights, then the biases, as modules hold them."""
+        """The weights, then the biases that it adds, as modules hold them."""
         try:
             weights = [m.module._parameters[m.weight] for m in self.members]
-            return weights + [m.module._parameters[m.bias] for m in self.members]
+            return weights + [None if self.bias_apart else m.module._parameters[m.bias] for m in self.members]
         except KeyError as missing:
             parameter_is_gone(self.spec.name, missing.args[0])
 
@@ -141,8 +142,17 @@ class LinearCore(LayerState):
         return [self._local(getattr(m.module, m.weight)) for m in self.members]
 
     def biases(self) -> list[Tensor | None]:
-        biases = [getattr(m.module, m.bias) for m in self.members]
-        return [None if bias is None else self._local(bias) for bias in biases]
+        return [None if self.bias_apart else self._bias(member) for member in self.members]
+
+    def _bias(self, member: Member) -> Tensor | None:
+        bias = getattr(member.module, member.bias)
+        return None if bias is None else self._local(bias)
+
+    def bias_for(self, index: int, y: Tensor) -> Tensor | None:
+        """What `return_bias` returns beside y: this rank's bias [N] in y's dtype, in memory of its own, as FSDP frees what it
+        has gathered. Gradients go to the parameter; that of a row-parallel layer counts what this rank adds it to."""
+        bias = self._bias(self.members[index])
+        return None if bias is None else bias.to(y.dtype, copy=True)
 
     def _local(self, parameter: Tensor) -> Tensor:
         return local(parameter, self.spec.name, self.spec.num_axes)
@@ -262,8 +272,9 @@ class ConvertedLinear(ParallelLinear, nn.Linear):
     name: str
     index: int
 
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        return self.core.sibling(self.index, x, *more)
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        y = self.core.sibling(self.index, x, *more)
+        return (y, self.core.bias_for(self.index, y)) if self.core.bias_apart else y
 
     def reset_parameters(self) -> None:
         """Those of an nn.Linear: rank 0 draws, each rank keeps its part. Needs memory for the whole weight for a moment."""
@@ -280,6 +291,8 @@ class Linear(ParallelLinear):
 
     `prologue`: what makes x in the cast of it: "rms_norm", or {"name": "rms_norm", "eps": ...}, of layer(x, weight);
     "swiglu" of layer(gate, up). The gradients go to what the layer is called with.
+    `return_bias`: forward returns (y, bias) where whoever is called next adds the bias; siblings a tuple of each.
+    `save_original_input`: x itself is kept for wgrad, and quantized again in backward.
     """
 
     _style = "local"
@@ -288,7 +301,8 @@ class Linear(ParallelLinear):
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,
         tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
         overlap: str = "serial", prologue: str | Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        return_bias: bool = False, save_original_input: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip  # many parameters: those of nn.Linear, and of the layers of other tensor-parallel libraries
         super().__init__()
         mesh = _as_mesh(tp, device)
@@ -299,7 +313,8 @@ class Linear(ParallelLinear):
         spec = LinearSpec(
             type(self).__name__, style(self._style, sequence_parallel), recipes.as_recipe(recipe).for_layer(members[0]),
             Overlaps.named(overlap), None if mesh is None else mesh.get_group(), members=members,
-            prologue=prologues.load(prologue),
+            options=LayerOptions(save_original_input=save_original_input or None), prologue=prologues.load(prologue),
+            return_bias=return_bias,
         )  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         sizes = (out_features,) if isinstance(out_features, int) else out_features
@@ -315,10 +330,13 @@ class Linear(ParallelLinear):
         session.cores.append(self.core)
         self.tp_partial = partial_names(spec, owners)
 
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
         """`more`: what a prologue reads beside the first of its tensors."""
-        ys = self.core(x, *more)
-        return ys[0] if isinstance(self.out_features, int) else ys
+        ys, one = self.core(x, *more), isinstance(self.out_features, int)
+        if not self.core.bias_apart:
+            return ys[0] if one else ys
+        biases = tuple([self.core.bias_for(i, y) for i, y in enumerate(ys)])
+        return (ys[0], biases[0]) if one else (ys, biases)
 
 
 class ColumnParallelLinear(Linear):

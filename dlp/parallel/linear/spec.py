@@ -66,6 +66,16 @@ class LayerOptions:
         _sums_at_the_end,
     )
 
+    save_original_input: bool | None = _switch(
+        "forward keeps x itself for wgrad, which quantizes it again: for layers whose x something else keeps anyway",
+        "x is kept as it is, and quantized again in backward",
+    )
+
+    @property
+    def keeps(self) -> str:
+        """What forward keeps of x for wgrad (`TransferPlan.kept`), where that was chosen."""
+        return "values" if self.save_original_input else ""
+
     def settled(self, style: ParallelStyle) -> LayerOptions:
         """Those that a layer of this style has."""
         return LayerOptions(**{
@@ -87,7 +97,7 @@ class LinearSpec:
     it, a superset of what the style asks. `tokens`: B*S of a microbatch, which sequence-parallel layers check x
     against, None where it is not known. `members`: a name for each weight, under which its scales are kept and its random bits
     drawn. `variant`: sets the scales of a recipe that overrides the layer's own apart. `prologue`: what makes x of what the
-    layer is called with; None: that is x."""
+    layer is called with; None: that is x. `return_bias`: forward returns y without the bias, and the bias."""
 
     name: str
     style: ParallelStyle
@@ -100,9 +110,11 @@ class LinearSpec:
     variant: str = ""
     options: LayerOptions = OFF
     prologue: Prologue | None = None
+    return_bias: bool = False
 
     def __post_init__(self) -> None:
         check_recipe(self.name, self.style.gathers, self.recipe)
+        check_extras(self.name, self.recipe, self.options, self.prologue, self.return_bias)
         if self.prologue is not None:
             self.prologue.check(self.name, self.style, self.tp)
         self.check_group(self.amax_group)
@@ -120,6 +132,14 @@ class LinearSpec:
             raise ValueError(
                 f"{self.name}: its amax group has ranks {shared}, but sequence parallelism gathers {self.style.gathers} "
                 f"over the tp ranks {tp}, which must share scales; use a group that contains them, or 'auto'"
+            )
+
+    def check_unattached(self) -> None:
+        """ValueError for a layer that runs with delayed scales, and without a step boundary, where it cannot."""
+        if self.options.save_original_input:
+            raise ValueError(
+                f"{self.name}: {self.recipe} has other scales in backward where no optimizer is attached, so that x, which "
+                f"save_original_input = true quantizes again, would get other codes; call dlp.attach, or leave it out"
             )
 
     @property
@@ -169,6 +189,22 @@ def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
         raise ValueError(
             f"{layer}: {recipe} has reduce_amax=False, so tp ranks would scale {gathers} differently and then "
             f"gather it; set reduce_amax=True, or sequence_parallel=False for this layer"
+        )
+
+
+def check_extras(
+    layer: str, recipe: Recipe, options: LayerOptions, prologue: Prologue | None, return_bias: bool
+) -> None:
+    """ValueError for two choices of which one takes away what the other needs."""
+    if return_bias and recipe.y is not None:
+        raise ValueError(
+            f"{layer}: {recipe} quantizes y, and return_bias = true leaves y without its bias, whose sum would not be what "
+            f"was quantized; leave return_bias out, or the recipe's quantizer of y"
+        )
+    if options.save_original_input and prologue is not None:
+        raise ValueError(
+            f"{layer}: prologue {prologue.name} makes x in its cast and stores it nowhere, so save_original_input = true has "
+            f"nothing to keep; leave one of them out"
         )
 
 

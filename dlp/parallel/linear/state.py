@@ -132,7 +132,7 @@ def transfers(spec: LinearSpec, tokens: int) -> TransferPlan:
     """What travels under a spec, with so many rows of x on this rank."""
     group = spec.amax_group or spec.group
     return transfer_plan(
-        spec.recipe, spec.style, spec.tp, tokens, own_group=spec.amax_group is not None,
+        spec.recipe, spec.style, spec.tp, tokens, kept=spec.options.keeps, own_group=spec.amax_group is not None,
         group=None if group is None or group.size() == 1 else group,
     )  # fmt: skip
 

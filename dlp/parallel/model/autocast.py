@@ -211,6 +211,7 @@ def _first(core: Layer, region: Region | None) -> Ran:
     bound, session = core.bound if region is None else region.spec_for(core), core.session
     if session.attached or not bound.spec.slots:
         return Ran(bound, None)
+    bound.spec.check_unattached()
     return Ran(bound, session.scaling.hold(None if region is None else UpdateBehind(region.group)))
 
 

@@ -29,6 +29,7 @@ class LayerFields(LayerOptions):
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
     prologue           what makes x in the layer's own cast, of the two tensors that it is then called with: "rms_norm",
                        {"name": "rms_norm", "eps": ...} or "swiglu"
+    return_bias        forward returns (y, bias): y without the bias, which who is called next adds
     convert            False: the modules that match are left out with all that is in them: they run their own code, whole on
                        every tp rank. True: a linear of a class of its own is converted all the same, without its forward
     and the switches of `dlp.parallel.linear.spec.LayerOptions`, by their names
@@ -40,6 +41,7 @@ class LayerFields(LayerOptions):
     siblings: bool | None = None
     overlap: str | Mapping[str, str] | None = None
     prologue: str | Mapping[str, Any] | None = None
+    return_bias: bool | None = None
     convert: bool | None = None
 
 

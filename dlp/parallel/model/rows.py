@@ -26,13 +26,13 @@ from dlp.parallel.auto import AUTO, NO_TABLE, NO_TOKENS, NOTHING, Asked, Choice,
 from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.prologue import Prologue
-from dlp.parallel.linear.spec import LayerOptions, check_recipe
+from dlp.parallel.linear.spec import LayerOptions, check_extras, check_recipe
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.parallel.transfer import ASKED, transfer_plan
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import check_kernel, kernel_name, support
-from dlp.quant.quantizer import caps_of
+from dlp.quant.quantizer import Quantizer, caps_of
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
 
 BY_HAND = "made by hand: layer groups reach its recipe and overlap"
@@ -60,6 +60,7 @@ class LayerPlan:
     weight: str
     notes: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
+    return_bias: bool = False
 
     @property
     def module(self) -> str:
@@ -134,7 +135,7 @@ def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> I
     style_name, sequence_parallel = next(key for key, row in STYLES.items() if row is spec.style)
     for what, asked, its in (
         ("style", chosen.style, style_name), ("sequence_parallel", chosen.sequence_parallel, sequence_parallel),
-        ("prologue", prologues.load(chosen.prologue), spec.prologue),
+        ("prologue", prologues.load(chosen.prologue), spec.prologue), ("return_bias", chosen.return_bias, spec.return_bias),
     ):  # fmt: skip
         if asked is not None and asked != its:
             raise ValueError(
@@ -149,6 +150,8 @@ def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> I
     chosen = replace(
         chosen, style=style_name, sequence_parallel=sequence_parallel, recipe=chosen.recipe or spec.recipe,
         overlap=chosen.overlap or (own if len(set(own.values())) > 1 else own[GEMMS[0]]), prologue=spec.prologue,
+        return_bias=spec.return_bias,
+        **{name: value for name, value in vars(spec.options).items() if getattr(chosen, name) is None},
     )  # fmt: skip
     names = [name if len(members) == 1 else f"{name}.{member.weight}" for member in members]
     for row_name, member in zip(names, members, strict=True):
@@ -177,6 +180,9 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     if prologue is not None:
         prologue.check(name, row, tp)
 
+    options, return_bias = chosen.settled(row), bool(chosen.return_bias)
+    check_extras(name, recipe, options, prologue, return_bias)
+
     # who chose it: "edges (recipe), qkv (style)"; what nobody set stays at its default
     fields_of = {group: [f for f, winner in chosen.won.items() if winner == group] for group in chosen.won.values()}
     winners = [f"{group} ({', '.join(fields)})" for group, fields in fields_of.items()]
@@ -185,12 +191,14 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     notes = (
         *layer_notes(recipe, row, tokens),
         *chosen.notes(row),
+        *_kept_note(recipe, row, options, tokens),
+        *(["returns (y, bias): whoever is called next adds the bias"] if return_bias else ()),
         *(scope_notes(recipe, row, local, tokens) if tp > 1 else ()),
         *prologue_note(prologue, recipe, place.device_type),
     )
     return LayerPlan(
         name=name, shape=shape, style=style_name, sequence_parallel=sequence_parallel, siblings=(), recipe=recipe,
-        overlap=_overlap(chosen.overlap, name), options=chosen.settled(row), prologue=prologue,
+        overlap=_overlap(chosen.overlap, name), options=options, prologue=prologue, return_bias=return_bias,
         kernels=_kernels(recipe, place.device_type, name), parameters=local[0] * local[1] + has_bias * local[0],
         group=", ".join(winners), overrode="; ".join(overrode), weight=weight, notes=notes,
     )  # fmt: skip
@@ -317,7 +325,7 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
     for way, why in whys:
         yield f"{style.gathers} {way} travels in high precision: {why}"
     twice = style.gathers == "dy" and not whys and len(routes[0].gathers) == 2
-    both = _share_of_bf16(recipe.dy) if twice else 0.0
+    both = _share_of_bf16(recipe.dy.rowwise, recipe.dy.columnwise) if twice else 0.0
     if both > 1.0:
         yield f"dy travels in two orientations, {both:.2f}x of bf16; gather_dy = 'high_precision' sends it once as it is"
 
@@ -343,11 +351,21 @@ def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], to
             )
 
 
-def _share_of_bf16(operand: Operand) -> float:
-    """Both orientations of a large matrix, of its bytes in bf16."""
+def _kept_note(recipe: Recipe, style: ParallelStyle, options: LayerOptions, tokens: int | None) -> tuple[str, ...]:
+    """What a layer that has chosen to keep x as it is pays for that, where nothing else keeps it."""
+    own, chosen = transfer_plan(recipe, style, 1, tokens), transfer_plan(recipe, style, 1, tokens, kept=options.keeps)
+    if own.kept == chosen.kept:
+        return ()
+    operand = 2 * _share_of_bf16(recipe.x.columnwise)
+    return (
+        f"x takes 2.00 bytes an element in bf16, none where something else keeps it; its operand took {operand:.2f}",
+    )
+
+
+def _share_of_bf16(*quantizers: Quantizer) -> float:
+    """What these make of a large matrix, of its bytes in bf16."""
     size = (4096, 4096)
-    parts = [quantizer.format.nbytes(size, torch.bfloat16) for quantizer in (operand.rowwise, operand.columnwise)]
-    return sum(parts) / (2 * size[0] * size[1])
+    return sum(each.format.nbytes(size, torch.bfloat16) for each in quantizers) / (2 * size[0] * size[1])
 
 
 def _mixed(recipe: Recipe) -> Iterator[str]:

@@ -254,7 +254,8 @@ class _Layer:
     def transfers(self) -> TransferPlan:
         ranks = self.load.ranks(TP)
         tokens = self.load.tokens // (ranks if self.style.cut_x == 0 else 1)
-        return transfer_plan(self.recipe, self.style, ranks, tokens, own_group=self.load.amax_group is not None)
+        kept, own_group = self.rows[0].options.keeps, self.load.amax_group is not None
+        return transfer_plan(self.recipe, self.style, ranks, tokens, kept=kept, own_group=own_group)
 
     def forward(self) -> Sends:
         """With a wgrad to come: x as its transfers say, and y_i is reduced."""
