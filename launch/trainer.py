@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import dlp
 from dlp.comm import observer
+from dlp.parallel.linear import capture
 from dlp.parallel.model.checks import OnTheWay
 from dlp.parallel.model.embedding import IGNORED
 from dlp.parallel.model.session import session_of
@@ -47,7 +48,9 @@ from launch.schedule import some
 from launch.stop import StopFlag
 from launch.stream import TokenStream
 from launch.update import Update
-from launch.wire import WireWatch
+from launch.wire import WARM, WireWatch
+
+SETTLED = WARM + 2  # steps after which it is known which directions are captured; one of them may have been watched
 
 
 @dataclass
@@ -318,7 +321,7 @@ class Trainer:
     def loop(self, done: int) -> tuple[int, float]:
         """Train on from `done` steps; returns the steps done, fewer than asked for after a SIGTERM, and the last
         validation loss. Raises NotFinite; nothing is saved of a step whose numbers were not read."""
-        config, steps, loss = self.config, self.config.train.steps, math.nan
+        config, steps, loss, begun = self.config, self.config.train.steps, math.nan, done
         in_flight: Step | None = None
         while done < steps and not self.wants_stop:
             current = self.profiled_step(done)
@@ -327,6 +330,8 @@ class Trainer:
                 self.read(in_flight)
             in_flight, done = current, done + 1
             self.stop.beat()
+            if done == begun + SETTLED and self.built.device.type == "cuda":
+                current.remarks += capture.describe(self.built.model)
             self.tell_recipes(current)
             saves = done % config.checkpoint.every == 0 or done == steps
             validates = done % config.train.eval_every == 0 or done == steps

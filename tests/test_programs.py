@@ -22,9 +22,10 @@ import dlp
 from dlp.kernels import captured, cuda
 from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.parallel.linear import autograd
-from dlp.parallel.linear.capture import DIRECTIONS, FORWARD
+from dlp.parallel.linear.capture import DIRECTIONS, FORWARD, describe
 from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.prologue import PROLOGUES
+from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.model.boundary import end_step
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.quantizer import QuantizerCaps
@@ -190,6 +191,7 @@ def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
         twins.step(summed, seed)
     check_used(twins.model, "forward")
     assert "runs aten::clone" in programs(twins.model)["backward"]
+    assert describe(twins.model)[-1] == "backward: launched step by step in 0: runs aten::clone"
 
 
 def test_siblings_given_one_gradient():
@@ -302,6 +304,44 @@ def test_a_copied_model_has_programs_of_its_own():
         other.zero_grad()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sizes", [N, (N, K)], ids=["alone", "siblings"])
+def test_wgrads_that_wait_are_left_beside_launches(recipe: str, sizes: Any):
+    """Their operands are results of the captured backward, or views of what it is given."""
+
+    def make() -> nn.Module:
+        layer = dlp.Linear(K, sizes, recipe=recipe)
+        layer.core.set_spec(replace(layer.core.spec, options=LayerOptions(delay_wgrad=True)))
+        return layer
+
+    def waiting(model: nn.Module, seed: int) -> Results:
+        found = forward_backward(model, seed)
+        assert not [name for name in found if "weight" in name]
+        assert dlp.backward_dw(model) == (2 if sizes != N else 1)
+        return found | {f"d{name}": p.grad.clone() for name, p in model.named_parameters()}
+
+    twins = Twins(make)
+    for seed in range(5):
+        twins.step(waiting, seed)
+    check_used(twins.model, *DIRECTIONS)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_weights_in_fp32_are_rounded_by_a_launch(recipe: str):
+    """Where passes cast them: no step boundary has."""
+    layer, found = dlp.Linear(K, N, False, recipe=recipe, dtype=torch.float32), []
+    for off in (nullcontext(), without_programs()):
+        with off:
+            for seed in range(3):
+                found.append(forward_backward(layer, seed))
+                layer.zero_grad()
+    for made, expected in zip(found[:3], found[3:], strict=True):
+        for name, value in expected.items():
+            assert_bit_equal(made[name], value, name)
+    check_used(layer, *DIRECTIONS)
+    assert describe(layer) == ["forward: captured in 1 layers", "backward: captured in 1 layers"]
+
+
 class _Own(CurrentScaling):
     """A user's quantizer, that could do anything."""
 
@@ -312,6 +352,8 @@ def test_layers_that_may_do_more_have_no_programs(change: dict[str, Any]):
     for seed in range(4):
         twins.step(forward_backward, seed)
     assert programs(twins.model) == {way: [] for way in DIRECTIONS}
+    why = "launched step by step in 0: casts of _Own may do more than launch, since its caps do not say pure"
+    assert describe(twins.model) == [f"forward: {why}", f"backward: {why}"]
 
 
 class _Pure(CurrentScaling):
@@ -367,11 +409,12 @@ def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.Mon
 
 
 def test_a_function_that_does_more_than_launch_is_no_program():
-    x = values(0, 64, 64)
+    x, foreign = values(0, 64, 64), values(1, 4)
     for run, says in (
         (lambda: [x + 1], "aten::add"),
         (lambda: [x.clone()], "aten::clone"),
-        (lambda: [x], "did not make"),
+        (lambda: [x], "only tensors that it did not make"),
+        (lambda: [torch.empty(4), foreign], "a tensor that it did not make"),
         (lambda: [torch.zeros(4)], "aten::zeros"),
     ):
         with pytest.raises(NotPlain, match=says):
@@ -412,6 +455,19 @@ def test_a_compiled_layer_casts_fp32_weights_in_every_call():
     for seed in range(2):
         twins.step(microbatches, seed)
     check_used(twins.model, *DIRECTIONS)
+
+
+def test_a_result_may_be_a_view_of_what_is_given():
+    first, second = values(0, 64, 64), values(1, 64, 64)
+
+    def run() -> list[Tensor]:
+        out = torch.empty(())
+        cuda.amax(first, out)
+        return [first[8:].t(), out, first]
+
+    view, amax, whole = captured.record(run, [first], [])([second])
+    assert whole.data_ptr() == second.data_ptr() and amax == second.abs().max()
+    assert_bit_equal(view, second[8:].t())
 
 
 def test_memory_that_nobody_declared_is_refused():

@@ -108,6 +108,11 @@ class Transport:
         (whole,) = self.gathering((part,), (0,)).gather().wait()
         return self._used[-1].copied(whole)
 
+    def kept(self, parts: Sequence[Tensor]) -> Parts:
+        """Parts that came in this direction, in memory of their own."""
+        slot = self._used[-1]
+        return tuple(slot.copied(part) if part.is_contiguous() else slot.copied(part.t()).t() for part in parts)
+
     def count(self, part: Tensor, peer: int) -> None:
         """For whoever counts bytes: a part goes to a peer."""
         if peer != self.rank and not is_recording():
@@ -395,7 +400,7 @@ def waits() -> list[str]:
 def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:
     """Parts that were gathered, where they stay when the direction has finished."""
     transport = None if group is None else transport_of(group)
-    return tuple(parts) if transport is None else tuple(part.clone() for part in parts)
+    return tuple(parts) if transport is None else transport.kept(parts)
 
 
 def destroy() -> None:

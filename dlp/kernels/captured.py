@@ -55,9 +55,14 @@ class _Watch(TorchDispatchMode):
 class CapturedLaunches:
     """See `record`. `between`: bytes of memory beside the results."""
 
-    def __init__(self, launched: Launched, given: Sequence[Range], fixed: Sequence[Range], results: Sequence[Tensor],
+    def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
                  made: Sequence[Tensor]) -> None:  # fmt: skip
         wholes = {whole.data_ptr(): whole for whole in made}
+        views = [None if result.data_ptr() in wholes else _view(result, given) for result in returned]
+        results = [result for result, view in zip(returned, views, strict=True) if view is None]
+        if not results:
+            raise NotPlain("returns only tensors that it did not make")
+        self._views = [(i, view) for i, view in enumerate(views) if view is not None]
         outs = [_whole(result, wholes) for result in results]
         between = [whole for whole in made if all(whole is not out for out in outs)]
         offsets, self.between = _share(between, launched)
@@ -67,7 +72,7 @@ class CapturedLaunches:
             self._make.append(partial(torch.empty_strided, (self.between,), (1,), dtype=torch.uint8, device=device))
         self._count, self._multiplies = len(results), any(name == GEMM for name, _, _ in launched)
         arena, space = len(given) + len(outs), len(given) + len(self._make)
-        memory = [(*span, base, 0) for base, span in enumerate([*given, *map(_span, outs)])]
+        memory = [(*_span(tensor), base, 0) for base, tensor in enumerate([*given, *outs])]
         memory += [(*_span(whole), arena, offset) for whole, offset in zip(between, offsets, strict=True)]
         memory += [(*span, _FIXED, 0) for span in fixed]
         if self._multiplies:
@@ -87,20 +92,21 @@ class CapturedLaunches:
         if self._multiplies:
             bases.append(gemms.workspace(given[0].get_device(), stream))
         self._run(bases, stream)
-        return made[: self._count]
+        results = made[: self._count]
+        for i, view in self._views:
+            results.insert(i, view(given))
+        return results
 
 
 def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> CapturedLaunches:
-    """The launches of `run`, which reads `given`, that are `disjoint`, and returns tensors that it made. `fixed`: further
-    memory that kernels read or write, which stays where it is as long as they are used. Raises NotPlain; then nothing has
-    happened."""
+    """The launches of `run`, which reads `given`, that are `disjoint`, and returns tensors that it made, one at least, and
+    views of `given`. `fixed`: further memory that kernels read or write, which stays where it is as long as they are used.
+    Raises NotPlain; then nothing has happened."""
     with recording() as launched, _Watch() as watch:
         results = run()
     if not results:
         raise NotPlain("returns nothing")
-    return CapturedLaunches(
-        launched, [_span(tensor) for tensor in given], [_span(t) for t in fixed], results, watch.made
-    )
+    return CapturedLaunches(launched, given, [_span(t) for t in fixed], results, watch.made)
 
 
 def possible(x: Tensor) -> bool:
@@ -129,8 +135,20 @@ def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
     """The allocation that a result is, or is a view of."""
     whole = wholes.pop(result.data_ptr(), None)
     if whole is None or whole.dtype != result.dtype:
-        raise NotPlain("returns a tensor that it did not make, or makes two of one memory")
+        raise NotPlain("makes two results of one memory")
     return whole
+
+
+def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
+    """What takes a result out of tensors like those given, of which it is a view."""
+    at, _ = _span(result)
+    for i, tensor in enumerate(given):
+        start, size = _span(tensor)
+        offset, rest = divmod(at - start, tensor.itemsize)
+        if 0 <= at - start < size and result.dtype == tensor.dtype and not rest:
+            shape, stride = tuple(result.shape), result.stride()
+            return lambda new: new[i].as_strided(shape, stride, new[i].storage_offset() + offset)
+    raise NotPlain("returns a tensor that it did not make")
 
 
 def _maker(result: Tensor, whole: Tensor) -> Make:

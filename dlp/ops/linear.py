@@ -29,8 +29,17 @@ from dlp.ops.op import BasicOperation
 from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features
-from dlp.parallel.linear.capture import can_be_captured
-from dlp.parallel.linear.core import NO_FINISH, Finish, GradsWanted, run_backward, run_forward, to_save, waits
+from dlp.parallel.linear.capture import obstacle
+from dlp.parallel.linear.core import (
+    NO_FINISH,
+    Finish,
+    GradsWanted,
+    leave_wgrads,
+    run_backward,
+    run_forward,
+    to_save,
+    waits,
+)
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.autocast import active_spec
@@ -145,7 +154,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         return given
 
     def can_launch(self, ctx: Any, which: str) -> bool:
-        return can_be_captured(ctx.bound, which)
+        waits_beside = ctx.bound.spec.options.delay_wgrad  # what wgrads will read is left to them beside launches
+        return not (waits_beside or obstacle(ctx.bound, which))
 
     # Computing
 
@@ -254,7 +264,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         bound.session.scales = ctx.scales
         size = len(ctx.given) // count
         parts = [part for i in used for part in ctx.given[i * size : (i + 1) * size]]
-        made = run_backward(bound, dys, saved, ws, parts, wanted, finish)
+        made = leave_wgrads(bound, wanted, ws, run_backward(bound, dys, saved, ws, parts, wanted, finish), finish.alpha)
         bound.session.scales = None
         dx = made.pop(0) if ctx.needs_dx else None
         if not waits(bound.spec.options.delay_wgrad, ctx.needs_dx):

@@ -28,9 +28,9 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from dlp.quant import recipes
-from dlp.quant.gemm import GemmOptions, check_pair
+from dlp.quant.gemm import GemmOptions, check_pair, own_gemm
 from dlp.quant.options import check_option, freeze
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, check_caps
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of, check_caps
 
 OPERANDS = ("x", "w", "dy")
 RESULTS = ("y", "dx")
@@ -109,6 +109,19 @@ class Recipe:
         operands = (getattr(self, name) for name in OPERANDS)
         results = [quantizer for name in RESULTS if (quantizer := getattr(self, name)) is not None]
         return [quantizer for operand in operands for quantizer in (operand.rowwise, operand.columnwise)] + results
+
+    @cached_property
+    def beyond_launches(self) -> str:
+        """What of its casts and GEMMs may do more than launch kernels, so that directions of layers cannot be captured; empty:
+        nothing."""
+        for quantizer in self.quantizers():
+            if not caps_of(quantizer).pure:
+                return f"casts of {type(quantizer).__name__} may do more than launch, since its caps do not say pure"
+        for which in GEMMS:
+            a, b = (quantizer.format for quantizer in self.operands(which))
+            if own_gemm(a, b) is not None:
+                return f"{which} is multiplied by {type(a if hasattr(a, 'gemm') else b).__name__}.gemm"
+        return ""
 
     def of(self, tensor: str) -> Operand | None:
         """The quantizers of an operand x, w, dy; of a result y, dx, which both orientations share, or None if it has none."""

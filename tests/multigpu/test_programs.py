@@ -15,6 +15,8 @@ from torch import Tensor
 import dlp
 from dlp.comm import transport
 from dlp.comm.transport import Transport
+from dlp.parallel.linear.capture import describe
+from dlp.parallel.linear.spec import LayerOptions
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
@@ -78,21 +80,28 @@ def moved_by(group: dist.ProcessGroup, mapped: bool, late: float = 0.0) -> Itera
 
 
 def over_two_ranks(
-    kind: str, recipe: str, sequence_parallel: bool, codec: str = "hp", overlap: str = "serial", late: float = 0.0
+    kind: str,
+    recipe: str,
+    sequence_parallel: bool,
+    codec: str = "hp",
+    overlap: str = "serial",
+    late: float = 0.0,
+    delay: bool = False,
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
-    """A layer over two tp ranks, through mapped memory and by collectives."""
-    mesh, found = worker.mesh(tp=2), []
+    """A layer over two tp ranks, through mapped memory and by collectives. `delay`: its wgrads wait."""
+    mesh, found, said = worker.mesh(tp=2), [], list[list[str]]()
     for mapped in (True, False):
         with device(), moved_by(mesh["tp"].get_group(), mapped, late):  # type: ignore[attr-defined]
             torch.manual_seed(0)
-            options = {"tp": mesh["tp"], "recipe": recipe, "sequence_parallel": sequence_parallel,
-                       "overlap": overlap}  # fmt: skip
+            made_with = {"tp": mesh["tp"], "recipe": recipe, "sequence_parallel": sequence_parallel,
+                         "overlap": overlap}  # fmt: skip
             sizes = (N, K) if kind == "siblings" else N
             made = dlp.RowParallelLinear if kind == "row" else dlp.ColumnParallelLinear
-            layer = made(2 * K, sizes, dtype=torch.bfloat16, **options).to(worker.device())
+            layer = made(2 * K, sizes, dtype=torch.bfloat16, **made_with).to(worker.device())
             spec = layer.core.spec
             carried = {gemm: replace(getattr(spec.recipe, gemm), wire=codec) for gemm in ("fprop", "dgrad")}
-            layer.core.set_spec(replace(spec, recipe=replace(spec.recipe, **carried)))
+            own, options = replace(spec.recipe, **carried), LayerOptions(delay_wgrad=delay)
+            layer.core.set_spec(replace(spec, recipe=own, options=options))
             results = []
             for seed in range(4):
                 columns = 2 * K // (1 + (kind == "row"))
@@ -101,11 +110,17 @@ def over_two_ranks(
                 ys = layer(x) if kind == "siblings" else (layer(x),)
                 dys = [values(100 + 10 * seed + dist.get_rank(), *y.shape).to(worker.device()) for y in ys]
                 torch.autograd.backward(ys, dys)
+                if delay:
+                    vars(layer)["dlp_session"] = layer.core.session  # of a layer by itself, which has no step boundary
+                    assert dlp.backward_dw(layer) == len(ys)
                 results += [*(y.detach() for y in ys), x.grad]
                 results += [weight.grad._local_tensor for weight in layer.parameters()]
                 layer.zero_grad()
             found.append((count(layer), results))
+            said.append(describe(layer))
     (captured, through_memory), (plain, by_collectives) = found
+    assert not [line for line in said[0] if "step by step" in line]
+    assert all("since nobody asked for mapped memory" in line for line in said[1] if "step by step" in line)
     return captured, plain, list(zip(through_memory, by_collectives, strict=True))
 
 
@@ -153,6 +168,16 @@ def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, 
         assert min(mapped.values()) > 0, mapped
         silent = set() if sequence_parallel else {"backward" if kind == "row" else "forward"}
         assert {direction for direction, number in plain.items() if number} == silent
+        for result, expected in pairs:
+            assert_bit_equal(result, expected)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_wgrads_that_wait_keep_what_came(ranks, kind: str, recipe: str):
+    """What a slot holds when the direction ends is copied, by a launch."""
+    for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", "serial", 0.0, True):
+        assert min(mapped.values()) > 0, mapped
         for result, expected in pairs:
             assert_bit_equal(result, expected)
 

@@ -27,7 +27,7 @@ from dlp.kernels import gemms
 from dlp.kernels.captured import ALIGNMENT
 from dlp.kernels.table import runs_kernels
 from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key
-from dlp.parallel.linear.core import GradsWanted, run_backward, run_forward, to_save, waits
+from dlp.parallel.linear.core import GradsWanted, leave_wgrads, run_backward, run_forward, to_save, waits
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
 from dlp.parallel.model.autocast import check_compiled
@@ -285,6 +285,7 @@ def _gradients(
         else:
             grads = run_backward(bound, dys, saved, weights, parts, wanted, into=into)
         bound.session.scales = None
+        grads = leave_wgrads(bound, wanted, weights, grads)
     return grads
 
 
@@ -350,7 +351,7 @@ def linear_bwd(
     reads = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.scales = None
-    return grads
+    return leave_wgrads(bound, wanted, weights, grads)
 
 
 def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:

@@ -8,29 +8,31 @@ is captured (`dlp.kernels.captured`):
     second call     the same functions are captured, and the captured launches run
     further calls   the captured launches: memory for the results, one call
 
-The bits are the same captured and not.
+The bits are the same captured and not. What is not captured is launched step by step, and `describe` says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from dlp.comm import observer
-from dlp.comm.transport import transport_of
+from dlp.comm.transport import transport_of, why_not
 from dlp.kernels import captured
 from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec, remembered
-from dlp.quant.gemm import own_gemm
-from dlp.quant.quantizer import caps_of
-from dlp.quant.recipe import GEMMS
+from dlp.parallel.linear.state import BoundSpec, cores, remembered
 
 DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
 LIMIT = 64  # a layer whose shapes vary without end runs without programs
-SEEN = "seen once"
+SEEN = "called once with such tensors"
+REGION = "its forward ran under scales of an autocast region, or before a step boundary changed them"
+WATCHED = "an observer counts what it sends"
+SHARED = "tensors that it is given share memory"
+VARIES = f"more than {LIMIT} shapes, strides and alignments came"
 Run = Callable[[], list[Tensor]]
 RunForward = Callable[[], tuple[list[Tensor], list[Tensor]]]
 Key = tuple[Any, ...]
@@ -39,16 +41,19 @@ Key = tuple[Any, ...]
 class CapturedDirections:
     """Those of a layer.
 
-    possible   whether a direction can be captured
+    why        why a direction is not captured, whatever comes; empty: it can be. `possible`: whether it can
     found      captured launches by direction and what they depend on beside addresses; a string where there are none: not yet,
                or for the reason that it says
+    passed     why a call of a direction was launched step by step last
     """
 
     def __init__(self, bound: BoundSpec, x: Tensor) -> None:
-        device = captured.possible(x)
+        missing = "" if captured.possible(x) else f"no kernels run on {x.device.type}"
         self.bound, self.communicates = bound, bound.spec.group is not None
-        self.possible = {direction: device and can_be_captured(bound, direction) for direction in DIRECTIONS}
+        self.why = {direction: missing or obstacle(bound, direction) for direction in DIRECTIONS}
+        self.possible = {direction: not why for direction, why in self.why.items()}
         self.found: dict[Key, CapturedLaunches | str] = {}
+        self.passed: dict[str, str] = {}
 
     def forward(
         self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
@@ -69,20 +74,24 @@ class CapturedDirections:
 
     def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
         """What `run` returns, which reads the tensors given."""
-        scales = self.bound.session.scales
+        direction, scales = key[0], self.bound.session.scales
         if scales is not None and scales.values is not None:  # captured launches read those in the table
-            return run()
+            return self._launched(direction, REGION, run)
         if self.communicates and observer.counting():  # what launches send is seen as it is launched from here
-            return run()
+            return self._launched(direction, WATCHED, run)
         found = self.found.get(key)
         if isinstance(found, CapturedLaunches):
             return found(given)
-        if not self.possible[key[0]]:
+        if not self.possible[direction]:
             return run()
-        if found is None and len(self.found) < LIMIT:
+        if found is None and len(self.found) >= LIMIT:
+            return self._launched(direction, VARIES, run)
+        if found is None:
             self.found[key] = SEEN
-        if found is not SEEN or not captured.disjoint(given):
+        if found is not SEEN:
             return run()
+        if not captured.disjoint(given):
+            return self._launched(direction, SHARED, run)
         try:
             made = captured.record(run, given, self.bound.kept_memory())
         except NotPlain as why:
@@ -91,28 +100,71 @@ class CapturedDirections:
         self.found[key] = made
         return made(given)
 
+    def _launched(self, direction: str, why: str, run: Run) -> list[Tensor]:
+        self.passed[direction] = why
+        return run()
+
+    def states(self, direction: str) -> Iterator[str]:
+        """Of each kind of tensors that this direction was called with: why it is not captured, empty where it is."""
+        if not self.possible[direction]:
+            yield self.why[direction]
+        for key, made in self.found.items():
+            if key[0] == direction:
+                yield made if isinstance(made, str) else ""
+        if direction in self.passed:
+            yield self.passed[direction]
+
 
 @remembered
-def can_be_captured(bound: BoundSpec, direction: str) -> bool:
-    """What is communicated in this direction is launches, too, nothing waits, quantizers are pure and GEMMs those of this
-    package."""
-    spec = bound.spec
-    recipe, formats = spec.recipe, [[quantizer.format for quantizer in spec.recipe.operands(which)] for which in GEMMS]
-    known = all(caps_of(quantizer).pure for quantizer in recipe.quantizers()) and not any(
-        own_gemm(*pair) for pair in formats
-    )
-    return known and not spec.options.delay_wgrad and _communicates_by_launches(spec, direction)
+def obstacle(bound: BoundSpec, direction: str) -> str:
+    """Why this direction is not captured: quantizers are not pure, GEMMs are not those of this package, or something is
+    communicated otherwise than by launches. Empty: it can be."""
+    return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, direction)
 
 
-def _communicates_by_launches(spec: LinearSpec, direction: str) -> bool:
-    """Whether all transfers of a direction, if there are any, go through memory that ranks map, in the order they start."""
+def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
+    """Why transfers of a direction, if there are any, do not go through memory that ranks map, in the order they start."""
     gemms = ("fprop",) if direction == FORWARD else ("dgrad", "wgrad")
     steps = [getattr(spec.style, gemm) for gemm in gemms]
     communicates = spec.tp > 1 and (
         spec.recipe.amax_scope != "table" or any(step.gather or step.reduce for step in steps)
     )
-    groups = [spec.amax_group] if spec.amax_group is not None else []
-    groups += [spec.tp_group] if communicates else []
-    if any(group.size() > 1 and transport_of(group) is None for group in groups):
-        return False
-    return not communicates or all(getattr(spec.overlap, gemm).launches_only for gemm in gemms)
+    groups = {"amaxes are agreed on": spec.amax_group} if spec.amax_group is not None else {}
+    groups |= {"tp sends": spec.tp_group} if communicates else {}
+    for what, group in groups.items():
+        if group.size() > 1 and transport_of(group) is None:
+            return f"{what} by {dist.get_backend(group)}, since {why_not(group)}"
+    for gemm in gemms if communicates else ():
+        strategy = getattr(spec.overlap, gemm)
+        if not strategy.launches_only:
+            return f"strategy {strategy.name} of {gemm} may do more than launch"
+    return ""
+
+
+def describe(model: nn.Module) -> list[str]:
+    """Which directions of the layers that have run are captured, in lines, and which are launched step by step, by reason."""
+    lines = []
+    for direction in DIRECTIONS:
+        count, reasons = 0, dict[str, list[str]]()
+        for core in cores(model):
+            states = list(dict.fromkeys(state for each in _called(core) for state in each.states(direction)))
+            count += "" in states
+            for why in states if "" not in states else [each for each in states if each not in (*_PASSING, "")]:
+                reasons.setdefault(why, []).append(core.spec.name)
+        if count:
+            lines.append(f"{direction}: captured in {count} layers")
+        for why, names in reasons.items():
+            some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            lines.append(f"{direction}: launched step by step in {some}: {why}")
+    return lines
+
+
+_PASSING = (SEEN, WATCHED, REGION)  # nothing to tell of a direction that is captured for other calls
+
+
+def _called(core: Any) -> Iterator[CapturedDirections]:
+    """Those of all calls of a layer, whatever they read."""
+    parts = core.weights.parts
+    for bound in core.bounds():
+        for call in (*bound.calls.values(), *(parts.calls.values() if parts is not None else ())):
+            yield call if isinstance(call, CapturedDirections) else call.captured

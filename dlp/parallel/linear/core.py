@@ -151,7 +151,8 @@ def run_backward(
     finish    of dgrad, where dx is not reduced; its `alpha` of wgrad, too
     into      where dw_i are written; none, or None: they are returned
     returns   what is wanted, in the order dx [M, K] (with a prologue: the gradients of what that read), dw_i [N_i, K], db_i
-              [N_i]; without dw_i that are written, or that their weight takes otherwise (`Weight.take_grad`)
+              [N_i]; without dw_i that are written. Where wgrads wait: what they will read instead of dw_i, at the end, for
+              `leave_wgrads` to take
     """
     spec, learns = bound.spec, any(wanted.dw)
     transport.start(spec.group, spec.style.name)
@@ -187,21 +188,23 @@ def run_backward(
         dx = token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)
 
     grads: list[Tensor] = []
+    later: list[Tensor] = []
     if x_col is not None:
         keep = waits(spec.options.delay_wgrad, wanted.dx)
         x = _here(x_col, bound, keep)
         targets = into or [None] * len(weights)
-        for i, dy, w, needed, target in zip(wanted.used, dy_cols, weights, wanted.dw, targets, strict=True):
+        for dy, w, needed, target in zip(dy_cols, weights, wanted.dw, targets, strict=True):
             if needed:
                 assert dy is not None
-                wgrad = partial(contract_gemm, bound, _here(dy, bound, keep), x, w.shape, w.dtype, finish.alpha)
-                if target is not None:
-                    wgrad(target)
+                dy = _here(dy, bound, keep)
+                if keep:
+                    later += dy.parts
                     continue
-                dw = bound.weights.members[i].take_grad(wgrad, may_wait=wanted.dx)
-                grads += [] if dw is None else [dw]
+                dw = contract_gemm(bound, dy, x, w.shape, w.dtype, finish.alpha, target)
+                grads += [dw] if target is None else []
+        later += x.parts if keep else ()
     grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
-    if dx is None:
+    if dx is None:  # then nothing waits
         transport.finish(spec.group)
         return grads
 
@@ -209,10 +212,29 @@ def run_backward(
     transport.finish(spec.group)
     if spec.recipe.dx is not None:
         whole = _through_format(bound, "dx", spec.members[0], whole)
-    whole = whole.to(wanted.dtype)
+    whole = whole if whole.dtype == wanted.dtype else rounded(whole, wanted.dtype)
     if spec.prologue is None:
-        return [whole if wanted.shape is None else whole.view(wanted.shape), *grads]
-    return [*_of_inputs(spec, whole, beside), *grads]
+        return [whole if wanted.shape is None else whole.view(wanted.shape), *grads, *later]
+    return [*_of_inputs(spec, whole, beside), *grads, *later]
+
+
+def leave_wgrads(
+    bound: BoundSpec, wanted: GradsWanted, weights: Sequence[Tensor], made: list[Tensor], alpha: float = 1.0
+) -> list[Tensor]:  # fmt: skip
+    """What `run_backward` made, without what waiting wgrads read: they are left to `backward_dw`, if any wait."""
+    if not (waits(bound.spec.options.delay_wgrad, wanted.dx) and any(wanted.dw)):
+        return made
+    formats = [operand.columnwise.format for operand in (bound.spec.recipe.dy, bound.spec.recipe.x)]
+    sizes = [len(fmt.parts) for fmt in formats]
+    start = len(made) - sum(wanted.dw) * sizes[0] - sizes[1]
+    x, at = formats[1].wrap(made[len(made) - sizes[1] :]), start
+    for i, w, needed in zip(wanted.used, weights, wanted.dw, strict=True):
+        if needed:
+            dy = formats[0].wrap(made[at : at + sizes[0]])
+            wgrad = partial(contract_gemm, bound, dy, x, w.shape, w.dtype, alpha)
+            bound.session.waiting.append((bound.weights.members[i], wgrad))
+            at += sizes[0]
+    return made[:start]
 
 
 def _of_inputs(spec: LinearSpec, dx: Tensor, beside: Sequence[Tensor]) -> list[Tensor]:
@@ -278,7 +300,8 @@ def contract_gemm(
         out = None if into.overwrite else into.tensor
         written = into.tensor if into.overwrite else None
         return replace(gemm, out_dtype=into.tensor.dtype, accumulate=out, out=written)(dy)
-    dw = trimmed(gemm(dy), shape[1], shape[0]).to(dtype)
+    dw = trimmed(gemm(dy), shape[1], shape[0])
+    dw = dw if dw.dtype == dtype else rounded(dw, dtype)
     if into is None:
         return dw
     return into.tensor.copy_(dw) if into.overwrite else into.tensor.add_(dw)
@@ -308,7 +331,7 @@ def _weight_operands(
     """One orientation of the weights: of flat parts that exist, or cast here, with one agreement."""
     columnwise = wanted == COLUMNWISE
     if not parts:
-        made = quantize(bound, "w", [w.to(dtype) for w in weights], wanted, members=members, record=record)
+        made = quantize(bound, "w", [rounded(w, dtype) for w in weights], wanted, members=members, record=record)
         return [operands.at(columnwise=columnwise) for operands in made]
     formats, sizes = bound.spec.weight_formats
     fmt, size = formats[columnwise], sizes[columnwise]

@@ -195,6 +195,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
         *(["returns (y, bias): whoever is called next adds the bias"] if return_bias else ()),
         *(scope_notes(recipe, row, local, tokens) if tp > 1 else ()),
         *prologue_note(prologue, recipe, place.device_type),
+        *capture_note(recipe, place.device_type),
     )
     return LayerPlan(
         name=name, shape=shape, style=style_name, sequence_parallel=sequence_parallel, siblings=(), recipe=recipe,
@@ -398,6 +399,13 @@ def support_note(recipe: Recipe, device_type: str) -> str:
     text = by_gemm["fprop"] if same else ", ".join(f"{which} {found}" for which, found in by_gemm.items())
     casts = _casts(recipe, device_type) if device_type == "cuda" else ()
     return "; casts by ".join([f"{recipe} on {device_type}: {text}", *casts])
+
+
+def capture_note(recipe: Recipe, device_type: str) -> tuple[str, ...]:
+    """Why no direction of a layer is captured on GPUs, whoever carries what it sends."""
+    if device_type == "cpu" or not recipe.beyond_launches:
+        return ()
+    return (f"forward and backward are launched step by step: {recipe.beyond_launches}",)
 
 
 def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ and adds in one rounding, where autograd has two. A backward that takes gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -119,10 +119,6 @@ class Weight(Protocol):
 
     def columnwise(self, use: Use) -> QuantizedTensor:
         """w.T [K, N], dgrad's operand."""
-
-    def take_grad(self, wgrad: Callable[[], Tensor], *, may_wait: bool) -> Tensor | None:
-        """What autograd gets as dw [N, K] in this backward: that of `wgrad`; None where this one will come otherwise.
-        `may_wait`: somebody else waits for this backward."""
 
     def casts(self, values: Values) -> list[Cast]:
         """Those that the step boundary makes of it."""

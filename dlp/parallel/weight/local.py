@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from dlp.kernels.ops import rounded
 from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, operand_shape
 from dlp.parallel.linear.state import Operands, flatten, quantize, unflatten, weight_casts
 from dlp.parallel.weight.base import Layer, LayerWeights, Member, MemberWeight, Use, Values
@@ -58,15 +59,9 @@ class LocalWeight(MemberWeight):
     def _operand(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
         orientations = COLUMNWISE if columnwise else ROWWISE
         (made,) = quantize(
-            use.bound, "w", [use.value.to(use.dtype)], orientations, members=[self.name], record=use.record
+            use.bound, "w", [rounded(use.value, use.dtype)], orientations, members=[self.name], record=use.record
         )
         return made.at(columnwise=columnwise)
-
-    def take_grad(self, wgrad: Callable[[], Tensor], *, may_wait: bool) -> Tensor | None:
-        if not (self.bound.spec.options.delay_wgrad and may_wait):
-            return wgrad()
-        self.bound.session.waiting.append((self, wgrad))
-        return None
 
     def casts(self, values: Values) -> list[Cast]:
         """Of the values, rounded to the dtype of activations first, in both orientations, into the operands there are; none

@@ -200,10 +200,6 @@ class ShardedWeight(MemberWeight):
         if not retyped:
             self._hook(self.decide())
 
-    def take_grad(self, wgrad: Callable[[], Tensor], *, may_wait: bool) -> Tensor:
-        """FSDP reduces what backward returns, and passes over parameters without a gradient."""
-        return wgrad()
-
     def casts(self, values: Values) -> list[Cast]:
         """Of this rank's rows, in the order of `reads`."""
         if not self.reads:
