@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from dlp.parallel.linear.modules import ParallelLinear
 from dlp.quant.patterns import must_match
 from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.state import SlotTable
+from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
 BATCHES = 1024  # the newest that are remembered
 E4M3 = torch.float8_e4m3fn
@@ -37,6 +39,12 @@ CLIPS = 20  # fractions of the amax that `mse` tries, down to a half
 def average(window: Tensor) -> Tensor:
     """The mean of the amaxes that were met, fp32 [batches, slots] -> [slots]."""
     return window.sum(0) / (window > 0).sum(0).clamp(min=1)
+
+
+def _of_batches(observer: Callable[[Tensor], Tensor], window: Tensor) -> Tensor:
+    """What a user's function finds, of the batches that were met alone."""
+    met = (window > 0).any(1)
+    return observer(window[met]) if met.any() else window.amax(0)
 
 
 def best_clip(x: Tensor) -> Tensor:
@@ -73,7 +81,7 @@ def calibrate(
     lists = {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)}
     chosen = must_match(list(every), lists, pattern, getattr(model, "base_model_prefix", ""), asked_by="calibrate")
     linears = {name: every[name] for name in chosen}
-    algorithm = observer if callable(observer) else OBSERVERS[observer]
+    algorithm = partial(_of_batches, observer) if callable(observer) else OBSERVERS[observer]
     device = next(next(iter(linears.values())).parameters()).device
     table = SlotTable({name: SlotOptions(ops.FP8_MAX[E4M3], 0, BATCHES, algorithm) for name in linears}, device)
     hooks = [
@@ -99,6 +107,9 @@ def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor]) -> Callable[...,
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         x = _x_of(module, inputs)
+        core = module.core if isinstance(module, ParallelLinear) else None
+        if core is not None and core.stats is not None:
+            core.stats.record(f"{core.spec.members[0]}.x", x, QuantizedTensor(HighPrecision(), (x,)), always=True)
         slot.staging.copy_(torch.maximum(slot.staging, amax(x).float()))
 
     return hook

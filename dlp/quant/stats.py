@@ -6,7 +6,8 @@
     saturation   share of them beyond the largest value that their scale can hold
     sqnr_db      10 log10(sum x^2 / sum (x - decoded)^2)
 
-`measured(recipe, ...)` wraps all quantizers of a recipe; the bits they make stay the same. Numbers are summed on the
+`measured(recipe, ...)` wraps all quantizers of a recipe; the bits they make stay the same. Of what is only calibrated there is
+the amax alone. Numbers are summed on the
 device, over all casts of a tensor in a step, into two tensors that are read once a step. scale_inv and saturation are
 read off two codes of a format, its `landmarks`; a format without them lacks these numbers.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.quant.quantizer import Quantizer, Wrapped
+from dlp.quant.quantizer import Quantizer, Wrapped, caps_of
 from dlp.quant.recipe import OPERANDS, Operand, Recipe
 from dlp.quant.tensor import QuantizedTensor
 
@@ -40,9 +41,9 @@ class StatsTable:
         self.last = self.sums, self.maxima
         self.recording = True
 
-    def record(self, name: str, x: Tensor, quantized: QuantizedTensor) -> None:
-        """One cast of x [rows, contraction]."""
-        if self.recording:
+    def record(self, name: str, x: Tensor, quantized: QuantizedTensor, always: bool = False) -> None:
+        """One cast of x [rows, contraction]. `always`: whether or not casts count now."""
+        if self.recording or always:
             sums, maxima = _measure(x.detach().float(), quantized)
             row = self.names[name]
             self.sums[row] += sums
@@ -99,7 +100,9 @@ def measured(recipe: Recipe, layer: str, table: StatsTable) -> Recipe:
         quantizers: Operand = getattr(recipe, operand)
         quantizer: Quantizer = getattr(quantizers, orientation)
         name = f"{layer}.{operand}" + ("" if quantizers.derived else f".{orientation}")
-        return quantizer if quantizer.format.keeps_source else Measured(quantizer, name, table)
+        fmt = quantizer.format
+        nothing = not fmt.parts or (fmt.keeps_source and caps_of(quantizer).slot is None)
+        return quantizer if nothing else Measured(quantizer, name, table)
 
     x, w, dy = (Operand(wrap(operand, "rowwise"), wrap(operand, "columnwise")) for operand in OPERANDS)
     return replace(recipe, x=x, w=w, dy=dy)

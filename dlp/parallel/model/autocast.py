@@ -41,7 +41,7 @@ from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.state import ForwardScales
-from dlp.quant.stats import plain
+from dlp.quant.stats import measured, plain
 from dlp.quant.tensor import QuantizedTensor
 
 _FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"  # what the hooks of a first run and of a recomputation refer to
@@ -73,9 +73,14 @@ def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
         options = caps_of(quantizer).slot if calibrating else None
         return KeepHighPrecision() if options is None else Calibrate(slot=options)
 
+    def kept(result: Quantizer | None) -> Quantizer | None:
+        delayed = calibrating and result is not None and caps_of(result).slot is not None
+        return keep(result) if delayed and result is not None else None
+
     operands = (getattr(recipe, name) for name in recipes.OPERANDS)
     x, w, dy = (Operand(keep(operand.rowwise), keep(operand.columnwise)) for operand in operands)
-    return Recipe(f"{recipe.name}, {'calibrating' if calibrating else 'off'}", x, w, dy, reduce_amax=recipe.reduce_amax)
+    name = f"{recipe.name}, {'calibrating' if calibrating else 'off'}"
+    return Recipe(name, x, w, dy, reduce_amax=recipe.reduce_amax, y=kept(recipe.y), dx=kept(recipe.dx))
 
 
 @dataclass
@@ -112,6 +117,8 @@ class Region:
         suffix = "" if recipe == its else f"[{recipe}]"
         if not self.enabled:
             recipe = high_precision(recipe, self.calibrating)
+            if core.stats is not None:
+                recipe = measured(recipe, own.members[0], core.stats)
         return replace(own, recipe=recipe, amax_group=self.group or own.amax_group, variant=suffix)
 
 

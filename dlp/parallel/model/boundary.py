@@ -382,8 +382,9 @@ def _swap(layers: Sequence[str], step: int, recipe: Any, made: Any) -> Swap:
 def record_stats(model: nn.Module, *patterns: str) -> list[str]:
     """From now on measure every cast of the layers that these patterns name, and only theirs; none: stop. Returns them.
 
-    Siblings are measured together, under the name of the first. Casts of forwards without gradients do not count. Call
-    it on all ranks, at a step boundary. Raises ValueError for a pattern that matches no layer.
+    Siblings are measured together, under the name of the first. Casts of forwards without gradients do not count, unless
+    no layer learns, as in a frozen model. Call it on all ranks, at a step boundary. Raises ValueError for a pattern that
+    matches no layer.
     """
     session, modules = session_of(model), layer_modules(model)
     names = [name for pattern in patterns for name in match_layers(model, pattern, "record_stats")]

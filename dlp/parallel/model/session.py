@@ -249,9 +249,14 @@ class Session:
             if not torch.is_grad_enabled():
                 self.stale.check_values()
         if self.stats is not None:
-            self.stats.recording = torch.is_grad_enabled()
+            self.stats.recording = torch.is_grad_enabled() or not self._learns()
         if self.draws and torch.is_grad_enabled() and self.cores:
             self.advance()
+
+    def _learns(self) -> bool:
+        """Whether any weight does."""
+        members = (member for core in self.cores for member in core.members)
+        return any(getattr(member.module, member.weight).requires_grad for member in members)
 
     # ---- delayed scales
 
