@@ -22,7 +22,7 @@ import torch
 
 from dlp import Plan
 from dlp.comm.mesh import DP_SHARD, TP
-from dlp.comm.transport import MAXIMA, slot_bytes
+from dlp.comm.transport import LEAST, MAXIMA, slot_bytes
 from dlp.parallel.casts import operand_shape
 from dlp.parallel.model.plan import table
 from dlp.parallel.model.rows import LayerPlan, ParameterPlan
@@ -200,8 +200,8 @@ class _Estimate:
 
     def _symmetric(self) -> float:
         """Slots that ranks of tp map (`dlp.comm.transport`), at most: of each style and size one for each transfer of a
-        direction, of which there are at most two, in the activations' dtype, or quantized in as few as four bits; and one for
-        agreements."""
+        direction, of which there are at most two, in the activations' dtype, or quantized in as few as four bits; one of
+        the least size for each further piece of a gather; and one for agreements."""
         ranks = self.load.ranks(TP)
         if ranks == 1 or self.plan.device_type == "cpu" or self.config.mesh.transport != "mapped":
             return 0.0
@@ -210,7 +210,9 @@ class _Estimate:
             for row, parameter in self.linears.values() if row.style in ("column", "row")
             for narrower in range(1 if row.recipe.x.keeps_source else 3)
         }  # fmt: skip
-        return float(2 * sum(size for _, size in sizes) + slot_bytes(2 * 4 * MAXIMA * ranks))
+        chosen = {(row.style, name) for row in self.plan.layers for name in strategies(row)}
+        pieces = sum(int(name.partition(":")[2] or 1) - 1 for _, name in chosen)
+        return float(2 * sum(size for _, size in sizes) + pieces * LEAST + slot_bytes(2 * 4 * MAXIMA * ranks))
 
     # What comes
 
@@ -291,3 +293,8 @@ class _Estimate:
         """Gradients of activations inside of an MLP's backward."""
         widest = max(max(p.shape[0], 1) for row, p in self.linears.values() if block_of(p.name))
         return 4.0 * self.load.tokens * widest * self.wide
+
+
+def strategies(row: LayerPlan) -> set[str]:
+    """The overlap strategies of a layer."""
+    return {row.overlap} if isinstance(row.overlap, str) else set(row.overlap.values())

@@ -80,7 +80,12 @@ def test_slots_are_planned_where_memory_is_mapped():
     """Tokens of hidden 2048 in bf16, in FP8 and in less, twice for each of two styles; agreements of 65,536 numbers."""
     assert not any(row(load("llama3_1b"), 2, "symmetric memory").values())
     mapped = row(load("llama3_1b", ["--mesh.transport=mapped"]), 2, "symmetric memory")
-    assert set(mapped.values()) == {2 * 2 * (1 + 1 / 2 + 1 / 4) * 4096 * 2048 * 2 + 2 * 2 * 65536 * 4}
+    slots = 2 * 2 * (1 + 1 / 2 + 1 / 4) * 4096 * 2048 * 2 + 2 * 2 * 65536 * 4
+    assert set(mapped.values()) == {slots}
+    pieces = ["--mesh.transport=mapped", "--groups.default.overlap=chunked:4"]
+    assert set(row(load("llama3_1b", pieces), 2, "symmetric memory").values()) == {slots + 2 * 3 * 65536}, (
+        "of a column, of a row"
+    )
 
 
 def test_without_cached_weights_no_operand_stays():
