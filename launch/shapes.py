@@ -3,12 +3,16 @@
     python -m launch.shapes CONFIG [--world 8] [--section.key value ...]
     python -m launch.shapes CONFIG --json        for `python -m dlp.kernels.tune`
     python -m launch.shapes CONFIG --layers      linears before tp cuts them, for `python -m dlp.parallel.tune`
+    python -m launch.shapes --model package.module:factory [--input 4x2048]      linears of any model
 
-A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. Nothing is started: the plan says it all.
+A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. Nothing is started: the plan says it all. A model is
+run once without memory, on tokens int64 of the shape `--input`, or on what the factory returns beside it.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import sys
 from collections import Counter
@@ -16,6 +20,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from dlp.comm.observer import dtype_name
 from dlp.kernels.table import device_kind
@@ -111,7 +118,64 @@ def thaw(value: Any) -> Any:
     return {key: thaw(entry) for key, entry in value} if pairs else value
 
 
+class Linears(TorchFunctionMode):
+    """Counts what runs inside by the sizes "MxKxN" of y [M, N] = x [M, K] w [N, K]^T, however it comes to call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, w = args[0], args[1] if len(args) > 1 else (kwargs or {})["weight"]
+            self.found["x".join(map(str, (x.shape[:-1].numel(), *reversed(w.shape))))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
+    """The linears of the model that `factory`, "package.module:function", makes on the meta device: a module, which is called
+    with int64 tokens of this shape, or (module, what it is called with). ValueError where there is none, and where it does not
+    run without values."""
+    package, _, name = factory.partition(":")
+    try:
+        make = getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--model {factory}: expected package.module:function, and {error}") from None
+    with torch.device("meta"), torch.no_grad(), Linears() as linears:
+        made = make()
+        model, inputs = made if isinstance(made, tuple) else (made, (torch.zeros(*tokens, dtype=torch.int64),))
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"--model {factory}: expected a module or (module, inputs), got {type(model).__name__}")
+        try:
+            model(*(each.to("meta") for each in inputs))
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+            first = str(error).splitlines()[0]
+            raise ValueError(
+                f"--model {factory}: its forward does not run on the meta device: {first}: return (module, inputs) that fit it"
+            ) from error
+    return linears.found
+
+
+def print_model(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="launch.shapes", description="Prints the linears of any model.")
+    parser.add_argument("--model", required=True, help="package.module:function, which makes it")
+    parser.add_argument("--input", default="1x2048", help="sizes of the tokens that it is called with [1x2048]")
+    known = parser.parse_args(arguments)
+    if not all(size.isdecimal() and int(size) for size in known.input.split("x")):
+        raise ValueError(f"--input {known.input}: expected sizes as in 4x2048")
+    found = of_model(known.model, [int(size) for size in known.input.split("x")])
+    if not found:
+        raise ValueError(f"--model {known.model}: its forward calls no torch.nn.functional.linear")
+    print(f"{'M':>8} {'K':>8} {'N':>8} {'calls':>6}")
+    for sizes, count in found.items():
+        print("{:>8} {:>8} {:>8} {:>6}".format(*sizes.split("x"), count))
+    print(f'\nmake bench-linear ARGS="--shapes {" ".join(found)}"')
+
+
 def main(arguments: Sequence[str]) -> None:
+    if any(argument.partition("=")[0] == "--model" for argument in arguments):
+        print_model(arguments)
+        return
     parser = make_parser("launch.shapes", "Prints the GEMMs of a config.")
     parser.add_argument("--world", type=int, default=8, help="the number of ranks")
     parser.add_argument("--json", action="store_true", help="as a list of problems")

@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 import torch
+from torch import nn
 
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
@@ -15,7 +16,7 @@ from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision
 from launch.config import load
-from launch.shapes import decoded_to, main, of_config
+from launch.shapes import decoded_to, main, of_config, of_model
 from tests.command import command
 
 
@@ -99,3 +100,56 @@ def test_it_is_a_command(capsys):
     assert any(each["alpha"] and each["a_dtype"] == "bfloat16" for each in listed)
     code, _, err = command("launch.shapes", *arguments, "--world", "3")
     assert code == 1 and "world size 3" in err and err.count("\n") == 1
+
+
+class Reader(nn.Module):
+    """Two kinds of linears, one of which runs twice, and one called as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(100, 16), nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = self.down(self.up(x))
+        return nn.functional.linear(x, weight=self.embedding.weight)
+
+
+def of_floats():
+    return nn.Linear(16, 32), (torch.ones(2, 3, 16),)
+
+
+def values():
+    """Asks for a value while it runs, of which the meta device has none."""
+
+    class Asking(nn.Module):
+        def forward(self, tokens):
+            return tokens.sum().item()
+
+    return Asking()
+
+
+def test_linears_of_any_model(capsys):
+    assert of_model(f"{__name__}:Reader", [4, 8]) == {"32x16x48": 2, "32x48x16": 2, "32x16x100": 1}
+    assert of_model(f"{__name__}:of_floats", [1]) == {"6x16x32": 1}
+    main(["--model", f"{__name__}:Reader", "--input", "2x4"])
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[1].split() == ["8", "16", "48", "2"]
+    assert 'make bench-linear ARGS="--shapes 8x16x48 8x48x16 8x16x100"' in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "torch.nn"], r"--model torch\.nn: expected package\.module:function"),
+        (["--model", "nowhere:to_go"], "No module named 'nowhere'"),
+        (["--model", f"{__name__}:values"], r"does not run on the meta device: .*: return \(module, inputs\)"),
+        (["--model", f"{__name__}:Reader", "--input", "4by8"], "expected sizes as in 4x2048"),
+        (["--model", "torch.nn:Identity"], "calls no torch.nn.functional.linear"),
+        (["--model", "builtins:int"], "expected a module or"),
+    ],
+)
+def test_models_that_do_not_run_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        main(arguments)
