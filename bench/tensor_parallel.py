@@ -45,6 +45,13 @@ from launch.stop import refuse
 
 WARM, COUNT, ROUNDS = 6, 10, 3
 SHAPES = ("4096x14336", "8192x28672", "4096x14336x32x8", "8192x28672x64x8")
+TARGETS = {  # shares of plain torch's time that `auto` must reach on two H200 with 8192 tokens, alone and queued
+    "4096x14336": {"fp8_delayed": 0.66, "fp8_current": 0.70, "fp8_block": 0.78},
+    "8192x28672": {"fp8_delayed": 0.575},
+    "4096x14336x32x8": {"fp8_delayed": 0.66},
+    "8192x28672x64x8": {"fp8_delayed": 0.63},
+}
+BF16 = 0.95  # of any of these in bf16
 TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small ones and few where there is no GPU
 
 
@@ -156,7 +163,23 @@ def lines_of(shape: str, medians: dict[tuple[str, str], list[float]]) -> list[Li
     return lines
 
 
-def show(lines: Sequence[Line], tokens: int) -> None:
+def target(line: Line) -> float | None:
+    """The share that a line must reach; None: it need not."""
+    recipe, _, strategy = line.subject.partition(" ")
+    if line.shape not in TARGETS or strategy != AUTO:
+        return None
+    return BF16 if recipe == "bf16" else TARGETS[line.shape].get(recipe)
+
+
+def verdict(line: Line) -> str:
+    most = target(line)
+    if most is None:
+        return ""
+    return f"  {'ok' if max(line.alone_share, line.queued_share) <= most else 'MISSED'} ({most})"
+
+
+def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
+    """`judged`: where targets are for."""
     print(
         f"\n{tokens} tokens; milliseconds, shares of plain torch's in the same run, and of serial's, alone and queued"
     )
@@ -165,7 +188,7 @@ def show(lines: Sequence[Line], tokens: int) -> None:
         serial = "" if line.of_serial is None else "{:.3f} {:.3f}".format(*line.of_serial)
         print(
             f"{line.shape:16} {line.subject:22} {line.alone:8.3f} {line.alone_share:6.3f} {line.queued:8.3f} "
-            f"{line.queued_share:6.3f} {line.host:8.3f}  {serial}".rstrip(),
+            f"{line.queued_share:6.3f} {line.host:8.3f}  {serial:11}{verdict(line) if judged else ''}".rstrip(),
             flush=True,
         )
 
@@ -198,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if on_gpu:
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:  # as they are made: a later shape may fail
-            show([line for line in lines if line.shape == str(shape)], options.tokens)
+            judged = on_gpu and dist.get_world_size() == 2 and options.tokens == TOKENS
+            show([line for line in lines if line.shape == str(shape)], options.tokens, judged)
             write_files(options, [asdict(line) for line in lines])
     shutdown()
     return 0

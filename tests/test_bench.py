@@ -88,6 +88,20 @@ def test_shares_are_of_plain_torch_and_of_serial() -> None:
     assert chosen.of_serial == pytest.approx((0.8, 0.8)) and chosen.alone_share == pytest.approx(0.6)
 
 
+def test_auto_is_judged_alone_and_queued() -> None:
+    def line(shape: str, name: str, alone: float, queued: float) -> tensor_parallel.Line:
+        return tensor_parallel.Line(shape, name, 1.0, alone, 1.0, queued, 1.0)
+
+    verdicts = [
+        tensor_parallel.verdict(line(*given)) for given in (
+            ("4096x14336", "fp8_block auto", 0.78, 0.7), ("4096x14336", "fp8_block auto", 0.7, 0.79),
+            ("8192x28672x64x8", "bf16 auto", 0.9, 0.94), ("8192x28672", "fp8_block auto", 2.0, 2.0),
+            ("4096x14336", "fp8_block serial", 2.0, 2.0), ("64x128", "bf16 auto", 2.0, 2.0), ("4096x14336", PLAIN, 1.0, 1.0),
+        )
+    ]  # fmt: skip
+    assert verdicts == ["  ok (0.78)", "  MISSED (0.78)", "  ok (0.95)", "", "", "", ""]
+
+
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
