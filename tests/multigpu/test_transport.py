@@ -35,9 +35,13 @@ def make_transport() -> Transport:
     return Transport(dist.group.WORLD, device, CudaSlot, Lane(device))
 
 
-def exchange(moves: Transport, part: Tensor) -> Tensor:
-    """Chunk r of [R, ...] to rank r -> what came."""
-    (arrived,) = moves.open([part.shape], [part.dtype]).send_all([part]).wait()
+def exchange(moves: Transport, part: Tensor, cut: int = 0) -> Tensor:
+    """Chunk r of [R, ...] to rank r, in two pieces where it is `cut` -> what came."""
+    opened = moves.open([part.shape], [part.dtype])
+    for to in range(moves.world) if cut else ():
+        opened.send([part[to, :cut]], to)
+        opened.send([part[to, cut:]], to, cut)
+    (arrived,) = (opened.sent() if cut else opened.send_all([part])).wait()
     return arrived
 
 
@@ -73,17 +77,21 @@ def outgoing(moves: Transport, seed: int, shape: tuple[int, ...], dtype: torch.d
 
 
 def random_operations(seed: int, count: int) -> int:
-    """Directions of one to three transfers, of which gathers may be leased before another one starts, and agreements, with
-    delays on single ranks; returns how much was wrong."""
-    moves, draw, mine = make_transport(), random.Random(seed), random.Random(seed + dist.get_rank() + 1)
+    """Directions of two kinds over two transports, each of one to three transfers, whole or in pieces, of which gathers may be
+    leased before another one starts, and agreements, with delays on single ranks; returns how much was wrong."""
+    both, draw, mine = (
+        [make_transport(), make_transport()],
+        random.Random(seed),
+        random.Random(seed + dist.get_rank() + 1),
+    )
     wrong = 0
     for turn in range(0, 10 * count, 10):
-        moves.start()
+        moves = draw.choice(both)
+        moves.start(draw.choice(["column", "row"]))
         leased = []
         for step in range(draw.randint(1, 3)):
-            if mine.random() < 0.03:
-                time.sleep(mine.random() / 50)
-            name, now = draw.choice(["gather", "exchange", "agree"]), turn + step
+            falls_behind(mine)
+            name, now = draw.choice(["gather", "pieces", "exchange", "agree"]), turn + step
             shape, dtype = (draw.randint(1, 40), draw.randint(1, 40)), draw.choice(DTYPES)
             if name == "agree":
                 values = [content(now, size, torch.float32, moves.rank) for size in ((), shape[:1])]
@@ -92,28 +100,47 @@ def random_operations(seed: int, count: int) -> int:
                     every = [content(now, size, torch.float32, rank) for rank in range(moves.world)]
                     wrong += not torch.equal(one, torch.stack(every).amax(0))
             elif name == "exchange":
-                arrived = exchange(moves, outgoing(moves, now, shape, dtype, moves.rank))
+                arrived = exchange(moves, outgoing(moves, now, shape, dtype, moves.rank), draw.randrange(shape[0]))
+                falls_behind(mine)
                 expected = [content(now, shape, dtype, rank, moves.rank) for rank in range(moves.world)]
                 wrong += not torch.equal(arrived, torch.stack(expected))
+            elif name == "pieces":
+                made, cut = lease(moves, now, [(shape, dtype, 0)]), draw.randint(0, shape[0])
+                made.send(((0, cut), (cut, shape[0])))
+                (expected,) = gathered(moves, now, [(shape, dtype, 0)])
+                (first,) = made.others(0)
+                rows = [
+                    rank * shape[0] + row for rank in range(moves.world) if rank != moves.rank for row in range(cut)
+                ]
+                wrong += not torch.equal(first[rows], expected[rows])
+                wrong += not torch.equal(made.all_parts()[0], expected)
             else:
                 kinds: Kinds = [(shape, dtype, draw.choice([0, 1])), ((draw.randint(1, 9),), torch.float32, 0),
                                 ((), torch.float32, None)]  # fmt: skip
                 leased.append((lease(moves, now, kinds), gathered(moves, now, kinds)))
             while leased and draw.random() < 0.6:
-                wrong += arrives(leased.pop(0))
-        wrong += sum(map(arrives, leased))
+                wrong += arrives(*leased.pop(0), mine)
+        wrong += sum(arrives(*each, mine) for each in leased)
         moves.finish()
     return wrong
 
 
-def arrives(leased: tuple[Gathering, list[Tensor]]) -> int:
-    made, expected = leased
-    return sum(not torch.equal(there, here) for there, here in zip(made.gather().wait(), expected, strict=True))
+def arrives(made: Gathering, expected: list[Tensor], mine: random.Random) -> int:
+    arrived = made.gather().wait()
+    falls_behind(mine)  # others may send what comes next
+    return sum(not torch.equal(there, here) for there, here in zip(arrived, expected, strict=True))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_random_transfers_arrive(ranks, world):
-    assert ranks(world).run(random_operations, 1, 250) == [0] * world
+def falls_behind(mine: random.Random) -> None:
+    if mine.random() < 0.03:
+        time.sleep(mine.random() / 50)
+
+
+@pytest.mark.parametrize(("world", "count"), [(2, 500), (4, 125)])
+def test_random_transfers_arrive(ranks, device_type, world, count):
+    """1,000 and 250 operations; on GPUs ten times as many."""
+    times = count if device_type == "cpu" else 10 * count
+    assert ranks(world).run(random_operations, 1, times, timeout=600.0) == [0] * world
 
 
 def a_late_reader(careful: bool) -> int:
