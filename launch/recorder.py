@@ -16,7 +16,6 @@ from launch.baseline import Baseline
 from launch.config import Config
 from launch.exposure import Exposure
 from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
-from launch.plot import write_plot
 from launch.rundir import RunDir
 
 
@@ -133,9 +132,11 @@ class Recorder:
 
     def _plot(self) -> None:
         """A picture that cannot be written ends no run; `launch.plot` draws it later from the metrics."""
+        from launch import plot  # half a second for matplotlib, of the rank that draws alone
+
         path = self._run.path / "loss.png"
         try:
-            write_plot([self._run.path], path)
+            plot.write_plot([self._run.path], path)
         except OSError as error:
             self._run.say(f"{path} could not be written ({error.strerror or error}); the run goes on without it")
 

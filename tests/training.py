@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from launch import deterministic, recorder
+from launch import deterministic, plot
 from launch.config import Config, load
 from launch.metrics import read_metrics
-from launch.plot import write_plot
 from launch.prepare import prepare
 from launch.stop import StopFlag
 from launch.train import start
@@ -60,6 +59,9 @@ recipe = "fp8_current"
 """
 
 
+WRITE_PLOT = plot.write_plot
+
+
 def shards(folder: Path) -> Path:
     """Prepared data: a few modules of the standard library, one of them for validation."""
     files = {Path(module.__file__).name: Path(module.__file__) for module in (ast, colorsys, json)}
@@ -79,7 +81,7 @@ def trainer(config: Config, cls: type[Trainer] = Trainer, *, plots: bool = False
     """Inside a worker: what `launch.train` makes of a config, on a mesh that is kept between tests. A plot takes as long
     as ten steps, so there are none unless asked for."""
     deterministic.prepare()
-    recorder.write_plot = write_plot if plots else _no_plot
+    plot.write_plot = WRITE_PLOT if plots else _no_plot
     sizes = config.mesh
     mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
     made, done = start(config, mesh, StopFlag())
