@@ -14,6 +14,7 @@ a core idle while ranks wait for each other, another those on 4, those on 1, and
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
@@ -106,6 +107,15 @@ def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         needs_one = item.path.parent.name == "gpu" and "device" in getattr(item, "fixturenames", ())
         found.setdefault(item.path if needs_one else item.nodeid, item)
     return list(found.values())
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without the garbage collector, which looks through torch and all tests again and again: a third of the time."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

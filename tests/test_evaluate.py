@@ -150,6 +150,7 @@ def traced(path: str, trace: Path) -> str:
     return generate.write(opened(path, 1), PROMPT, 4, trace=trace).speed(PROMPT.shape[1])
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_its_speed_and_a_trace_of_it(ranks, checkpoint, tmp_path):
     said = ranks(1).run(traced, checkpoint[0], tmp_path / "trace.json")[0]

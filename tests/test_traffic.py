@@ -221,6 +221,7 @@ def calls(blocks: int) -> int:
     return counted
 
 
+@pytest.mark.slow
 def test_the_work_of_a_plan_grows_with_its_blocks_and_not_with_their_square():
     calls(1)  # fills the caches of what is equal for all blocks
     some, more, most = calls(6), calls(12), calls(24)

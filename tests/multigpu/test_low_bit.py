@@ -72,8 +72,9 @@ def trained(config: Config, until: int) -> tuple[list[float], dict[str, dict[str
     return losses, state_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("optimizer", ["adamw8bit", pytest.param("adamw4bit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit"])
 def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, optimizer):
     own = config(tmp_path, data, optimizer, f"--run.dir={tmp_path}/whole")
     losses, state = ranks(2).run(trained, own, 4)[0]

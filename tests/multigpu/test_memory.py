@@ -25,6 +25,7 @@ def counted(config: Config) -> dict[str, tuple[float, float]]:
     return {name: (nbytes, found.predicted[name]["loss"]) for name, nbytes in found.counted.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("mesh", "recipe"), [("tp", "fp8_current"), ("fsdp", "nvfp4"), ("fsdp", "fp8_block")])
 def test_what_stays_was_planned(ranks, mesh, recipe):
