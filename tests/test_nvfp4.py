@@ -9,11 +9,13 @@ from hypothesis import given
 from torch import Tensor
 
 from dlp.kernels import ops
+from dlp.quant.gemm import check_pair
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import Origin
+from dlp.quant.recipe import load
 from tests import table_method as table
-from tests.metrics import assert_bit_equal
-from tests.quantizers import EXPONENTS, SEEDS, matrix, origin
+from tests.metrics import assert_bit_equal, assert_close
+from tests.quantizers import EXPONENTS, SEEDS, matrix, origin, quantize
 
 
 def test_stochastic_rounding_is_unbiased_within_its_bound():
@@ -75,8 +77,36 @@ def test_the_hadamard_transform_cancels_in_wgrad(seed: int):
     """dy.T @ x is unchanged when both are transformed along the tokens; exactly so for small integers."""
     generator = torch.Generator().manual_seed(seed)
     dy, x = (torch.randint(-8, 9, (64, n), generator=generator).bfloat16() for n in (24, 40))
-    rotated = ops.rht16(dy.t()).double() @ ops.rht16(x.t()).double().t()
-    assert torch.equal(rotated, dy.double().t() @ x.double())
+    for signs in (ops.RHT_SIGNS, 0, seed & 0xFFFF):
+        rotated = ops.rht16(dy.t(), signs).double() @ ops.rht16(x.t(), signs).double().t()
+        assert torch.equal(rotated, dy.double().t() @ x.double())
+    assert torch.equal(ops.rht16(x.t(), 0)[:, ::16].double(), x.double().view(4, 16, 40).sum(1).t() / 4)
+
+
+def test_signs_are_a_part_of_the_basis():
+    """Values meet only those that are transformed alike, and the plan says that kernels have one pattern."""
+    x, fixed = matrix(3, 32, 32), load("nvfp4").x.columnwise
+    for signs, basis in ((0xD7E8, "rht"), ("fixed", "rht"), ("none", "rht 0x0000"), (0xBEEF, "rht 0xbeef")):
+        recipe = load("nvfp4", rht_signs=signs)
+        made, dy = recipe.x.columnwise, recipe.dy.columnwise
+        assert made.format.basis == dy.format.basis == basis and recipe.x.rowwise == load("nvfp4").x.rowwise
+        same = torch.equal(quantize(made, x).payload, quantize(fixed, x).payload)
+        assert same == (made == fixed) == (made.caps.op == "cast_nvfp4") == (basis == "rht")
+        assert_close(quantize(made, x).dequantize(torch.float32), made.values(x).float(), 0.2)
+    with pytest.raises(ValueError, match=r"rht\] x nvfp4\[1x16, rht 0x0000\].* other signs"):
+        check_pair("wgrad", load("nvfp4").dy.columnwise.format, load("nvfp4", rht_signs="none").x.columnwise.format)
+    for wrong, said in (
+        (
+            {"rht_signs": 1 << 16},
+            "nvfp4: rht_signs must be fixed, none or 0 to 0xFFFF, a bit for each of 16 tokens; got 0x10000",
+        ),
+        (
+            {"rht_signs": 1, "disable_rht": True},
+            "disable_rht = true leaves no transform for rht_signs = 1; leave one out",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load("nvfp4", **wrong)
 
 
 @given(seed=SEEDS, exponent=EXPONENTS)

@@ -3,8 +3,8 @@
     amax_nvfp4, amax_nvfp4_both     max |x|, of x as it is or after its Hadamard transform
     cast_nvfp4                      packed codes, E4M3 scales and the amax
 
-The kernel transforms along the columns of the matrix that it reads, as a columnwise operand is. Tiles
-have kernels where they are rounded to nearest and not transformed, as weights are.
+The kernel transforms along the columns of the matrix that it reads, as a columnwise operand is, with the signs of RHT_SIGNS.
+Tiles have kernels where they are rounded to nearest and not transformed, as weights are.
 
 Activations that a prologue makes are stored first: bound by instructions, these kernels were slower with a producer inside.
 """
@@ -22,7 +22,7 @@ from dlp.kernels.cuda import INPUTS, Words
 from dlp.kernels.cuda_fp4 import Nvfp4Job
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted, into
 from dlp.kernels.lazy_matrix import LazyMatrix, opened, stored
-from dlp.kernels.reference import PhiloxState, watched
+from dlp.kernels.reference import RHT_SIGNS, PhiloxState, watched
 from dlp.kernels.reference.scales import Block
 from dlp.kernels.table import kernel, operation, preparing
 
@@ -31,15 +31,20 @@ Draws = tuple[PhiloxState | None, PhiloxState | None]  # of x, of x.t()
 Part = tuple[Parts, Tensor]  # of one orientation, with its amax
 
 
+def _turns(rht: bool, signs: int) -> bool:
+    """Whether the kernels do, or need not do, this transform: their signs are constants."""
+    return not rht or signs == RHT_SIGNS
+
+
 @operation
-def amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool) -> Tensor:
-    """max |x| of x [rows, C] as fp32 []; `rht`: of rht16(x)."""
+def amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIGNS) -> Tensor:
+    """max |x| of x [rows, C] as fp32 []; `rht`: of rht16(x, signs)."""
     x = stored(x)
-    return reference.amax(reference.rht16(x) if rht else x)
+    return reference.amax(reference.rht16(x, signs) if rht else x)
 
 
-@kernel("amax_nvfp4", reads=INPUTS)
-def _amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool) -> Tensor:
+@kernel("amax_nvfp4", reads=INPUTS, takes=lambda x, *, rht, signs=RHT_SIGNS: _turns(rht, signs))
+def _amax_nvfp4(x: Tensor | LazyMatrix, *, rht: bool, signs: int = RHT_SIGNS) -> Tensor:
     x = stored(x)
     if rht:
         return _amax_rht(_columns_of(x))[1]
@@ -73,8 +78,10 @@ def _columns_of(x: Tensor) -> Tensor:
     return x.t() if cuda.readable(x.t()) else x.t().contiguous()
 
 
-def _takes(x: Any, amax: Any, block: Block, *, rht: bool = False, draw: PhiloxState | None = None, **_: Any) -> bool:
-    return block != TILE or not (rht or draw is not None)
+def _takes(
+    x: Any, amax: Any, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS, draw: PhiloxState | None = None, **_: Any
+) -> bool:  # fmt: skip
+    return _turns(rht, signs) and (block != TILE or not (rht or draw is not None))
 
 
 def _takes_both(x: Any, amaxes: Any, block: Block, *, rht: bool = False, draws: Draws = (None, None), **_: Any) -> bool:
@@ -103,10 +110,11 @@ def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words) -> 
 
 
 def _by_reference(
-    x: Tensor, amax: Tensor, block: Block, rht: bool, draw: PhiloxState | None, flag: Tensor | None
+    x: Tensor, amax: Tensor, block: Block, signs: int | None, draw: PhiloxState | None, flag: Tensor | None
 ) -> Parts:
+    """`signs`: of the transform; None: there is none."""
     random = None if draw is None else draw.bytes(x.shape[0], x.shape[1])
-    values = watched(reference.rht16(x) if rht else x, flag)
+    values = watched(x if signs is None else reference.rht16(x, signs), flag)
     return (*reference.cast_nvfp4(values, amax, block, random=random), amax)
 
 
@@ -123,18 +131,18 @@ def _prepare(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: 
 
 @operation
 def cast_nvfp4(
-    x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, draw: PhiloxState | None = None,
-    out: Parts | None = None, flag: Tensor | None = None,
+    x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS,
+    draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
-    amax. `rht`: of rht16(x); `draw`: the random bits of stochastic rounding, None rounds to nearest."""
-    return into(out, _by_reference(stored(x), amax, block, rht, draw, flag))
+    amax. `rht`: of rht16(x, signs); `draw`: the random bits of stochastic rounding, None rounds to nearest."""
+    return into(out, _by_reference(stored(x), amax, block, signs if rht else None, draw, flag))
 
 
 @kernel("cast_nvfp4", reads=INPUTS, takes=_takes, prepare=_prepare)
 def _cast_nvfp4(
-    x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, draw: PhiloxState | None = None,
-    out: Parts | None = None, flag: Tensor | None = None,
+    x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS,
+    draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     x, words = opened(x, torch.uint8, makes=not rht and block != TILE)
     matrix, flipped = (_columns_of(x), True) if rht else dispatch.adjacent(x)
@@ -152,8 +160,9 @@ def cast_nvfp4_both(
     """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
     x = stored(x)
     row, col = outs if outs is not None else (None, None)
-    made = _by_reference(x, amaxes[0], block, False, draws[0], flag)
-    return into(row, made), into(col, _by_reference(x.t(), amaxes[1], block, rht, draws[1], flag))
+    made = _by_reference(x, amaxes[0], block, None, draws[0], flag)
+    turned = _by_reference(x.t(), amaxes[1], block, RHT_SIGNS if rht else None, draws[1], flag)
+    return into(row, made), into(col, turned)
 
 
 @kernel("cast_nvfp4_both", reads=INPUTS, takes=_takes_both)

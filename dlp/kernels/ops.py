@@ -65,6 +65,7 @@ from dlp.kernels.reference import (
     AMAX_ALGORITHMS,
     FLT_MAX,
     FP8_MAX,
+    RHT_SIGNS,
     Fp8Scale,
     PhiloxState,
     block_1d_layout,
@@ -97,7 +98,7 @@ from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunch, GemmLaunchOptions
 __all__ = [
     "ACTIVATION_CODES", "AMAX_ALGORITHMS", "Activated", "ActivationGrad", "DEFAULT_OPTIONS", "DelayedSlots", "FLT_MAX",
     "FP8_MAX", "Flags", "Fp8Scale", "Gated", "GatedBy", "GatedGrad", "GatedGrads", "GemmLaunchOptions", "Launches",
-    "LayerNormed", "LazyMatrix", "Outs", "Parts", "PhiloxState", "RmsNormed", "Summed", "Wanted", "activation",
+    "LayerNormed", "LazyMatrix", "Outs", "Parts", "PhiloxState", "RHT_SIGNS", "RmsNormed", "Summed", "Wanted", "activation",
     "activation_backward", "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout",
     "cast_fp8",
     "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",

@@ -170,8 +170,8 @@ def check_pair(which: str, a: Format, b: Format) -> None:
     """ValueError, naming GEMM `which`, for two formats that must not meet in one."""
     if a.basis != b.basis:
         raise ValueError(
-            f"{which}: one operand is transformed along the contraction ({a.name} x {b.name}) and the other is not; "
-            f"the transform cancels only if both are"
+            f"{which}: one operand is transformed along the contraction ({a.name} x {b.name}) and the other is not, or with "
+            f"other signs; the transform cancels only if both are alike"
         )
     if a.element == b.element == "e5m2":
         raise ValueError(f"{which}: no unit multiplies E5M2 by E5M2 ({a.name} x {b.name}); make one operand E4M3")

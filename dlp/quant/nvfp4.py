@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
+from dlp.kernels.ops import RHT_SIGNS
 from dlp.quant.quantizer import Amaxes, Operands, Origin, QuantizerCaps, Wanted, parts_of, parts_of_both, wanted_parts
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
@@ -32,12 +33,13 @@ PARTS = (
 class Nvfp4(Format):
     """Packed E2M1 [rows, contraction/2], compact E4M3 scales [rows or rows/16, contraction/16], fp32 `amax` [].
 
-    tile: 16x16 blocks. rht: the values are Hadamard-transformed in groups of 16 along the contraction. The
-    contraction, and the rows of tiles, are multiples of 16.
+    tile: 16x16 blocks. rht: the values are Hadamard-transformed in groups of 16 along the contraction, after bit i of
+    `signs` has flipped the sign of element i. The contraction, and the rows of tiles, are multiples of 16.
     """
 
     tile: bool = False
     rht: bool = False
+    signs: int = RHT_SIGNS
 
     gemm_kind = "nvfp4"
     elements_per_code = 2
@@ -46,7 +48,7 @@ class Nvfp4(Format):
 
     @property
     def name(self) -> str:
-        return f"nvfp4[{self.block[0]}x{self.block[1]}{', rht' if self.rht else ''}]"
+        return f"nvfp4[{self.block[0]}x{self.block[1]}{f', {self.basis}' if self.rht else ''}]"
 
     @cached_property
     def block(self) -> tuple[int, int]:
@@ -62,7 +64,7 @@ class Nvfp4(Format):
 
     @property
     def basis(self) -> str:
-        return "rht16" if self.rht else ""
+        return ("rht" if self.signs == RHT_SIGNS else f"rht {self.signs:#06x}") if self.rht else ""
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         return (shape[0], shape[1] // 2), (shape[0] // self.block[0], shape[1] // self.block[1]), ()
@@ -85,21 +87,24 @@ _format = cache(Nvfp4)  # one of its kind
 class Nvfp4Scaling:
     """Block scales under a tensor amax (observed, agreed, then used).
 
-    tile: 16x16 blocks, for weights. rht: transform first; the amax observed is that of the transformed values, and
-    what is wider than bf16 is rounded to bf16 before. stochastic: round up or down by chance, needs `at`.
+    tile: 16x16 blocks, for weights. rht: transform first, with these signs; the amax observed is that of the transformed
+    values, and what is wider than bf16 is rounded to bf16 before. stochastic: round up or down by chance, needs `at`.
     Raises ValueError at the cast of a matrix whose blocks would be partial, or without an origin to draw bits for.
     """
 
     tile: bool = False
     rht: bool = False
     stochastic: bool = False
+    signs: int = RHT_SIGNS
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
 
     @cached_property
     def caps(self) -> QuantizerCaps:
         """Kernels cast tiles as they are, to nearest: as weights are. What is transformed or rounded by chance is cast matrix
-        by matrix; both orientations come from one read where the columns are transformed, but not where the rows are."""
-        kernel, plain = not self.tile or not (self.rht or self.stochastic), not self.rht and not self.stochastic
+        by matrix; both orientations come from one read where the columns are transformed, but not where the rows are. The signs
+        of kernels are fixed."""
+        plain = not self.rht and not self.stochastic
+        kernel = (not self.rht or self.signs == RHT_SIGNS) and (plain or not self.tile)
         turned = () if self.tile or self.rht else (replace(self, rht=True),)
         return QuantizerCaps(
             one_read=not self.rht, one_read_with=turned, one_launch=plain, origin=self.stochastic, flag=True, values=True,
@@ -108,16 +113,16 @@ class Nvfp4Scaling:
 
     @cached_property
     def format(self) -> Format:
-        return _format(self.tile, self.rht)
+        return _format(self.tile, self.rht, self.signs if self.rht else RHT_SIGNS)
 
     def values(self, x: Tensor) -> Tensor:
         """What is quantized: x itself, or x transformed."""
         self.format.check((x.shape[0], x.shape[1]))
-        return ops.rht16(x) if self.rht else x
+        return ops.rht16(x, self.signs) if self.rht else x
 
     def observe(self, x: Tensor) -> Tensor | None:
         self.format.check((x.shape[0], x.shape[1]))
-        return ops.amax_nvfp4(x, rht=self.rht)
+        return ops.amax_nvfp4(x, rht=self.rht, signs=self.signs)
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, at: Origin | None = None,
@@ -126,8 +131,8 @@ class Nvfp4Scaling:
         self.format.check((x.shape[0], x.shape[1]))
         assert amax is not None, "nvfp4 casts with an observed tensor amax"
         made = ops.cast_nvfp4(
-            x, amax, self.format.block, rht=self.rht, draw=self._draw(at), out=parts_of(out), flag=flag
-        )
+            x, amax, self.format.block, rht=self.rht, signs=self.signs, draw=self._draw(at), out=parts_of(out), flag=flag
+        )  # fmt: skip
         return self.format.fill(out, *made)
 
     def observe_both(self, x: Tensor, columnwise: Nvfp4Scaling) -> Amaxes:

@@ -66,6 +66,7 @@ from dlp.kernels.reference.layout import (
 from dlp.kernels.reference.loss import log_sum_exp, softmax_gradient
 from dlp.kernels.reference.mx import cast_mxfp8, decode_e8m0, decode_mxfp8, encode_e8m0, mx_scale
 from dlp.kernels.reference.nvfp4 import (
+    RHT_SIGNS,
     cast_nvfp4,
     decode_nvfp4,
     nvfp4_alpha,
@@ -95,7 +96,7 @@ from dlp.kernels.reference.scales import (
 )
 
 __all__ = [
-    "ACTIVATIONS", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "PhiloxState", "Fp8Scale", "activation",
+    "ACTIVATIONS", "AMAX_ALGORITHMS", "FLT_MAX", "FP8_MAX", "PhiloxState", "Fp8Scale", "RHT_SIGNS", "activation",
     "activation_backward", "amax", "block_1d_layout", "block_2d_layout",
     "cast_fp8", "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "column_sums", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",

@@ -78,21 +78,21 @@ def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _signs(device: torch.device) -> Tensor:
+def _signs(device: torch.device, signs: int) -> Tensor:
     """+1 or -1 for the elements of a group, fp32 [16, 1]."""
-    flipped = (torch.full((GROUP,), RHT_SIGNS, device=device) >> torch.arange(GROUP, device=device)) & 1
+    flipped = (torch.full((GROUP,), signs, device=device) >> torch.arange(GROUP, device=device)) & 1
     return (1.0 - 2.0 * flipped)[:, None]
 
 
-def rht16(x: Tensor) -> Tensor:
+def rht16(x: Tensor, signs: int = RHT_SIGNS) -> Tensor:
     """x [rows, C], C a multiple of 16 -> bf16 [rows, C]: in each group of 16 along C, y = x D H16 / 4, rounded once.
 
-    D flips the signs of RHT_SIGNS, H16 is the Sylvester matrix; an fp32 butterfly with strides 1, 2, 4, 8, in that
+    D flips the signs of `signs`, H16 is the Sylvester matrix; an fp32 butterfly with strides 1, 2, 4, 8, in that
     order. x is rounded to bf16 first if it is wider. A transposed view is the fast case: its groups lie along memory
     rows, and each butterfly adds whole rows.
     """
     rows, cols = x.shape
-    lanes = x.detach().bfloat16().t().contiguous().view(cols // GROUP, GROUP, rows) * _signs(x.device)
+    lanes = x.detach().bfloat16().t().contiguous().view(cols // GROUP, GROUP, rows) * _signs(x.device, signs)
     for stride in (1, 2, 4, 8):
         left, right = lanes.view(cols // GROUP, GROUP // 2 // stride, 2, stride, rows).unbind(2)
         difference = left - right

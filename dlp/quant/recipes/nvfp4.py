@@ -4,19 +4,31 @@ The operands of wgrad are Hadamard-transformed along the tokens, and dy is round
 in both orientations. Meant for most layers, not all: the last blocks stay in bf16. (arXiv 2509.25149.)
 """
 
+from typing import Literal
+
+from dlp.kernels.ops import RHT_SIGNS
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.recipe import Operand, Recipe, both
 
 
 def recipe(
-    *, disable_rht: bool = False, disable_stochastic_rounding: bool = False, disable_2d_quantization: bool = False
-) -> Recipe:
+    *, disable_rht: bool = False, disable_stochastic_rounding: bool = False, disable_2d_quantization: bool = False,
+    rht_signs: int | Literal["fixed", "none"] = "fixed",
+) -> Recipe:  # fmt: skip
     """disable_rht: no Hadamard transform; disable_stochastic_rounding: dy to nearest; disable_2d_quantization: w in
-    blocks of 1x16."""
+    blocks of 1x16. rht_signs: which of 16 tokens change sign before the transform: a fixed pattern, none, or bit i of a
+    number for token i; kernels have the fixed one, others are cast by the reference."""
     rht, stochastic = not disable_rht, not disable_stochastic_rounding
+    signs = {"fixed": RHT_SIGNS, "none": 0}[rht_signs] if isinstance(rht_signs, str) else rht_signs
+    if not 0 <= signs <= 0xFFFF:
+        raise ValueError(
+            f"nvfp4: rht_signs must be fixed, none or 0 to 0xFFFF, a bit for each of 16 tokens; got {signs:#x}"
+        )
+    if disable_rht and rht_signs != "fixed":
+        raise ValueError(f"nvfp4: disable_rht = true leaves no transform for rht_signs = {rht_signs!r}; leave one out")
     return Recipe(
         "nvfp4",
-        x=Operand(Nvfp4Scaling(), Nvfp4Scaling(rht=rht)),
+        x=Operand(Nvfp4Scaling(), Nvfp4Scaling(rht=rht, signs=signs)),
         w=both(Nvfp4Scaling(tile=not disable_2d_quantization)),
-        dy=Operand(Nvfp4Scaling(stochastic=stochastic), Nvfp4Scaling(rht=rht, stochastic=stochastic)),
+        dy=Operand(Nvfp4Scaling(stochastic=stochastic), Nvfp4Scaling(rht=rht, stochastic=stochastic, signs=signs)),
     )
