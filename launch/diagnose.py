@@ -4,7 +4,8 @@
     by a repetition  where flags show nothing in forward, of forward and backward with the weights of now: the first layer
                      whose output is not finite, or in backward whose output's gradient is not
 
-Every rank calls it together, and gets the same sentence.
+Every rank calls it together, and gets the same sentence. What is repeated shows tensors as well: each rank gets the numbers
+of its own first layer's.
 """
 
 from __future__ import annotations
@@ -32,30 +33,57 @@ class Layer(NamedTuple):
         return f"{self.name} on rank {self.rank}"
 
 
+def statistics(what: str, tensor: Tensor) -> dict[str, Any]:
+    """Of a tensor: how many NaN and Inf, where the first of them is, and what the finite ones are like."""
+    values = tensor.detach().float()
+    finite = values[torch.isfinite(values)]
+    found: dict[str, Any] = {
+        "tensor": what,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
+    found |= {"elements": values.numel(), "nan": int(values.isnan().sum()), "inf": int(values.isinf().sum())}
+    if finite.numel() < values.numel():
+        found["first"] = torch.isfinite(values).logical_not().nonzero()[0].tolist()
+    if finite.numel():
+        spread = finite.std(correction=0)
+        found |= {
+            "min": finite.min().item(),
+            "max": finite.max().item(),
+            "mean": finite.mean().item(),
+            "std": spread.item(),
+        }
+        found["amax"] = finite.abs().max().item()
+    return found
+
+
 class _Pass:
-    """What came of one pass, layer after layer."""
+    """What came of one pass, layer after layer. `tensors`: of the first layer with something that is not finite."""
 
-    def __init__(self) -> None:
-        self.seen = 0
+    def __init__(self, made: str) -> None:
+        self.made, self.seen = made, 0
         self.first: Layer | None = None
+        self.tensors: list[dict[str, Any]] = []
 
-    def see(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def see(self, name: str, tensors: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
         self.seen += 1
         if self.first is None and not all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors):
             self.first = Layer(self.seen, dist.get_rank(), name)
+            self.tensors = [statistics(self.made, each) for each in tensors]
+            self.tensors += [statistics("input", each) for each in inputs]
 
 
-def first_layers(model: nn.Module, repeat: Callable[[], object]) -> tuple[Layer | None, Layer | None]:
+def first_layers(model: nn.Module, repeat: Callable[[], object]) -> tuple[_Pass, _Pass]:
     """The first leaf modules of this rank, in forward by output and in backward by its gradient, of a repetition of both
     passes."""
-    forward, backward = _Pass(), _Pass()
+    forward, backward = _Pass("output"), _Pass("gradient of the output")
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward():  # recomputed
                 return
-            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-            forward.see(name, tensors)
+            tensors, inputs = _floats(output), _floats(args)
+            forward.see(name, tensors, inputs)
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad: backward.see(name, [grad]))
@@ -70,7 +98,11 @@ def first_layers(model: nn.Module, repeat: Callable[[], object]) -> tuple[Layer 
     finally:
         for handle in handles:
             handle.remove()
-    return forward.first, backward.first
+    return forward, backward
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
 
 
 def _least(mine: Any) -> Any:
@@ -82,13 +114,19 @@ def _least(mine: Any) -> Any:
 
 def origin(
     names: Sequence[CastName | None], flags: Sequence[float], model: nn.Module, repeat: Callable[[], object], steps: int
-) -> str:
-    """Where it came from. `flags`: of this rank in that step, of the tensors `names`; `repeat`: forward and backward of its
-    microbatches; `steps`: after which the weights of now are."""
+) -> tuple[str, dict[str, Any]]:
+    """Where it came from; and of each pass this rank's first layer with it, and the statistics of its tensors. `flags`: of this
+    rank in that step, of the tensors `names`; `repeat`: forward and backward of its microbatches; `steps`: after which the
+    weights of now are."""
     cast = _least(first_bad(names, flags, dist.get_rank()))
+    passes = first_layers(model, repeat)
+    numbers = {
+        which: {"layer": each.first.name, "tensors": each.tensors}
+        for which, each in zip(("forward", "backward"), passes, strict=True) if each.first is not None
+    }  # fmt: skip
     if cast is not None and not cast.backward:
-        return str(cast)
-    forward, backward = map(_least, first_layers(model, repeat))
+        return str(cast), numbers
+    forward, backward = (_least(each.first) for each in passes)
     if forward is not None:
         found = f"the first layer whose output is not finite is {forward}"
     elif backward is not None:
@@ -96,4 +134,4 @@ def origin(
     else:
         found = "every layer's output and its gradient are finite: it has passed, or arose behind them"
     seen = str(cast) if cast is not None else "every x, w and dy that was cast was finite" if any(names) else ""
-    return f"{seen}{'; ' if seen else ''}repeated with the weights after step {steps}, {found}"
+    return f"{seen}{'; ' if seen else ''}repeated with the weights after step {steps}, {found}", numbers

@@ -8,6 +8,7 @@ Everything a rank says goes to its own log, with exceptions; rank 0 also prints 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import sys
@@ -15,7 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,15 @@ class RunDir:
         self._write(f"{time.strftime('%H:%M:%S')} {text}\n")
         if self.leader:
             print(text, flush=True)
+
+    def describe(self, what: str, numbers: dict[str, Any]) -> None:
+        """Numbers for whoever looks for a cause, beside this rank's log."""
+        path = self.path / "log" / f"{what}-rank{dist.get_rank()}.json"
+        try:
+            path.write_text(json.dumps(numbers, indent=1) + "\n")
+            self.say(f"its tensors here are described in {path}")
+        except OSError as error:
+            self.say(f"{path}: {error.strerror}; its tensors are described nowhere")
 
     def _write(self, text: str) -> None:
         if self._log is None:

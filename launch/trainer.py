@@ -269,7 +269,9 @@ class Trainer:
             self.say_remarks(step)
             self.replays.drop()  # its memory is needed to run the step again
             names, steps = self.recipes.flags.names, self.recipes.steps
-            where = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
+            where, numbers = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
+            if numbers:
+                self.run.describe("not-finite", {"step": step.number, **numbers})
             raise NotFinite(f"step {step.number}: loss {loss}, gradient norm {norm}: {where}")
         split = step.watch.split()
         self.recorder.step(

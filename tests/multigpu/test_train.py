@@ -241,6 +241,11 @@ def test_a_nan_names_step_rank_and_layer_and_saves_nothing(ranks, tmp_path, data
         assert re.fullmatch(f"step 4: loss nan, gradient norm nan: {where}", message), message
         assert steps == 3, "the optimizer skipped the bad step"
     assert checkpoints(config) == ["step-1", "step-2", "step-3"]
+    described = json.loads(Path(config.run.dir, "log", f"not-finite-rank{world - 1}.json").read_text())
+    forward = described["forward"]
+    output, given = (next(t for t in forward["tensors"] if t["tensor"] == what) for what in ("output", "input"))
+    assert described["step"] == 4 and forward["layer"] == UP_PROJ and output["nan"] > 0 == given["nan"] + given["inf"]
+    assert output["first"][0] == 0 and 0 < given["std"] <= given["amax"] == max(-given["min"], given["max"])
     assert sorted(training.metrics(config)) == [1, 2, 3]
     assert "NotFinite: step 4: loss nan" in Path(config.run.dir, "log", "rank0.txt").read_text()
 
