@@ -259,7 +259,7 @@ def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
     mesh, found = worker.mesh(tp=dist.get_world_size()), {}
     device, group, quantizer = worker.device(), mesh["tp"].get_group(), KeepHighPrecision()
     w = quantizer.cast(torch.ones(24, 8, device=device), None)
-    for name in ("serial", "chunked", "mapped serial", "mapped"):
+    for name in ("serial", "chunked", "mapped serial", "mapped:3"):
         for carried in WIRES:
             for reduce, rows in REDUCTIONS:
                 chosen, a = strategy(name), quantizer.cast(torch.ones(rows, 8, device=device), None)
