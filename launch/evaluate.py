@@ -26,7 +26,7 @@ from launch.attention import Documents
 from launch.data import Data, open_sources
 from launch.schema import ConfigError
 from launch.stream import TokenStream
-from launch.trained import Trained, command_line, open_trained
+from launch.trained import Trained, command_line, open_trained, quantized
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batches", type=int, help="so many global batches [all of the split]")
     known, changes = command_line(parser, arguments)
     trained = open_trained(known.checkpoint, [*changes, *[("data.path", known.data)] * bool(known.data)])
+    trained = quantized(trained, known.quantize, known.mode)
     found = perplexity(trained, read_data(trained, known.checkpoint), known.split, known.batches)
     if dist.get_rank() == 0:
         print(*trained.remarks, f"{known.split} of {trained.config.data.path}: {found}", sep="\n")

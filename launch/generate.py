@@ -25,7 +25,7 @@ from launch.exposure import profiled
 from launch.models.cache import KeyValues
 from launch.schema import ConfigError
 from launch.tokenizer import BYTES, Tokenizer, open_tokenizer
-from launch.trained import Changes, Trained, check_length, command_line, open_trained
+from launch.trained import Changes, Trained, check_length, command_line, open_trained, quantized
 
 PROFILED = 10  # tokens
 
@@ -133,6 +133,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError("--tokens, --temperature: expected at least 1, and 0 or more")
     tokenizer = open_tokenizer(known.tokenizer)
     trained = open_trained(known.checkpoint, [*on_tp(), *changes])
+    trained = quantized(trained, known.quantize, known.mode)
     weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)
     prompt = prompt_of(tokenizer, known.prompt)
     found = write(trained, prompt, known.tokens, temperature=known.temperature, seed=known.seed, trace=known.profile)

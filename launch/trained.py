@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
 from dlp.comm.mesh import AXES, ParallelDims, world_size
+from dlp.parallel.weight.local import local_values
 from launch import checkpoint, overrides, weights
 from launch.build import parallel_model
 from launch.config import Batch, Config, ConfigError, from_text, recipe_files
 from launch.manifest import other_weights, read_manifest
 from launch.models.modules import Llama
 
+MODES = ("weight_only", "dynamic")  # of `dlp.freeze`; static would have to be calibrated first
 Changes = Sequence[tuple[str, str]]
 
 
@@ -37,7 +39,11 @@ class Trained:
 
 
 def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Changes]:
-    """A program's own options, and settings in place of those that the checkpoint was trained with."""
+    """A program's own options, those of `quantized`, and settings in place of those that the checkpoint was trained with."""
+    parser.add_argument(
+        "--quantize", metavar="RECIPE", help="hold the linears of all blocks as codes of this recipe only"
+    )
+    parser.add_argument("--mode", choices=MODES, default=MODES[0], help=f"what quantizing makes of x [{MODES[0]}]")
     rest, changes = overrides.split(arguments)
     return parser.parse_args(rest), changes
 
@@ -63,6 +69,22 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
     remarks += weights.load_recipes(path, model, opened, recipe_files(config))
     model.requires_grad_(False)
     return Trained(config, model, mesh, device, ParallelDims.from_mesh(mesh), batch, opened, remarks)
+
+
+def quantized(trained: Trained, recipe: str | None, mode: str) -> Trained:
+    """The same, its blocks frozen (`dlp.freeze`), where a recipe is asked for; its remarks say how large they are. Raises
+    ValueError for a recipe that does not serve the mode, and for weights that FSDP shards."""
+    if recipe is None:
+        return trained
+    names = dlp.freeze(trained.model, "layers.**", recipe, mode)  # type: ignore[arg-type]
+    cores = {module.core: None for name, module in trained.model.named_modules() if name in names}
+    weights = [weight for core in cores for weight in core.weights]
+    codes = sum(part.nbytes for weight in weights for part in weight.parts)
+    values = sum(2 * local_values(weight.parameter).numel() for weight in weights)
+    trained.remarks.append(
+        f"quantized: {len(names)} linears, {recipe}, {mode}: {codes / 1e6:.3f} MB a rank, of {values / 1e6:.3f} MB in bf16"
+    )
+    return trained
 
 
 def check_length(config: Config, tokens: int) -> None:

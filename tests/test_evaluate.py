@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,26 @@ def measured(path: str, *settings: tuple[str, str]) -> evaluate.Perplexity:
     """Inside a worker."""
     found = opened(path, 2, ("mesh.sequence_parallel", "true"), *settings)
     return evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1)
+
+
+def frozen(path: str, recipe: str, mode: str) -> tuple[float, str]:
+    """Inside a worker: loss, and what is said of the codes."""
+    found = trained.quantized(opened(path, 2, ("mesh.sequence_parallel", "true")), recipe, mode)
+    loss = evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1).loss
+    return loss, found.remarks[-1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "mode", "size"), [("mxfp8", "weight_only", 8.25 / 16), ("fp8_current", "dynamic", 0.5)]
+)
+def test_a_quantized_checkpoint_is_evaluated(ranks, checkpoint, recipe, mode, size):
+    path, loss = checkpoint
+    (found, said), other = ranks(2).run(frozen, path, recipe, mode)
+    assert other[0] == found and 0 < abs(found - loss) < 0.02
+    codes, values = (float(number) for number in re.findall(r"([\d.]+) MB", said))
+    assert said.startswith(f"quantized: 7 linears, {recipe}, {mode}: ")
+    assert codes / values == pytest.approx(size, abs=0.03)
 
 
 @pytest.mark.ranks(2)
