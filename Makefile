@@ -41,14 +41,14 @@ fidelity: $(READY) ## gradients of every recipe beside bf16's and an independent
 	$(NEEDS)
 	@$(PYTHON) -m launch.gradient_fidelity $(ARGS)
 
-# One worker runs the tests with ranks, the others the rest (tests/conftest.py).
+# A worker runs all tests on as many ranks, the next one those on more or fewer, or on none (tests/conftest.py).
 SPREAD := -n auto --maxprocesses 4 --dist loadgroup
 
 test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"
 	$(NEEDS) pytest hypothesis xdist
 	@$(PYTHON) -m pytest $(SPREAD) $(ARGS)
 
-test-fast: $(READY) ## the tests for daily work, in two minutes: nothing that compiles or starts programs, a case of each with ranks
+test-fast: $(READY) ## the tests for daily work, in about two minutes: nothing that compiles or starts programs, a case of each with ranks
 	$(NEEDS) pytest hypothesis xdist
 	@$(PYTHON) -m pytest $(SPREAD) --fast $(ARGS)
 

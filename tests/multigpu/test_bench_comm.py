@@ -135,6 +135,7 @@ def pair_and_layer() -> list[tensor_parallel.Line]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_pair_and_a_layer_run_beside_plain_torch(ranks):
     (lines, _) = ranks(2).run(pair_and_layer)
