@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dlp.comm import observer
 from dlp.comm.transport import transport_of, why_not
-from dlp.kernels import captured
+from dlp.kernels import captured, ranges
 from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, cores, remembered
@@ -81,7 +81,10 @@ class CapturedDirections:
             return self._launched(direction, WATCHED, run)
         found = self.found.get(key)
         if isinstance(found, CapturedLaunches):
-            return found(given)
+            if not ranges.profiled():
+                return found(given)
+            with ranges.named_range(self.bound.spec.name, key[0]):
+                return found(given)
         if not self.possible[direction]:
             return run()
         if found is None and len(self.found) >= LIMIT:

@@ -35,6 +35,7 @@ from torch import Tensor
 from dlp.comm import observer, transport
 from dlp.comm.collectives import Pending
 from dlp.kernels.ops import LazyMatrix, Summed, rounded, stored
+from dlp.kernels.ranges import named_range
 from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LinearSpec
@@ -100,7 +101,8 @@ def run_forward(
     mine = operands_of(values)
     operand: Rowwise | None = mine.rowwise if mine is not None else None
     if mine is None:
-        operand, _, mine = transfers.x[save].send(values, record)
+        with named_range(spec.name, "cast_x"):
+            operand, _, mine = transfers.x[save].send(values, record)
     assert operand is not None
     kept: list[Tensor] = []
     if save and plan.kept == "values":
@@ -118,7 +120,8 @@ def run_forward(
             appended = w.shape[0] - features
             inside = F.pad(bias, (0, appended)) if appended else bias
         gemm = Gemm("fprop", w, dtype, inside, finish.into, options, alpha=finish.alpha, rounds=True)
-        y = trimmed(arrived(token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype)), features)
+        with named_range(spec.name, "fprop"):
+            y = trimmed(arrived(token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype)), features)
         if bias is not None and reduce is not None:
             y = y + bias.to(y.dtype)
         if spec.recipe.y is not None:
@@ -169,13 +172,16 @@ def run_backward(
     x_col = transfers.x_kept(saved) if learns else None  # on its way while dy is cast, if it travels
     dy_rows: Sequence[Any]
     dy_cols: Sequence[Columnwise | None]
-    if spec.style.gathers == "dy":  # of such a layer there are no siblings
-        sent = transfers.dy(wanted.dx, learns).send(rows[0])
-        dy_rows, dy_cols = [sent.rowwise], [sent.columnwise]
-    else:
-        given = [found for dy in rows if (found := operands_of(dy)) is not None]
-        made = given if len(given) == len(rows) else quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
-        dy_rows, dy_cols = zip(*made, strict=True)
+    with named_range(spec.name, "cast_dy"):
+        if spec.style.gathers == "dy":  # of such a layer there are no siblings
+            sent = transfers.dy(wanted.dx, learns).send(rows[0])
+            dy_rows, dy_cols = [sent.rowwise], [sent.columnwise]
+        else:
+            given = [found for dy in rows if (found := operands_of(dy)) is not None]
+            made = (
+                given if len(given) == len(rows) else quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
+            )
+            dy_rows, dy_cols = zip(*made, strict=True)
 
     dx: Tensor | Pending[Tensor] | None = None
     if wanted.dx:
@@ -185,7 +191,8 @@ def run_backward(
         gemms = [Gemm("dgrad", w, dtype if len(rows) == 1 else torch.float32, options=options) for w in ws]
         if finish is not NO_FINISH:
             gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
-        dx = token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)
+        with named_range(spec.name, "dgrad"):
+            dx = token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)
 
     grads: list[Tensor] = []
     later: list[Tensor] = []
@@ -295,6 +302,12 @@ def contract_gemm(
     weight of this shape [N, K] and dtype, one GEMM over all tokens; written to `into`, where that is given."""
     options = bound.spec.recipe.wgrad
     gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
+    with named_range(bound.spec.name, "wgrad"):
+        return _wgrad(gemm, dy, shape, dtype, into)
+
+
+def _wgrad(gemm: Gemm, dy: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype, into: Target | None) -> Tensor:
+    options, x = gemm.options, gemm.b
     whole = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape)
     if into is not None and whole and options.out_dtype in (None, into.tensor.dtype):
         out = None if into.overwrite else into.tensor
@@ -377,6 +390,7 @@ class BoundGather:
         self.overlap: Overlap = getattr(bound.spec.overlap, gathered.gemm)
         self.group, self.format, self.gemm = bound.spec.tp_group, fmt, gathered.gemm
         self.leased = gathered.leased and fmt is not None and not fmt.keeps_source
+        self.range = bound.spec.name, f"gather_{tensor}"
         self.precision = "" if fmt is None or fmt.keeps_source else fmt.name  # the observer's; "": the dtype sent
         self._shapes: dict[Any, tuple[int, int]] = {}
 
@@ -395,7 +409,7 @@ class BoundGather:
         """Start gathering an operand: where it has been leased, or from where it is."""
         if self.bound.session.watches_scales:
             check_gathered(self.bound.spec.name, self.gemm, mine, self.dim, self.bound.spec.tp_group)
-        with observer.label(direction=self.gemm, precision=self.precision):
+        with observer.label(direction=self.gemm, precision=self.precision), named_range(*self.range):
             return lease.gather() if lease else self.overlap.gather(mine, self.dim, self.group)
 
 

@@ -1,0 +1,45 @@
+"""Ranges by name in a profile: what a layer does, on one or two ranks; none where nobody profiles, or launches are captured."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.autograd import profiler
+
+import dlp
+from dlp.kernels import captured, ranges
+from tests import pool as worker
+
+LOCAL = {"Linear.cast_x", "Linear.fprop", "Linear.cast_dy", "Linear.dgrad", "Linear.wgrad"}
+
+
+def step(layer: dlp.Linear) -> None:
+    layer(torch.ones(32, 64, requires_grad=True)).sum().backward()
+
+
+def profiled(layer: dlp.Linear) -> set[str]:
+    with profiler.profile() as record:
+        step(layer)
+    return {event.name for event in record.function_events if event.name.startswith(type(layer).__name__)}
+
+
+def test_a_profile_names_what_a_layer_does():
+    layer = dlp.Linear(64, 64, recipe="fp8_current")
+    with patch.object(profiler, "record_function", side_effect=AssertionError("nobody profiles")):
+        step(layer)
+    assert profiled(layer) == LOCAL
+    with profiler.profile(), captured._Watch():
+        assert ranges.named_range("up", "fprop") is ranges._OFF, "it would be no launch"
+
+
+def with_ranks() -> set[str]:
+    mesh = worker.mesh(tp=2)["tp"]
+    return profiled(dlp.ColumnParallelLinear(64, 64, tp=mesh, sequence_parallel=True, recipe="fp8_current"))
+
+
+@pytest.mark.ranks(2)
+def test_transfers_are_named_too(ranks):
+    for found in ranks(2).run(with_ranks):
+        assert found == {f"ColumnParallel{name}" for name in (*LOCAL, "Linear.gather_x")}
