@@ -231,7 +231,7 @@ def test_programs_tell_it_too(recipe: str, kind: str, emulated: None):  # noqa: 
         assert run(values(1, M, K), False) == []
     check_used(model, "forward", "backward")
     bad = values(1, M, K)
-    bad[200, 100] = -torch.inf
+    bad[100, 100] = -torch.inf
     assert run(bad, False)[0] == f"x of {name}"
     assert run(values(1, M, K), True)[0] == f"dy of {name}"
     check_used(model, "forward", "backward")
