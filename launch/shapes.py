@@ -165,7 +165,9 @@ def print_model(arguments: Sequence[str]) -> None:
         raise ValueError(f"--input {known.input}: expected sizes as in 4x2048")
     found = of_model(known.model, [int(size) for size in known.input.split("x")])
     if not found:
-        raise ValueError(f"--model {known.model}: its forward calls no torch.nn.functional.linear")
+        raise ValueError(
+            f"--model {known.model}: its forward calls no torch.nn.functional.linear; give a model that does"
+        )
     print(f"{'M':>8} {'K':>8} {'N':>8} {'calls':>6}")
     for sizes, count in found.items():
         print("{:>8} {:>8} {:>8} {:>6}".format(*sizes.split("x"), count))
