@@ -1,8 +1,9 @@
 """Real runs by torchrun, each rank a process of its own: a failure, a killed rank, SIGTERM, resume, a refusal.
 
-One run fails, is resumed, killed, resumed, stopped, and resumed to its end; its losses must be those of a run that was
-left alone. The rest of what a run does is tested in the pool (tests/multigpu), where a run costs less than a second;
-here each costs fifteen seconds of the CPU, most of it spent by its ranks on importing torch and dlp.
+Two "hosts" start their ranks anew when one fails. One run fails, is resumed, killed, resumed, stopped, and resumed to its
+end; its losses must be those of a run that was left alone. The rest of what a run does is tested in the pool
+(tests/multigpu), where a run costs less than a second; here each costs fifteen seconds of the CPU, most of it spent by its
+ranks on importing torch and dlp.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,10 +47,10 @@ def program(output: Path, module: str, arguments: list[str]) -> None:
 
 
 class Run:
-    """torchrun with two CPU ranks: what a user starts as `python -m module arguments`, in its own session."""
+    """torchrun with CPU ranks: what a user starts as `python -m module arguments`, in its own session."""
 
-    def __init__(self, folder: Path, module: str, *arguments: str) -> None:
-        self.output_file = folder / "output.txt"
+    def __init__(self, folder: Path, module: str, *arguments: str, output: str = "output.txt") -> None:
+        self.output_file = folder / output
         self.process = forking().Process(target=program, args=(self.output_file, module, list(arguments)))
         self.process.start()
 
@@ -96,6 +98,16 @@ def steps(config: Config) -> list[int]:
 def torchrun(folder: Path, *arguments: str) -> Run:
     """Two ranks under torchrun itself."""
     return Run(folder, "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments)
+
+
+def hosts(folder: Path, *arguments: str) -> list[Run]:
+    """Two "hosts" with a rank each: torchruns that meet at a store of one of them, and start all ranks anew when one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store = f"127.0.0.1:{free.getsockname()[1]}"
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={store}", "--rdzv-id=hosts", "--local-addr=127.0.0.1"]
+    command = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", *meeting, *arguments]
+    return [Run(folder, "torch.distributed.run", *command, output=f"host{i}.txt") for i in range(2)]
 
 
 def local(folder: Path) -> Run:
@@ -190,6 +202,23 @@ def test_failed_killed_stopped_and_resumed_to_the_end(tmp_path, data, ranks):
     assert output.splitlines()[-1].startswith(f"done: steps {STEPS}, validation loss ")
     assert training.metrics(config) == training.metrics(whole)
     assert training.metrics(config, "validation_loss") == training.metrics(whole, "validation_loss")
+
+
+@pytest.mark.ranks(2)
+def test_two_hosts_start_anew_and_go_on_from_the_last_checkpoint(tmp_path, data, ranks):
+    few = ["--train.steps=8", *SETTINGS[1:]]
+    whole = training.config(tmp_path, data, *few, f"--run.dir={tmp_path}/whole")
+    ranks(2).run(training.run, whole)
+    config = training.config(tmp_path, data)
+    once = "step == 6 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    (tmp_path / "faulty.py").write_text(FAULTY.replace(f"step == {EVERY + 2}", once))
+    both = hosts(tmp_path, str(tmp_path / "faulty.py"), str(tmp_path / "small.toml"), *few)
+    codes, outputs = zip(*[each.end() for each in both], strict=True)
+    output = "".join(outputs)
+    assert codes == (0, 0), output
+    assert "[rank1]: KeyError: 'seventeen'" in output and "rank 0: lost a peer, whose own end is the cause (" in output
+    assert f"resuming from step {EVERY} " in output and "done: steps 8, " in output
+    assert training.metrics(config) == training.metrics(whole), "the curve of a run that was left alone"
 
 
 def test_a_wrong_setting_is_said_once_by_all_ranks_together(tmp_path, data):
