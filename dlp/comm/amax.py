@@ -4,6 +4,8 @@ The reduction sits between a quantizer's `observe` and its `cast`, so every rank
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from dlp.comm import observer
 from dlp.comm.slots import MAXIMA
 from dlp.comm.transport import transport_of
+from dlp.kernels.cuda_codes import end_to_end
+from dlp.kernels.launches import call, is_recording
 
 _MAX = AllreduceOptions()
 _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]
@@ -31,9 +35,14 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     with observer.label(direction="amax", precision=""):
         if transport is not None and all(value.numel() <= MAXIMA for value in observed):
             return transport.agree(observed)
-        if len(observed) == 1:
+        if is_recording():
+            flat = end_to_end(observed)
+            for work in call(partial(_start, group), flat):
+                work.wait()
+        elif len(observed) == 1:
             return [_reduced(observed[0].clone(), group)]
-        flat = _reduced(torch.cat([value.reshape(-1) for value in observed]), group)
+        else:
+            flat = _reduced(torch.cat([value.reshape(-1) for value in observed]), group)
     pieces = flat.split([value.numel() for value in observed])
     return [piece.view(value.shape) for piece, value in zip(pieces, observed, strict=True)]
 
@@ -44,3 +53,8 @@ def _reduced(maxima: Tensor, group: ProcessGroup) -> Tensor:
     if work is not None:
         work.wait()
     return maxima
+
+
+def _start(group: ProcessGroup, maxima: Tensor) -> list[Any]:
+    work = group.allreduce([maxima], _MAX)
+    return [] if work is None else [work]

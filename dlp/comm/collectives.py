@@ -14,6 +14,7 @@ type, and a grouped gather of several dtypes would be promoted to one of them th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -25,6 +26,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, _coalescing_manager
 
 from dlp.comm import observer
+from dlp.kernels.cuda_codes import place_rows, side_by_side
+from dlp.kernels.launches import call, is_recording
 from dlp.kernels.ops import sum_in_order
 
 T = TypeVar("T")
@@ -133,14 +136,14 @@ def all_gather(
     """
     if group.size() == 1:
         return done(tuple(parts))
-    storage, pairs = [], []
+    storage, tensors = [], []
     for i, (part, dim) in enumerate(zip(parts, dims, strict=True)):
         whole = _of_all(part.shape, part.dtype, dim, group, part.device) if into is None else into[i]
         storage.append(whole)
         if whole is not None:
-            pairs.append((as_bytes(whole), as_bytes(part.contiguous())))
+            tensors += [as_bytes(whole), as_bytes(part.contiguous())]
     with observer.default_precision(parts[0].dtype):
-        works = _launch_gathers(pairs, group)
+        works = call(partial(_start_gathers, group), *tensors)
     return Pending(works, lambda: join(storage, parts, dims))
 
 
@@ -151,7 +154,8 @@ def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequen
         if whole is None or dim is None:
             joined.append(part)
         else:  # [R, *shape] -> the R pieces concatenated along `dim`: a view for 0, a copy for others
-            joined.append(whole.movedim(0, dim).flatten(dim, dim + 1))
+            moves = dim > 0 and whole.numel() > 0 and is_recording()
+            joined.append(side_by_side(whole, dim) if moves else whole.movedim(0, dim).flatten(dim, dim + 1))
     return tuple(joined)
 
 
@@ -160,17 +164,18 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _launch_gathers(pairs: Sequence[tuple[Tensor, Tensor]], group: ProcessGroup) -> list[Any]:
-    """Start the all-gathers of (storage, part), both bytes: as one group on NCCL. One by one on gloo, whose grouped all-gather
-    corrupts the heap when two are in flight (pytorch#65231; docs/log.md, 2026-11-22)."""
-    if len(pairs) < 2 or not pairs[0][0].is_cuda:
+def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
+    """Start the all-gathers of storage, part, storage, part, ..., all bytes: as one group on NCCL. One by one on gloo, whose
+    grouped all-gather corrupts the heap when two are in flight (pytorch#65231; docs/log.md, 2026-11-22)."""
+    places = range(0, len(tensors), 2)
+    if len(tensors) <= 2 or not tensors[0].is_cuda:
         works = []
-        for whole, part in pairs:
-            works.append(group._allgather_base(whole, part, _GATHER))
+        for i in places:
+            works.append(group._allgather_base(tensors[i], tensors[i + 1], _GATHER))
         return works
     with _coalescing_manager(group, async_ops=True) as manager:
-        for whole, part in pairs:
-            _all_gather(whole, part, group=group)
+        for i in places:
+            _all_gather(tensors[i], tensors[i + 1], group=group)
     return [manager]
 
 
@@ -218,21 +223,28 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
         return done(tuple(parts))
     if len(parts) == 1:
         chunks = as_bytes(first.contiguous()).view(world, first.nbytes // world)
-        work, arrived = _exchange(chunks, group, first.dtype)
-        return Pending([work], lambda: (arrived.view(-1).view(first.dtype).view(first.shape),))
+        works, arrived = _exchange(chunks, group, first.dtype)
+        return Pending(works, lambda: (arrived.view(-1).view(first.dtype).view(first.shape),))
     shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
     records = torch.empty((world, record(parts)), dtype=torch.uint8, device=first.device)
     for field, part in zip(parts_of(records, shapes, dtypes), parts, strict=True):
-        field.copy_(part)
-    work, arrived = _exchange(records, group, dtypes[0])
-    return Pending([work], lambda: parts_of(arrived, shapes, dtypes))
+        if is_recording() and part.is_contiguous() and part.nbytes:
+            place_rows(part, field)
+        else:
+            field.copy_(part)
+    works, arrived = _exchange(records, group, dtypes[0])
+    return Pending(works, lambda: parts_of(arrived, shapes, dtypes))
 
 
-def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[Any, Tensor]:
+def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[list[Any], Tensor]:
     """All-to-all of chunks [R, bytes]: chunk j goes to rank j; arrived[j] came from rank j. `dtype`: what the bytes are."""
     arrived = torch.empty_like(chunks)
     with observer.default_precision(dtype):
-        return group.alltoall_base(arrived, chunks, [], [], _EXCHANGE), arrived
+        return call(partial(_start_exchange, group), arrived, chunks), arrived
+
+
+def _start_exchange(group: ProcessGroup, arrived: Tensor, chunks: Tensor) -> list[Any]:
+    return [group.alltoall_base(arrived, chunks, [], [], _EXCHANGE)]
 
 
 def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Parts]:

@@ -343,7 +343,8 @@ def describe(name: str, group: ProcessGroup) -> str:
     if transport_of(group) is not None:
         return f"transport: {name} pushes into memory that its ranks map; directions of its layers are captured"
     backend = dist.get_backend(group)
-    return f"transport: {name} sends by {backend}, since {why_not(group)}; directions that send are not captured"
+    calls = f"a captured direction calls {backend} between its launches"
+    return f"transport: {name} sends by {backend}, since {why_not(group)}; {calls}"
 
 
 def why_not(group: ProcessGroup) -> str:

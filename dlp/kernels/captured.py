@@ -8,12 +8,16 @@ only allocates, takes views and starts kernels of this package, and if what it d
 The first is watched while it is taken down; a function that does more is not captured (`NotPlain`). The second is
 what a caller answers for. Results are allocated one by one, all that is needed on the way in one piece, in which memory
 that is no longer needed is used again.
+
+What a function has called between its launches (`launches.call`), a collective of NCCL, is called between them in every call:
+there is then one native call for each stretch of launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,13 +25,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlp.kernels import gemms, loader, table
-from dlp.kernels.launches import AWAIT, CURRENT, GEMM, MARK, Launched, NotPlain, recording, stream_of
+from dlp.kernels.launches import (
+    ANSWER,
+    AWAIT,
+    CALL,
+    CURRENT,
+    GEMM,
+    MARK,
+    Call,
+    Launched,
+    NotPlain,
+    recording,
+    stream_of,
+)
 
 ALIGNMENT = 512  # bytes, that of torch's allocations on CUDA
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
 _FIXED = -1
 Make = Callable[[], Tensor]
 Range = tuple[int, int]  # an address, and how many bytes lie there
+Memory = tuple[
+    int, int, int, int
+]  # a range of a recording; which tensor of a run it lies in, and how far from its beginning
+Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class _Watch(TorchDispatchMode):
@@ -53,7 +73,8 @@ class _Watch(TorchDispatchMode):
 
 
 class CapturedLaunches:
-    """See `record`. `between`: bytes of memory beside the results."""
+    """See `record`. `between`: bytes of memory beside the results; `segments`: what it is made of, L for launches, C for the
+    start of a call, A for its answer."""
 
     def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
                  made: Sequence[Tensor]) -> None:  # fmt: skip
@@ -78,10 +99,13 @@ class CapturedLaunches:
         if self._multiplies:
             memory.append((gemms.workspace(results[0].get_device(), stream_of(results[0])), gemms.WORKSPACE, space, 0))
             memory += [(*_span(constant), _FIXED, 0) for constant in gemms.constants(device)]
+        count = space + self._multiplies
         try:
-            self._run = loader.load().Program(launched, memory, space + self._multiplies).run
+            found = [*_segments(launched, memory, count)]
         except ValueError as error:
             raise NotPlain(str(error)) from None
+        self.segments = "".join(kind for kind, _ in found)
+        self._steps: list[Any] = [step for _, step in found]
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Tensors like those recorded -> the results."""
@@ -91,11 +115,53 @@ class CapturedLaunches:
         stream = stream_of(given[0])
         if self._multiplies:
             bases.append(gemms.workspace(given[0].get_device(), stream))
-        self._run(bases, stream)
+        if len(self._steps) == 1:
+            self._steps[0](bases, stream)
+        else:
+            self._run_all(bases, stream, [*given, *made])
         results = made[: self._count]
         for i, view in self._views:
             results.insert(i, view(given))
         return results
+
+    def _run_all(self, bases: Sequence[int], stream: int, tensors: Sequence[Tensor]) -> None:
+        works = dict[Call, list[Any]]()
+        for kind, step in zip(self.segments, self._steps, strict=True):
+            if kind == "L":
+                step(bases, stream)
+            elif kind == "C":
+                call, places = step
+                works[call] = call.start(*[_at(tensors[base], offset, kind) for base, offset, kind in places])
+            else:
+                for work in works[step]:
+                    work.wait()
+
+
+def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Iterator[tuple[str, Any]]:
+    """Launches ("L": what runs them), and between them calls ("C": the call, and where its tensors lie) and their answers ("A":
+    the call)."""
+    for apart, steps in groupby(launched, lambda step: step[0] in (CALL, ANSWER)):
+        if not apart:
+            yield "L", loader.load().Program(list(steps), memory, count).run
+            continue
+        for name, (call, *addresses), _ in steps:
+            places = [_place(*each, memory) for each in zip(addresses, call.kinds, strict=True)]
+            yield ("C", (call, places)) if name == CALL else ("A", call)
+
+
+def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int, Kind]:
+    """Where a tensor of a call lies: in which of the tensors of a run, and how many bytes from its first element."""
+    for start, size, base, offset in memory:
+        if start <= address < start + size and base != _FIXED:
+            return base, address - start + offset, kind
+    raise NotPlain("sends from memory that is none of this call")
+
+
+def _at(tensor: Tensor, offset: int, kind: Kind) -> Tensor:
+    """What lies so many bytes behind the first element of a tensor."""
+    shape, stride, dtype = kind
+    first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), first, shape, stride)
 
 
 def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> CapturedLaunches:

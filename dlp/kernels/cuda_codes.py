@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -124,6 +125,32 @@ def copied_rows(x: Tensor) -> Tensor:
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     launch("copy_rows", x, x.data_ptr(), x.stride(0) * x.itemsize, out.data_ptr(), width * x.itemsize, rows)
+    return out
+
+
+def place_rows(x: Tensor, out: Tensor) -> None:
+    """x [rows, ...], contiguous -> `out`, of its size, whose rows begin at any distance."""
+    width = x.nbytes // len(x)
+    distance = out.stride(0) * out.itemsize
+    launch("push_part", x, x.data_ptr(), out.data_ptr(), distance, width, len(x))
+
+
+def side_by_side(whole: Tensor, dim: int) -> Tensor:
+    """[R, *shape] -> the R pieces concatenated along `dim`."""
+    ranks, *shape = whole.shape
+    out = torch.empty((*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]), dtype=whole.dtype, device=whole.device)
+    height, width = prod(shape[:dim]), prod(shape[dim:])
+    lines = out.view(height, ranks, width)
+    for rank, piece in enumerate(whole):
+        place_rows(piece.view(height, width), lines[:, rank])
+    return out
+
+
+def end_to_end(xs: Sequence[Tensor]) -> Tensor:
+    """Contiguous tensors of one dtype -> their elements, one tensor after the other."""
+    out = torch.empty(sum(x.numel() for x in xs), dtype=xs[0].dtype, device=xs[0].device)
+    for x, place in zip(xs, out.split([x.numel() for x in xs]), strict=True):
+        place_rows(x.view(1, -1), place.view(1, -1))
     return out
 
 

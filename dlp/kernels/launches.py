@@ -5,15 +5,16 @@ captured launches.
                                └► await ─ copies ─ mark ──────┘
     lane             ─────────────────────────────────
 
-A recording takes down what is launched, with all arguments, and launches nothing.
+A recording takes down what is launched, with all arguments, and launches nothing. What no kernel does, a collective of NCCL, is
+a `call` between launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ Launched = list[tuple[str, tuple[Any, ...], int]]  # a kernel, its arguments, an
 CURRENT = 0  # in a recording: the stream that it will be launched on
 MARK, AWAIT = "mark", "await_mark"
 GEMM = "gemm"  # what a recording calls the run of a plan; its arguments are the plan and addresses
+CALL, ANSWER = (
+    "call",
+    "answer",
+)  # a `Call` is started, and awaited; the arguments are the call and addresses of its tensors
 
 _RECORDING: ContextVar[Launched | None] = ContextVar("dlp_recording", default=None)
 
@@ -95,6 +100,34 @@ def run_plan(plan: Any, addresses: tuple[int, ...], stream: int) -> None:
     """Run a plan of `gemms`."""
     if not _recorded(GEMM, (plan, *addresses), CURRENT):
         plan.run(*addresses, stream)
+
+
+class Call:
+    """Something that is started on tensors between launches, and awaited. `start`: tensors like these -> works, to be awaited.
+    `kinds`: shape, stride and dtype of each tensor."""
+
+    def __init__(self, start: Callable[..., list[Any]], tensors: tuple[Tensor, ...]) -> None:
+        self.start, self.kinds = start, [(tuple(each.shape), each.stride(), each.dtype) for each in tensors]
+
+
+class _Answer(NamedTuple):
+    """In a recording: the work of a call."""
+
+    arguments: tuple[Any, ...]
+
+    def wait(self) -> None:
+        if not _recorded(ANSWER, self.arguments, CURRENT):
+            raise NotPlain("awaits a call after it has ended")
+
+
+def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
+    """`start(*tensors)`, the works of something that is no launch. What is recorded starts it with each of its own calls, on
+    tensors like these."""
+    if _RECORDING.get() is None:
+        return start(*tensors)
+    arguments = (Call(start, tensors), *[each.data_ptr() for each in tensors])
+    _recorded(CALL, arguments, CURRENT)
+    return [_Answer(arguments)]
 
 
 @contextmanager

@@ -3,9 +3,13 @@ none. On the CPU the device is emulated."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -88,12 +92,12 @@ def over_two_ranks(
     late: float = 0.0,
     delay: bool = False,
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
-    """A layer over two tp ranks, through mapped memory and by collectives. `delay`: its wgrads wait. Between GPUs chunks need
-    mapped memory, so that there it is compared with itself, not captured."""
+    """A layer over two tp ranks: how many directions are captured through mapped memory and by collectives, and the results of
+    both beside those of collectives with nothing captured. `delay`: its wgrads wait. Between GPUs chunks need mapped memory in
+    all three."""
     always = worker.device().type == "cuda" and overlap != "serial"
     mesh, found, said = worker.mesh(tp=2), [], list[list[str]]()
-    for mapped in (True, False):
-        off = nullcontext() if mapped or not always else without_programs()
+    for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), mapped or always, late):  # type: ignore[attr-defined]
             torch.manual_seed(0)
             made_with = {"tp": mesh["tp"], "recipe": recipe, "sequence_parallel": sequence_parallel,
@@ -106,7 +110,7 @@ def over_two_ranks(
             own, options = replace(spec.recipe, **carried), LayerOptions(delay_wgrad=delay)
             layer.core.set_spec(replace(spec, recipe=own, options=options))
             results = []
-            for seed in range(4):
+            for seed in range(3):
                 columns = 2 * K // (1 + (kind == "row"))
                 tokens = 2 * M if kind == "row" or not sequence_parallel else M
                 x = values(10 * seed + dist.get_rank(), tokens, columns).to(worker.device()).requires_grad_()
@@ -121,10 +125,11 @@ def over_two_ranks(
                 layer.zero_grad()
             found.append((count(layer), results))
             said.append(describe(layer))
-    (captured, through_memory), (plain, by_collectives) = found
-    assert not [line for line in said[0] if "step by step" in line]
-    assert always or all("since nobody asked for mapped memory" in line for line in said[1] if "step by step" in line)
-    return captured, plain, list(zip(through_memory, by_collectives, strict=True))
+    (captured, through_memory), (calling, by_calls), (none, expected) = found
+    assert not [line for line in said[0] if "step by step" in line] and not any(none.values())
+    assert all("since nobody asked for mapped memory" in line for line in said[1] if "step by step" in line)
+    assert any("step by step" in line for line in said[1]) == (overlap != "serial" and not always), said[1]
+    return captured, calling, [*zip(through_memory, expected, strict=True), *zip(by_calls, expected, strict=True)]
 
 
 Results = list[Tensor]
@@ -166,13 +171,43 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
 @pytest.mark.parametrize("kind", ["column", "siblings", "row"])
 def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, recipe: str):
     """Through mapped memory transfers, agreements and sums are launches like others: both directions are one call, with the
-    bits of collectives. By collectives only a direction that sends nothing is."""
+    bits of collectives; by collectives it is a few calls, with those between."""
     for mapped, plain, pairs in ranks(2).run(over_two_ranks, kind, recipe, sequence_parallel):
         assert min(mapped.values()) > 0, mapped
-        silent = set() if sequence_parallel else {"backward" if kind == "row" else "forward"}
-        assert {direction for direction, number in plain.items() if number} == silent
+        assert min(plain.values()) > 0, plain
         for result, expected in pairs:
             assert_bit_equal(result, expected)
+
+
+def made_of(recipe: str) -> tuple[list[str], dict[str, int]]:
+    """The forward and backward of a column and of a row that communicate by collectives: L launches, C the start of a
+    collective, A its answer; and how many functions of the package one step calls, captured and not."""
+    mesh, calls, found = worker.mesh(tp=2), Counter[str](), list[str]()
+    for name, off in (("captured", nullcontext()), ("not", without_programs())):
+        with device(), off, moved_by(mesh["tp"].get_group(), False):  # type: ignore[attr-defined]
+            options = {"dtype": torch.bfloat16, "tp": mesh["tp"], "recipe": recipe, "sequence_parallel": True}
+            layers = dlp.ColumnParallelLinear(K, 2 * N, **options), dlp.RowParallelLinear(2 * N, K, **options)
+            pair = torch.nn.Sequential(*layers).to(worker.device())
+
+            def count(frame: Any, event: str, argument: Any, name: str = name) -> None:
+                calls[name] += event == "call" and f"{os.sep}dlp{os.sep}" in frame.f_code.co_filename
+
+            for seed in range(3):
+                sys.setprofile(count if seed == 2 else None)
+                pair(values(seed, M, K).to(worker.device()).requires_grad_()).backward(
+                    values(seed + 1, M, K).to(worker.device())
+                )
+                sys.setprofile(None)
+        for way in (way for layer in layers for way in programs(layer).values()):
+            found += ["".join(map(str, made.segments)) for made in way if not isinstance(made, str)]
+    return found, dict(calls)
+
+
+def test_collectives_are_called_between_launches(ranks):
+    """An agreement on x and its gather before the GEMM; backward, x is on its way under dgrad, whose sum is under wgrad."""
+    for made, calls in ranks(2).run(made_of, "fp8_current"):
+        assert made == ["LCALCLAL", "CLCALAL", "LCAL", "LCALCLAL"]
+        assert calls["captured"] < 0.3 * calls["not"], calls
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])

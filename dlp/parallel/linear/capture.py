@@ -1,12 +1,12 @@
 """A direction of a linear as captured launches.
 
 A layer that casts and multiplies by kernels of this package, and communicates through memory that ranks map
-(`dlp.comm.transport`) or not at all, launches the same for tensors of the same shapes; only addresses differ. Such a direction
-is captured (`dlp.kernels.captured`):
+(`dlp.comm.transport`) or not at all, launches the same for tensors of the same shapes; only addresses differ. So does one that
+communicates by collectives, which are called between its launches. Such a direction is captured (`dlp.kernels.captured`):
 
     first call      the functions of `linear_fn`, as everywhere else; plans, workspaces and tables come to be
     second call     the same functions are captured, and the captured launches run
-    further calls   the captured launches: memory for the results, one call
+    further calls   the captured launches: memory for the results, one call; with collectives, one for each stretch of launches
 
 The bits are the same captured and not. What is not captured is launched step by step, and `describe` says why.
 """
@@ -126,21 +126,18 @@ def obstacle(bound: BoundSpec, direction: str) -> str:
 
 
 def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
-    """Why transfers of a direction, if there are any, do not go through memory that ranks map, in the order they start."""
+    """Why transfers of a direction, if there are any, are neither launches, through memory that ranks map, in the order they
+    start, nor collectives that are called between launches."""
     gemms = ("fprop",) if direction == FORWARD else ("dgrad", "wgrad")
     steps = [getattr(spec.style, gemm) for gemm in gemms]
     communicates = spec.tp > 1 and (
         spec.recipe.amax_scope != "table" or any(step.gather or step.reduce for step in steps)
     )
-    groups = {"amaxes are agreed on": spec.amax_group} if spec.amax_group is not None else {}
-    groups |= {"tp sends": spec.tp_group} if communicates else {}
-    for what, group in groups.items():
-        if group.size() > 1 and transport_of(group) is None:
-            return f"{what} by {dist.get_backend(group)}, since {why_not(group)}"
     for gemm in gemms if communicates else ():
-        strategy = getattr(spec.overlap, gemm)
-        if not strategy.launches_only:
-            return f"strategy {strategy.name} of {gemm} may do more than launch"
+        strategy, mapped = getattr(spec.overlap, gemm), transport_of(spec.tp_group) is not None
+        if not (strategy.launches_only if mapped else strategy.calls_only):
+            by = "" if mapped else f" by {dist.get_backend(spec.tp_group)}, since {why_not(spec.tp_group)}"
+            return f"{gemm} is {strategy.name}, which sends step by step{by}"
     return ""
 
 

@@ -75,10 +75,12 @@ class Lease(Protocol):
 
 
 class Overlap(Protocol):
-    """`launches_only`: through a transport it only launches, in order, so that a direction can be captured."""
+    """`launches_only`: through a transport it only launches, in order, so that a direction can be captured. `calls_only`: so it
+    can without one, since all that is sent are collectives, called between launches."""
 
     name: str
     launches_only: bool
+    calls_only: bool
 
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,

@@ -190,6 +190,7 @@ class Chunked:
 
     chunks: int = 1
     launches_only: ClassVar[bool] = True  # where ranks map each other's memory
+    calls_only: ClassVar[bool] = False  # sends and receives of chunks, elsewhere
 
     @property
     def name(self) -> str:

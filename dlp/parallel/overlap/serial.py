@@ -55,6 +55,7 @@ class SerialLease:
 class Serial:
     name = "serial"
     launches_only = True  # where ranks map each other's memory
+    calls_only = True  # elsewhere
 
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
