@@ -1,27 +1,12 @@
 """Ranges by name for who profiles: in torch's traces and, inside `torch.autograd.profiler.emit_nvtx()`, in NVIDIA's.
 
-Where nobody profiles nothing is entered, and while launches are captured nothing is, either: a range is none of them.
+    with named_range("blocks.0.up.fprop"): ...
+
+What is launched inside is `fprop` of that layer; "forward" and "backward" of launches that were captured, which are made at
+once. A range is no operation, so that recordings and dispatch modes do not see it, and where nobody profiles it makes no
+call of Python.
 """
 
-from __future__ import annotations
+from torch._C._profiler import _RecordFunctionFast as named_range
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
-from torch.autograd import profiler
-
-_OFF: AbstractContextManager[Any] = nullcontext()
-
-
-def profiled() -> bool:
-    """Whether somebody profiles."""
-    return profiler._is_profiler_enabled
-
-
-def named_range(layer: str, what: str) -> AbstractContextManager[Any]:
-    """What is launched inside is `what` of this layer: "blocks.0.up.fprop"; "forward" and "backward" of launches that were
-    captured, which are made at once."""
-    if not profiled() or torch._C._len_torch_dispatch_stack():
-        return _OFF
-    return profiler.record_function(f"{layer}.{what}")
+__all__ = ["named_range"]

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from dlp.comm import observer
 from dlp.comm.transport import transport_of, why_not
-from dlp.kernels import captured, ranges
+from dlp.kernels import captured
 from dlp.kernels.captured import CapturedLaunches, NotPlain
+from dlp.kernels.ranges import named_range
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, cores, remembered
 
@@ -81,9 +82,7 @@ class CapturedDirections:
             return self._launched(direction, WATCHED, run)
         found = self.found.get(key)
         if isinstance(found, CapturedLaunches):
-            if not ranges.profiled():
-                return found(given)
-            with ranges.named_range(self.bound.spec.name, key[0]):
+            with named_range(f"{self.bound.spec.name}.{key[0]}"):
                 return found(given)
         if not self.possible[direction]:
             return run()

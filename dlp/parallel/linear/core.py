@@ -101,7 +101,7 @@ def run_forward(
     mine = operands_of(values)
     operand: Rowwise | None = mine.rowwise if mine is not None else None
     if mine is None:
-        with named_range(spec.name, "cast_x"):
+        with named_range(f"{spec.name}.cast_x"):
             operand, _, mine = transfers.x[save].send(values, record)
     assert operand is not None
     kept: list[Tensor] = []
@@ -120,7 +120,7 @@ def run_forward(
             appended = w.shape[0] - features
             inside = F.pad(bias, (0, appended)) if appended else bias
         gemm = Gemm("fprop", w, dtype, inside, finish.into, options, alpha=finish.alpha, rounds=True)
-        with named_range(spec.name, "fprop"):
+        with named_range(f"{spec.name}.fprop"):
             y = trimmed(arrived(token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype)), features)
         if bias is not None and reduce is not None:
             y = y + bias.to(y.dtype)
@@ -172,7 +172,7 @@ def run_backward(
     x_col = transfers.x_kept(saved) if learns else None  # on its way while dy is cast, if it travels
     dy_rows: Sequence[Any]
     dy_cols: Sequence[Columnwise | None]
-    with named_range(spec.name, "cast_dy"):
+    with named_range(f"{spec.name}.cast_dy"):
         if spec.style.gathers == "dy":  # of such a layer there are no siblings
             sent = transfers.dy(wanted.dx, learns).send(rows[0])
             dy_rows, dy_cols = [sent.rowwise], [sent.columnwise]
@@ -191,7 +191,7 @@ def run_backward(
         gemms = [Gemm("dgrad", w, dtype if len(rows) == 1 else torch.float32, options=options) for w in ws]
         if finish is not NO_FINISH:
             gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
-        with named_range(spec.name, "dgrad"):
+        with named_range(f"{spec.name}.dgrad"):
             dx = token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)
 
     grads: list[Tensor] = []
@@ -302,7 +302,7 @@ def contract_gemm(
     weight of this shape [N, K] and dtype, one GEMM over all tokens; written to `into`, where that is given."""
     options = bound.spec.recipe.wgrad
     gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
-    with named_range(bound.spec.name, "wgrad"):
+    with named_range(f"{bound.spec.name}.wgrad"):
         return _wgrad(gemm, dy, shape, dtype, into)
 
 
@@ -390,7 +390,7 @@ class BoundGather:
         self.overlap: Overlap = getattr(bound.spec.overlap, gathered.gemm)
         self.group, self.format, self.gemm = bound.spec.tp_group, fmt, gathered.gemm
         self.leased = gathered.leased and fmt is not None and not fmt.keeps_source
-        self.range = bound.spec.name, f"gather_{tensor}"
+        self.range = f"{bound.spec.name}.gather_{tensor}"
         self.precision = "" if fmt is None or fmt.keeps_source else fmt.name  # the observer's; "": the dtype sent
         self._shapes: dict[Any, tuple[int, int]] = {}
 
@@ -409,7 +409,7 @@ class BoundGather:
         """Start gathering an operand: where it has been leased, or from where it is."""
         if self.bound.session.watches_scales:
             check_gathered(self.bound.spec.name, self.gemm, mine, self.dim, self.bound.spec.tp_group)
-        with observer.label(direction=self.gemm, precision=self.precision), named_range(*self.range):
+        with observer.label(direction=self.gemm, precision=self.precision), named_range(self.range):
             return lease.gather() if lease else self.overlap.gather(mine, self.dim, self.group)
 
 
