@@ -62,19 +62,27 @@ class HangWatch:
         self.store, self.after, self.where, self.end, self.waits = store, after, where, end, waits
         self._waits: str | None = None  # as told, since this rank stands still
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="hang-watch")
+        self._over = threading.Event()
         self._place: Any = None
         self._moved = time.time()
 
     def start(self) -> None:
-        threading.Thread(target=self._watch, daemon=True, name="hang-watch").start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. An interpreter that ends while it is in the store's C++ aborts the process."""
+        self._over.set()
+        self._thread.join()
 
     def _watch(self) -> None:
         try:
-            while (told := self.look()) is None:
-                time.sleep(min(1.0, self.after / 5))
+            while (told := self.look()) is None and not self._over.wait(min(1.0, self.after / 5)):
+                pass
         except dist.DistError:  # the store is gone, and torchrun with it
             return
-        self.end(told)
+        if told is not None:
+            self.end(told)
 
     def look(self) -> list[str] | None:
         """Tell the others where this rank is; a line for each rank if none has moved for so long."""

@@ -122,6 +122,7 @@ def train(config: Config) -> None:
             raise
         leave_behind(f"{waited}; {trainer.place()}" if waited else str(error).splitlines()[0])
     shutdown()
+    watch.stop()
 
 
 def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:

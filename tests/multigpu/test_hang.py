@@ -37,7 +37,9 @@ def watched(name: str, works: bool) -> list[str] | None:
         if works:
             watch.look()
     dist.barrier()
-    watch.after = 1e9
+    if leader:
+        watch.stop()
+        assert not watch._thread.is_alive(), "it would be in the store while the interpreter ends"
     return told[0] if told else None
 
 
