@@ -128,9 +128,8 @@ def test_an_object_of_the_architecture_is_in_its_file(named, places):
     sources = "\n".join(
         file.read_text() for each in found for file in ([each] if each.is_file() else each.glob("*.py"))
     )
-    lacking = [
-        name for name in re.findall(r"`(\w+)`", named) if not re.search(rf"^(class|def) {name}\b", sources, re.M)
-    ]
+    defined = set(re.findall(r"^(?:class |def )?(\w+)(?= =|[:(\[])", sources, re.M))
+    lacking = set(re.findall(r"`(\w+)`", named)) - defined
     assert not lacking, f"docs/architecture.md looks for {lacking} in {places}"
 
 

@@ -7,6 +7,8 @@ once. A range is no operation, so that recordings and dispatch modes do not see 
 call of Python.
 """
 
-from torch._C._profiler import _RecordFunctionFast as named_range
+from torch._C._profiler import _RecordFunctionFast
 
 __all__ = ["named_range"]
+
+named_range = _RecordFunctionFast
