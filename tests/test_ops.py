@@ -238,6 +238,46 @@ def test_an_op_that_returns_too_few_gradients_is_named():
         model(values(0, M, H).requires_grad_()).sum().backward()
 
 
+def test_an_error_inside_of_an_op_says_its_name_and_place():
+    model = ops.Sequential(ops.Identity(), ops.RMSNorm(H + 1), ops.Linear(H + 1, H))
+    with pytest.raises(ValueError, match=r"^1 \(RMSNorm\): RMSNorm\(33\): it is given 32 features"):
+        model(values(0, M, H))
+
+    class Fails(LearnableScale):
+        def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            raise FloatingPointError("too small")
+
+    with pytest.raises(FloatingPointError, match="too small") as found:
+        ops.Sequential({"a": ops.Identity(), "scale": Fails()})(values(0, M, H).requires_grad_()).sum().backward()
+    assert found.value.__notes__ == ["in scale (Fails)"]
+
+
+@pytest.mark.parametrize("out", [H, (H, 2 * H)], ids=["one", "siblings"])
+def test_a_bias_that_is_returned_is_added_by_whoever_is_called_next(out: Any):
+    torch.manual_seed(0)
+    model = ops.Linear(H, out, return_bias=True)
+    plain = copy.deepcopy(model.state_dict())
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            parameter.data.normal_()
+            plain[name].copy_(parameter)
+    other = ops.Linear(H, out)
+    other.load_state_dict(plain)
+    x, x_other = values(1, M, H).requires_grad_(), values(1, M, H).requires_grad_()
+    y, *biases = model(x)
+    added = [one + bias for one, bias in zip(y if isinstance(y, tuple) else (y,), biases, strict=True)]
+    expected = other(x_other)
+    for one, its in zip(added, expected if isinstance(expected, tuple) else (expected,), strict=True):
+        assert_close(one, its, 1e-6)
+    sum((one.square().sum() for one in added), torch.zeros(())).backward()
+    sum(
+        (one.square().sum() for one in (expected if isinstance(expected, tuple) else (expected,))), torch.zeros(())
+    ).backward()
+    assert_close(x.grad, x_other.grad, 1e-6)  # type: ignore[arg-type]
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert_close(mine.grad, its.grad, 1e-6)  # type: ignore[arg-type]
+
+
 def test_siblings_go_to_gates_and_to_nothing_else():
     model = ops.Sequential(ops.Linear(H, (FFN, FFN)), ops.SwiGLU())
     assert model(values(0, M, H)).shape == (M, FFN)
@@ -307,6 +347,25 @@ def test_a_recipe_that_changes_makes_another_plan_and_finds_the_old_one_again():
         assert len(fuser.plans) in (plans, plans + 1)
     for name, tensor in first.items():
         assert_bit_equal(last[name], tensor, name)
+
+
+@pytest.mark.parametrize("mode", ["grad", "main_grad"])
+def test_gradients_are_added_where_they_are(mode: str):
+    """With the bits of autograd's sums of three microbatches."""
+    models = []
+    for main_grads in ("off", mode):
+        model = mlp("fp8_current")
+        dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0), main_grads=main_grads)
+        if main_grads == "main_grad":
+            for op in (model[1], model[3]):
+                op.weight.main_grad = torch.zeros_like(op.weight)  # type: ignore[assignment]
+        for seed in range(3):
+            model(values(seed, M, H)).backward(values(seed + 9, M, H))
+        models.append(model)
+    for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        main = getattr(found, "main_grad", None)
+        assert main is None or found.grad is None
+        assert_bit_equal(found.grad if main is None else main, expected.grad)
 
 
 def test_recomputation_gives_the_same_bits():

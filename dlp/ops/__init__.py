@@ -11,6 +11,7 @@ from dlp.ops.basic.communication import AllGather, AllReduce, ReduceScatter
 from dlp.ops.basic.norms import L2Normalization, LayerNorm, RMSNorm
 from dlp.ops.basic.quantize import Quantize
 from dlp.ops.context import OperationContext
+from dlp.ops.converted import Converted
 from dlp.ops.fuser import OperationFuser
 from dlp.ops.fusions import (
     register_backward_fusion,
@@ -25,7 +26,8 @@ from dlp.ops.sequential import Sequential
 from dlp.ops.values import Produced
 
 __all__ = [
-    "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ConstantScale", "Dropout",
+    "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ConstantScale",
+    "Converted", "Dropout",
     "FusedOperation", "FusibleOperation", "GEGLU", "GELU", "GLU", "Handed", "Identity", "L2Normalization", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced",
     "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReLU", "Sequential", "SiLU", "SwiGLU",

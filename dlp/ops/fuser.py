@@ -85,6 +85,7 @@ class OperationFuser:
 
     def __init__(self, ops: Ops, names: Sequence[str] | None = None) -> None:
         self.basic_ops = tuple(basic for op in ops for basic in op.expanded)
+        self.named = names is not None
         self.names = list(names or (f"op {i} ({type(op).__name__})" for i, op in enumerate(self.basic_ops)))
         self.extra_inputs = [op.num_extra_inputs for op in self.basic_ops]
         self.extra_outputs = [op.num_extra_outputs for op in self.basic_ops]
@@ -202,6 +203,16 @@ class OperationFuser:
         if found != expected:
             raise RuntimeError(f"{self.names[place]}: it returned {found} {what}; it declares {expected}")
 
+    def at(self, places: Sequence[int], error: Exception) -> Exception:
+        """An error of an op, with its name and place; one of a class of its own, as where memory ends, gets a note."""
+        names = ", ".join(dict.fromkeys(self.names[i] for i in places))
+        if self.named and type(error) in (ValueError, TypeError, RuntimeError):
+            said = str(error).removeprefix(f"{type(self.basic_ops[places[0]]).__name__}: ")
+            return type(error)(f"{names}: {said}").with_traceback(error.__traceback__)
+        if self.named:
+            error.add_note(f"in {names}")
+        return error
+
 
 def admitted(fuser: OperationFuser, placed: Placed, value: Value) -> Value:
     """The value as an op takes it: stored, where it does not say that it takes more. ValueError for a tuple it cannot take."""
@@ -256,11 +267,16 @@ def _forward_ops(run: Run, inputs: Sequence[Any], extras: Sequence[Tensor]) -> F
     extra_outputs: list[Sequence[Tensor]] = [()] * len(ctxs)
     for placed in plan.forward:
         first, last = placed.places[0], placed.places[-1]
-        value, extra = placed.op.fuser_forward(
-            [ctxs[i] for i in placed.places], admitted(fuser, placed, value),
-            basic_op_extra_inputs=[by_op[i] for i in placed.places], prev_op_grad_output_quantizer=plan.quantizers[first][0],
-            next_op_input_quantizer=plan.quantizers[last][1], basic_op_kwargs=[run.kwargs[i] for i in placed.places],
-        )  # fmt: skip
+        value = admitted(fuser, placed, value)
+        try:
+            value, extra = placed.op.fuser_forward(
+                [ctxs[i] for i in placed.places], value,
+                basic_op_extra_inputs=[by_op[i] for i in placed.places],
+                prev_op_grad_output_quantizer=plan.quantizers[first][0],
+                next_op_input_quantizer=plan.quantizers[last][1], basic_op_kwargs=[run.kwargs[i] for i in placed.places],
+            )  # fmt: skip
+        except Exception as error:
+            raise fuser.at(placed.places, error) from None
         fuser.check_count(first, "tuples of extra outputs", len(extra), len(placed.places))
         for i, its in zip(placed.places, extra, strict=True):
             fuser.check_count(i, "extra outputs", len(its), fuser.extra_outputs[i])
@@ -343,10 +359,13 @@ def _backward_ops(run: Run, grads: Sequence[Tensor | None]) -> Flat:
     for placed in reversed(plan.backward):
         if not any(plan.learns[i] for i in placed.places):
             break
-        value, parameters, extras = placed.op.fuser_backward(
-            [ctxs[i] for i in placed.places], admitted(fuser, placed, value),
-            basic_op_grad_extra_outputs=[by_op[i] for i in placed.places],
-        )  # fmt: skip
+        value = admitted(fuser, placed, value)
+        try:
+            value, parameters, extras = placed.op.fuser_backward(
+                [ctxs[i] for i in placed.places], value, basic_op_grad_extra_outputs=[by_op[i] for i in placed.places]
+            )
+        except Exception as error:
+            raise fuser.at(placed.places, error) from None
         for i, its, more in zip(placed.places, parameters, extras, strict=True):
             fuser.check_count(i, "gradients of parameters", len(its), len(of_parameters[i]))
             fuser.check_count(i, "gradients of extra inputs", len(more), len(of_inputs[i]))

@@ -22,14 +22,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.kernels.ops import LazyMatrix
-from dlp.ops.basic.bias import Bias
+from dlp.ops.basic.bias import Bias, ReturnedBias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.handed import Handed
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features
-from dlp.parallel.linear.capture import obstacle
+from dlp.parallel.linear.capture import BACKWARD, obstacle
 from dlp.parallel.linear.core import (
     NO_FINISH,
     Finish,
@@ -73,7 +73,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool = False,
         tensor_parallel_mode: str | None = None, tensor_parallel_group: DeviceMesh | ProcessGroup | None = None,
-        sequence_parallel: bool = False, recipe: str | Recipe = "bf16", overlap: str = "serial",
+        sequence_parallel: bool = False, recipe: str | Recipe = "bf16", overlap: str = "serial", return_bias: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip  # many parameters: those of `transformer_engine.pytorch.ops.Linear`
         if tensor_parallel_mode not in MODES:
@@ -85,7 +85,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         self._style = tensor_parallel_mode or "local"
         super().__init__(
             in_features, out_features, bias, tp=tensor_parallel_group, sequence_parallel=sequence_parallel, recipe=recipe,
-            overlap=overlap, device=device, dtype=dtype,
+            overlap=overlap, return_bias=return_bias, device=device, dtype=dtype,
         )  # fmt: skip
 
     @property
@@ -131,7 +131,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         ctx.given = weights, parts
 
     def state(self, ctx: Any) -> Any:
-        return ctx.bound, tuple(ctx.learns)
+        return ctx.bound, tuple(ctx.learns), bool(ctx.bound.weights.main_grads)
 
     def planned(self, ctx: Any) -> None:
         vars(self)["_planned"] = ctx.bound.spec
@@ -155,7 +155,10 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     def can_launch(self, ctx: Any, which: str) -> bool:
         waits_beside = ctx.bound.spec.options.delay_wgrad  # what wgrads will read is left to them beside launches
-        return not (waits_beside or obstacle(ctx.bound, which))
+        elsewhere = (
+            which == BACKWARD and ctx.bound.weights.main_grads
+        )  # gradients that are there lie where others put them
+        return not (waits_beside or elsewhere or obstacle(ctx.bound, which))
 
     # Computing
 
@@ -264,12 +267,20 @@ class BasicLinear(BasicOperation, modules.Linear):
         bound.session.scales = ctx.scales
         size = len(ctx.given) // count
         parts = [part for i in used for part in ctx.given[i * size : (i + 1) * size]]
-        made = leave_wgrads(bound, wanted, ws, run_backward(bound, dys, saved, ws, parts, wanted, finish), finish.alpha)
+        later, mains = waits(bound.spec.options.delay_wgrad, ctx.needs_dx), bound.weights.main_grads
+        into = bound.weights.targets(used, ws) if mains and not later else []
+        into = [to if learns else None for to, learns in zip(into, dw, strict=True)] if into else []
+        made = run_backward(bound, dys, saved, ws, parts, wanted, finish, into)
+        made = leave_wgrads(bound, wanted, ws, made, finish.alpha)
         bound.session.scales = None
         dx = made.pop(0) if ctx.needs_dx else None
-        if not waits(bound.spec.options.delay_wgrad, ctx.needs_dx):
-            for i, learns in zip(used, dw, strict=True):
-                learned[i] = made.pop(0) if learns else None
+        for place, i in enumerate(used if not later else ()):
+            if into and into[place] is not None:
+                main = mains[i]
+                assert main is not None
+                learned[i] = main.written()
+            elif dw[place]:
+                learned[i] = made.pop(0)
         return dx, learned
 
     # For what traces
@@ -294,7 +305,8 @@ def here_only(bound: BoundSpec) -> BoundSpec:
 
 class Linear(BasicLinear):
     """BasicLinear and Bias; row-parallel: BasicLinear, AllReduce or (`sequence_parallel`) ReduceScatter, Bias. Parameters are
-    `weight` and `bias`, or weight_0, bias_0, ... of siblings."""
+    `weight` and `bias`, or weight_0, bias_0, ... of siblings. `return_bias`: the bias is not added, not by a row-parallel one
+    either, but is an extra output, one of each sibling."""
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = True, **options: Any
@@ -313,10 +325,13 @@ class Linear(BasicLinear):
             spec, behind = self.core.spec, list[BasicOperation]()
             if self.reduced:
                 behind.append((ReduceScatter if spec.style.fprop.reduce == "scatter" else AllReduce)(spec.tp_group))
-            if self.biased:
-                behind.append(Bias.of(self))
             for op in behind:
                 vars(op)["part_of"] = self
+            if self.biased and self.core.bias_apart:
+                behind.append(ReturnedBias.of(self))
+            elif self.biased:
+                behind.append(Bias.of(self))
+                vars(behind[-1])["part_of"] = self
             found = vars(self)["_ops"] = (self, *behind)
         return found
 

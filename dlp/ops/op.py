@@ -36,6 +36,11 @@ class FusibleOperation(nn.Module):
         return self.basic_ops
 
     @property
+    def owners(self) -> Sequence[nn.Module]:
+        """The modules whose work it does: whoever has hooks there expects that they are called."""
+        return (self,)
+
+    @property
     def is_fused_operation(self) -> bool:
         return len(self.expanded) > 1
 
@@ -111,7 +116,10 @@ class BasicOperation(FusibleOperation):
         """A forward begins, with an input of this dtype, with gradients or not: what happens at each call, captured or not."""
 
     def begin_backward(self, ctx: Any) -> None:
-        """The same for a backward."""
+        """The same for a backward. RuntimeError where gradients that are parts of sums over tp would not be summed."""
+        sums = vars(self).get("tp_sums")
+        if sums is not None:
+            sums.check_announced()
 
     def state(self, ctx: Any) -> Any:
         """What plans depend on."""

@@ -17,8 +17,6 @@ from dlp.ops.linear import Linear
 from dlp.ops.op import FusibleOperation
 from dlp.ops.plans import SequencePlan, group_plan
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 class Sequential(nn.Module):
     """Modules, or one dict of modules by name, in order, as `nn.Sequential`.
@@ -156,10 +154,11 @@ def _apart(module: Any) -> str | None:
     """Why a module is called by itself; None for an op that runs with its neighbours."""
     if not isinstance(module, FusibleOperation):
         return "no op: it ends a group"
-    if isinstance(module, FSDPModule):
-        return "sharded by itself: it ends a group; shard the Sequential, or what is above it"
-    if any(getattr(module, hooks, None) for hooks in HOOKS):
-        return "it has hooks: it ends a group"
+    for owner in module.owners:
+        if isinstance(owner, FSDPModule):
+            return "sharded by itself: it ends a group; shard the Sequential, or what is above it"
+        if owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks:
+            return "it has hooks: it ends a group"
     return None
 
 

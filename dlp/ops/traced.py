@@ -10,10 +10,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dlp.parallel.weight.local import local
 
 
 def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    """What the fuser returns."""
+    """What the fuser returns. Ops that conversion has replicated see this rank's tensors in place of their DTensors."""
+    held = [(op, dict(op._parameters)) for op in fuser.basic_ops if not hasattr(op, "core")]
+    for op, parameters in held:
+        sums = getattr(op, "tp_sums", None)
+        before = None if sums is None else sums.check_announced
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                op._parameters[name] = local(parameter, getattr(op, "layer_name", type(op).__name__), before=before)
+    try:
+        return _run(fuser, x, extra_inputs, kwargs)
+    finally:
+        for op, parameters in held:
+            op._parameters.update(parameters)
+
+
+def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
     ops, at, place = fuser.basic_ops, 0, 0
     outputs: list[Tensor] = []
     while place < len(ops):

@@ -1,20 +1,49 @@
-"""Bias: y = x + bias, of one tensor or of several siblings."""
+"""Bias: y = x + bias, of one tensor or of several siblings. ReturnedBias: y = x, and the bias as an extra output, for whoever
+adds it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from dlp.kernels.ops import Summed, rounded, stored
-from dlp.ops.op import BasicOperation
-from dlp.ops.values import LAZY, MANY, Produced, Value, each, joined, rows_of, tensor_of
+from dlp.ops.op import BasicOperation, Extras
+from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, joined, rows_of, tensor_of
 from dlp.parallel.weight.local import held
 
 
-class Bias(BasicOperation):
+class _Vectors(BasicOperation):
+    """Vectors of this op, or of a linear. `where`: the module and the name of each."""
+
+    where: Sequence[tuple[Any, str]]
+
+    @classmethod
+    def of(cls, linear: Any) -> Self:
+        """Those of a `Linear`, whose parameters it reads."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        vars(made)["where"] = tuple((member.module, member.bias) for member in linear.core.members)
+        return made
+
+    def op_parameters(self) -> Sequence[Tensor]:
+        return [module._parameters[name] for module, name in self.where]
+
+    def biases(self) -> list[Tensor]:
+        """What this rank has of them."""
+        return [held(parameter) for parameter in self.op_parameters()]
+
+    def begin_sum(self, ctx: Any) -> list[Tensor]:
+        """The vectors, that somebody adds."""
+        biases = self.biases()
+        ctx.dtypes = [bias.dtype for bias in biases]
+        return biases
+
+
+class Bias(_Vectors):
     """x [..., size] + bias [size]. Backward takes the sums of columns in the cast behind it, where one follows."""
 
     takes = frozenset({LAZY, MANY})
@@ -25,32 +54,10 @@ class Bias(BasicOperation):
     ) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
-        self.owner, self.names = None, ("bias",)
-
-    @classmethod
-    def of(cls, linear: Any) -> Bias:
-        """That of a `Linear`, whose parameters it reads."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        vars(made).update(owner=linear, names=tuple(member.bias for member in linear.core.members))
-        return made
-
-    def op_parameters(self) -> Sequence[Tensor]:
-        owner = self.owner or self
-        return [owner._parameters[name] for name in self.names]  # type: ignore[misc]
-
-    def biases(self) -> list[Tensor]:
-        """What this rank has of them."""
-        return [held(parameter) for parameter in self.op_parameters()]
+        vars(self)["where"] = ((self, "bias"),)
 
     def can_launch(self, ctx: Any, which: str) -> bool:
         return which == "backward"  # the sum itself is torch's
-
-    def begin_sum(self, ctx: Any) -> list[Tensor]:
-        """The vectors, that somebody adds."""
-        biases = self.biases()
-        ctx.dtypes = [bias.dtype for bias in biases]
-        return biases
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         values, biases = each(input_), self.begin_sum(ctx)
@@ -75,6 +82,33 @@ class Bias(BasicOperation):
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         biases = self.op_parameters()
         return joined([one + bias.to(one.dtype) for one, bias in zip(each(x), biases, strict=True)], x)
+
+
+class ReturnedBias(_Vectors):
+    """Of a `Linear(return_bias=True)`: an extra output for each vector, in the dtype of x and in memory of its own."""
+
+    takes = frozenset({LAZY, MANY, HANDED})
+    none_grads = True
+
+    @property
+    def num_extra_outputs(self) -> int:  # type: ignore[override]
+        return len(self.where)
+
+    def fuser_forward(
+        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+    ) -> tuple[Value, Sequence[Sequence[Tensor]]]:
+        dtype = each(input_)[0].dtype
+        return input_, [[bias.to(dtype, copy=True) for bias in self.begin_sum(basic_op_ctxs[0])]]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:
+        grads = zip(basic_op_grad_extra_outputs[0], basic_op_ctxs[0].dtypes, strict=True)
+        return grad_output, [[None if grad is None else grad.to(dtype) for grad, dtype in grads]], [()]
+
+    def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        core = self.where[0][0].core
+        return x, *[core.bias_for(i, y) for i, y in enumerate(each(x))]
 
 
 class Later:

@@ -24,7 +24,7 @@ class ForwardLinearBias(InnerFused):
 
 
 def why_not(linear: Any, bias: Any) -> str | None:
-    if len(bias.names) != len(linear.core.members):
+    if len(bias.where) != len(linear.core.members):
         return "one bias for several siblings"
     if linear.planned_spec.recipe.y is not None:
         return "its recipe rounds y before the bias"
