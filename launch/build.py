@@ -22,7 +22,7 @@ from launch.accumulate import Accumulation, accumulation, memory_here
 from launch.config import Batch, Config, ConfigError, validate_world
 from launch.models.initial import init_weights
 from launch.models.modules import DTYPES, Llama
-from launch.models.parallel import check_plan, parallel_groups
+from launch.models.parallel import check_plan, fuse, parallel_groups
 from launch.optimizers import check_installed, make_optimizer
 from launch.recompute import recompute
 from launch.sections import Mesh
@@ -66,7 +66,7 @@ def plan_for(config: Config, world_size: int, device_type: str) -> Plan:
         meta_model(config), groups, config.mesh.tp, device_type=device_type, batch=batch,
         overlap_table=config.mesh.overlap_table, transport="gloo" if device_type == "cpu" else config.mesh.transport,
     )  # fmt: skip
-    check_plan(plan)
+    check_plan(plan, config.model)
     return plan
 
 
@@ -80,7 +80,8 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
         model, groups, mesh, batch=tokens, amax_group=shared, seed=config.train.seed,
         overlap_table=config.mesh.overlap_table,
     )  # fmt: skip
-    check_plan(plan)
+    check_plan(plan, config.model)
+    fuse(model)
     recompute(list(model.model.layers), config.train)
     if config.train.compile:
         for block in model.model.layers:

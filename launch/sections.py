@@ -78,7 +78,9 @@ class Model(Section):
     norm_eps: float = setting(number("> 0"), "added to the mean square in RMSNorm", 1e-5)
     tie_embeddings: bool = setting(flag(), "the head reads the embedding's weight", False)
     fused: bool = setting(
-        flag(), "norms and SwiGLU run in the casts of the linears behind them; same parameters, other roundings", False
+        flag(),
+        "blocks run as sequences of dlp.ops, forward and backward fused; same parameters, other roundings",
+        False,
     )
 
 

@@ -30,6 +30,7 @@ from launch.config import Config, command_line, make_parser, ranks_from, to_toml
 from launch.fits import check_fits, planned
 from launch.hang import HangWatch
 from launch.metrics import peak_memory
+from launch.models.parallel import describe_fused
 from launch.oom import sentence, watch_memory
 from launch.optimizers import describe as describe_optimizer
 from launch.rundir import RunDir
@@ -50,7 +51,8 @@ def plan_text(config: Config, world: int, device: str) -> str:
     ]
     held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
     averages = describe_optimizer(config, found.plan, found.dims.dp_shard)
-    lines = [found.dims.describe(kind_of(device)), str(found.plan), "", *held, "", *sent, *averages, *map(str, swaps)]
+    layers = [str(found.plan), *describe_fused(config.model)]
+    lines = [found.dims.describe(kind_of(device)), *layers, "", *held, "", *sent, *averages, *map(str, swaps)]
     return "\n".join(lines)
 
 

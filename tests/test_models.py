@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
+import dlp
+from dlp import ops
+from launch.build import parallel_model, plan_for
 from launch.config import ConfigError, load, validate_world
 from launch.models.cache import KeyValues
 from launch.models.initial import init_weights
@@ -15,6 +20,9 @@ from launch.models.modules import Llama
 from launch.models.rope import rotary_table
 from launch.models.tables import FAMILIES, their_names
 from launch.sections import Model
+from launch.train import plan_text
+from tests import pool as worker
+from tests.metrics import assert_bit_equal, assert_close
 
 SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -82,3 +90,58 @@ def test_shipped_models_run_on_8_and_on_64_ranks(name: str) -> None:
 def test_what_a_model_cannot_do_is_refused(setting: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load("tiny", [setting])
+
+
+TINY = [
+    "--model.layers=1", "--model.hidden=64", "--model.ffn=128", "--model.heads=4", "--model.kv_heads=2", "--model.head_dim=16",
+    "--mesh.dp_shard=1", "--train.sequence=16", "--train.global_batch=2", "--train.dtype=fp32",
+]  # fmt: skip
+
+
+def a_step(tp: int, *settings: str) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of one step, whole."""
+    config = load("tiny", [*TINY, f"--mesh.tp={tp}", *settings])
+    mesh = worker.mesh(dp_shard=1, tp=tp)
+    model, plan, _ = parallel_model(config, mesh)
+    model.to_empty(device=worker.device())
+    init_weights(model, 0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    dlp.attach(model, optimizer)
+    tokens = torch.randint(384, (2, 17), generator=torch.Generator().manual_seed(1)).to(worker.device())
+    loss = dlp.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].reshape(-1), mesh)
+    loss.backward()
+    optimizer.step()
+    if config.model.fused:
+        behind = str(model.model.layers[0].sequences.behind.plan())
+        assert behind.count("ReducedLinear[Converted, ReduceScatter]") == (4 if tp > 1 else 0), behind
+        assert "backward Converted | AddExtraInput | BackwardNormResidual[MakeExtraOutput, " in behind or tp > 1, behind
+    full = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
+    }
+    return {"loss": loss.detach()} | full  # type: ignore[dict-item]
+
+
+FUSED_BOUND = {"bf16": 1e-5, "fp8_current": 0.08}  # of sums in another order, of codes that flip by them
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("settings", [["--recipe=bf16"], ["--recipe=fp8_current", "--model.family=qwen2"]], ids=str)
+def test_a_fused_model_steps_as_the_plain_one(ranks: Any, tp: int, settings: list[str]) -> None:
+    plain, fused = (ranks(tp).run(a_step, tp, *settings, f"--model.fused={on}") for on in ("false", "true"))
+    bound = FUSED_BOUND[settings[0].removeprefix("--recipe=")]
+    for rank in range(tp):
+        assert list(fused[rank]) == list(plain[rank])
+        for name, expected in plain[rank].items():
+            assert_close(fused[rank][name], expected, bound, name)
+            assert_bit_equal(fused[rank][name], fused[0][name], name)
+
+
+def test_a_plan_shows_fused_blocks_and_refuses_what_they_cannot_be() -> None:
+    assert "o_proj | + x | post_attention_layernorm" in plan_text(load("tiny", ["--model.fused=true"]), 2, "cpu")
+    config = load("tiny", ["--model.fused=true"])
+    apart = replace(config.groups[0], name="own", match=["layers.*.self_attn.{q,k,v}_proj"], siblings=False)
+    with pytest.raises(ValueError, match="a Linear is no linear that dlp.convert made"):
+        ops.Converted(torch.nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="q_proj: its groups set siblings = false, and a fused block reads x once"):
+        plan_for(replace(config, groups=[*config.groups, apart]), 2, "cpu")

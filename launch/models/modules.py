@@ -1,17 +1,20 @@
-"""A decoder from plain modules: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head; biases of q,
+"""A decoder from modules: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head; biases of q,
 k and v and norms of q and k where its family has them (tables.py).
 
 Parameter names are Hugging Face's. The model knows nothing of ranks: attention views its heads as
 `view(B, S, -1, head_dim)`, so each tp rank computes the heads its weights make, and hidden states may be [B, S, H] or,
-under sequence parallelism, this rank's token shard [B*S/tp, H]. `parallel.py` says how tp cuts it.
+under sequence parallelism, this rank's token shard [B*S/tp, H]. `parallel.py` says how tp cuts it, and makes sequences of
+`dlp.ops` of its blocks where `[model] fused` asks for it.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlp import ops
 from launch.attention import Documents, attend
 from launch.models.cache import KeyValues
 from launch.models.rope import rotary_table, rotate
@@ -19,8 +22,6 @@ from launch.models.tables import FAMILIES
 from launch.sections import Model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-Inputs = Tensor | tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -33,13 +34,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
-
-
-class LaterRMSNorm(RMSNorm):
-    """Hands on x and the weight, for linears with the prologue rms_norm: they compute it in their cast."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return x, self.weight
 
 
 class Attention(nn.Module):
@@ -57,57 +51,102 @@ class Attention(nn.Module):
         self.qk_norm = family.qk_norm
         self.o_proj = nn.Linear(q_size, config.hidden, bias=False)
 
-    def forward(
-        self, normed: Inputs, batch: int, cos: Tensor, sin: Tensor, documents: Documents | None,
+    def forward(self, normed: Tensor, batch: int, *where: Any) -> Tensor:
+        """x [B, S, H], normed, or a token shard of it -> the same shape; `batch` is B, and `where` what `attend` takes."""
+        y: Tensor = self.o_proj(self.attend([project(normed) for project in self.inputs], batch, *where))
+        return y
+
+    @property
+    def inputs(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def attend(
+        self, projected: Sequence[Tensor], batch: int, cos: Tensor, sin: Tensor, documents: Documents | None,
         past: KeyValues | None,
     ) -> Tensor:  # fmt: skip
-        """What a norm returns, of x [B, S, H] or of a token shard -> the same shape; `batch` is B. past: keys and values of
-        the tokens before these, to which theirs are added."""
-        inputs = normed if isinstance(normed, tuple) else (normed,)
-        q, k, v = (
-            projection(*inputs).view(batch, cos.shape[-2], -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        """q, k and v of B*S tokens -> what o_proj reads [B, S, ...]. past: keys and values of the tokens before these, to which
+        theirs are added."""
+        q, k, v = (each.view(batch, cos.shape[-2], -1, self.head_dim) for each in projected)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)
-        attended = attend(q, k, v, documents)
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+        return attend(q, k, v, documents).transpose(1, 2).flatten(2)
+
+
+class Gated(nn.Module):
+    """silu(gate) * up."""
+
+    def forward(self, gate_up: tuple[Tensor, Tensor]) -> Tensor:
+        gate, up = gate_up
+        return F.silu(gate) * up
 
 
 class MLP(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
-        self.fused = config.fused
+        self.gated = ops.SwiGLU() if config.fused else Gated()
         self.gate_proj = nn.Linear(config.hidden, config.ffn, bias=False)
         self.up_proj = nn.Linear(config.hidden, config.ffn, bias=False)
         self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
 
-    def forward(self, normed: Inputs) -> Tensor:
-        inputs = normed if isinstance(normed, tuple) else (normed,)
-        gate, up = self.gate_proj(*inputs), self.up_proj(*inputs)
-        out: Tensor = self.down_proj(gate, up) if self.fused else self.down_proj(F.silu(gate) * up)
+    def forward(self, normed: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.gated((self.gate_proj(normed), self.up_proj(normed))))
         return out
 
 
+class Sequences(NamedTuple):
+    """A block but for its attention, as ops: x -> (q, k, v) and x; what attention made, and x -> what the MLP adds to h, and
+    h, the sum behind attention."""
+
+    before: ops.Sequential
+    behind: ops.Sequential
+
+
 class Block(nn.Module):
+    """`sequences`: it runs as these, which have its parameters and are no modules of it (`fuse`)."""
+
+    sequences: Sequences | None = None
+
     def __init__(self, config: Model) -> None:
         super().__init__()
-        norm = LaterRMSNorm if config.fused else RMSNorm
+        norm = _fused_norm if config.fused else RMSNorm
         self.input_layernorm = norm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = norm(config.hidden, config.norm_eps)
         self.mlp = MLP(config)
 
+    def fuse(self) -> None:
+        """From now on run as ops: its linears are converted."""
+        attention, mlp = self.self_attn, self.mlp
+        before = {
+            "x": ops.MakeExtraOutput(), "input_layernorm": self.input_layernorm,
+            "q_proj, k_proj, v_proj": ops.Converted(*attention.inputs),
+        }  # fmt: skip
+        behind = {
+            "o_proj": ops.Converted(attention.o_proj), "x +": ops.AddExtraInput(), "h": ops.MakeExtraOutput(),
+            "post_attention_layernorm": self.post_attention_layernorm,
+            "gate_proj, up_proj": ops.Converted(mlp.gate_proj, mlp.up_proj), "gated": mlp.gated,
+            "down_proj": ops.Converted(mlp.down_proj),
+        }  # fmt: skip
+        vars(self)["sequences"] = Sequences(ops.Sequential(before), ops.Sequential(behind))
+
     def forward(
         self, x: Tensor, batch: int, cos: Tensor, sin: Tensor, documents: Documents | None = None,
         past: KeyValues | None = None,
     ) -> Tensor:  # fmt: skip
-        x = x + self.self_attn(self.input_layernorm(x), batch, cos, sin, documents, past)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        if self.sequences is None:
+            x = x + self.self_attn(self.input_layernorm(x), batch, cos, sin, documents, past)
+            return x + self.mlp(self.post_attention_layernorm(x))
+        projected, x = self.sequences.before(x)
+        y, h = self.sequences.behind(self.self_attn.attend(projected, batch, cos, sin, documents, past), x)
+        return h + y
+
+
+def _fused_norm(size: int, eps: float) -> nn.Module:
+    return ops.RMSNorm(size, eps=eps)
 
 
 class LlamaModel(nn.Module):

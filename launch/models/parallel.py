@@ -1,15 +1,15 @@
-"""How tp cuts a model, and under which layer groups it cannot run."""
+"""How tp cuts a model, under which layer groups it cannot run, and its blocks as sequences of ops."""
 
 from __future__ import annotations
 
 from dlp import LayerGroup, Plan
+from launch.models.modules import Llama
 from launch.models.tables import FAMILIES
 from launch.sections import Model
 
 
 def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:
-    """How tp cuts a Llama, and which of its linears have a prologue; a run's own layer groups come after these and may
-    override them."""
+    """How tp cuts a Llama; a run's own layer groups come after these and may override them."""
     sp = sequence_parallel
     qkv, gate_up = "layers.*.self_attn.{q,k,v}_proj", "layers.*.mlp.{gate,up}_proj"
     head_norms = [LayerGroup("norms of heads", ["layers.*.self_attn.{q,k}_norm"], style="column")]
@@ -20,21 +20,32 @@ def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:
         LayerGroup("qkv", [qkv], style="column", siblings=True, sequence_parallel=sp),
         LayerGroup("gate_up", [gate_up], style="column", siblings=True, sequence_parallel=sp),
         LayerGroup("o_down", ["layers.*.{self_attn.o,mlp.down}_proj"], style="row", sequence_parallel=sp),
-        *(_prologues(config, [qkv, gate_up]) if config.fused else []),
     ]
 
 
-def _prologues(config: Model, behind_norms: list[str]) -> list[LayerGroup]:
-    norm = {"name": "rms_norm", "eps": config.norm_eps}
+def fuse(model: Llama) -> None:
+    """Behind conversion: the blocks run as sequences of ops, where `[model] fused` asks for it."""
+    for block in model.model.layers if model.config.fused else ():
+        block.fuse()  # type: ignore[operator]
+
+
+def describe_fused(config: Model) -> list[str]:
+    """What a plan says of it."""
+    if not config.fused:
+        return []
     return [
-        LayerGroup("norm in the cast", behind_norms, prologue=norm),
-        LayerGroup("swiglu in the cast", ["layers.*.mlp.down_proj"], prologue="swiglu"),
+        "",
+        "[model] fused: blocks run as sequences of ops, each as one autograd function, forward and backward fused differently:",
+        "  input_layernorm | q_proj, k_proj, v_proj",
+        "  o_proj | + x | post_attention_layernorm | gate_proj, up_proj | SwiGLU | down_proj",
     ]
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: Plan, config: Model) -> None:
     """ValueError for layer groups under which this model cannot run: it splits and joins no tokens itself, its attention reads
-    whole sequences, and its loss reads logits that tp cuts."""
+    whole sequences, its loss reads logits that tp cuts, and fused blocks are ops of linears as these groups have them."""
+    if config.fused:
+        _check_fused(plan)
     cut = next(row for row in plan.layers if row.name.endswith("o_proj")).sequence_parallel
     rows = [(row.name, row.style, row.sequence_parallel) for row in plan.layers]
     rows += [(other.name, other.style, other.sequence_parallel) for other in plan.others]
@@ -52,4 +63,14 @@ def check_plan(plan: Plan) -> None:
             raise ValueError(
                 f"{name}: style = 'local' under sequence parallelism leaves attention a part of the tokens: set [mesh] "
                 f"sequence_parallel = false, or leave style out of its groups"
+            )
+
+
+def _check_fused(plan: Plan) -> None:
+    """ValueError for linears that read the same x and are not one op."""
+    for row in plan.layers:
+        if row.name.endswith(("q_proj", "gate_proj")) and not row.siblings:
+            raise ValueError(
+                f"{row.name}: its groups set siblings = false, and a fused block reads x once for all that read it: leave "
+                f"siblings to its default, or set [model] fused = false"
             )

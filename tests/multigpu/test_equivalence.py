@@ -31,7 +31,7 @@ from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.grads import PartialGradients, Replicas
 from launch.models.initial import this_ranks_part
 from launch.models.modules import Llama
-from launch.models.parallel import parallel_groups
+from launch.models.parallel import fuse, parallel_groups
 from launch.sections import Model
 from tests import pool as worker
 from tests.metrics import relative_error
@@ -150,6 +150,7 @@ def build(layout: Layout, kind: str) -> tuple[nn.Module, Any]:
     groups = [*parallel_groups(model.config, layout.sequence_parallel), recipe]
     batch = (BATCH // (layout.dp_replicate * layout.dp_shard), SEQUENCE)
     dlp.convert(model, groups, mesh, batch=batch, amax_group=KINDS[kind].amax_group)
+    fuse(model)
     if layout.dp_replicate * layout.dp_shard > 1:
         policy = MixedPrecisionPolicy(param_dtype=KINDS[kind].dtype, reduce_dtype=torch.float32)
         for block in model.model.layers:
