@@ -27,6 +27,7 @@ from dlp.quant.tensor import SHARED, UNSAID, QuantizedTensor
 
 SIZE = (256, 512)  # of the matrices; halves of them hold whole blocks of our formats
 FLOORS = {"e4m3": 30.0, "e5m2": 24.0, "e2m1": 15.0, "": 40.0}  # dB, by element; of 8-bit integers where there is none
+FLOORS |= {f"int{bits}": 6.0 * bits - 8 for bits in range(2, 9)}
 
 
 def sqnr(found: Tensor, expected: Tensor) -> float:
@@ -43,7 +44,8 @@ def check_format(
     """Holds a quantizer and its format to what dlp asks of them; returns what was measured, in dB.
 
     mesh       its first axis, of two ranks or more: cuts and gathers are checked, too; call it on all ranks
-    floor      the least SQNR of values in dB, by default 30 for E4M3, 24 for E5M2, 15 for 4 bits, 40 for others
+    floor      the least SQNR of values in dB, by default 30 for E4M3, 24 for E5M2, 15 for E2M1, 6 bits - 8 for integers, 40
+               for others
     compiles   torch.compile is tried, which takes a few seconds
 
     Raises AssertionError, which names the suite; ValueError for a quantizer that scales by history, which no matrix has.
@@ -133,8 +135,8 @@ def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> No
         if caps_of(quantizer).origin:
             continue  # bits are drawn for places in the whole
         amax, halves = quantizer.observe(values), values.chunk(2, dim)
-        row_amaxes = amax is not None and amax.dim() == 1 and dim == 0
-        amaxes = amax.chunk(2) if row_amaxes and amax is not None else (amax, amax)
+        row_amaxes = amax is not None and amax.dim() and amax.shape[-1] == SIZE[0] and dim == 0
+        amaxes = amax.chunk(2, -1) if row_amaxes and amax is not None else (amax, amax)
         made = [_cast(quantizer, half.contiguous(), each) for half, each in zip(halves, amaxes, strict=True)]
         for i, part in enumerate(fmt.parts):
             along, given = part.moves_along(dim), [each.parts[i] for each in made]

@@ -1,7 +1,8 @@
 """Affine quantization of integers: codes = round(x / scale) + zero_point, in blocks of any shape, of 1 to 8 bits.
 
 Four functions on plain tensors, whose bits are those of torchao's primitives of the same names. A block [b_0, b_1, ...] divides
-the shape of x dimension by dimension; scales and zero points have one entry a block: x.shape[i] / b_i along dimension i.
+the shape of x dimension by dimension, 0 for all of one; scales and zero points have one entry a block: x.shape[i] / b_i along
+dimension i.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ def code_range(bits: int, *, signed: bool = True) -> tuple[int, int]:
 
 def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
     """x [s_0, s_1, ...] -> [s_0 / b_0, b_0, s_1 / b_1, b_1, ...]. ValueError where blocks do not divide."""
-    if len(block) != x.dim() or any(size % b for size, b in zip(x.shape, block, strict=True)):
+    if len(block) != x.dim() or any(b and size % b for size, b in zip(x.shape, block, strict=True)):
         raise ValueError(
             f"blocks of {tuple(block)} do not divide a tensor of shape {tuple(x.shape)}: "
             f"choose one size a dimension, of which its size is a multiple"
         )
-    return x.reshape([n for size, b in zip(x.shape, block, strict=True) for n in (size // b, b)])
+    return x.reshape([n for size, b in zip(x.shape, block, strict=True) for n in ((size // b, b) if b else (1, size))])
 
 
 def _spread(per_block: Tensor, x: Tensor, block: Sequence[int]) -> Tensor:
     """One entry a block -> what broadcasts over `_blocked(x)`."""
-    return per_block.reshape([n for size, b in zip(x.shape, block, strict=True) for n in (size // b, 1)])
+    return per_block.reshape([n for size, b in zip(x.shape, block, strict=True) for n in (size // b if b else 1, 1)])
 
 
 def choose_qparams_affine(

@@ -27,6 +27,7 @@ from dlp.quant.fp8 import CurrentScaling, DelayedScaling, Fp8Tensor, unchanged
 from dlp.quant.fp8_block import BlockScaling, Fp8Block
 from dlp.quant.fp8_rowwise import Fp8Rowwise, RowwiseScaling
 from dlp.quant.gemm import Gemm, GemmOptions
+from dlp.quant.integers import Int, IntScaling
 from dlp.quant.mxfp8 import Mxfp8, MxScaling
 from dlp.quant.nvfp4 import Nvfp4, Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, caps_of
@@ -474,5 +475,6 @@ def allow(*kinds: Any) -> None:
 
 allow(
     QuantizedParameter, Use, GemmOptions, _rebuild, HighPrecision, KeepHighPrecision, Fp8Tensor, Fp8Rowwise, Fp8Block, Mxfp8,
-    Nvfp4, CurrentScaling, RowwiseScaling, BlockScaling, MxScaling, Nvfp4Scaling, DelayedScaling, unchanged,
+    Nvfp4, Int, CurrentScaling, RowwiseScaling, BlockScaling, MxScaling, Nvfp4Scaling, IntScaling, DelayedScaling,
+    unchanged,
 )  # fmt: skip

@@ -1,0 +1,187 @@
+"""Integers of 2 to 8 bits: codes, and a scale a row or a group of the contraction, with or without a zero point.
+
+The numbers are those of `dlp.quant.affine`, on x in fp32. Codes lie 8 // bits to a byte, the first in the lowest bits.
+Scales of whole rows are agreed on where the contraction is cut, like those of rowwise FP8; a group has a scale of its own. A
+row or a group with a value that is not finite decodes to nothing finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import ops
+from dlp.quant import affine
+from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
+
+
+@dataclass(frozen=True)
+class Int(Format):
+    """Codes [rows, contraction / (8 // bits)], fp32 `scale_inv` [rows], or [rows, contraction / group], and where it is not
+    symmetric an int8 `zero_point` of the same shape: values are (code - zero_point) * scale_inv.
+
+    Of 5 bits and more a code is a byte, int8; below, bytes hold several, each counted from the least code. group: 0 for the
+    whole row. Raises ValueError for bits outside of 2..8, and for a negative group.
+    """
+
+    bits: int = 8
+    group: int = 0
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"integers of {self.bits} bits have no format: choose 2 to 8")
+        if self.group < 0:
+            raise ValueError(
+                f"a group of {self.group} codes cannot share a scale: choose its size, or 0 for whole rows"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}[{self.group or 'row'}{'' if self.symmetric else ', zero points'}]"
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        along = 1 if self.group else SHARED
+        codes = Part("codes", torch.int8 if self.elements_per_code == 1 else torch.uint8, rows=0, contraction=1)
+        scale, zero = (
+            Part(*what, rows=0, contraction=along)
+            for what in (("scale_inv", torch.float32), ("zero_point", torch.int8))
+        )
+        return (codes, scale) if self.symmetric else (codes, scale, zero)
+
+    @cached_property
+    def element(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return 1, self.group
+
+    @cached_property
+    def multiple(self) -> tuple[int, int]:
+        return 1, lcm(self.group or 1, self.elements_per_code)
+
+    @property
+    def gemm_kind(self) -> str:
+        return "int8_rowwise" if self.symmetric and not self.group and self.elements_per_code == 1 else "decode"
+
+    @cached_property
+    def elements_per_code(self) -> int:
+        return 8 // self.bits
+
+    @cached_property
+    def codes(self) -> tuple[int, int]:
+        """The least and the largest."""
+        return affine.code_range(self.bits)
+
+    @cached_property
+    def landmarks(self) -> tuple[int, int] | None:
+        if not self.symmetric:
+            return None
+        one, largest = (pack(torch.full((1, self.elements_per_code), n), self.bits) for n in (1, self.codes[1]))
+        return int(one), int(largest)
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        rows, contraction = shape
+        scales = (rows, contraction // self.group) if self.group else (rows,)
+        return ((rows, contraction // self.elements_per_code), scales, scales)[: len(self.parts)]
+
+    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        codes, scale_inv, *zero = q.parts
+        unpacked = unpack(codes, self.bits)
+        zeros = zero[0] if zero else torch.zeros_like(scale_inv)
+        return affine.dequantize_affine(unpacked, self.block, scale_inv, zeros).to(dtype)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """int8 codes [rows, C] -> as they are stored: uint8 [rows, C / (8 // bits)], of 5 bits and more themselves."""
+    each = 8 // bits
+    if each == 1:
+        return codes
+    counted = (codes - affine.code_range(bits)[0]).to(torch.uint8).unflatten(1, (-1, each))
+    packed = counted[..., 0]
+    for i in range(1, each):
+        packed = packed | (counted[..., i] << (bits * i))
+    return packed
+
+
+def unpack(stored: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack`."""
+    each = 8 // bits
+    if each == 1:
+        return stored
+    counted = torch.stack([(stored >> (bits * i)) & (2**bits - 1) for i in range(each)], -1)
+    return counted.flatten(1).to(torch.int8) + affine.code_range(bits)[0]
+
+
+_format = cache(Int)  # one of its kind
+
+
+@dataclass(frozen=True)
+class IntScaling:
+    """Scales from what is at hand: of whole rows observed, agreed, then used; of groups their own.
+
+    symmetric: by the largest magnitude, with 0 in the middle; else from the least to the largest value, with a zero point, and
+    [max, -min] are observed, fp32 [2, rows]. narrow: without the least code, so that x and -x have opposite codes; else the
+    magnitude is that of half a code beyond the largest, as torchao has it. epsilon: the least scale_inv, 0 for the smallest
+    normal number. Raises ValueError where narrow is asked for with zero points, and for what `Int` refuses.
+    """
+
+    bits: int = 8
+    group: int = 0
+    symmetric: bool = True
+    narrow: bool = False
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.narrow and not self.symmetric:
+            raise ValueError("narrow codes are symmetric ones: leave out narrow, or the zero points (symmetric=True)")
+        _ = self.format
+
+    @cached_property
+    def format(self) -> Int:
+        return _format(self.bits, self.group, self.symmetric)
+
+    @property
+    def reduces(self) -> tuple[int, ...]:
+        return () if self.group else (1,)
+
+    @cached_property
+    def codes(self) -> tuple[int, int]:
+        """The least and the largest that are made."""
+        first, last = self.format.codes
+        return first + self.narrow, last
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        if self.group:
+            return None
+        if self.symmetric:
+            return ops.amax(x, dim=1)
+        return (
+            torch.stack([reach.float() for reach in (x.amax(1), -x.amin(1))])
+            if x.shape[1]
+            else x.new_zeros(2, len(x)).float()
+        )
+
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
+        self.format.check((x.shape[0], x.shape[1]))
+        x, block = x.float(), self.format.block
+        scale_inv, zero = self._chosen(x, amax)
+        codes = affine.quantize_affine(x, block, scale_inv, zero, self.codes)
+        return self.format.fill(out, *(pack(codes, self.bits), scale_inv, zero)[: len(self.format.parts)])
+
+    def _chosen(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+        """scale_inv and zero point of each row or group of x."""
+        how: dict[str, Any] = {"symmetric": self.symmetric, "eps": self.epsilon or None, "zero_point_dtype": torch.int8}
+        if self.group:
+            return affine.choose_qparams_affine(x, self.format.block, self.codes, **how)
+        assert amax is not None, "scales of rows are made of what was observed of them"
+        high, low = (amax, -amax) if self.symmetric else (amax[0], -amax[1])
+        scale_inv, zero = affine.choose_qparams_affine_with_min_max(low, high, self.codes, **how)
+        return scale_inv.masked_fill(~torch.isfinite(x).all(1), torch.nan), zero
