@@ -3,9 +3,11 @@
 A thread of each rank looks once a second where its rank is: steps done, the layer that ran last, the innermost Python frame
 of the main thread. It tells the others through the run's store. That costs the training thread nothing but a note of the
 layer, and goes on while that thread waits in a collective. A process that is stopped tells nothing any more, so its last
-word grows old. The run hangs when no rank has moved for `hang_after` seconds: a rank that is saving or compiling moves, and
-those who wait for it do not count. Then each rank also tells who waits for whom in memory that GPUs map (`dlp.comm.transport`),
-which it reads beside what hangs.
+word grows old.
+
+The run hangs when every rank has stood still for longer than it may where it is (`Place.patience`): one rank that moves, or
+compiles, is what the others wait for. Then each rank also tells who waits for whom in memory that GPUs map
+(`dlp.comm.transport`), which it reads beside what hangs.
 """
 
 from __future__ import annotations
@@ -16,13 +18,29 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 MAIN = threading.main_thread().ident
 READING = 5.0  # seconds that reading what hangs may take
-Told = tuple[float, float, str]  # when a rank last moved, when it last told, where it is
+SLOW = 6.0  # times as long may a rank stand still in what is known to be slow
+OF_A_STEP = 3.0  # of the steps before, may one take in which nothing is seen to move
+Told = tuple[
+    float, float, float, str, str
+]  # when a rank moved, and told; how long it may stand; where; who waits for whom
+
+
+class Place(NamedTuple):
+    """Where a rank is. `slow`: it may stand still there for good reason, as where code is compiled or a file is written;
+    `step`: seconds of the step before, all of which the host may wait for the device."""
+
+    text: str
+    slow: bool
+    step: float = 0.0
+
+    def patience(self, after: float) -> float:
+        return SLOW * after if self.slow else max(after, OF_A_STEP * self.step)
 
 
 def frame_of_main() -> tuple[str, int]:
@@ -51,12 +69,12 @@ def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
 
 
 class HangWatch:
-    """`where`: the steps and the layer of this rank, in words; `end`: called once, on the watching thread, with a line for
-    each rank; `waits`: who waits for whom here, asked when this rank has not moved for so long. `store`: shared by all ranks,
-    used by nobody else at the same time."""
+    """`after`: seconds that a rank may stand still in a step. `where`: asked once a second; `end`: called once, on the watching
+    thread, with a line for each rank; `waits`: who waits for whom here, asked when this rank has stood still for too long.
+    `store`: shared by all ranks, used by nobody else at the same time."""
 
     def __init__(
-        self, store: dist.Store, after: float, where: Callable[[], str], end: Callable[[list[str]], None],
+        self, store: dist.Store, after: float, where: Callable[[], Place], end: Callable[[list[str]], None],
         waits: Callable[[], list[str]] = list,
     ) -> None:  # fmt: skip
         self.store, self.after, self.where, self.end, self.waits = store, after, where, end, waits
@@ -85,21 +103,22 @@ class HangWatch:
             self.end(told)
 
     def look(self) -> list[str] | None:
-        """Tell the others where this rank is; a line for each rank if none has moved for so long."""
+        """Tell the others where this rank is; a line for each rank if all have stood still for too long."""
         frame, instruction = frame_of_main()
-        text = f"{self.where()}, in {frame}"
+        where, now = self.where(), time.time()
+        text, patience = f"{where.text}, in {frame}", where.patience(self.after)
         if self._place != (text, instruction):
-            self._place, self._moved, self._waits = (text, instruction), time.time(), None
-        stands = time.time() - self._moved >= self.after
+            self._place, self._moved, self._waits = (text, instruction), now, None
+        stands = now - self._moved >= patience
         asked = self._waits is not None
         if stands and not asked:
             self._waits = "".join(f"; {said}" for said in within(READING, self.waits))
-        self.store.set(f"hang/{self.rank}", json.dumps((self._moved, time.time(), text + (self._waits or ""))))
+        self.store.set(f"hang/{self.rank}", json.dumps((self._moved, time.time(), patience, text, self._waits or "")))
         if not (stands and asked):  # the others, too, tell who waits for whom before one of them collects it
             return None
         told = [self._told(rank) for rank in range(self.world)]
         now = time.time()
-        if any(each is not None and now - each[0] < self.after for each in told):
+        if any(each is not None and now - each[0] < each[2] for each in told):
             return None
         return [f"rank {rank}: {_said(each, now)}" for rank, each in enumerate(told)]
 
@@ -107,12 +126,13 @@ class HangWatch:
         key = f"hang/{rank}"
         if not self.store.check([key]):
             return None
-        moved, when, text = json.loads(self.store.get(key))
-        return moved, when, text
+        moved, when, patience, text, waits = json.loads(self.store.get(key))
+        return moved, when, patience, text, waits
 
 
 def _said(told: Told | None, now: float) -> str:
     if told is None:
         return "never heard of"
-    silent = now - told[1]
-    return f"{told[2]}" + (f"; it has told nothing for {silent:.0f} s" if silent > 5 else "")
+    moved, when, _, text, waits = told
+    silent = f"; it has told nothing for {now - when:.0f} s" if now - when > 5 else ""
+    return f"{text}, for {now - moved:.0f} s{silent}{waits}"

@@ -245,8 +245,9 @@ class Run(Section):
     dir: str = setting(text(), "folder of the run: config, plan, logs, metrics, plots, checkpoints")
     hang_after: float = setting(
         number("> 0"),
-        "seconds without a move of any rank, after which each rank's place is said and the run ends",
-        300.0,
+        "seconds without a move of any rank in a step, after which each rank's place is said and the run ends; six times as "
+        "long where things are slow",
+        50.0,
     )
     metrics: tuple[str, ...] = setting(METRICS, "where the numbers of metrics.jsonl go besides", ())
 

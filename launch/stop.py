@@ -81,7 +81,10 @@ def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
         if stop.signalled:
             leave(1)
         time.sleep(0.1)
-    print(f"no rank has moved for {after:g} s ([run] hang_after), the run hangs and ends here:", file=sys.stderr)
+    print(
+        f"no rank has moved for longer than it may ([run] hang_after = {after:g} s), the run hangs and ends here:",
+        file=sys.stderr,
+    )
     print("\n".join(told), file=sys.stderr)
     leave(1)
 

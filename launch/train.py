@@ -28,7 +28,7 @@ from launch.build import build, meta_model
 from launch.checkpoint import SaveError
 from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
 from launch.fits import check_fits, planned
-from launch.hang import HangWatch
+from launch.hang import HangWatch, Place
 from launch.metrics import peak_memory
 from launch.models.parallel import describe_fused
 from launch.oom import sentence, watch_memory
@@ -116,13 +116,15 @@ def train(config: Config) -> None:
     except OSError as error:
         refuse(f"{said(error)}; what was saved before stands")
     except torch.OutOfMemoryError as error:
-        print(sentence(error, trainer.place(), trainer.run.path, peak_memory(trainer.built.device)), file=sys.stderr)
+        print(
+            sentence(error, trainer.place().text, trainer.run.path, peak_memory(trainer.built.device)), file=sys.stderr
+        )
         leave(1)
     except RuntimeError as error:
         waited = transport.complaint()
         if waited is None and not lost_peer(error):
             raise
-        leave_behind(f"{waited}; {trainer.place()}" if waited else str(error).splitlines()[0])
+        leave_behind(f"{waited}; {trainer.place().text}" if waited else str(error).splitlines()[0])
     shutdown()
     watch.stop()
 
@@ -132,7 +134,11 @@ def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:
     after = config.run.hang_after
     store = dist.PrefixStore("launch", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
     watch = HangWatch(
-        store, after, lambda: "before the first step", lambda told: end_hung(told, after, stop), transport.waits
+        store,
+        after,
+        lambda: Place("before the first step", slow=True),
+        lambda told: end_hung(told, after, stop),
+        transport.waits,
     )
     watch.start()
     return watch

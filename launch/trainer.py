@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from launch.data import open_sources
 from launch.diagnose import origin
 from launch.exposure import profiled
 from launch.graph import Batch, Replays
+from launch.hang import Place
 from launch.links import OWN
 from launch.nvtx import marked
 from launch.rate import learning_rate, rate_remarks
@@ -104,6 +106,7 @@ class Trainer:
         self.wants_stop = False
         self.replays = Replays(train.cuda_graph, self.recipes, built.device)
         self.skipped = 0  # updates since the start
+        self.doing, self.took = "starting", 0.0  # what is slow, besides steps; seconds of the last step that was read
 
     def resume(self) -> int:
         """Restore what the config asks for; returns how many steps are done. Raises CheckpointError."""
@@ -131,11 +134,22 @@ class Trainer:
         for remark in (f"weights from {path}", *remarks):
             self.run.say(remark)
 
-    def place(self) -> str:
+    def place(self) -> Place:
         """Where this rank is, for whoever watches it from another thread."""
-        last, way = self.recipes.last, self.recipes.way
+        last, way, doing = self.recipes.last, self.recipes.way, self.doing
         layer = "none yet" if last is None else f"{', '.join(last.members)} in {way}"
-        return f"step {self.recipes.steps + 1}, last layer {layer}"
+        text = f"step {self.recipes.steps + 1}, {doing + ', ' if doing else ''}last layer {layer}"
+        return Place(text, bool(doing), self.took)
+
+    @contextmanager
+    def slowly(self, what: str, is_so: bool = True) -> Iterator[None]:
+        """What is done inside may take long with nothing seen to move (`launch.hang`), if it `is_so`."""
+        before = self.doing
+        self.doing = what if is_so else before
+        try:
+            yield
+        finally:
+            self.doing = before
 
     def replace_later(self, done: int) -> None:
         """Move checkpoints of this run's own lineage aside that lie beyond the step it goes on from."""
@@ -187,7 +201,8 @@ class Trainer:
         if self.config.train.profiler == "nvtx":
             return marked(lambda: self.watched_step(step), self.built.model, self.built.device)
         trace = self.run.path / f"trace-step-{step + 1}.json"
-        current, found = profiled(lambda: self.watched_step(step), self.built.device, trace)
+        with self.slowly("profiling"):
+            current, found = profiled(lambda: self.watched_step(step), self.built.device, trace)
         self.recorder.exposure(step + 1, found)
         current.remarks.append(
             f"step {step + 1}: transfers took {found.transfers:.1f} ms of {found.step:.1f} under the profiler, "
@@ -198,7 +213,8 @@ class Trainer:
     def train_step(self, step: int) -> Step:
         """Forward and backward over the microbatches, then the optimizer; nothing is read back."""
         began, watch = time.perf_counter(), Stopwatch(self.built.device)
-        batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
+        with self.slowly("reading data"):
+            batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
         watch.lap("data")
         self.set_learning_rate(lr)
         graph = self.replays.next()
@@ -264,12 +280,13 @@ class Trainer:
         """Take a finished step's numbers: record them, and notice what is not finite or a wish to stop."""
         loss, wishes, flagged, norm, limit, skipped, *flags = step.numbers.read()
         loss /= self.built.dims.tp  # every tp rank brought the same
-        seconds = (step.ended or time.perf_counter()) - step.began
+        self.took = seconds = (step.ended or time.perf_counter()) - step.began
         if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
             self.say_remarks(step)
             self.replays.drop()  # its memory is needed to run the step again
             names, steps = self.recipes.flags.names, self.recipes.steps
-            where, numbers = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
+            with self.slowly("looking for what is not finite"):
+                where, numbers = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
             if numbers:
                 self.run.describe("not-finite", {"step": step.number, **numbers})
             raise NotFinite(f"step {step.number}: loss {loss}, gradient norm {norm}: {where}")
@@ -313,7 +330,8 @@ class Trainer:
     def save(self, step: int, final: bool = False) -> None:
         """`final`: the run ends with it. Raises SaveError on all ranks."""
         self.stop.beat()
-        self.say(self.saver.save(step, final))
+        with self.slowly("saving"):
+            self.say(self.saver.save(step, final))
         self.stop.beat()
 
     def say(self, lines: Sequence[str]) -> None:
@@ -324,9 +342,11 @@ class Trainer:
         """Train on from `done` steps; returns the steps done, fewer than asked for after a SIGTERM, and the last
         validation loss. Raises NotFinite; nothing is saved of a step whose numbers were not read."""
         config, steps, loss, begun = self.config, self.config.train.steps, math.nan, done
+        settled = begun + SETTLED
         in_flight: Step | None = None
         while done < steps and not self.wants_stop:
-            current = self.profiled_step(done)
+            with self.slowly("a first step, which compiles", done < settled):
+                current = self.profiled_step(done)
             if in_flight is not None:
                 in_flight.ended = current.began
                 self.read(in_flight)
@@ -334,30 +354,33 @@ class Trainer:
             self.stop.beat()
             if done == begun + SETTLED and self.built.device.type == "cuda":
                 current.remarks += capture.describe(self.built.model)
-            self.tell_recipes(current)
+            if self.tell_recipes(current):
+                settled = done + SETTLED
             saves = done % config.checkpoint.every == 0 or done == steps
             validates = done % config.train.eval_every == 0 or done == steps
             if saves or validates or self.wants_stop:
                 self.read(in_flight)
                 in_flight = None
             if validates:
-                loss = self.validate()
+                with self.slowly("validating"):
+                    loss = self.validate()
                 self.recorder.validation(done, loss)
             if saves or self.wants_stop:
                 self.save(done, final=done == steps or self.wants_stop)
         return done, loss
 
-    def tell_recipes(self, current: Step) -> None:
+    def tell_recipes(self, current: Step) -> bool:
         """Record what was counted in this step, the swaps that its boundary made, and the statistics of the layers that are
-        measured."""
-        done = current.number
+        measured; whether there were swaps."""
+        done, swaps = current.number, [swap for swap in self.recipes.swaps if swap.step == current.number]
         if self.wire.watches:
             self.recorder.ledger(done, self.wire.account())
-        for swap in (swap for swap in self.recipes.swaps if swap.step == done):
+        for swap in swaps:
             current.remarks.append(f"step {done}: {some(swap.layers)} now {swap.said}")
             self.recorder.swap(done, swap.said, len(swap.layers))
         if self.recipes.stats is not None and done % self.config.train.log_every == 0:
             self.recorder.stats(done, dlp.read_stats(self.built.model))
+        return bool(swaps)
 
     def train(self, done: int) -> None:
         """Train on from `done` steps to the end, or to a SIGTERM, and say which it was."""
@@ -371,7 +394,7 @@ class Trainer:
         if self.run.leader:
             to_beat = baseline(self.shards.train, self.shards.validation)
             self.recorder.baseline(done, to_beat)
-        began = time.perf_counter()
+        began, self.doing = time.perf_counter(), ""
         try:
             with self.replays.stream():
                 done, loss = self.loop(done) if done < steps else (done, self.validate())
@@ -379,6 +402,7 @@ class Trainer:
             self.say(self.saver.settle(final=False))
             raise
         finally:
+            self.doing = "ending"
             self.replays.drop()
         self.recorder.close()
         if self.saver.overhead.saves:

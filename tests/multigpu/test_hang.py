@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from launch.hang import HangWatch, within
+from launch.hang import HangWatch, Place, within
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def watched(name: str, works: bool) -> list[str] | None:
     watch = HangWatch(
         store,
         AFTER,
-        lambda: f"step {next(places) if works and not leader else 3}, last layer up",
+        lambda: Place(f"step {next(places) if works and not leader else 3}, last layer up", slow=False),
         told.append,
         lambda: ["transfer 1 of row: its rank 0 waits for its rank 1"],
     )
@@ -51,7 +51,7 @@ def test_a_hanging_rank_is_noticed_with_the_place_of_each(ranks, tmp_path):
         "rank 1: step 3, last layer up, in"
     )
     assert "barrier (distributed_c10d.py" in said[0] and said[0].endswith(
-        "; transfer 1 of row: its rank 0 waits for its rank 1"
+        ", for 1 s; transfer 1 of row: its rank 0 waits for its rank 1"
     )
 
 

@@ -179,9 +179,30 @@ class AskedToStop(Trainer):
         return super().train_step(step)
 
 
-def stopped(config: Config) -> None:
-    trainer, done = training.trainer(config, AskedToStop)
-    trainer.train(done)
+class Placed(AskedToStop):
+    """What it says that it does, which a watch for hangs reads, wherever it reads data or runs a microbatch."""
+
+    said: ClassVar[list[str]]
+
+    def on_device(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.said.append(f"data: {self.doing}")
+        return super().on_device(tokens)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.said.append(f"{'step' if torch.is_grad_enabled() else 'evaluation'}: {self.doing}")
+        return super().loss(batch)
+
+
+def stopped(config: Config) -> list[str]:
+    """Only its first step compiles, as it were; what it says that it does, without repeats."""
+    trainer, done = training.trainer(config, Placed)
+    Placed.said = [f"before: {trainer.doing}"]
+    save = trainer.saver.save
+    trainer.saver.save = lambda *asked: Placed.said.append(f"save: {trainer.doing}") or save(*asked)
+    with patch("launch.trainer.SETTLED", 1):
+        trainer.train(done)
+    assert trainer.place().slow and trainer.took > 0
+    return [each for each, last in zip(Placed.said, ["", *Placed.said], strict=False) if each != last]
 
 
 @pytest.mark.ranks(2)
@@ -190,7 +211,10 @@ def test_one_rank_asked_to_stop_stops_all_at_one_boundary(ranks, tmp_path, data)
     whole = training.config(tmp_path, data, f"--run.dir={tmp_path}/whole")
     ranks(2).run(training.run, whole)
     config = training.config(tmp_path, data, "--checkpoint.every=100")
-    ranks(2).run(stopped, config)
+    places = ranks(2).run(stopped, config)
+    step = ["data: reading data", "step: "]
+    ends = ["data: validating", "evaluation: validating", "save: saving"]
+    assert places == [["before: starting", step[0], "step: a first step, which compiles", *3 * step, *ends]] * 2
     path = f"{config.run.dir}/checkpoints/step-4"
     for rank in range(2):
         assert training.said(config, rank)[-1] == f"stopped by SIGTERM at step 4, checkpoint {path}"

@@ -1,0 +1,67 @@
+"""When a run counts as hanging: what each rank may take, by a clock that only these tests move."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from launch import hang
+from launch.hang import HangWatch, Place
+from launch.sections import Run
+
+AFTER = next(each.default for each in fields(Run) if each.name == "hang_after")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def found(monkeypatch) -> Any:
+    """Places of two ranks -> after how many seconds both have stood there the run is ended; None: not within 600."""
+    clock = Clock()
+    monkeypatch.setattr(hang, "time", clock)
+    monkeypatch.setattr(hang, "frame_of_main", lambda: ("read (trainer.py:1)", 7))
+    monkeypatch.setattr(hang.dist, "get_world_size", lambda: 2)
+
+    def after(*places: Place) -> tuple[float, list[str]] | None:
+        store, watches, began = dist.HashStore(), [], clock.now
+        for rank, place in enumerate(places):
+            monkeypatch.setattr(hang.dist, "get_rank", lambda rank=rank: rank)
+            watches.append(HangWatch(store, AFTER, lambda place=place: place, lambda told: None, lambda: ["it waits"]))
+        while clock.now < began + 600:
+            told = [watch.look() for watch in watches]
+            if any(told):
+                return clock.now - began, next(filter(None, told))
+            clock.now += 1
+        return None
+
+    return after
+
+
+STEP = Place("step 7, last layer up in forward", slow=False, step=0.5)
+
+
+def test_a_run_that_stands_in_a_step_is_found_within_a_minute(found):
+    seconds, told = found(STEP, STEP)
+    assert AFTER <= seconds and seconds + hang.READING <= 60
+    assert told == [
+        f"rank {rank}: {STEP.text}, in read (trainer.py:1), for {seconds:.0f} s; it waits" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "least"),
+    [(STEP._replace(slow=True), 300), (STEP._replace(step=90), 270)],
+    ids=["it compiles, saves, validates or reads", "the step before took 90 s"],
+)
+def test_who_may_take_longer_is_waited_for(found, place, least):
+    seconds, _ = found(STEP, place)
+    assert least <= seconds <= least + 10
