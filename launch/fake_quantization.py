@@ -56,10 +56,11 @@ class Matrix:
 
 
 class Rounded(NamedTuple):
-    """Values, and what they are to be multiplied by after a product, if that is left."""
+    """Values, and what they are to be multiplied by after a product, if that is left: as a whole, or each row by its step."""
 
     values: Tensor
     scale: Tensor | None = None
+    steps: Tensor | None = None
 
 
 Round = Callable[[Matrix], Rounded]
@@ -96,6 +97,13 @@ def in_blocks(m: Matrix, block: tuple[int, int], kind: Element = E4M3) -> Rounde
         return element(blocks * scale, kind) / scale
 
     return Rounded(blockwise(m.values, block, rounded))
+
+
+def integers(m: Matrix) -> Rounded:
+    """The nearest of -127 to 127 steps; the step of a row is left."""
+    amax = m.values.abs().amax(1)
+    steps = torch.where(amax > 0, amax / 127.0, 1.0)
+    return Rounded((m.values * divided(1.0, steps)[:, None]).round(), steps=steps)
 
 
 def blockwise(x: Tensor, block: tuple[int, int], rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -169,6 +177,7 @@ def _blocks(w: tuple[int, int], others: tuple[int, int]) -> Rounds:
 RECIPES: Mapping[str, Rounds] = {
     "fp8_current": hybrid(),
     "fp8_rowwise": dict.fromkeys(("x", "w", "dy"), by_row),
+    "int8": dict.fromkeys(("x", "w", "dy"), integers),
     "fp8_block": _blocks((128, 128), (1, 128)),
     "mxfp8": _blocks((1, 32), (1, 32)),
     "nvfp4": {
@@ -182,6 +191,8 @@ RECIPES: Mapping[str, Rounds] = {
 def product(a: Rounded, b: Rounded) -> Tensor:
     """a b^T; what NVFP4 leaves is its tensors' largest values, of which codes and block scales reach 6 x 448."""
     sums = a.values @ b.values.t()
+    if a.steps is not None and b.steps is not None:
+        return sums * a.steps[:, None] * b.steps
     return sums if a.scale is None or b.scale is None else sums * (a.scale * b.scale * torch.tensor(1 / (6 * 448) ** 2))
 
 

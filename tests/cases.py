@@ -21,9 +21,11 @@ from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import GEMMS, Recipe
 
 RECIPES = recipes.names()
+# int8 has a scale a row, as fp8_rowwise: where only their places count, that one stands for it
+BY_SCALES = [name for name in RECIPES if name != "int8"]
 # a recipe of each kind of scale (shared, in blocks, of two levels) stands for the others on 4 ranks
 FOUR = ("fp8_current", "fp8_block", "nvfp4")
-ON_RANKS = [(world, recipe) for world in (2, 4) for recipe in RECIPES if world < 4 or recipe in FOUR]
+ON_RANKS = [(world, recipe) for world in (2, 4) for recipe in BY_SCALES if world < 4 or recipe in FOUR]
 STYLE_KEYS = list(STYLES)  # (name, sequence_parallel)
 # every recipe in every style on 2 ranks; on 4, where only sizes differ, each of FOUR where tokens are cut, else one
 IN_STYLES = [

@@ -18,8 +18,8 @@ from tests.cases import RECIPES
 
 AGREED = {("COLUMN_SP", "x"), ("ROW_SP", "dy")}
 PER_TENSOR = {"fp8_delayed", "fp8_current", "nvfp4"}  # a scale of theirs spans both dimensions
-# fp8_rowwise has one scale a row: only that of the transposed operand spans tokens
-COLUMNWISE_ONLY = {"fp8_rowwise"}
+# these have one scale a row: only that of the transposed operand spans tokens
+COLUMNWISE_ONLY = {"fp8_rowwise", "int8"}
 
 
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)

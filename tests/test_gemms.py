@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlp.kernels import gemms, loader, ops
+from dlp.kernels.gemm_entries import _int8_sums_on_gpu
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.fp8_rowwise import RowwiseScaling
 from dlp.quant.gemm import Gemm
+from dlp.quant.integers import IntScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer
@@ -92,6 +94,20 @@ def test_nvfp4_is_exact_in_any_order_of_summation(scale_bytes: tuple[int, ...]):
     values = [ops.decode_nvfp4(*part, (1, 16)).double() for part in parts]
     alpha = ops.nvfp4_alpha(unit, unit)
     assert torch.equal(Gemm("fprop", b, torch.float32)(a), (values[0] @ values[1].t()).float() * alpha)
+
+
+def test_int8_sums_are_exact_however_long():
+    """A sum of more products than an int32 holds, rounded once to fp32; and what fills up sizes for a GPU adds nothing."""
+    fmt = IntScaling().format
+    a, b = (torch.full((rows, 2**17 + 24), -128, dtype=torch.int8) for rows in (2, 3))
+    a[1, ::3] = 127
+    expected = a.double() @ b.double().t()
+    y = Gemm("wgrad", fmt.wrap((b, torch.full((3,), 0.5))), torch.float32)(fmt.wrap((a, torch.tensor([1.0, 0.25]))))
+    assert torch.equal(y, expected.float() * torch.tensor([[0.5], [0.125]])) and expected[0, 0] > 2**31
+    for rows, cols, contraction in ((1, 3, 13), (16, 8, 8), (17, 9, 16)):
+        left, right = (torch.randint(-128, 128, (size, contraction), dtype=torch.int8) for size in (rows, cols))
+        filled = _int8_sums_on_gpu(left, right)
+        assert torch.equal(filled.long(), left.long() @ right.long().t()) and filled.shape == (rows, cols)
 
 
 MIXED: list[tuple[Quantizer, Quantizer]] = [

@@ -20,6 +20,7 @@ from dlp.quant.custom import ROLES, CustomRecipe
 from dlp.quant.fp8 import CurrentScaling, DelayedScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import DEVICES, Gemm, GemmOptions, kernel_name, support
+from dlp.quant.integers import IntScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of
@@ -28,7 +29,7 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 from tests.command import command
 from tests.metrics import relative_error
 
-STOCK = ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"]
+STOCK = ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_rowwise", "int8", "mxfp8", "nvfp4"]
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -74,6 +75,7 @@ def test_defaults_are_those_of_the_papers():
     assert nvfp4.x == Operand(Nvfp4Scaling(), Nvfp4Scaling(rht=True))
     assert nvfp4.w == both(Nvfp4Scaling(tile=True))
     assert nvfp4.dy == Operand(Nvfp4Scaling(stochastic=True), Nvfp4Scaling(rht=True, stochastic=True))
+    assert load("int8").x == load("int8").w == load("int8").dy == both(IntScaling(8, narrow=True))
 
 
 def test_which_columnwise_operands_are_derived():
@@ -81,7 +83,7 @@ def test_which_columnwise_operands_are_derived():
     everything = ["x", "w", "dy"]
     assert derived == {
         "bf16": everything, "fp8_current": everything, "fp8_delayed": everything, "fp8_rowwise": [], "mxfp8": [],
-        "fp8_block": ["w"], "nvfp4": ["w"],
+        "fp8_block": ["w"], "nvfp4": ["w"], "int8": [],
     }  # fmt: skip
     assert load("mxfp8", enable_2d_quantization=True).w.derived
     assert not load("nvfp4", disable_2d_quantization=True).w.derived

@@ -4,6 +4,7 @@
     hp            values bf16 or fp32 [rows, C]                            -
     fp8_tensor    FP8 codes [rows, C], scale_inv fp32 []                   the whole
     fp8_rowwise   FP8 codes [rows, C], scale_inv fp32 [rows]               (1, 0)
+    int8_rowwise  int8 codes [rows, C], scale_inv fp32 [rows]              (1, 0)
     fp8_block_1d  FP8 codes [rows, C], scale_inv fp32 [rows, C/128]        (1, 128)
     fp8_block_2d  FP8 codes [rows, C], scale_inv fp32 [rows/128, C/128]    (128, 128)
     mxfp8         FP8 codes [rows, C], E8M0 bytes, one a block             (1 or 32, 32)
@@ -56,7 +57,7 @@ class Layout(NamedTuple):
 
 
 HP = Layout("hp", (1, 1), False)
-PAIRS = {kind: ((kind, kind),) for kind in ("hp", "fp8_tensor", "fp8_rowwise", "mxfp8", "nvfp4")}
+PAIRS = {kind: ((kind, kind),) for kind in ("hp", "fp8_tensor", "fp8_rowwise", "int8_rowwise", "mxfp8", "nvfp4")}
 BY_TILE = (("fp8_block_1d", "fp8_block_2d"),)
 BLOCKS = (*BY_TILE, ("fp8_block_1d", "fp8_block_1d"), ("fp8_block_2d", "fp8_block_1d"))
 
@@ -228,6 +229,31 @@ _gemm("torch._scaled_mm + scales", ("cuda",), PAIRS["fp8_rowwise"], "native")(
 )
 _gemm("cublaslt fp8 tn + scales", ("sm_100",), PAIRS["fp8_rowwise"], "native", cublaslt="sums")(
     partial(_fp8_rowwise_by_sums, _fp8_tensor_by_cublaslt)
+)
+
+
+# Integers, one scale a row
+
+
+def _int8_rowwise(
+    sums: Callable[[Tensor, Tensor], Tensor], a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any,
+    options: Any,
+) -> Tensor:  # fmt: skip
+    return finish(reference.gemm_int8_rowwise(a[0], b[0], a[1], b[1], sums), out_dtype, bias, accumulate)
+
+
+def _int8_sums_on_gpu(a: Tensor, b: Tensor) -> Tensor:
+    """torch multiplies more than 16 rows by a multiple of 8 columns, C a multiple of 8: zero codes fill up."""
+    (rows, contraction), cols = a.shape, b.shape[0]
+    along = -contraction % 8
+    left = F.pad(a, (0, along, 0, max(17 - rows, 0))) if along or rows < 17 else a
+    right = F.pad(b, (0, along, 0, -cols % 8)) if along or cols % 8 else b
+    return reference.int8_sums(left, right)[:rows, :cols]
+
+
+_gemm(REFERENCE, ("cpu",), PAIRS["int8_rowwise"], "emulated")(partial(_int8_rowwise, reference.int8_sums))
+_gemm("torch._int_mm + scales", ("cuda", *NATIVE), PAIRS["int8_rowwise"], "native")(
+    partial(_int8_rowwise, _int8_sums_on_gpu)
 )
 
 

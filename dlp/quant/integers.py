@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.kernels import ops
 from dlp.quant import affine
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
@@ -161,13 +160,14 @@ class IntScaling:
     def observe(self, x: Tensor) -> Tensor | None:
         if self.group:
             return None
-        if self.symmetric:
-            return ops.amax(x, dim=1)
-        return (
-            torch.stack([reach.float() for reach in (x.amax(1), -x.amin(1))])
-            if x.shape[1]
-            else x.new_zeros(2, len(x)).float()
-        )
+        if not x.shape[1]:
+            reach = x.new_zeros(2, len(x), dtype=torch.float32)
+        else:
+            low, high = torch.aminmax(x, dim=1)
+            reach = (
+                torch.stack([high, -low]).float().nan_to_num(torch.inf, torch.inf, -torch.inf)
+            )  # what a maximum keeps
+        return reach.amax(0) if self.symmetric else reach
 
     def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **_: Any) -> QuantizedTensor:
         self.format.check((x.shape[0], x.shape[1]))
@@ -183,5 +183,4 @@ class IntScaling:
             return affine.choose_qparams_affine(x, self.format.block, self.codes, **how)
         assert amax is not None, "scales of rows are made of what was observed of them"
         high, low = (amax, -amax) if self.symmetric else (amax[0], -amax[1])
-        scale_inv, zero = affine.choose_qparams_affine_with_min_max(low, high, self.codes, **how)
-        return scale_inv.masked_fill(~torch.isfinite(x).all(1), torch.nan), zero
+        return affine.choose_qparams_affine_with_min_max(low, high, self.codes, **how)

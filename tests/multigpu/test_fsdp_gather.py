@@ -30,12 +30,12 @@ from dlp.parallel.model.session import session_of
 from dlp.parallel.weight import sharded as shards
 from dlp.parallel.weight.base import Use
 from tests import pool as worker
-from tests.cases import ON_RANKS, RECIPES
+from tests.cases import BY_SCALES, ON_RANKS
 from tests.metrics import assert_bit_equal
 from tests.net import Net
 from tests.shardnet import BATCH, SEQUENCE, backward, shardnet, tensors, train, whole
 
-QUANTIZED = [recipe for recipe in RECIPES if recipe != "bf16"]
+QUANTIZED = [recipe for recipe in BY_SCALES if recipe != "bf16"]
 MESHES = [({"dp_shard": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
 SIZES = {world: sizes for sizes, world in MESHES}
 
@@ -64,7 +64,7 @@ def trained(recipe: Any, sizes: dict[str, int], keywords: dict[str, Any]) -> tup
     return losses, tensors(model), gathered.total
 
 
-@pytest.mark.parametrize(("world", "recipe"), ON_RANKS)
+@pytest.mark.parametrize(("world", "recipe"), [*ON_RANKS, (2, "int8")])
 def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world):
     sizes = SIZES[world]
     quantized = ranks(world).run(trained, recipe, sizes, {})
@@ -136,7 +136,7 @@ def test_what_arrives_is_the_cast_of_the_whole_weight(ranks, recipe, sizes, worl
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("recipe", "how"),
-    [*((recipe, "nan") for recipe in QUANTIZED), ("fp8_current", "zero shard"), ("nvfp4", "zero shard")],
+    [*((recipe, "nan") for recipe in [*QUANTIZED, "int8"]), ("fp8_current", "zero shard"), ("nvfp4", "zero shard")],
 )
 def test_zero_shards_and_nan_arrive_as_they_would_be_cast(ranks, recipe, how):
     ranks(2).run(arrivals, recipe, MESHES[0][0], how)

@@ -25,13 +25,14 @@ from launch.trainer import Step, Trainer
 from launch.wire import WARM, planned
 from tests import pool as worker
 from tests import training
-from tests.cases import RECIPES
+from tests.cases import BY_SCALES, RECIPES
 
 # of bf16, of one gathered orientation; recipes that are not here have none
 MOST = {
     "fp8_current": 0.501,
     "fp8_delayed": 0.501,
     "fp8_rowwise": 0.52,
+    "int8": 0.52,
     "fp8_block": 0.52,
     "mxfp8": 0.52,
     "nvfp4": 0.285,
@@ -75,7 +76,7 @@ def test_every_recipe_sends_what_its_plan_says_and_gathers_its_share_of_bf16(ran
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BY_SCALES)
 def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path, data, recipe):
     """What was counted, without the embedding, the head and the norms; all recipes have whole blocks to a rank here."""
     wide = [option.replace("hidden=128", "hidden=256").replace("head_dim=32", "head_dim=64") for option in WHOLE_BLOCKS]

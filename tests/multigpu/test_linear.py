@@ -25,6 +25,7 @@ from dlp.parallel.linear import state as operands
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from tests import pool as worker
 from tests.cases import (
+    BY_SCALES,
     EPSILON,
     IN_STYLES,
     RECIPES,
@@ -191,7 +192,14 @@ def crosses_ranks(case: LinearCase, result: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("world", "recipe", "style_key"), [*IN_STYLES, *((1, "fp8_block", key) for key in STYLE_KEYS)], ids=style_id
+    ("world", "recipe", "style_key"),
+    [
+        *IN_STYLES,
+        *((1, "fp8_block", key) for key in STYLE_KEYS),
+        (2, "int8", ("column", True)),
+        (2, "int8", ("row", True)),
+    ],
+    ids=style_id,
 )
 def test_sharded_equals_unsharded(ranks, world, recipe, style_key):
     cases = list(linear_cases(style_key, recipe))
@@ -334,7 +342,7 @@ def recompute(cases: list[LinearCase]) -> list[dict[str, Error]]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BY_SCALES)
 def test_recomputation_repeats_the_bits(ranks, recipe):
     cases = [
         LinearCase(key, recipe, torch.bfloat16, bias=True, siblings=1 if key[0] == "row" else 3) for key in STYLE_KEYS

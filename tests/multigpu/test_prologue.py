@@ -22,7 +22,7 @@ from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParalle
 from dlp.quant import recipe as recipes
 from launch.saved_bytes import saved
 from tests import pool as worker
-from tests.cases import RECIPES
+from tests.cases import BY_SCALES
 from tests.metrics import relative_error
 
 EPS, TOKENS, WIDTH = 1e-5, 96, 64
@@ -114,7 +114,7 @@ def fused_and_before(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BY_SCALES)
 @pytest.mark.parametrize(("name", "world", "kind", "sequence_parallel"), CASES)
 def test_a_prologue_has_the_bits_of_its_producer(ranks, name, world, kind, sequence_parallel, recipe):
     """Also of tokens that no block holds."""
@@ -157,7 +157,7 @@ def test_a_prologue_lies_within_a_bound_of_fp64(ranks, name):
 
 
 @pytest.mark.parametrize("name", prologue.PROLOGUES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BY_SCALES)
 def test_a_prologue_saves_what_it_was_given_and_the_operand_of_x(name, recipe):
     def bytes_of(layer: Linear, inputs: Sequence[Tensor]) -> int:
         with saved(list(layer.parameters())) as found:

@@ -93,7 +93,7 @@ def test_what_must_not_part_and_what_must_is_said():
 
 def test_products_of_a_gpus_units_may_part_more():
     kinds = {device: {name for name in JUDGED if limit_of(load_recipe(name), device) == UNITS} for device in DEVICES}
-    torchs = {"fp8_current", "fp8_delayed", "fp8_rowwise"}
+    torchs = {"fp8_current", "fp8_delayed", "fp8_rowwise", "int8"}
     assert kinds == {"cpu": set(), "cuda": torchs, "sm_90": {*torchs, "fp8_block"}, "sm_100": set(JUDGED)}
     row = Fidelity("fp8_current", 0, 0.05, 1, 1, (0, "a"), 0.126, UNITS)
     assert missed([row]) == [] and len(missed([replace(row, apart=0.21), replace(row, name="fp8_current, x")])) == 2

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dlp
 from dlp.parallel.model.session import session_of
 from tests import pool as worker
-from tests.cases import RECIPES
+from tests.cases import BY_SCALES
 from tests.metrics import assert_bit_equal, relative_error
 from tests.observe import Collectives
 from tests.played import playing
 from tests.shardnet import whole
 
-QUANTIZED = [name for name in RECIPES if name != "bf16"]
+QUANTIZED = [name for name in BY_SCALES if name != "bf16"]
 OPTIMIZERS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SIZES = [(96, 150), (150, 256), (256, 64)]  # K -> N of three linears; 150 is a multiple of no block

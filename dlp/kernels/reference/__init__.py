@@ -51,8 +51,10 @@ from dlp.kernels.reference.gemm import (
     gemm_fp8_rowwise,
     gemm_fp8_tensor,
     gemm_hp,
+    gemm_int8_rowwise,
     gemm_mxfp8,
     gemm_nvfp4,
+    int8_sums,
     matmul_bf16_exact,
 )
 from dlp.kernels.reference.layout import (
@@ -101,7 +103,7 @@ __all__ = [
     "cast_fp8", "cast_fp8_block", "cast_fp8_tensor", "cast_mxfp8", "cast_nvfp4", "column_sums", "decode_e2m1",
     "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale", "delayed_update",
     "encode_e2m1", "encode_e2m1_stochastic", "encode_e8m0", "encode_fp8", "gated",
-    "gated_backward", "gemm_fp8_block", "gemm_fp8_rowwise",
+    "gated_backward", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_int8_rowwise", "int8_sums",
     "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "layer_norm",
     "layer_norm_backward", "log_sum_exp", "matmul_bf16_exact",
     "mx_from_block_scales", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale",

@@ -6,6 +6,8 @@ order of the fp32 sums is left open; scales that are not powers of two are appli
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from dlp.kernels.reference.nvfp4 import decode_nvfp4, nvfp4_alpha
 from dlp.kernels.reference.scales import Block
 
 PROMOTION = 128  # contraction elements summed before their scales are applied
+INT8_PRODUCTS = 2**17 - 8  # as many products of two int8 as an int32 is sure to hold, in whole 8s
 
 
 def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
@@ -51,6 +54,24 @@ def gemm_fp8_tensor(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tens
 def gemm_fp8_rowwise(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
     """FP8 codes a [rows, C], b [cols, C], scale_inv [rows] and [cols] -> fp32 [rows, cols] = fl(fl(acc * sa) * sb)."""
     return matmul_bf16_exact(decode_fp8(a), decode_fp8(b)) * a_scale_inv[:, None] * b_scale_inv
+
+
+def gemm_int8_rowwise(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sums: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """int8 codes a [rows, C], b [cols, C], scale_inv [rows] and [cols] -> fp32 [rows, cols] = fl(fl(acc * sa) * sb), where
+    acc is the exact sum rounded to fp32. `sums` of at most INT8_PRODUCTS along C -> int32."""
+    if a.shape[1] <= INT8_PRODUCTS:
+        total = sums(a, b)
+    else:
+        pieces = zip(a.split(INT8_PRODUCTS, 1), b.split(INT8_PRODUCTS, 1), strict=True)
+        total = torch.stack([sums(*piece).long() for piece in pieces]).sum(0)
+    return (total * a_scale_inv[:, None]).mul_(b_scale_inv)
+
+
+def int8_sums(a: Tensor, b: Tensor) -> Tensor:
+    """int8 a [rows, C] @ b [cols, C].T -> int32 [rows, cols]."""
+    return torch._int_mm(a, b.t())
 
 
 def gemm_fp8_block(
