@@ -181,32 +181,36 @@ def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, 
 
 def made_of(recipe: str) -> tuple[list[str], dict[str, int]]:
     """The forward and backward of a column and of a row that communicate by collectives: L launches, C the start of a
-    collective, A its answer; and how many functions of the package one step calls, captured and not."""
-    mesh, calls, found = worker.mesh(tp=2), Counter[str](), list[str]()
+    collective, A its answer; and how many functions of the package one step calls, captured and not: the fewest of some
+    steps, since CPU memory of another alignment makes one a first call."""
+    mesh, calls, found = worker.mesh(tp=2), dict[str, int](), list[str]()
     for name, off in (("captured", nullcontext()), ("not", without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), False):  # type: ignore[attr-defined]
             options = {"dtype": torch.bfloat16, "tp": mesh["tp"], "recipe": recipe, "sequence_parallel": True}
             layers = dlp.ColumnParallelLinear(K, 2 * N, **options), dlp.RowParallelLinear(2 * N, K, **options)
             pair = torch.nn.Sequential(*layers).to(worker.device())
+            steps = []
 
-            def count(frame: Any, event: str, argument: Any, name: str = name) -> None:
-                calls[name] += event == "call" and f"{os.sep}dlp{os.sep}" in frame.f_code.co_filename
+            def count(frame: Any, event: str, argument: Any, steps: list[int] = steps) -> None:
+                steps[-1] += event == "call" and f"{os.sep}dlp{os.sep}" in frame.f_code.co_filename
 
-            for seed in range(3):
-                sys.setprofile(count if seed == 2 else None)
+            for seed in range(7):
+                steps.append(0)
+                sys.setprofile(count)
                 pair(values(seed, M, K).to(worker.device()).requires_grad_()).backward(
                     values(seed + 1, M, K).to(worker.device())
                 )
                 sys.setprofile(None)
+            calls[name] = min(steps[2:])
         for way in (way for layer in layers for way in programs(layer).values()):
             found += ["".join(map(str, made.segments)) for made in way if not isinstance(made, str)]
-    return found, dict(calls)
+    return sorted(set(found)), calls
 
 
 def test_collectives_are_called_between_launches(ranks):
     """An agreement on x and its gather before the GEMM; backward, x is on its way under dgrad, whose sum is under wgrad."""
     for made, calls in ranks(2).run(made_of, "fp8_current"):
-        assert made == ["LCALCLAL", "CLCALAL", "LCAL", "LCALCLAL"]
+        assert made == ["CLCALAL", "LCAL", "LCALCLAL"]  # a row's backward is a column's forward, in this
         assert calls["captured"] < 0.3 * calls["not"], calls
 
 
