@@ -1,9 +1,9 @@
 """Real runs by torchrun, each rank a process of its own: a failure, a killed rank, SIGTERM, resume, a refusal.
 
-Two "hosts" start their ranks anew when one fails. One run fails, is resumed, killed, resumed, stopped, and resumed to its
-end; its losses must be those of a run that was left alone. The rest of what a run does is tested in the pool
-(tests/multigpu), where a run costs less than a second; here each costs fifteen seconds of the CPU, most of it spent by its
-ranks on importing torch and dlp.
+One run fails on two "hosts", is resumed on one and killed, resumed and stopped, and resumed on two hosts to its end; its
+losses must be those of a run that was left alone. The rest of what a run does is tested in the pool (tests/multigpu), where
+a run costs less than a second; here each costs fifteen seconds of the CPU, most of it spent by its ranks on importing torch
+and dlp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from launch.config import Config
 from tests import training
 from tests.pool import forking
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]  # not behind the others that use two ranks
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 40, 5
@@ -144,13 +144,16 @@ def listening(pid: int) -> set[str]:
 
 
 def failed(config: Config, folder: Path) -> None:
-    """Rank 1 raises after the first checkpoint: it is the one shown."""
+    """Rank 1, a host of its own, raises after the first checkpoint: it is the one shown, and the other host ends as well."""
     (folder / "faulty.py").write_text(FAULTY)
-    code, output = torchrun(folder, str(folder / "faulty.py"), str(folder / "small.toml"), *SETTINGS).end()
-    assert code == 1 and "[rank1]: KeyError: 'seventeen'\n" in output and "[rank0]: " not in output
+    both = hosts(folder, str(folder / "faulty.py"), str(folder / "small.toml"), *SETTINGS)
+    codes, outputs = zip(*[each.end() for each in both], strict=True)
+    output = "".join(outputs)
+    assert codes == (1, 1), output
+    assert "[rank1]: KeyError: 'seventeen'\n" in output and "[rank0]: " not in output
     assert "rank 0: lost a peer, whose own end is the cause (" in output
-    cause = output.partition("Root Cause")[2]
-    assert "rank      : 1 " in cause and "in train_step" in cause and "KeyError: 'seventeen'" in cause
+    (cause,) = [each.partition("Root Cause")[2] for each in outputs if "rank      : 1 " in each]
+    assert "in train_step" in cause and "KeyError: 'seventeen'" in cause
     assert "KeyError: 'seventeen'" in Path(config.run.dir, "log", "rank1.txt").read_text()
     assert steps(config) == [EVERY]
 
@@ -198,30 +201,13 @@ def test_failed_killed_stopped_and_resumed_to_the_end(tmp_path, data, ranks):
     third = stopped(config, tmp_path, second)
     assert EVERY < second < third < STEPS
 
-    code, output = local(tmp_path).end()
-    assert code == 0 and f"resuming from step {third} " in output
-    assert output.splitlines()[-1].startswith(f"done: steps {STEPS}, validation loss ")
+    both = hosts(tmp_path, "-m", "launch.train", str(tmp_path / "small.toml"), *SETTINGS)
+    codes, outputs = zip(*[each.end() for each in both], strict=True)
+    assert codes == (0, 0), outputs
+    output = "".join(outputs)
+    assert f"resuming from step {third} " in output and f"done: steps {STEPS}, validation loss " in output
     assert training.metrics(config) == training.metrics(whole)
     assert training.metrics(config, "validation_loss") == training.metrics(whole, "validation_loss")
-
-
-@pytest.mark.ranks(2)
-def test_two_hosts_fail_together_and_go_on_from_the_last_checkpoint(tmp_path, data, ranks):
-    few = ["--train.steps=8", *SETTINGS[1:]]
-    whole = training.config(tmp_path, data, *few, f"--run.dir={tmp_path}/whole")
-    ranks(2).run(training.run, whole)
-    config = training.config(tmp_path, data)
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    for program, failure in ((["faulty.py"], 1), (["-m", "launch.train"], 0)):
-        both = hosts(tmp_path, *[str(tmp_path / each) if each == "faulty.py" else each for each in program],
-                     str(tmp_path / "small.toml"), *few)  # fmt: skip
-        codes, outputs = zip(*[each.end() for each in both], strict=True)
-        output = "".join(outputs)
-        assert codes == (failure, failure), output
-        if failure:
-            assert "KeyError: 'seventeen'" in output and "rank 0: lost a peer, whose own end is the cause (" in output
-    assert f"resuming from step {EVERY} " in output and "done: steps 8, " in output
-    assert training.metrics(config) == training.metrics(whole), "the curve of a run that was left alone"
 
 
 def test_a_wrong_setting_is_said_once_by_all_ranks_together(tmp_path, data):

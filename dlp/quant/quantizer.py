@@ -208,7 +208,8 @@ def check_caps(quantizer: Quantizer) -> None:
     casts = ("cast", "both") if caps.one_read else ("cast",)
     for member, argument in ARGUMENTS.items():
         for method in casts if getattr(caps, member) else ():
-            if not _takes(getattr(quantizer, method), argument):
+            found = getattr(quantizer, method)
+            if not _takes(getattr(found, "__func__", found), argument):
                 raise ValueError(
                     f"{quantizer} declares {member} and its {method} takes no argument {argument}: add it, or do not declare it"
                 )
@@ -220,6 +221,7 @@ def check_caps(quantizer: Quantizer) -> None:
         )
 
 
+@cache
 def _takes(function: Callable[..., Any], argument: str) -> bool:
     """By its name, or as one of any."""
     parameters = inspect.signature(function).parameters
