@@ -18,6 +18,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
@@ -62,21 +63,26 @@ def package_of(module: str) -> str | None:
     return max((name for name in MAY_IMPORT if f"{module}.".startswith(f"{name}.")), key=len, default=None)
 
 
+parsed = cache(ast.parse)  # which several tests read
+
+
 def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
     """(line, dotted target) of each import in `source`; `from a import b` gives a.b, since b may be a module.
 
     package  the package that the source's file lies in, against which relative imports are resolved
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             base = ".".join([*parents, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            literals = (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
-            yield from ((node.lineno, str(name)) for name in literals)
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("import_module", "__import__"):
+                literals = (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+                yield from ((node.lineno, str(name)) for name in literals)
 
 
 def violations(source: str, module: str, package: str, choices: set[str]) -> list[str]:
@@ -127,7 +133,7 @@ def test_every_package_has_a_place_in_the_picture():
 def has_code(source: str) -> bool:
     """Whether a file is more than a docstring."""
     return any(
-        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in ast.parse(source).body
+        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in parsed(source).body
     )
 
 
@@ -294,7 +300,7 @@ def is_self(node: ast.AST) -> bool:
 def uses_of_fsdp2(source: str, package: str, private: set[str]) -> list[str]:
     """Imports from FSDP2's modules, and attributes of other objects than `self` that go by its private names."""
     found = [target for _, target in imports(source, package) if target.startswith(FSDP2)]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Attribute) and not is_self(node.value) and node.attr in private:
             found.append(node.attr)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):

@@ -30,7 +30,7 @@ from dlp.parallel.model.session import session_of
 from dlp.parallel.weight import sharded as shards
 from dlp.parallel.weight.base import Use
 from tests import pool as worker
-from tests.cases import BY_SCALES, ON_RANKS
+from tests.cases import BY_SCALES, RECIPES
 from tests.metrics import assert_bit_equal
 from tests.net import Net
 from tests.shardnet import BATCH, SEQUENCE, backward, shardnet, tensors, train, whole
@@ -64,7 +64,7 @@ def trained(recipe: Any, sizes: dict[str, int], keywords: dict[str, Any]) -> tup
     return losses, tensors(model), gathered.total
 
 
-@pytest.mark.parametrize(("world", "recipe"), [*ON_RANKS, (2, "int8")])
+@pytest.mark.parametrize(("world", "recipe"), [*((2, recipe) for recipe in RECIPES), (4, "nvfp4")])
 def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world):
     sizes = SIZES[world]
     quantized = ranks(world).run(trained, recipe, sizes, {})
@@ -207,7 +207,7 @@ def swaps(model: Net, mesh: DeviceMesh) -> list[float]:
     """The recipe changes after every step, with an evaluation and a pass without gradients before."""
     losses = []
     for step, recipe in enumerate(("fp8_current", "nvfp4", "mxfp8", "bf16", "fp8_delayed", "bf16", "fp8_block")):
-        losses += train(model, mesh, range(2 * step, 2 * step + 2))
+        losses += train(model, mesh, range(step, step + 1))
         with torch.no_grad():
             losses.append(backward_free(model, mesh))
         dlp.set_recipe(model, "blocks.1.**" if step % 2 else "**", recipe)
@@ -368,7 +368,6 @@ def test_compiled_blocks_read_gathered_weights(ranks):
 
 VARIANTS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"name": "fp8_current", "amax_scope": "all"}, {}, None),
-    ({"name": "fp8_rowwise", "amax_scope": "all"}, {}, None),
     ({"name": "fp8_current"}, {"amax_group": "world"}, None),
     ({"name": "fp8_delayed", "amax_history_len": 2}, {"amax_group": "tp"}, None),
     ({"name": "nvfp4", "disable_2d_quantization": True}, {}, None),
@@ -505,11 +504,11 @@ def loaded(recipe: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("recipe", "other"), [("fp8_current", "mxfp8"), ("nvfp4", "bf16")])
+@pytest.mark.parametrize(("recipe", "other"), [("nvfp4", "fp8_current")])
 @pytest.mark.slow
 def test_checkpoints_are_plain_and_know_no_recipe(ranks, tmp_path, recipe, other):
     written = ranks(2).run(saved, recipe, str(tmp_path / "checkpoint"))[0]
-    for world, using in ((1, recipe), (2, other), (4, other)):
+    for world, using in ((1, recipe), (4, other)):
         results = ranks(world).run(loaded, using, str(tmp_path / "checkpoint"))
         for name, value in written.items():
             assert_bit_equal(results[0][0][name], value, name)
