@@ -98,6 +98,7 @@ class Replays:
     def drop(self) -> None:
         """Let the graph and its memory go: before NCCL's communicators, which wait for graphs that hold collectives."""
         self._captured, self._warm = None, 0
+        self._session.graphed.clear()
 
     @contextmanager
     def stream(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import dlp
 from dlp.parallel.linear.modules import Linear
+from dlp.parallel.model import autocast, session
 from tests.cases import matrix
 from tests.metrics import assert_bit_equal, relative_error
 
@@ -217,3 +218,74 @@ def test_a_reentrant_checkpoint_in_a_region_is_refused_and_one_outside_is_not():
         y = checkpoint(linear, x, use_reentrant=True)
     with pytest.raises(ValueError, match=r"^Linear: backward runs it again, and nothing says .* use_reentrant=False"):
         y.sum().backward()
+
+
+# CUDA graphs of layers, whose capture is played here (tests/gpu/test_ops.py has real ones)
+
+
+def played_graph(model: nn.Module, x: Tensor) -> None:
+    """What `torch.cuda.make_graphed_callables` does: it warms up, with gradients that are whatever lies in memory."""
+    for _ in range(3):
+        y = model(x)
+        torch.autograd.grad(y, list(model.parameters()), torch.full_like(y, float("inf")))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_what_a_graph_warms_up_with_leaves_nothing_behind(recipe: str):
+    def steps(graphed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Linear(SIZE, SIZE, recipe=recipe), Linear(SIZE, SIZE, recipe=recipe))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        dlp.attach(model, optimizer)
+        for seed in range(2):
+            for micro in range(3):
+                model(matrix("gauss", SIZE, SIZE, micro)).backward(matrix("gauss", SIZE, SIZE, 5 + seed))
+            if graphed:
+                with dlp.graphing(model):
+                    played_graph(model[0], matrix("gauss", SIZE, SIZE, 9))
+            optimizer.step()
+        assert not dlp.not_finite(model)
+        return [*model.parameters(), *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+    for found, expected in zip(steps(True), steps(False), strict=True):
+        assert_bit_equal(found, expected)
+
+
+def test_a_recipe_that_a_graph_holds_is_not_swapped(monkeypatch: pytest.MonkeyPatch):
+    model = nn.Sequential(Linear(SIZE, SIZE, recipe="fp8_current"), Linear(SIZE, SIZE, recipe="fp8_current"))
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    x = matrix("gauss", SIZE, SIZE, 1)
+    with dlp.graphing(model):
+        played_graph(model[0], x)
+    dlp.set_recipe(model, "1", "bf16")
+    with pytest.raises(
+        ValueError, match=r"^0: a CUDA graph holds its recipe fp8_current.*set recipes inside of dlp.graphing"
+    ):
+        dlp.set_recipe(model, "0", "bf16")
+    with dlp.graphing(model):
+        dlp.set_recipe(model, "0", "bf16")
+    monkeypatch.setattr(session, "capturing", lambda: True)  # nobody has said so
+    model[1](x)
+    with pytest.raises(ValueError, match=r"^1: a CUDA graph holds its recipe bf16"):
+        dlp.set_recipe(model, "1", "fp8_block")
+
+
+def test_the_weight_of_a_graphed_layer_is_scaled_by_what_it_has_become():
+    """A replay is no forward that anybody counts."""
+    model = nn.Sequential(layer())
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    dlp.attach(model, optimizer)
+    with dlp.graphing(model):
+        played_graph(model[0], matrix("gauss", SIZE, SIZE, 1))
+    model[0].weight.data.mul_(64.0)
+    for _ in range(2):  # cast and observed, then scaled by it
+        optimizer.step()
+    table = model[0].core.session.scaling.table
+    assert table.scale[table.index("0.w")].item() == pytest.approx(448 / model[0].weight.abs().max().item(), rel=1e-3)
+
+
+def test_a_region_without_a_step_boundary_is_not_captured(monkeypatch: pytest.MonkeyPatch):
+    linear = layer("fp8_current")
+    monkeypatch.setattr(autocast, "capturing", lambda: True)
+    with dlp.autocast(recipe="bf16"), pytest.raises(ValueError, match="it runs in dlp.autocast while a CUDA graph"):
+        linear(matrix("gauss", SIZE, SIZE, 1))

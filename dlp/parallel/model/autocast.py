@@ -36,7 +36,7 @@ from torch.utils import checkpoint
 
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.model.session import Layer, Session, UpdateBehind, in_backward
+from dlp.parallel.model.session import Layer, Session, UpdateBehind, capturing, in_backward
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
 from dlp.quant.recipe import Operand, Recipe
@@ -216,6 +216,11 @@ def active_spec(core: Layer) -> BoundSpec:
 def _first(core: Layer, region: Region | None) -> Ran:
     """What a forward that no backward asks for runs under."""
     bound, session = core.bound if region is None else region.spec_for(core), core.session
+    if region is not None and not session.attached and capturing():
+        raise ValueError(
+            f"{bound.spec.name}: it runs in dlp.autocast while a CUDA graph is captured, and what the end of the region "
+            f"changes, no replay would read: call dlp.attach before, or set its recipe by a layer group"
+        )
     if session.attached or not bound.spec.slots:
         return Ran(bound, None)
     bound.spec.check_unattached()

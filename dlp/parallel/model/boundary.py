@@ -367,6 +367,7 @@ def _check_siblings(core: LinearCore, layers: Sequence[str]) -> None:
 
 def _apply(model: nn.Module, swap: Swap, made: Any) -> Swap:
     specs, session = _new_specs(model, swap.layers, made), _session(model, swap.layers)
+    session.check_not_graphed(core for core, _ in specs)
     for core, spec in specs:
         core.set_spec(spec)
     session.rebuild()
@@ -389,6 +390,7 @@ def record_stats(model: nn.Module, *patterns: str) -> list[str]:
     session, modules = session_of(model), layer_modules(model)
     names = [name for pattern in patterns for name in match_layers(model, pattern, "record_stats")]
     chosen = {modules[name].core for name in names}
+    session.check_not_graphed(session.cores)
     layers = [core.spec.members[0] for core in session.cores if core in chosen]
     tensors = [name for layer in layers for name in names_of(layer)]
     session.stats = StatsTable(tensors, session.counter.device) if layers else None

@@ -32,7 +32,7 @@ import copy
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,6 +56,15 @@ from dlp.quant.stats import StatsTable
 FORWARD = ("x", "w", "y")  # tensors that forward casts
 LOG = logging.getLogger("dlp")
 _ENGINE: Any = torch.autograd.Variable._execution_engine
+
+
+def _never() -> bool:
+    return False
+
+
+capturing: Callable[[], bool] = (
+    torch.cuda.is_current_streamcapturing if torch.backends.cuda.is_built() else _never
+)  # asked at each forward
 
 
 class Spec(Protocol):
@@ -170,6 +179,8 @@ class Session:
         self.way = "forward"  # in which direction
         self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = deque()  # wgrads of weights (see `backward_dw`)
         self.regions = False  # a layer has run in an autocast region
+        self.graphing = False  # CUDA graphs are being made of layers (see `graphing`)
+        self.graphed: set[tuple[str, ...]] = set()  # layers of which there are some
         self._task: int | None = None  # the backward whose end will update dy's scales
         # the step boundary
         self.steps = 0
@@ -187,6 +198,8 @@ class Session:
     def begin_forward(self, bound: Bound, record: bool) -> None:
         """A layer runs; `record`: with gradients."""
         self.last, self.way = bound.spec, "forward"
+        if self.graphing or capturing():
+            self.graphed.add(bound.spec.members)
         if record:
             self.ran.add(bound.spec.members)
             if self.lone and self.draws:
@@ -234,6 +247,15 @@ class Session:
             self.noted.add(text)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 LOG.warning("plan: %s", text)
+
+    def check_not_graphed(self, layers: Iterable[Layer]) -> None:
+        """ValueError for a swap of layers whose recipe a CUDA graph holds."""
+        held = next((layer.spec for layer in layers if layer.spec.members in self.graphed), None)
+        if held is not None:
+            raise ValueError(
+                f"{held.name}: a CUDA graph holds its recipe {held.recipe}, which replays would go on with; set recipes inside "
+                f"of dlp.graphing(model), which forgets the graphs before it, and make them anew there"
+            )
 
     # ---- microbatches
 
@@ -319,7 +341,7 @@ class Session:
         if self.stats is not None:
             self.stats.close()
         if self.has_slots():
-            idle = [spec for spec in self.specs() if spec.members not in self.ran]
+            idle = [spec for spec in self.specs() if spec.members not in self.ran | self.graphed]
             self.scaling.forget({name for spec in idle for name, (tensor, _) in spec.slots.items() if tensor == "w"})
             self.update_scales()
         self.ran.clear()
@@ -431,6 +453,47 @@ def watch_scales(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         session.watches_scales = False
+
+
+@contextmanager
+def graphing(model: nn.Module) -> Iterator[None]:
+    """Around calls of `torch.cuda.make_graphed_callables` for layers of `model`:
+
+        with dlp.graphing(model):
+            model.block = torch.cuda.make_graphed_callables(model.block, (x,))
+
+    The passes inside, which warm up with gradients of whatever lies in memory, leave no amax, no flag of something not finite
+    and no microbatch behind. From then on, a swap of a recipe of these layers raises ValueError. Graphs made before are
+    forgotten: swap inside, in front of the capture, after `del model.block.forward`.
+
+    A replay runs launches and no Python. What these read stays where it is, and the step boundary, outside of the graph, writes
+    there: operands of weights and delayed scales. What Python decided, as a recipe, is in the graph for good.
+
+    Raises ValueError for delayed scales without `attach`, and before `convert` or `attach`.
+    """
+    session = session_of(model)
+    delayed = session.has_slots()
+    if delayed and not session.attached:
+        raise ValueError("dlp.graphing: delayed scales change at an optimizer's step: call dlp.attach before")
+    kept = [(memory, memory.clone()) for memory in _written(session, delayed)]
+    ran, session.graphed, session.graphing = set(session.ran), set(), True
+    try:
+        yield
+    finally:
+        session.graphing, session.ran = False, ran
+        known = {memory.data_ptr() for memory, _ in kept}
+        with torch.no_grad():
+            for memory, before in kept:
+                memory.copy_(before)
+            for flags in session.flags.now:
+                if flags.data_ptr() not in known:  # made inside
+                    flags.zero_()
+
+
+def _written(session: Session, delayed: bool) -> list[Tensor]:
+    """What passes write that a step boundary, or the next pass, will read."""
+    staged = [session.scaling.table.staging] if delayed else []
+    return [*staged, *session.flags.now, *([session.counter] if session.draws and session.cores else [])]
 
 
 # ---- where this is
