@@ -58,6 +58,13 @@ __device__ void store_values(T* to, const Octet<T>& x, int64_t valid, bool align
         if (i < valid) to[i] = T(x[i]);
 }
 
+// Writes eight elements to a multiple of 16 bytes.
+template <class T>
+__device__ void store_octet(T* to, const Octet<T>& x) {
+#pragma unroll
+    for (int v = 0; v < Octet<T>::kVectors; ++v) reinterpret_cast<uint4*>(to)[v] = reinterpret_cast<const uint4*>(&x)[v];
+}
+
 template <class T>
 __device__ Octet<T> normed(const Octet<T>& x, float rstd, const Octet<float>& weight) {
     Octet<float> y;

@@ -24,6 +24,25 @@ __device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols
     store_values(to, x, cols - column, reinterpret_cast<uintptr_t>(to) % 16 == 0);
 }
 
+template <class T>
+__device__ Octet<T> added(const Octet<T>& a, const Octet<T>& b) {
+    Octet<float> both;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) both.set(i, __fadd_rn(a[i], b[i]));
+    return rounded<T>(both);
+}
+
+// Eight elements of an aligned weight from column `first` on.
+__device__ inline Octet<float> load_weight(const NormGradJob& job, int first) {
+    if (job.wide) return load_octet<true>(static_cast<const float*>(job.weight) + first);
+    return widened(load_octet<true>(static_cast<const __nv_bfloat16*>(job.weight) + first));
+}
+// The column of a thread's octet behind the i-th, or of its first, where there is none.
+__device__ inline int next_of(int first, int i, int cols) {
+    const int next = first + (i + 1) * 8 * kRowThreads;
+    return next < cols ? next : first;
+}
+
 template <class T, bool kStore, bool kObserve>
 __global__ void __launch_bounds__(kRowThreads, kForwardBlocks) rms_norm_kernel(const __grid_constant__ NormJob job, const float eps) {
     __shared__ float scratch[kRowWarps];
@@ -94,11 +113,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
             Octet<T> result = rounded<T>(dx);
             if constexpr (kAdd) {
                 const T* more = static_cast<const T*>(job.add) + row * job.add_stride + column;
-                const Octet<T> add = load_octet(more, cols - column, reinterpret_cast<uintptr_t>(more) % 16 == 0);
-                Octet<float> both;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) both.set(i, __fadd_rn(result[i], add[i]));
-                result = rounded<T>(both);
+                result = added(result, load_octet(more, cols - column, reinterpret_cast<uintptr_t>(more) % 16 == 0));
             }
             store_at(job.dx, row, column, cols, result);
         }, x, dy);
@@ -108,6 +123,96 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
         sum.set_vector(0, reinterpret_cast<const uint4&>(sums[i])), sum.set_vector(1, reinterpret_cast<const uint4&>(sums[octets + i]));
         store_at(job.dweight, blockIdx.x, 8 * i, cols, sum);
     }
+}
+
+// The same for rows that lie in whole, aligned octets and stay in registers. Little code, and loads that nobody waits for:
+// each octet of the next row is on its way as soon as this row's has been used.
+template <class T, bool kAdd>
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_whole_kernel(const __grid_constant__ NormGradJob job) {
+    constexpr int kKept = RowOctets<T>::kKept, kApart = 8 * kRowThreads;
+    __shared__ float scratch[2][kRowWarps];
+    float4* low = reinterpret_cast<float4*>(shared_memory()) + threadIdx.x;
+    const int cols = int(job.x.cols), first = 8 * threadIdx.x;
+    float4* high = low + cols / 8;
+    for (int i = 0; first + i * kApart < cols; ++i) low[i * kRowThreads] = high[i * kRowThreads] = make_float4(0, 0, 0, 0);
+
+    const int64_t row_begin = blockIdx.x;
+    const T* x_row = static_cast<const T*>(job.x.data) + row_begin * job.x.stride + first;
+    const T* dy_row = static_cast<const T*>(job.dy) + row_begin * job.dy_stride + first;
+    const T* add_row = kAdd ? static_cast<const T*>(job.add) + row_begin * job.add_stride + first : nullptr;
+    T* dx_row = static_cast<T*>(job.dx) + row_begin * cols + first;
+    Octet<T> x[kKept], dy[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i)
+        if (first + i * kApart < cols) x[i] = load_octet(x_row + i * kApart), dy[i] = load_octet(dy_row + i * kApart);
+    float rstd = job.rstd[row_begin];
+
+    int turn = 0;
+    for (int64_t row = row_begin; row < job.x.rows; row += kNormParts, turn ^= 1) {
+        Octet<float> weight = load_weight(job, first);
+        float part = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            if (first + i * kApart < cols) {
+                const Octet<float> mine = weight;
+                weight = load_weight(job, next_of(first, i, cols));
+                float products[8];
+#pragma unroll
+                for (int k = 0; k < 8; ++k)
+                    products[k] = __fmul_rn(__fmul_rn(dy[i][k], mine[k]), __fmul_rn(x[i][k], rstd));
+                part = __fadd_rn(part, octet_sum(products));
+            }
+        const float mean = __fdiv_rn(row_sum(part, scratch[turn]), float(cols));
+
+        const bool more = row + kNormParts < job.x.rows;
+        const float next_rstd = more ? job.rstd[row + kNormParts] : 0.0f;
+        x_row += kNormParts * job.x.stride, dy_row += kNormParts * job.dy_stride;
+        weight = load_weight(job, first);
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            if (first + i * kApart < cols) {
+                const Octet<float> mine = weight;
+                Octet<T> add;
+                if constexpr (kAdd) add = load_octet(add_row + i * kApart);
+                weight = load_weight(job, next_of(first, i, cols));
+                Octet<float> dx, sum;
+                float4 &to_low = low[i * kRowThreads], &to_high = high[i * kRowThreads];
+                sum.set_vector(0, reinterpret_cast<const uint4&>(to_low)), sum.set_vector(1, reinterpret_cast<const uint4&>(to_high));
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    const float n = __fmul_rn(x[i][k], rstd);
+                    dx.set(k, __fmul_rn(__fsub_rn(__fmul_rn(dy[i][k], mine[k]), __fmul_rn(n, mean)), rstd));
+                    sum.set(k, __fadd_rn(sum[k], __fmul_rn(dy[i][k], n)));
+                }
+                if (more) x[i] = load_octet(x_row + i * kApart), dy[i] = load_octet(dy_row + i * kApart);
+                to_low = make_float4(sum[0], sum[1], sum[2], sum[3]), to_high = make_float4(sum[4], sum[5], sum[6], sum[7]);
+                Octet<T> result = rounded<T>(dx);
+                if constexpr (kAdd) result = added(result, add);
+                store_octet(dx_row + i * kApart, result);
+            }
+        rstd = next_rstd, dx_row += kNormParts * int64_t(cols);
+        if (kAdd) add_row += kNormParts * job.add_stride;
+    }
+    float* to = job.dweight + row_begin * cols + first;
+    for (int i = 0; first + i * kApart < cols; ++i) {
+        reinterpret_cast<float4*>(to + i * kApart)[0] = low[i * kRowThreads];
+        reinterpret_cast<float4*>(to + i * kApart)[1] = high[i * kRowThreads];
+    }
+}
+
+template <class T>
+bool whole_octets(const void* data, int64_t stride) {
+    return stride * int64_t(sizeof(T)) % 16 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
+// Whether `rms_norm_backward_whole_kernel` can take it.
+template <class T>
+bool is_whole(const NormGradJob& job) {
+    const int64_t cols = job.x.cols;
+    const bool fits = cols % 8 == 0 && cols <= 8 * kRowThreads * RowOctets<T>::kKept;
+    const bool read = whole_octets<T>(job.x.data, job.x.stride) && whole_octets<T>(job.dy, job.dy_stride);
+    const bool beside = whole_octets<T>(job.dx, cols) && whole_octets<float>(job.dweight, cols) && whole_octets<float>(job.weight, 0);
+    return fits && read && beside && (!job.add || whole_octets<T>(job.add, job.add_stride));
 }
 
 }  // namespace
@@ -127,12 +232,16 @@ void rms_norm(const NormJob& job, float eps, Input input, Stream stream) {
 void rms_norm_backward(const NormGradJob& job, Input input, Stream stream) {
     if (job.x.rows == 0) return;
     const size_t shared = size_t(job.x.cols + 7) / 8 * sizeof(Octet<float>);
+    const int64_t blocks = std::min(job.x.rows, kNormParts);
     with_input(input, [&](auto element) {
+        using T = decltype(element);
         const auto run = [&](auto adds) {
-            constexpr auto kernel = rms_norm_backward_kernel<decltype(element), decltype(adds)::value>;
+            constexpr bool kAdd = decltype(adds)::value;
+            if (is_whole<T>(job)) return launch<rms_norm_backward_whole_kernel<T, kAdd>>(blocks, kRowThreads, shared, stream, job);
+            constexpr auto kernel = rms_norm_backward_kernel<T, kAdd>;
             if (shared > 48 * 1024)
                 DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
-            launch<kernel>(std::min(job.x.rows, kNormParts), kRowThreads, shared, stream, job);
+            launch<kernel>(blocks, kRowThreads, shared, stream, job);
         };
         if (job.add) run(std::true_type{});
         else run(std::false_type{});
