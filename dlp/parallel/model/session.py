@@ -63,7 +63,7 @@ def _never() -> bool:
 
 
 capturing: Callable[[], bool] = (
-    torch.cuda.is_current_streamcapturing if torch.backends.cuda.is_built() else _never
+    torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else _never
 )  # asked at each forward
 
 
