@@ -19,7 +19,8 @@ from dlp.comm.mesh import ParallelDims
 from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch import schedule
 from launch.accumulate import Accumulation, accumulation, memory_here
-from launch.config import Batch, Config, ConfigError, validate_world
+from launch.config import Batch, Config, ConfigError, parallel_dims, validate_world
+from launch.links import transport_name
 from launch.models.initial import init_weights
 from launch.models.modules import DTYPES, Llama
 from launch.models.parallel import check_plan, fuse, parallel_groups
@@ -64,7 +65,8 @@ def plan_for(config: Config, world_size: int, device_type: str) -> Plan:
     groups = layer_groups(config)
     plan = dlp.make_plan(
         meta_model(config), groups, config.mesh.tp, device_type=device_type, batch=batch,
-        overlap_table=config.mesh.overlap_table, transport="gloo" if device_type == "cpu" else config.mesh.transport,
+        overlap_table=config.mesh.overlap_table,
+        transport=transport_name(config.mesh.transport, parallel_dims(config, world_size), device_type),
     )  # fmt: skip
     check_plan(plan, config.model)
     return plan

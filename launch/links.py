@@ -1,15 +1,16 @@
 """How fast the links between ranks are, for the seconds that a plan prints: what makers state, one direction, per GPU.
 
-tp is the innermost axis of the mesh, so ranks of a group lie `stride` apart; a group that fits into one host of 8 GPUs
-goes over NVLink, a wider one is as slow as the network between hosts. Nothing here is measured on the machine at hand.
+tp is the innermost axis of the mesh, so a group lies among as many neighbours as its axis and those within it have ranks. Where
+these never leave a host of 8 GPUs, it goes over NVLink; else it is as slow as the network between hosts. Nothing here is
+measured on the machine at hand.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
-from dlp.comm.mesh import AXES, ParallelDims
+from dlp.comm.mesh import AXES, NCCL, TP, ParallelDims
 
 HOST = 8  # GPUs that NVLink joins
 OWN = {"layer": "launch", "direction": "other"}  # what ledgers call bytes that the launcher itself sends
@@ -35,8 +36,31 @@ def link_of(group: str, dims: ParallelDims, device: str) -> Link:
     `dlp.quant.gemm.DEVICES`."""
     if device == "cpu":
         return ETHERNET
+    return NETWORK if leaves_host(group, dims) else NVLINK.get(device, NETWORK)
+
+
+def leaves_host(group: str, dims: ParallelDims, host: int = HOST) -> bool:
+    """Whether ranks of some group of an axis, or the world, are on several hosts of so many GPUs."""
     inner = AXES[AXES.index(group) :] if group in AXES else AXES
-    return NVLINK.get(device, NETWORK) if prod(map(dims.size, inner)) <= HOST else NETWORK
+    return dims.world_size > host and host % prod(map(dims.size, inner)) != 0
+
+
+def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
+    """What will carry what layers send over tp, as `dlp.parallel.auto` names it, where `asked` was asked for."""
+    return "gloo" if device == "cpu" else NCCL if leaves_host(TP, dims) else asked
+
+
+def slow_tp(dims: ParallelDims, device: str, nbytes: float, host: int = HOST) -> list[str]:
+    """A warning where tp leaves a host of so many GPUs; `nbytes`: what a rank sends over it in a step."""
+    if device == "cpu" or not leaves_host(TP, dims, host):
+        return []
+    fast, least = NVLINK.get(device), gcd(dims.tp, host)
+    beside = f", where {fast.name} takes {said_seconds(nbytes / fast.speed)}" if fast else ""
+    return [
+        f"WARNING: tp = {dims.tp} leaves a host of {host} GPUs: each rank sends {said_bytes(nbytes)} a step over it, which "
+        f"nothing hides, {said_seconds(nbytes / NETWORK.speed)} on a {NETWORK.name}{beside}; --mesh.tp {least}, with "
+        f"{dims.tp // least} times as many ranks in dp_shard or dp_replicate, does not"
+    ]
 
 
 def said_bytes(nbytes: float) -> str:

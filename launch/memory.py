@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dlp import Plan
-from dlp.comm.mesh import DP_SHARD, TP
+from dlp.comm.mesh import DP_SHARD, MAPPED, TP
 from dlp.comm.transport import LEAST, MAXIMA, slot_bytes
 from dlp.parallel.casts import operand_shape
 from dlp.parallel.model.plan import table
@@ -31,7 +31,7 @@ from launch.accumulate import Accumulation
 from launch.activations import REST, Saved, saved_by
 from launch.build import meta_model
 from launch.config import Config
-from launch.links import said_bytes
+from launch.links import said_bytes, transport_name
 from launch.optimizers import state_bytes
 from launch.recompute import recomputed
 
@@ -203,7 +203,7 @@ class _Estimate:
         direction, of which there are at most two, in the activations' dtype, or quantized in as few as four bits; one of
         the least size for each further piece of a gather; and one for agreements."""
         ranks = self.load.ranks(TP)
-        if ranks == 1 or self.plan.device_type == "cpu" or self.config.mesh.transport != "mapped":
+        if ranks == 1 or transport_name(self.config.mesh.transport, self.load.dims, self.plan.device_type) != MAPPED:
             return 0.0
         sizes = {
             (row.style, slot_bytes(parameter.shape[row.style != "row"] * self.load.tokens * self.wide >> narrower))

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import dlp
 from dlp.comm import transport
-from dlp.comm.mesh import TP, shutdown, world_size
+from dlp.comm.mesh import TP, ranks_of_host, shutdown, world_size
 from dlp.kernels.table import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
@@ -80,9 +80,10 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         if mesh.device_type == "cuda" and built.dims.tp > 1:
             run.say(transport.describe(TP, mesh[TP].get_group()))
         load = wire.workload(config, mesh.size(), built.accumulation.reductions)
+        slow = wire.warn_of_tp(built.plan, load, config.train.optimizer, ranks_of_host())
         gradients = wire.describe_gradients(built.plan, load, built.accumulation)
         averages = describe_optimizer(config, built.plan, built.dims.dp_shard)
-        for line in (*gradients, *averages, *map(str, built.swaps)):
+        for line in (*slow, *gradients, *averages, *map(str, built.swaps)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)
         done = trainer.resume()

@@ -33,7 +33,7 @@ from dlp.parallel.traffic.predict import (
 from launch.accumulate import Accumulation
 from launch.build import Built
 from launch.config import Config, parallel_dims, validate_world
-from launch.links import OWN, link_of, said_bytes, said_seconds
+from launch.links import OWN, link_of, said_bytes, said_seconds, slow_tp
 from launch.models.modules import DTYPES
 from launch.muon import MUON, is_matrix_of_block
 from launch.recompute import recomputed
@@ -119,7 +119,15 @@ def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
         )  # fmt: skip
     total = f"{said_bytes(sum(ours.values()))} a step, {_share(ours, bf16)} of bf16, {said_seconds(seconds)}"
     lines = [f"wire: each rank sends {total} at the stated speed of the links, if nothing overlaps", ""]
-    return lines + table(COLUMNS, rows)
+    return [*lines, *table(COLUMNS, rows), *slow_tp(load.dims, plan.device_type, by_group(ours).get(TP, 0))]
+
+
+def warn_of_tp(plan: Plan, load: Workload, optimizer: str, host: int) -> list[str]:
+    """That of `slow_tp`, for hosts of so many GPUs."""
+    try:
+        return slow_tp(load.dims, plan.device_type, by_group(planned(plan, load, optimizer)).get(TP, 0), host)
+    except Unpredictable as why:
+        return [f"wire: {why}"]
 
 
 def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[str]:

@@ -233,11 +233,45 @@ def test_seconds_are_those_of_the_slowest_link_that_a_group_crosses():
     names = [links.link_of(group, dims, "sm_90").name for group in ("tp", "dp_shard", "dp_replicate", "world")]
     assert names == ["NVLink 4", "NVLink 4", "400 Gb/s network", "400 Gb/s network"]
     assert links.link_of("dp_shard", ParallelDims(dp_shard=2, tp=8), "sm_100").speed == 50e9
+    assert links.link_of("tp", ParallelDims(dp_shard=4, tp=3), "sm_90").speed == 50e9, "ranks 6, 7 and 8 share no host"
+    assert links.link_of("tp", ParallelDims(dp_shard=2, tp=3), "sm_90").name == "NVLink 4", "one host has all"
     lines = plan_text(load("llama3_1b", ["--mesh.tp=4"]), 16, "sm_90").splitlines()
     grads = next(line for line in lines if line.startswith("dp_shard  grads"))
     assert grads.split()[2:9] == ["927", "MB", "1.000", "18.5", "ms", "400", "Gb/s"], (
         "1.24 billion / 4 in fp32, of 4 shards"
     )
+
+
+WIDE = "--model.layers=3", "--model.kv_heads=32", "--mesh.dp_shard=1", "--mesh.tp=16"
+
+
+def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out():
+    lines = plan_text(load("llama3_8b", WIDE), 32, "sm_90").splitlines()
+    of_tp = [line.split() for line in lines if line.startswith("tp  ")]
+    gigabytes = sum(float(row[2]) * {"GB": 1, "MB": 1e-3, "kB": 1e-6, "B": 1e-9}[row[3]] for row in of_tp)
+    (said,) = (line for line in lines if line.startswith("WARNING: tp"))
+    sent, slow, fast = re.match(
+        r"WARNING: tp = 16 leaves a host of 8 GPUs: each rank sends ([\d.]+) GB a step over it, which nothing hides, "
+        r"([\d.]+) s on a 400 Gb/s network, where NVLink 4 takes ([\d.]+) ms; --mesh.tp 8, with 2 times as many ranks in "
+        r"dp_shard or dp_replicate, does not$",
+        said,
+    ).groups()
+    expected = gigabytes, gigabytes / 50, 1e3 * gigabytes / 450
+    assert tuple(map(float, (sent, slow, fast))) == pytest.approx(expected, rel=0.01)
+    assert "WARNING: tp" not in plan_text(load("llama3_8b", [*WIDE[:3], "--mesh.tp=8"]), 32, "sm_90")
+    assert not links.slow_tp(ParallelDims(tp=4), "sm_90", 1e9, host=4)
+    (of_four,) = links.slow_tp(ParallelDims(tp=4, dp_shard=2), "sm_90", 1e9, host=2)
+    assert "leaves a host of 2 GPUs" in of_four and "--mesh.tp 2, " in of_four
+
+
+@pytest.mark.parametrize("settings", [WIDE, ["--mesh.tp=2", "--mesh.transport=nccl"]], ids=["hosts", "nccl"])
+def test_a_strategy_for_mapped_memory_is_refused_by_the_plan_where_there_is_none(settings):
+    asked = ["--mesh.transport=mapped", "--groups.default.overlap=chunked:2", *settings]
+    tp = 16 if settings is WIDE else 2
+    with pytest.raises(
+        ValueError, match=rf"q_proj: overlap = 'chunked:2' sends through memory .* and tp = {tp} sends by NCCL; set"
+    ):
+        plan_text(load("llama3_8b", asked), 32, "sm_90")
 
 
 def test_amounts_have_three_digits_and_a_unit():

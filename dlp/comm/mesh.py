@@ -159,6 +159,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def ranks_of_host() -> int:
+    """Ranks of this run on this host, as torchrun says, else all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def init_process_group(device_type: str) -> None:
     """Join the group torchrun describes (RANK, WORLD_SIZE, ...), once; a lone process makes a group of one.
 

@@ -123,7 +123,7 @@ def make_plan(
         check(name, module, resolved[name].convert)
     times = auto.load(overlap_table) if isinstance(overlap_table, str | Path) else overlap_table
     why = times and times.obstacle(device_kind(device_type), tp, transport)
-    place = Place(tp, device_type, batch, None if why else times, why or auto.NO_TABLE)
+    place = Place(tp, device_type, batch, None if why else times, why or auto.NO_TABLE, transport)
     layers, others = _rows(modules, resolved, place)
     _check_ties(modules, layers, others)
     if tp > 1:

@@ -108,13 +108,14 @@ class ParameterPlan:
 @dataclass(frozen=True)
 class Place:
     """Where a plan is for: ranks of tp, the kind of device, (B, S) of a microbatch; times to choose strategies by, or why there
-    are none."""
+    are none; what carries what layers send over tp, as `make_plan` is told."""
 
     tp: int
     device_type: str
     batch: tuple[int, int] | None
     times: Times | None = None
     no_times: str = NO_TABLE
+    transport: str = ""
 
 
 def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) -> LayerPlan:
@@ -221,6 +222,8 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
     by_name, found = {row.name: row for row in rows}, dict[str, tuple[Asked, tuple[Choice, ...]]]()
     for row in rows:
         names = row.siblings or (row.name,)
+        if place.tp > 1 and row.style != "local":
+            _check_carried(row, place)
         if place.tp == 1 or row.style == "local":
             found[row.name] = choose(row.overlap, None, None, NOTHING)
         elif names[0] not in found or names[0] == row.name:
@@ -231,6 +234,17 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
             why = NO_TOKENS if place.times is not None else place.no_times
             found |= dict.fromkeys(names, choose(row.overlap, problem, place.times, why))
     return [replace(row, overlap=found[row.name][0], choices=found[row.name][1]) for row in rows]
+
+
+def _check_carried(row: LayerPlan, place: Place) -> None:
+    """ValueError where a strategy that was asked for needs memory that GPUs map, and tp has none."""
+    asked = row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
+    for name in (name for name in asked if name != AUTO):
+        if place.transport == "nccl" and getattr(overlaps.load(name), "between_mapped_gpus", False):
+            raise ValueError(
+                f"{row.name}: overlap = {name!r} sends through memory that the GPUs of a host map from each other, and tp = "
+                f"{place.tp} sends by NCCL; set transport = 'mapped', with tp within one host, or overlap = 'serial'"
+            )
 
 
 def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:

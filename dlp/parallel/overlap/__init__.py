@@ -76,7 +76,8 @@ class Lease(Protocol):
 
 class Overlap(Protocol):
     """`launches_only`: through a transport it only launches, in order, so that a direction can be captured. `calls_only`: so it
-    can without one, since all that is sent are collectives, called between launches."""
+    can without one, since all that is sent are collectives, called between launches. One that sends between GPUs only through
+    memory that they map says `between_mapped_gpus = True`, and is refused where there is none."""
 
     name: str
     launches_only: bool

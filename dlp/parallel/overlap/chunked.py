@@ -191,6 +191,7 @@ class Chunked:
     chunks: int = 1
     launches_only: ClassVar[bool] = True  # where ranks map each other's memory
     calls_only: ClassVar[bool] = False  # sends and receives of chunks, elsewhere
+    between_mapped_gpus: ClassVar[bool] = True  # of GPUs, only between those
 
     @property
     def name(self) -> str:
