@@ -28,7 +28,7 @@ from dlp.comm.observer import dtype_name
 from dlp.kernels.table import device_kind
 from dlp.parallel.model.plan import LayerPlan
 from dlp.parallel.style import shard_sizes
-from dlp.quant.gemm import DECODES, decoded_dtype
+from dlp.quant.gemm import DECODES, decoded_dtype, factor
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
 from dlp.quant.tensor import Format
 from launch.build import plan_for
@@ -51,8 +51,6 @@ def decoded_to(kernel: str, formats: Sequence[Format], source: torch.dtype) -> t
     them as they are."""
     if not kernel.startswith(DECODES):
         return None
-    if "bf16" in kernel:
-        return torch.bfloat16
     return decoded_dtype(*((fmt, fmt.parts[0].dtype or source) for fmt in formats))
 
 
@@ -71,11 +69,15 @@ def problems(
         ways = GEMM_OPERANDS[which][1::2]
         formats = [quantizer.format for quantizer in layer.recipe.operands(which)]
         decoded = decoded_to(kernel, formats, dtype)
+        factored = decoded is not None and factor(*formats)
         for side, way, fmt in zip("ab", ways, formats, strict=True):
             problem[f"{side}_dtype"] = dtype_name(decoded or fmt.parts[0].dtype or dtype)
             problem[f"{side}_block"] = [1, 1] if decoded else list(fmt.block)
             problem[f"{side}_flipped"] = fmt.keeps_source and way == "columnwise"
-            problem["alpha"] |= fmt.gemm_kind == "nvfp4" and kernel.startswith(("decode + bf16", "cublaslt"))
+            tiles = fmt.gemm_kind == "nvfp4" and kernel.startswith("cublaslt")
+            problem["alpha"] |= tiles or (factored and fmt.factors == "tensor")
+        if factored and any(fmt.factors == "row" for fmt in formats):
+            out = torch.float32  # the scales of rows are applied to its sums
         kept = [torch.float32, *[torch.float32] * summed] if which == "dgrad" and summed else [out]
         for turn, result in enumerate(kept):
             yield {**problem, "out_dtype": dtype_name(result), "accumulate": turn > 0}

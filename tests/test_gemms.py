@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dlp.kernels import gemms, loader, ops
+from dlp.kernels import gemms, loader, ops, reference
 from dlp.kernels.gemm_entries import _int8_sums_on_gpu
+from dlp.kernels.reference import gemm_hp
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.fp8_rowwise import RowwiseScaling
-from dlp.quant.gemm import Gemm
+from dlp.quant.gemm import Gemm, support
 from dlp.quant.integers import IntScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
@@ -25,7 +27,7 @@ from dlp.quant.quantizer import KeepHighPrecision, Quantizer
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, Recipe
 from dlp.quant.tensor import QuantizedTensor
 from tests.metrics import relative_error
-from tests.quantizers import SEEDS, every_recipe, matrix, quantize
+from tests.quantizers import EXPONENTS, SEEDS, every_recipe, matrix, quantize
 
 
 def operands(recipe: Recipe, which: str, a: Tensor, b: Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -110,18 +112,58 @@ def test_int8_sums_are_exact_however_long():
         assert torch.equal(filled.long(), left.long() @ right.long().t()) and filled.shape == (rows, cols)
 
 
-MIXED: list[tuple[Quantizer, Quantizer]] = [
-    (KeepHighPrecision(), CurrentScaling()), (MxScaling(), KeepHighPrecision()), (BlockScaling(), MxScaling("e5m2")),
-    (Nvfp4Scaling(), CurrentScaling()), (RowwiseScaling(), Nvfp4Scaling(tile=True)),
+KINDS: list[Quantizer] = [
+    KeepHighPrecision(), CurrentScaling(), RowwiseScaling(power_of_two=False), BlockScaling(), BlockScaling(power_of_two=False),
+    MxScaling("e5m2"), Nvfp4Scaling(tile=True), IntScaling(), IntScaling(4, symmetric=False), IntScaling(4, 32),
+]  # fmt: skip
+NEVER = {BlockScaling(power_of_two=False), IntScaling(4, 32)}  # scales inside the contraction that are no powers of two
+MIXED = [
+    (left, right) for left in KINDS for right in KINDS
+    if left != right and not left.format.gemm_kind == right.format.gemm_kind == "fp8_block_1d"  # which has a kernel
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("left, right", MIXED, ids=str)
-def test_a_mixed_pair_decodes_both(left: Quantizer, right: Quantizer):
+def test_a_mixed_pair_is_decoded_to_bf16_where_that_is_exact(left: Quantizer, right: Quantizer):
+    """The float64 product of the decoded operands, whether the GEMM multiplied in bf16 or in fp32; and the plan says which."""
     a, b = quantize(left, matrix(1, 32, 96)), quantize(right, matrix(2, 48, 96))
     product, magnitude = exact(a, b)
-    y = Gemm("dgrad", b, torch.float32)(a)
-    assert ((y.double() - product).abs() <= 104 * 2**-24 * magnitude).all()
+    bound = 104 * 2**-24 * magnitude
+    kernel = support(a.format, b.format, "cpu")
+    spied: list[torch.dtype] = []
+    with mock.patch.object(reference, "gemm_hp", lambda x, y, out: spied.append(x.dtype) or gemm_hp(x, y, out)):
+        y = Gemm("dgrad", b, torch.float32)(a)
+        bias, into = torch.randn(48), torch.ones(32, 48)
+        assert torch.equal(Gemm("dgrad", b, torch.float32, bias=bias)(a), y + bias)
+        assert Gemm("dgrad", b, torch.float32, accumulate=into, alpha=0.5)(a) is into
+    assert ((y.double() - product).abs() <= bound).all() and (
+        (into.double() - 1 - product / 2).abs() <= bound + 1e-6
+    ).all()
+    in_bf16 = not NEVER & {left, right}
+    assert set(spied) == {torch.bfloat16 if in_bf16 else torch.float32}
+    how = "decode one + mm" if KeepHighPrecision() in (left, right) else "decode + bf16 mm"
+    assert (kernel.kernel, kernel.status) == (how if in_bf16 else "decode + fp32 mm", "emulated")
+
+
+@pytest.mark.parametrize("right", [CurrentScaling(), RowwiseScaling(), MxScaling()], ids=str)
+def test_values_in_fp32_are_multiplied_there(right: Quantizer):
+    a, b = quantize(KeepHighPrecision(), matrix(1, 32, 96, dtype=torch.float32)), quantize(right, matrix(2, 48, 96))
+    product, magnitude = exact(a, b)
+    assert ((Gemm("fprop", b, torch.float32)(a).double() - product).abs() <= 104 * 2**-24 * magnitude).all()
+    narrow = quantize(KeepHighPrecision(), a.payload.bfloat16())
+    assert relative_error(Gemm("fprop", b, torch.float32)(narrow), product) > 1e-4, "these values need it"
+
+
+@pytest.mark.parametrize("quantizer", [kind for kind in KINDS if kind not in NEVER], ids=str)
+@given(seed=SEEDS, exponent=EXPONENTS)
+def test_what_is_factored_is_what_is_decoded(quantizer: Quantizer, seed: int, exponent: int):
+    q = quantize(quantizer, matrix(seed, 32, 64, exponent))
+    values, scale = q.format.factored(q)
+    assert values.dtype == torch.bfloat16
+    kinds = {None: "", (): "tensor", (32,): "row"}
+    assert q.format.keeps_source or q.format.factors == kinds[None if scale is None else tuple(scale.shape)]
+    whole = values.double() if scale is None else values.double() * scale.double().reshape(-1, 1)
+    assert ((whole - q.dequantize().double()).abs() <= 2**-23 * whole.abs()).all()
 
 
 def test_operands_of_different_contraction_are_refused():

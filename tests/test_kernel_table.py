@@ -96,7 +96,7 @@ def test_a_users_gemm_runs_for_its_format_and_stands_in_the_plan():
     with registered(INT6):
         found = support(a.format, b.format, "cpu")
         assert (found.status, found.kernel) == ("own", "int6 mm")
-        assert kernel_name(a.format, b.format, "sm_100") == "decode + mm", "where it does not run"
+        assert kernel_name(a.format, b.format, "sm_100") == "decode + fp32 mm", "where it does not run"
         product = Gemm("fprop", b, torch.float32)(a)
         assert_bit_equal(product, int6_gemm(a.parts, b.parts, torch.float32, None, None, None))
         assert relative_error(product, decoded) < 1e-6 and not torch.equal(product, decoded)

@@ -223,7 +223,8 @@ def test_kernel_names_say_what_runs():
     assert kernel_name(fp8, fp8, "cpu") == "reference" and kernel_name(hp, hp, "cpu") == "torch mm"
     assert kernel_name(fp8, fp8, "sm_90") == kernel_name(fp8, fp8, "sm_100") == "cublaslt fp8 tn"
     assert kernel_name(fp8, fp8, "cuda") == "torch._scaled_mm" or torch.cuda.is_available()
-    assert kernel_name(hp, fp8, "cpu") == kernel_name(mx, fp8, "sm_100") == "decode + mm"
+    assert kernel_name(hp, fp8, "cpu") == "decode one + mm"
+    assert kernel_name(mx, fp8, "sm_100") == "decode + bf16 mm"
 
 
 # --- CustomRecipe
@@ -350,9 +351,9 @@ def test_a_users_format_decodes_or_brings_its_own_gemm(fmt: Format):
     assert relative_error(Gemm("fprop", b, torch.float32, bias=bias)(a), expected + bias) < 1e-6
     own = fmt.name == "int6 own"
     assert support(fmt, fmt, "cpu").status == ("own" if own else "emulated")
-    assert kernel_name(fmt, fmt, "cpu") == ("Int6WithGemm.gemm" if own else "decode + mm")
+    assert kernel_name(fmt, fmt, "cpu") == ("Int6WithGemm.gemm" if own else "decode + fp32 mm")
     high = KeepHighPrecision().format
-    assert kernel_name(fmt, high, "cpu") == kernel_name(high, fmt, "cpu") == "decode + mm"
+    assert kernel_name(fmt, high, "cpu") == kernel_name(high, fmt, "cpu") == "decode + fp32 mm"
 
 
 def test_a_users_gemm_is_given_the_options_it_takes():

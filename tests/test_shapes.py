@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
 from torch import nn
 
+import dlp
 from dlp.quant.fp8 import CurrentScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import support
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision
+from dlp.quant.recipe import load as load_recipe
+from launch import shapes
 from launch.config import load
 from launch.shapes import decoded_to, main, of_config, of_model
 from tests.command import command
@@ -73,8 +77,8 @@ def test_what_is_decoded_has_the_dtype_that_is_multiplied(dtype):
 @pytest.mark.parametrize(
     ("kernel", "left", "right", "dtype"),
     [
-        ("decode + mm", CurrentScaling(), MxScaling(), torch.float32),
-        ("decode + mm", BlockScaling(), MxScaling(), torch.bfloat16),
+        ("decode + fp32 mm", BlockScaling(power_of_two=False), MxScaling(), torch.float32),
+        ("decode + bf16 mm", CurrentScaling(), MxScaling(), torch.bfloat16),
         ("decode + bf16 mm", Nvfp4Scaling(), Nvfp4Scaling(), torch.bfloat16),
         ("cublaslt fp8 tn", CurrentScaling(), CurrentScaling(), None),
     ],
@@ -85,9 +89,26 @@ def test_a_pair_is_decoded_to_bf16_where_that_is_exact(kernel, left, right, dtyp
     assert support(left.format, right.format, "sm_90").kernel == kernel
 
 
+@pytest.mark.parametrize(
+    ("weights", "alpha", "out"),
+    [("fp8_current", True, "bfloat16"), ("fp8_rowwise", False, "float32"), ("mxfp8", False, "bfloat16")],
+)
+def test_scales_beside_bf16_values_are_in_the_problem(weights, alpha, out):
+    """Of a tensor as the factor of the sums; those of rows are applied to fp32 sums."""
+    plan = dlp.make_plan(
+        nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16)),
+        [{"name": "all", "match": ["*"], "recipe": replace(load_recipe("bf16"), w=load_recipe(weights).w)}], tp=1,
+    )  # fmt: skip
+    first = next(shapes.problems(plan.layers[0], (32, 64, 64), torch.bfloat16, torch.bfloat16))
+    assert (first["gemm"], first["alpha"], first["out_dtype"]) == ("fprop", alpha, out)
+    assert first["a_dtype"] == first["b_dtype"] == "bfloat16"
+
+
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
 def test_values_as_they_are_meet_decoded_ones_in_their_own_dtype(source):
-    assert decoded_to("decode + mm", (KeepHighPrecision().format, MxScaling().format), source) == source
+    for other in (MxScaling(), CurrentScaling()):
+        pair = KeepHighPrecision().format, other.format
+        assert decoded_to(support(*pair, "sm_90").kernel, pair, source) == source
 
 
 def test_it_is_a_command(capsys):

@@ -173,7 +173,7 @@ def test_what_was_measured_before_a_failure_is_kept(
     kept = {gemms.key_of(WORDS): 1, gemms.key_of((28, *WORDS[1:])): 0}
     assert json.loads(cache.read_text()) == {"130101": kept} and gemms.choices(0) == kept
     assert [path.name for path in cache.parent.iterdir()] == ["GPU.json"], "nothing half written"
-    file.write_text(json.dumps([{**PROBLEMS[0], "kernel": "decode + mm"}]))
+    file.write_text(json.dumps([{**PROBLEMS[0], "kernel": "decode + fp32 mm"}]))
     capsys.readouterr()
     assert tune.main([str(file)]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [f"0 choices kept in {cache}"]

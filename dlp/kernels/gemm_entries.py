@@ -31,6 +31,7 @@ from dlp.kernels import gemm_sm90, gemms, reference
 from dlp.kernels.codes import decode_fp8_block, decode_mxfp8, decode_nvfp4, nvfp4_alpha, swizzle_128x4
 from dlp.kernels.gemms import BLOCK_1D, BLOCK_2D, FP4, MX_BLOCKS, NVFP4_BLOCKS, ROWWISE, Scales, finish
 from dlp.kernels.table import (
+    DEVICES,
     GEMM,
     NATIVE,
     REFERENCE,
@@ -54,6 +55,7 @@ class Layout(NamedTuple):
     gemm_kind: str
     block: tuple[int, int]
     bf16_exact: bool
+    factors: str | None = None
 
 
 HP = Layout("hp", (1, 1), False)
@@ -148,6 +150,35 @@ def cublaslt_hp(
     if result in (left.dtype, torch.float32):
         return gemms.product(left, right, out_dtype, bias=bias, accumulate=accumulate, alpha=alpha, options=options)
     return finish(gemms.product(left, right, torch.float32, alpha=alpha, options=options), out_dtype, bias, accumulate)
+
+
+# Decoded operands that are exact in bf16 but for a scale
+
+
+def _factored(
+    multiply: Any, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
+    options: GemmLaunchOptions,
+) -> Tensor:  # fmt: skip
+    """Each operand is values [rows, C] that bf16 holds, and perhaps their scale, fp32 [] or [rows]: sums of bf16 products,
+    multiplied by the scales afterwards."""
+    (left, *a_scale), (right, *b_scale) = a, b
+    whole = [scale for scale in (*a_scale, *b_scale) if not scale.dim()]
+    alpha = {"alpha": whole[0] if len(whole) == 1 else whole[0] * whole[1]} if whole else {}
+    if len(whole) == len(a_scale) + len(b_scale):
+        result: Tensor = multiply((left,), (right,), out_dtype, bias, accumulate, options, **alpha)
+        return result
+    sums = multiply((left,), (right,), torch.float32, None, None, options, **alpha)
+    for scales in (scale[:, None] for scale in a_scale if scale.dim()):
+        sums.mul_(scales)
+    for scales in (scale for scale in b_scale if scale.dim()):
+        sums.mul_(scales)
+    return finish(sums, out_dtype, bias, accumulate)
+
+
+FACTORED = {
+    device: _checked(partial(_factored, cublaslt_hp if device in NATIVE else torch_mm), scales_inside=device in NATIVE)
+    for device in DEVICES
+}
 
 
 # FP8, one scale a tensor or a row
@@ -270,10 +301,14 @@ def _decoded(
     return multiply(values[:1], values[1:], *more, **alpha)
 
 
-def _enter_decoded(formats: Any, decode: Callable[..., Tensor], devices: tuple[str, ...], exact: bool = False) -> None:
+def _are_exact(a: OperandLayout, b: OperandLayout) -> bool:
+    return a.bf16_exact and b.bf16_exact
+
+
+def _enter_decoded(formats: Any, decode: Callable[..., Tensor], devices: tuple[str, ...], **more: Any) -> None:
     for device in devices:
         multiply, tuned = (cublaslt_hp, "values") if device in NATIVE else (torch_mm, "")
-        enter = _gemm_of_layouts(f"{DECODES} + bf16 mm", (device,), formats, "emulated", exact=exact, cublaslt=tuned)
+        enter = _gemm_of_layouts(f"{DECODES} + bf16 mm", (device,), formats, "emulated", cublaslt=tuned, **more)
         enter(partial(_decoded, decode, multiply))
 
 
@@ -305,10 +340,10 @@ def check_reference(a: Tensor, options: GemmLaunchOptions) -> None:
         )
 
 
-_enter_decoded(BLOCKS, decode_fp8_block, ("cuda",), exact=True)
+_enter_decoded(BLOCKS, decode_fp8_block, ("cuda",), layouts=_are_exact)
 
 
-@_gemm_of_layouts("cublaslt mxfp8 block-scaled", ("sm_100",), BLOCKS, "native", exact=True, cublaslt="tiles")
+@_gemm_of_layouts("cublaslt mxfp8 block-scaled", ("sm_100",), BLOCKS, "native", layouts=_are_exact, cublaslt="tiles")
 def _fp8_block_as_mxfp8(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,

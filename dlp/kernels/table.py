@@ -115,7 +115,8 @@ class KernelEntry:
 
 class OperandLayout(Protocol):
     """What the table is told of an operand of a GEMM. `gemm_kind`: what its parts are, by a name; `block`: the elements that
-    share a scale along (rows, contraction), 0 for all; `bf16_exact`: its decoded values are exact in bf16."""
+    share a scale along (rows, contraction), 0 for all; `bf16_exact`: its decoded values are exact in bf16; `factors`: what is
+    left to multiply by values that are, a scale of the "tensor" or of each "row", "" nothing; None where there are none."""
 
     @property
     def gemm_kind(self) -> str: ...
@@ -123,6 +124,8 @@ class OperandLayout(Protocol):
     def block(self) -> tuple[int, int]: ...
     @property
     def bf16_exact(self) -> bool: ...
+    @property
+    def factors(self) -> str | None: ...
 
 
 class GemmLaunchOptions(NamedTuple):
@@ -159,7 +162,7 @@ class GemmEntry(KernelEntry):
     it depends on them. `takes` is asked with the arguments of a launch.
 
     formats    the pairs of `gemm_kind` of A and B that it multiplies; () for any pair that no other entry names
-    exact      only pairs whose decoded values are exact in bf16
+    layouts    further asked, with the layouts of such a pair, whether it multiplies that; None for all
     status     "native" by a unit that the device has for the formats, "emulated" on decoded values or by plain torch,
                "own" where somebody brought it
     when       what `takes` asks for, in a word: it stands beside the name
@@ -170,7 +173,7 @@ class GemmEntry(KernelEntry):
     operation: str = field(default=GEMM, init=False)
     run: Callable[..., Any] = field(default=None)  # type: ignore[assignment]  # where there is `prepare`
     formats: tuple[tuple[str, str], ...] = ()
-    exact: bool = False
+    layouts: Callable[[OperandLayout, OperandLayout], bool] | None = None
     status: str = "own"
     when: str = ""
     cublaslt: str = ""
@@ -178,7 +181,7 @@ class GemmEntry(KernelEntry):
     def supports(self, a: OperandLayout, b: OperandLayout) -> bool:
         """Whether it multiplies such a pair, on its devices."""
         named = not self.formats or (a.gemm_kind, b.gemm_kind) in self.formats
-        return named and (not self.exact or (a.bf16_exact and b.bf16_exact))
+        return named and (self.layouts is None or self.layouts(a, b))
 
     def launch(self, a: OperandLayout, b: OperandLayout) -> GemmLaunch:
         """What runs it on operands of these layouts."""

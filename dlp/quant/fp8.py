@@ -41,6 +41,7 @@ class Fp8Tensor(Fp8Codes):
     PARTS = codes_and(Part("scale_inv", torch.float32, SHARED, SHARED))
     transposable = True
     gemm_kind = "fp8_tensor"
+    factors = "tensor"
     block = (0, 0)
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
@@ -49,6 +50,10 @@ class Fp8Tensor(Fp8Codes):
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale_inv = q.parts
         return (ops.decode_fp8(codes) * scale_inv).to(dtype)
+
+    def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
+        codes, scale_inv = q.parts
+        return codes.to(torch.bfloat16), scale_inv
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         codes, scale_inv = q.parts

@@ -27,6 +27,7 @@ class Fp8Rowwise(Fp8Codes):
     KIND = "fp8_rowwise"
     PARTS = codes_and(Part("scale_inv", torch.float32, rows=0, contraction=SHARED))
     gemm_kind = "fp8_rowwise"
+    factors = "row"
     block = (1, 0)
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
@@ -35,6 +36,10 @@ class Fp8Rowwise(Fp8Codes):
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale_inv = q.parts
         return (ops.decode_fp8(codes) * scale_inv[:, None]).to(dtype)
+
+    def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
+        codes, scale_inv = q.parts
+        return codes.to(torch.bfloat16), scale_inv
 
 
 _format = cache(Fp8Rowwise)  # one of its kind

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops, table
-from dlp.kernels.gemm_entries import DECODES
+from dlp.kernels.gemm_entries import DECODES, FACTORED
 from dlp.kernels.gemms import finish as gemm_finish
 from dlp.kernels.table import (
     DEVICE_AT,
@@ -112,28 +112,60 @@ def _own(own: Callable[..., Tensor], takes_options: bool, gemm: Gemm, a: Quantiz
     return gemm_finish(own(gemm.which, a, gemm.b, **alone) * gemm.alpha, gemm.out_dtype, gemm.bias, gemm.accumulate)
 
 
+def factor(*formats: Any) -> bool:
+    """Whether decoded operands of these formats are multiplied as values that bf16 holds, but for a scale that sums may be
+    multiplied by afterwards; those in high precision as they are."""
+    return all(fmt.gemm_kind == "hp" or fmt.factors is not None for fmt in formats)
+
+
 def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
-    """What operands, each a format and the dtype of its payload, are multiplied in once they are decoded: bf16 where that is
-    exact for all."""
-    exact = all(fmt.bf16_exact or payload == torch.bfloat16 for fmt, payload in operands)
-    return torch.bfloat16 if exact else torch.float32
+    """What operands, each a format and the dtype of its payload, are multiplied in once they are decoded: in bf16, where they
+    `factor` and none is wider."""
+    narrow = all(not fmt.keeps_source or payload == torch.bfloat16 for fmt, payload in operands)
+    return torch.bfloat16 if narrow and factor(*[fmt for fmt, _ in operands]) else torch.float32
 
 
 def _decode(a: Format, b: Format) -> GemmLaunch:
-    """Multiplies operands of any two formats, decoded."""
+    """Multiplies operands of any two formats, decoded to fp32."""
 
     def launch(
         a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], out_dtype: torch.dtype, bias: Tensor | None,
         accumulate: Tensor | None, options: GemmLaunchOptions,
     ) -> Tensor:  # fmt: skip
-        dtype = decoded_dtype((a, a_parts[0].dtype), (b, b_parts[0].dtype))
-        left, right = a.wrap(a_parts).dequantize(dtype), b.wrap(b_parts).dequantize(dtype)
+        left, right = (fmt.wrap(parts).dequantize(torch.float32) for fmt, parts in ((a, a_parts), (b, b_parts)))
         return ops.gemm_hp(left, right, out_dtype=out_dtype, bias=bias, accumulate=accumulate, options=options)
 
     return launch
 
 
-table.register(GemmEntry(name=f"{DECODES} + mm", status="emulated", prepare=_decode, captured=True))
+def _decode_factored(multiply: GemmLaunch, a: Format, b: Format) -> GemmLaunch:
+    """Multiplies operands of two formats that `factor`."""
+
+    def launch(a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], *problem: Any) -> Tensor:
+        (left, a_scale), (right, b_scale) = a.factored(a.wrap(a_parts)), b.factored(b.wrap(b_parts))
+        made, other = (
+            (values,) if scale is None else (values, scale) for values, scale in ((left, a_scale), (right, b_scale))
+        )
+        return multiply(made, other, *problem)
+
+    return launch
+
+
+def _keeps_one(a: Any, b: Any) -> bool:
+    return factor(a, b) and "hp" in (a.gemm_kind, b.gemm_kind)
+
+
+def _enter_decoding() -> None:
+    enter = partial(GemmEntry, status="emulated", captured=True)
+    table.register(enter(name=f"{DECODES} + fp32 mm", prepare=_decode))
+    for device, multiply in FACTORED.items():
+        prepare, tuned = partial(_decode_factored, multiply), "values" if device in table.NATIVE else ""
+        exact = partial(enter, devices=(device,), prepare=prepare, cublaslt=tuned)
+        table.register(exact(name=f"{DECODES} + bf16 mm", layouts=factor))
+        table.register(exact(name=f"{DECODES} one + mm", layouts=_keeps_one))
+
+
+_enter_decoding()
 
 
 def own_gemm(a: Format, b: Format) -> Callable[..., Tensor] | None:

@@ -70,6 +70,10 @@ class Int(Format):
     def gemm_kind(self) -> str:
         return "int8_rowwise" if self.symmetric and not self.group and self.elements_per_code == 1 else "decode"
 
+    @property
+    def factors(self) -> str | None:
+        return None if self.group else "row"
+
     @cached_property
     def elements_per_code(self) -> int:
         return 8 // self.bits
@@ -96,6 +100,11 @@ class Int(Format):
         unpacked = unpack(codes, self.bits)
         zeros = zero[0] if zero else torch.zeros_like(scale_inv)
         return affine.dequantize_affine(unpacked, self.block, scale_inv, zeros).to(dtype)
+
+    def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
+        codes, scale_inv, *zero = q.parts
+        counted = unpack(codes, self.bits).to(torch.bfloat16)
+        return (counted - zero[0].to(torch.bfloat16)[:, None] if zero else counted), scale_inv
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -22,6 +22,7 @@ from dlp.quant.quantizer import Amaxes, Operands, Origin, QuantizerCaps, Wanted,
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 BLOCK = 16
+FACTOR = 1 / (6 * 448)  # of the amax: what the largest code under the largest scale stands for
 PARTS = (
     Part("codes", torch.uint8, rows=0, contraction=1),
     Part("scale_e4m3", torch.float8_e4m3fn, rows=0, contraction=1),
@@ -42,6 +43,7 @@ class Nvfp4(Format):
     signs: int = RHT_SIGNS
 
     gemm_kind = "nvfp4"
+    factors = "tensor"
     elements_per_code = 2
     landmarks = (0x22, 0x77)
     parts = PARTS
@@ -72,6 +74,10 @@ class Nvfp4(Format):
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         codes, scale, amax = q.parts
         return ops.decode_nvfp4(codes, scale, self.block, amax, dtype)
+
+    def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
+        codes, scale, amax = q.parts
+        return ops.decode_nvfp4(codes, scale, self.block, dtype=torch.bfloat16), amax * FACTOR
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         if not self.transposable:

@@ -120,6 +120,12 @@ class Format:
         return False
 
     @property
+    def factors(self) -> str | None:
+        """What `factored` leaves beside values that are exact in bf16: "" nothing, "tensor" a scale [], "row" a scale [rows];
+        None where there are no such values."""
+        return "" if self.bf16_exact else None
+
+    @property
     def landmarks(self) -> tuple[int, int] | None:
         """The payload bytes that stand for 1 and for the largest value, before scaling, or None where there are none;
         statistics read scales and saturation off them."""
@@ -141,6 +147,11 @@ class Format:
 
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define dequantize")
+
+    def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
+        """Values [rows, contraction], exact in bf16, and the fp32 scale that they are to be multiplied by, as `factors` says:
+        what a GEMM multiplies where one decodes. Only where that is not None."""
+        return self.dequantize(q, torch.bfloat16), None
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         raise ValueError(f"format {self.name} cannot be transposed: quantize the transposed tensor instead")
@@ -221,6 +232,10 @@ class HighPrecision(Format):
 
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         return q.payload.to(dtype)
+
+    def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
+        """The values themselves, which are exact in bf16 if they are stored so."""
+        return q.payload, None
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
         return QuantizedTensor(self, (q.payload.t(),))

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 CASES = [
     (recipe, mode)
-    for recipe in ("fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
+    for recipe in ("fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8")
     for mode in ("weight_only", "dynamic", "static")
     if mode != "static" or recipe == "fp8_current"
 ]

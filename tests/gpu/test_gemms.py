@@ -24,7 +24,10 @@ RECIPES = [
     load("bf16"), load("fp8_current"), load("fp8_current", fp8_format="E4M3"), load("fp8_delayed"), load("fp8_rowwise"),
     load("fp8_rowwise", fp8_format="HYBRID"), load("fp8_block"), load("fp8_block", power_of_two=False),
     load("fp8_block", fp8_format="HYBRID"), load("mxfp8"), load("nvfp4"),
-    replace(load("fp8_current"), name="fp8_current with bf16 weights", w=load("bf16").w),
+    replace(load("fp8_current"), name="fp8_current with bf16 weights", w=load("bf16").w), load("int8"),
+    replace(load("bf16"), name="bf16 with fp8_rowwise weights", w=load("fp8_rowwise").w),
+    replace(load("bf16"), name="bf16 with nvfp4 weights", w=load("nvfp4").w),
+    replace(load("int8"), name="int8 with fp8_current weights", w=load("fp8_current").w),
 ]  # fmt: skip
 SHAPES = [(256, 384, 512), (64, 80, 96), (1040, 208, 2064), (8, 16, 128)]
 EXACT = 2.0**-24  # of sums whose products are exact, for each term
