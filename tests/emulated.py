@@ -172,7 +172,9 @@ class Module:
 
     @staticmethod
     def rms_norm(words: Any, eps: float, wide: bool, stream: int) -> None:
-        x, (weight, fp32, rstd, y, amax) = matrix(words, wide), words[5:]
+        x, (weight, fp32, rstd, y, amax, more, stride, total) = matrix(words, wide), words[5:]
+        if more:
+            x = at(total, x.shape, x.dtype).copy_(x + at(more, x.shape, x.dtype, (stride, 1)))
         value, found = reference.rms_norm(x, at(weight, x.shape[1:], TYPE[fp32]), eps)
         at(rstd, found.shape, torch.float32).copy_(found)
         Module._written(value, y, amax)

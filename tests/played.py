@@ -145,7 +145,11 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def _play_producers(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of words, a source is a function that makes the matrix; see `_made`."""
 
-    def rms_norm(x: Tensor, weight: Tensor, eps: float, rstd: Tensor, *, y: Any = None, amax: Any = None) -> None:
+    def rms_norm(
+        x: Tensor, weight: Tensor, eps: float, rstd: Tensor, *, y: Any = None, amax: Any = None, more: Any = None,
+        total: Any = None,
+    ) -> None:  # fmt: skip
+        x = x if more is None else total.copy_(x + more)
         value, found = reference.rms_norm(x, weight, eps)
         _fill((rstd, y, amax), (found, value, reference.amax(value)))
 

@@ -445,6 +445,18 @@ class IntoInput(nn.Module):
         return self.inner(x, 2.0 * x)  # type: ignore[no-any-return]
 
 
+class Added(nn.Module):
+    """A sum that is normed, and goes on beside."""
+
+    def __init__(self, *behind: nn.Module) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(H), *behind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, total = self.inner(x, 2.0 * x)
+        return y + total  # type: ignore[no-any-return]
+
+
 def linear(recipe: str, **options: Any) -> ops.Linear:
     return ops.Linear(H, H, recipe=recipe, **options)
 
@@ -459,6 +471,7 @@ FUSED: dict[str, tuple[Any, float]] = {
     "BackwardScaledLinear[Linear, ConstantScale]":
         (lambda r: ops.Sequential(linear(r, bias=False), ops.ConstantScale(0.5)), 0.0),
     "BackwardBiasActivation[Bias, GELU]": (lambda r: ops.Sequential(linear(r), ops.GELU()), 1e-2),
+    "ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm]": (lambda r: Added(linear(r, bias=False)), 0.0),
     "BackwardNormResidual[MakeExtraOutput, RMSNorm]": (lambda r: Residual(ops.RMSNorm(H), linear(r, bias=False)), 0.0),
 }  # fmt: skip
 

@@ -91,10 +91,15 @@ def test_sums_do_not_depend_on_zeros_around_them(sums):
 
 def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.LazyMatrix]:
     x, other = draw(rows, cols, dtype=torch.bfloat16), draw(rows, cols, seed=1, dtype=torch.bfloat16)
-    return {"rms_norm": ops.RmsNormed(x, draw(cols, seed=2), EPS), "swiglu": ops.Gated(x, other), "sums": ops.Summed(x)}
+    weight = draw(cols, seed=2)
+    return {
+        "rms_norm": ops.RmsNormed(x, weight, EPS), "added": ops.AddedNormed(x, other, weight, EPS),
+        "swiglu": ops.Gated(x, other),
+        "sums": ops.Summed(x),
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", ["rms_norm", "swiglu", "sums"])
+@pytest.mark.parametrize("which", ["rms_norm", "added", "swiglu", "sums"])
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
 def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  # noqa: F811
     """Both orientations and one alone; also with a quantizer whose kernel makes nothing on its way."""
@@ -114,6 +119,19 @@ def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  #
     assert_same(first[1], pairs[1])
     assert_bit_equal(staging, slot.staging)
     assert bool(staging) == (caps_of(pair[0]).slot is not None)
+
+
+def test_a_sum_is_made_with_the_first_that_needs_it(played):  # noqa: F811
+    x, more, weight = draw(16, 64, dtype=torch.bfloat16), draw(16, 64, seed=1, dtype=torch.bfloat16), draw(64, seed=2)
+    stored = reference.rms_norm(x + more, weight, EPS)
+    for first in ("amax", "value", "rstd", "matrix"):
+        made = ops.AddedNormed(x, more, weight, EPS)
+        found = getattr(made, first)
+        amax = found() if callable(found) and not isinstance(found, Tensor) else made.amax()
+        assert_bit_equal(amax, reference.amax(stored[0]))
+        assert_bit_equal(made.matrix, x + more)
+        assert_bit_equal(made.value, stored[0])
+        assert_bit_equal(made.rstd, stored[1])
 
 
 @pytest.mark.parametrize("which", ["rms_norm", "swiglu"])

@@ -33,12 +33,15 @@ def _beside(tensor: Tensor, x: Tensor, name: str) -> Words:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, rstd: Tensor, *, y: Tensor | None = None, amax: Tensor | None = None
-) -> None:
-    """x [rows, cols], weight [cols] bf16 or fp32 -> rstd fp32 [rows] and y [rows, cols], or max |y| -> amax fp32 []."""
+    x: Tensor, weight: Tensor, eps: float, rstd: Tensor, *, y: Tensor | None = None, amax: Tensor | None = None,
+    more: Tensor | None = None, total: Tensor | None = None,
+) -> None:  # fmt: skip
+    """x [rows, cols], weight [cols] bf16 or fp32 -> rstd fp32 [rows] and y [rows, cols], or max |y| -> amax fp32 []. With
+    `more` [rows, cols]: of x + more, rounded to their dtype, which is written to `total`."""
     words = (
         *_matrix(x), 0, *_vector(weight, x), _output(rstd, [len(x)], [torch.float32], "rstd"),
-        _output(y, x.shape, [x.dtype], "y"), _scalar(amax, "amax"),
+        _output(y, x.shape, [x.dtype], "y"), _scalar(amax, "amax"), *((0, 0) if more is None else _beside(more, x, "more")),
+        _output(total, x.shape, [x.dtype], "total"),
     )  # fmt: skip
     launch("rms_norm", x, words, eps, x.dtype == torch.float32)
 

@@ -1,6 +1,7 @@
 """Matrices that a cast makes on its way: they stand where casts and amaxes of `dlp.kernels.ops` take a tensor.
 
     RmsNormed   x * rstd * weight
+    AddedNormed the same of x + more, which is stored
     Gated       silu(gate) * up
     Summed      a gradient as it is, the sums of whose columns are taken beside its cast
 
@@ -25,30 +26,35 @@ Source = tuple[Tensor, Words]
 
 
 class LazyMatrix:
-    """A matrix [rows, C] that a cast can make from others; `matrix` is the first of them, of its shape and dtype."""
+    """A matrix [rows, C] that a cast can make from others; `matrix` is the first of them, of its shape and dtype, and `like`
+    any such tensor that is there."""
 
     matrix: Tensor
 
     @property
+    def like(self) -> Tensor:
+        return self.matrix
+
+    @property
     def shape(self) -> torch.Size:
-        return self.matrix.shape
+        return self.like.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.matrix.dtype
+        return self.like.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.matrix.device
+        return self.like.device
 
     def dim(self) -> int:
         return 2
 
     def get_device(self) -> int:
-        return self.matrix.get_device()
+        return self.like.get_device()
 
     def __len__(self) -> int:
-        return len(self.matrix)
+        return len(self.like)
 
     @property
     def value(self) -> Tensor:
@@ -116,6 +122,51 @@ class RmsNormed(LazyMatrix):
         if not _fuses(codes, self.matrix):
             return self.value, MATRIX
         return self.matrix, cuda_producers.rms_norm_source(self.matrix, self.weight, self.rstd)
+
+
+class AddedNormed(RmsNormed):
+    """That of the sum of x and more [rows, C], which is rounded to their dtype: `matrix`, written in the read that first needs
+    its rows."""
+
+    def __init__(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> None:
+        self.x, self.more, self.weight, self.eps = x, more, weight, eps
+
+    @property
+    def like(self) -> Tensor:
+        return self.x
+
+    @cached_property
+    def matrix(self) -> Tensor:  # type: ignore[override]
+        if not _fuses(None, self.x, self.more):
+            return self.x + self.more
+        self.rstd = self._observed(None)
+        total: Tensor = vars(self)["matrix"]
+        return total
+
+    @cached_property
+    def value(self) -> Tensor:
+        if "matrix" in vars(self) or not _fuses(None, self.x, self.more):
+            y, self.rstd = rms_norm(self.matrix, self.weight, self.eps)
+            return y
+        y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.rstd = self._observed(None, y)
+        return y
+
+    def amax(self) -> Tensor | None:
+        if not _fuses(None, self.x, self.more):
+            return None
+        amax = torch.empty((), device=self.device)
+        self.rstd = self._observed(amax)
+        return amax
+
+    def _observed(self, amax: Tensor | None, y: Tensor | None = None) -> Tensor:
+        if "matrix" in vars(self):
+            return super()._observed(amax)
+        rstd = torch.empty(len(self), device=self.device)
+        total = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        cuda_producers.rms_norm(self.x, self.weight, self.eps, rstd, y=y, amax=amax, more=self.more, total=total)
+        self.matrix = total
+        return rstd
 
 
 class Gated(LazyMatrix):

@@ -90,6 +90,27 @@ def test_column_sums_are_the_reference(device, poisoned, dtype):
         assert_equal(out, reference.column_sums(x), f"{data} {dtype} {shape}")
 
 
+@dtypes
+@weights
+def test_a_sum_that_is_normed_is_the_reference(device, poisoned, dtype, weight_dtype):
+    for number, shape in enumerate([*SHAPES, *LONG]):
+        x, more = values("gauss", *shape, dtype), values("gauss", *shape, dtype, 2)
+        weight = values("gauss", 1, shape[1], weight_dtype, 1)[0]
+        expected, expected_rstd = reference.rms_norm(x + more, weight, EPS)
+        placed = [place(each, STRIDES[(number + i) % 3], device) for i, each in enumerate((x, more))]
+        for wants in ("y", "amax", "rstd"):
+            rstd, total, y = poisoned((shape[0],), torch.float32), poisoned(shape, dtype), poisoned(shape, dtype)
+            amax = poisoned((), torch.float32)
+            out = {"y": y} if wants == "y" else {"amax": amax} if wants == "amax" else {}
+            cuda_producers.rms_norm(placed[0], weight.to(device), EPS, rstd, more=placed[1], total=total, **out)
+            assert_equal(total, x + more, f"sum, {dtype} {shape}")
+            assert_equal(rstd, expected_rstd, f"rstd, {dtype} {shape}")
+            if wants == "y":
+                assert_equal(y, expected, f"y, {dtype} {shape}")
+            if wants == "amax":
+                assert_bit_equal(amax.cpu(), reference.amax(expected), f"amax, {dtype} {shape}")
+
+
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
@@ -129,6 +150,9 @@ def produced(which: str, shape: tuple[int, int], data: str, strides: tuple[str, 
     x = place(values(data, *shape, torch.bfloat16), strides[0], device)
     if which == "rms_norm":
         return ops.RmsNormed(x, values("gauss", 1, shape[1], torch.float32, 1)[0].to(device), EPS)
+    if which == "added":
+        more, weight = values("gauss", *shape, torch.bfloat16, 2), values("gauss", 1, shape[1], torch.float32, 1)[0]
+        return ops.AddedNormed(x, place(more, strides[1], device), weight.to(device), EPS)
     if which == "swiglu":
         return ops.Gated(x, place(values(data, *shape, torch.bfloat16, 1), strides[1], device))
     return ops.Summed(x)
@@ -139,7 +163,7 @@ def shapes_of(pair) -> list[tuple[int, int]]:
     return [shape for shape in [*SHAPES, (192, 288), (32, 640), (640, 4096)] if all(size % unit == 0 for size in shape)]
 
 
-@pytest.mark.parametrize("which", ["rms_norm", "swiglu", "sums"])
+@pytest.mark.parametrize("which", ["rms_norm", "added", "swiglu", "sums"])
 @pytest.mark.parametrize("data", ["gauss", "specials", "huge"])
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
 def test_a_fused_cast_is_that_of_the_stored_matrix(device, poisoned, pair, data, which):

@@ -193,7 +193,10 @@ struct NormJob {              // RMSNorm of the rows of x
     float* rstd;              // [rows]
     void* y;                  // [rows, cols] as x, or
     float* amax;              // []: max |y|, or neither
-    static constexpr uint32_t addresses = words(0, 5, 7, 8, 9);
+    const void* more;         // [rows, cols] as x, rows `more_stride` apart, added to x first; null: nothing is
+    int64_t more_stride;
+    void* total;              // [rows, cols]: the sum
+    static constexpr uint32_t addresses = words(0, 5, 7, 8, 9, 10, 12);
 };
 
 struct NormGradJob {

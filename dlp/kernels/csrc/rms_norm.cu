@@ -10,7 +10,7 @@ namespace dlp {
 namespace {
 
 // Blocks of a multiprocessor. Backward's kNormParts come in one wave by four, and would in two by three.
-constexpr int kForwardBlocks = 8, kBackwardBlocks = 4;
+constexpr int kForwardBlocks = 8, kAddingBlocks = 4, kBackwardBlocks = 4;
 
 template <class T>
 __device__ RowOctets<T> octets_of(const void* data, int64_t row, int64_t stride, int64_t cols) {
@@ -43,12 +43,31 @@ __device__ inline int next_of(int first, int i, int cols) {
     return next < cols ? next : first;
 }
 
-template <class T, bool kStore, bool kObserve>
-__global__ void __launch_bounds__(kRowThreads, kForwardBlocks) rms_norm_kernel(const __grid_constant__ NormJob job, const float eps) {
+// x becomes the sum of both rows, which is stored in `total`.
+template <class T>
+__device__ void add_row(RowOctets<T>& x, const RowOctets<T>& more, T* total) {
+    const bool aligned = reinterpret_cast<uintptr_t>(total) % 16 == 0;
+    const auto store = [&](int i, const Octet<T>& sum) {
+        store_values(total + x.column(i), sum, x.cols - x.column(i), aligned);
+    };
+#pragma unroll
+    for (int i = 0; i < RowOctets<T>::kKept; ++i)
+        if (x.column(i) < x.cols) {
+            x.kept[i] = added(x.kept[i], more.kept[i]);
+            store(i, x.kept[i]);
+        }
+    for (int i = RowOctets<T>::kKept; x.column(i) < x.cols; ++i) store(i, added(x.load(i), more.load(i)));
+    x.row = total, x.aligned = aligned;
+}
+
+template <class T, bool kStore, bool kObserve, bool kAdd>
+__global__ void __launch_bounds__(kRowThreads, kAdd ? kAddingBlocks : kForwardBlocks)
+    rms_norm_kernel(const __grid_constant__ NormJob job, const float eps) {
     __shared__ float scratch[kRowWarps];
     __shared__ uint32_t largest[kRowWarps];
     const int64_t row = blockIdx.x, cols = job.x.cols;
-    const RowOctets<T> x = octets_of<T>(job.x.data, row, job.x.stride, cols);
+    RowOctets<T> x = octets_of<T>(job.x.data, row, job.x.stride, cols);
+    if constexpr (kAdd) add_row(x, octets_of<T>(job.more, row, job.more_stride, cols), static_cast<T*>(job.total) + row * cols);
     float part = 0.0f;
     for_octets([&](int64_t, const Octet<T>& x) {
         float squares[8];
@@ -222,9 +241,14 @@ void rms_norm(const NormJob& job, float eps, Input input, Stream stream) {
     if (job.x.rows == 0) return;
     with_input(input, [&](auto element) {
         using T = decltype(element);
-        if (job.y) return launch<rms_norm_kernel<T, true, false>>(job.x.rows, kRowThreads, 0, stream, job, eps);
-        if (job.amax) return launch<rms_norm_kernel<T, false, true>>(job.x.rows, kRowThreads, 0, stream, job, eps);
-        launch<rms_norm_kernel<T, false, false>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+        const auto run = [&](auto adds) {
+            constexpr bool kAdd = decltype(adds)::value;
+            if (job.y) return launch<rms_norm_kernel<T, true, false, kAdd>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+            if (job.amax) return launch<rms_norm_kernel<T, false, true, kAdd>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+            launch<rms_norm_kernel<T, false, false, kAdd>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+        };
+        if (job.more) run(std::true_type{});
+        else run(std::false_type{});
     });
 }
 

@@ -52,21 +52,25 @@ class _Norm(BasicOperation):
 
     def rows(self, input_: Value) -> Tensor:
         """x [M, C]. ValueError for another C."""
+        self.check(input_)
         x: Tensor = ops.stored(rows_of(input_))
-        if x.shape[-1] != self.size:
-            raise ValueError(f"{type(self).__name__}({self.size}): it is given {x.shape[-1]} features")
         return x
+
+    def check(self, input_: Value) -> None:
+        if input_.shape[-1] != self.size:
+            raise ValueError(f"{type(self).__name__}({self.size}): it is given {input_.shape[-1]} features")
 
 
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight."""
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        x, weight = self.rows(input_), self.scale()
-        normed = ops.RmsNormed(x, weight, self.eps)
-        ctx.shape = tuple(input_.shape)
-        ctx.save_for_backward(x, weight, lambda: normed.rstd)
-        return Produced(normed, input_.shape)
+        return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale(), self.eps), input_.shape)
+
+    def normed(self, ctx: Any, made: ops.RmsNormed, shape: Sequence[int]) -> Value:
+        ctx.shape = tuple(shape)
+        ctx.save_for_backward(lambda: made.matrix, made.weight, lambda: made.rstd)
+        return Produced(made, shape)
 
     def op_backward(
         self, ctx: Any, grad_output: Value, *, residual: Tensor | None = None
