@@ -37,7 +37,7 @@ import dlp
 from bench.files import add_files, write_files
 from bench.host_parallel import PLAIN, Run
 from bench.parallel_subjects import TE_RECIPES, Shape, has_te, shape_of, subject, times_of
-from dlp.comm.mesh import init_process_group, shutdown, world_size
+from dlp.comm.mesh import TP, init_process_group, shutdown, world_size
 from dlp.parallel import auto, tune
 from dlp.parallel.auto import AUTO, SERIAL, Times
 from dlp.quant.recipe import names
@@ -52,6 +52,7 @@ TARGETS = {  # shares of plain torch's time that `auto` must reach on two H200 w
     "8192x28672x64x8": {"fp8_delayed": 0.63},
 }
 BF16 = 0.95  # of any of these in bf16
+NOISE = 1.03  # of serial's time, which two runs of one program may differ by
 TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small ones and few where there is no GPU
 
 
@@ -178,6 +179,13 @@ def verdict(line: Line) -> str:
     return f"  {'ok' if max(line.alone_share, line.queued_share) <= most else 'MISSED'} ({most})"
 
 
+def beside_serial(line: Line) -> str:
+    """Of what `auto` chose: whether it is slower than serial by more than noise, in either way of running."""
+    if line.of_serial is None or not line.subject.endswith(f" {AUTO}"):
+        return ""
+    return f"  {'SLOWER than serial' if max(line.of_serial) > NOISE else 'never slower than serial'}"
+
+
 def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
     """`judged`: where targets are for."""
     print(
@@ -188,7 +196,8 @@ def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
         serial = "" if line.of_serial is None else "{:.3f} {:.3f}".format(*line.of_serial)
         print(
             f"{line.shape:16} {line.subject:22} {line.alone:8.3f} {line.alone_share:6.3f} {line.queued:8.3f} "
-            f"{line.queued_share:6.3f} {line.host:8.3f}  {serial:11}{verdict(line) if judged else ''}".rstrip(),
+            f"{line.queued_share:6.3f} {line.host:8.3f}  {serial:11}{beside_serial(line)}"
+            f"{verdict(line) if judged else ''}".rstrip(),
             flush=True,
         )
 
@@ -213,6 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     init_process_group("cuda" if on_gpu else "cpu")
     mesh = dlp.build_mesh(tp=dist.get_world_size(), transport="mapped")
     table = None if options.table is None else auto.load(options.table, together=True)
+    if table is not None:
+        by = auto.transport_name(mesh[TP].get_group(), mesh.device_type)
+        why = table.obstacle(auto.machine(mesh.device_type), mesh[TP].size(), by)
+        if why is not None:
+            refuse(f"--table {options.table}: {why}", code=2)
     subjects = [(PLAIN, ""), *((recipe, strategy) for recipe in options.recipes for strategy in options.overlap)]
     subjects += [(peer, "") for peer in options.peers]
     lines = []

@@ -59,14 +59,14 @@ def meta_model(config: Config) -> Llama:
         return Llama(config.model, DTYPES[config.train.dtype])
 
 
-def plan_for(config: Config, world_size: int, device_type: str) -> Plan:
-    """The layer plan of a config, without ranks or memory."""
+def plan_for(config: Config, world_size: int, device_type: str, board: str = "") -> Plan:
+    """The layer plan of a config, without ranks or memory; `board`: its name, where it is one of `launch.boards`."""
     batch = (validate_world(config, world_size).micro, config.train.sequence)
     groups = layer_groups(config)
     plan = dlp.make_plan(
         meta_model(config), groups, config.mesh.tp, device_type=device_type, batch=batch,
         overlap_table=config.mesh.overlap_table,
-        transport=transport_name(config.mesh.transport, parallel_dims(config, world_size), device_type),
+        transport=transport_name(config.mesh.transport, parallel_dims(config, world_size), device_type), board=board,
     )  # fmt: skip
     check_plan(plan, config.model)
     return plan

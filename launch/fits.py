@@ -38,7 +38,8 @@ class Planned:
 def planned(config: Config, world: int, device: str, plan: Plan | None = None) -> Planned:
     """`device`: a kind, or the name of a board; `plan`: that of the config, where it is there. Raises ValueError for what does
     not fit the number of ranks."""
-    plan, dims = plan or plan_for(config, world, kind_of(device)), parallel_dims(config, world)
+    board = device if device in BOARDS else ""
+    plan, dims = plan or plan_for(config, world, kind_of(device), board), parallel_dims(config, world)
     there = BOARDS[device].memory if device in BOARDS else None
     waits = accumulation(config, plan, validate_world(config, world), dims.dp_shard, there)
     load = wire.workload(config, world, waits.reductions)

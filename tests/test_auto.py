@@ -21,22 +21,29 @@ from dlp.parallel.auto import CANDIDATES, Problem, Row, Times
 from dlp.parallel.linear.state import cores
 from dlp.parallel.style import COLUMN_SP, ROW_SP
 from dlp.quant import recipe as recipes
+from launch.config import load
+from launch.train import plan_text
 from tests import pool as worker
 
 FP8 = recipes.load("fp8_current")
 UP, DOWN = Problem(COLUMN_SP, 4096, 1024, (2048,), FP8), Problem(ROW_SP, 4096, 2048, (1024,), FP8)
 
 
+NOISE = 2.5e-5  # seconds
+
+
 def row(problem: Problem, fprop: tuple[float, ...], dgrad: tuple[float, ...]) -> Row:
     """Milliseconds under each of CANDIDATES; GEMMs of 1 ms."""
     both = {"fprop": fprop, "dgrad": dgrad}
     directions = {gemm: dict(zip(CANDIDATES, (1e-3 * t for t in times), strict=True)) for gemm, times in both.items()}
-    return Row(problem.key, problem.sizes(2), directions, dict.fromkeys(("fprop", "dgrad", "wgrad"), 1e-3))
+    noise = {gemm: dict.fromkeys(CANDIDATES, NOISE) for gemm in both}
+    return Row(problem.key, problem.sizes(2), directions, noise, dict.fromkeys(("fprop", "dgrad", "wgrad"), 1e-3))
 
 
 def table(*rows: Row, speed: float = 4e9, meeting: float = 5e-6, **others: Any) -> Times:
     head = {"kind": "cpu", "device": "CPU", "ranks": 2, "transport": "gloo", "processors": 0, **others}
-    return Times(**head, speed=speed, meeting=meeting, rows=rows, about={"date": "2026-11-23", "dtype": "bfloat16"})
+    about = {"date": "2026-11-23", "dtype": "bfloat16", "torch": torch.__version__, "version": auto.VERSION}
+    return Times(**head, speed=speed, meeting=meeting, rows=rows, about=about)
 
 
 MEASURED = table(
@@ -94,7 +101,9 @@ def test_measured_layers_have_what_was_fastest_and_by_a_margin() -> None:
     assert overlaps_of(plan) == [named("chunked:2", "serial"), named("serial", "chunked")]
     said = str(plan).splitlines()
     head = next(
-        i for i, line in enumerate(said) if line.startswith("overlap by times of 2 x CPU by gloo, 2 layers measured")
+        i
+        for i, line in enumerate(said)
+        if line.startswith("overlap by times of 2 x CPU by gloo at 4 GB/s, 2 layers measured")
     )
     cells = [line.split() for line in said[head + 3 : head + 7]]
     assert [line[:5] for line in cells] == [
@@ -102,6 +111,56 @@ def test_measured_layers_have_what_was_fastest_and_by_a_margin() -> None:
         ["down", "fprop", "serial", "2.000", "2.000"], ["down", "dgrad", "chunked", "2.500", "3.000"],
     ]  # fmt: skip
     assert all(float(line[5]) >= 1.0 for line in cells), "the model predicts something, too"
+
+
+@pytest.mark.parametrize(("noise", "chosen"), [(0.0, "chunked:2"), (9e-5, "chunked:2"), (1.1e-4, "serial")])
+def test_what_is_faster_by_less_than_the_noise_is_not_chosen(noise: float, chosen: str) -> None:
+    """1.8 ms beside 2.0 of serial, each uncertain by so much."""
+    with patch(f"{__name__}.NOISE", noise):
+        times = table(row(UP, (2.0, 1.9, 1.8, 1.85), (3.0,) * 4))
+    assert overlaps_of(planned(times))[0] == (named("chunked:2", "serial") if chosen != "serial" else "serial")
+
+
+def test_noise_is_the_median_of_what_rounds_are_off() -> None:
+    assert tune.Timed.of([3.0, 1.0, 2.0, 9.0, 2.5]) == (2.5, 0.5)
+
+
+H100 = table(
+    row(UP, (2.0, 1.0, 1.0, 1.0), (3.0,) * 4), kind="sm_90", device="NVIDIA H100 80GB HBM3", transport="mapped"
+)
+
+
+@pytest.mark.parametrize(
+    ("here", "why"),
+    [
+        (auto.Machine("sm_90"), None),
+        (auto.Machine("sm_90", "h100"), None),
+        (auto.Machine("sm_90", "NVIDIA H100 80GB HBM3", torch.__version__, auto.VERSION), None),
+        (auto.Machine("sm_90", "h200"), "its table is of NVIDIA H100 80GB HBM3, and this is h200"),
+        (auto.Machine("sm_90", "NVIDIA H200"), "its table is of NVIDIA H100 80GB HBM3, and this is NVIDIA H200"),
+        (auto.Machine("sm_90", "NVIDIA H100"), "its table is of NVIDIA H100 80GB HBM3, and this is NVIDIA H100"),
+        (
+            auto.Machine("sm_90", "h100", "2.1"),
+            f"its table was measured under torch {torch.__version__}, and this is 2.1: measure anew",
+        ),
+        (
+            auto.Machine("sm_90", "h100", version=9),
+            "its table was measured under version 1, and this is 9: measure anew",
+        ),
+    ],
+)
+def test_a_table_holds_for_the_machine_and_the_versions_it_was_measured_under(here: Any, why: str | None) -> None:
+    assert H100.obstacle(here, 2, "mapped") == why
+
+
+def test_a_plan_for_another_board_does_not_use_a_table_and_says_so(tmp_path: Path) -> None:
+    on, why = {"device_type": "sm_90", "transport": "mapped"}, "its table is of NVIDIA H100 80GB HBM3, and this is h200"
+    assert overlaps_of(planned(H100, **on, board="h100"))[0] == named("chunked", "serial")
+    plan = planned(H100, **on, board="h200")
+    assert overlaps_of(plan) == ["serial"] * 2 and why in str(plan)
+    (tmp_path / "h100.json").write_text(H100.text())
+    config = load("tiny", [f"--mesh.overlap_table={tmp_path}/h100.json", "--mesh.transport=mapped"])
+    assert why in plan_text(config, 2, "h200") and why not in plan_text(config, 2, "h100")
 
 
 def test_what_a_group_names_stands() -> None:
@@ -151,7 +210,8 @@ def converted(folder: Path) -> tuple[str, list[Any], str]:
     mesh = worker.mesh(tp=2)
     problems = Problem(COLUMN_SP, 64, 32, (64,), FP8), Problem(ROW_SP, 64, 64, (32,), FP8)
     faster = [(2.0, 1.0, 3.0, 3.0), (2.0, 3.0, 1.0, 3.0)][dist.get_rank()]
-    kind = {"kind": auto.device_kind("cuda"), "transport": "nccl"} if worker.device().type == "cuda" else {}
+    here = auto.machine(worker.device().type)
+    kind = {"kind": here.kind, "device": here.device, "transport": "nccl"} if here.device != "CPU" else {}
     file = folder / f"{dist.get_rank()}.json"
     file.write_text(table(*(row(problem, faster, faster) for problem in problems), **kind).text())
     model = MLP(32, 64).to(worker.device())
@@ -211,6 +271,7 @@ def test_the_program_writes_a_table_that_plans_read(ranks, device_type: str, tmp
     assert (code, other, silent) == (0, 0, "")
     times = auto.load(file)
     assert (times.ranks, times.kind == "cpu", times.about["dtype"]) == (2, device_type == "cpu", "float32")
+    assert times.about["torch"] == torch.__version__ and times.obstacle(auto.machine(device_type), 2, "") is None
     assert times.about["command"] == f"torchrun --nproc-per-node 2 -m dlp.parallel.tune tiny --out {file} --rounds 1 " \
                                      "--recipes bf16 --strategies chunked:2"  # fmt: skip
     (row,) = times.rows

@@ -4,6 +4,7 @@ stood in for."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,9 @@ def test_shares_are_of_plain_torch_and_of_serial() -> None:
         None,
     )
     assert chosen.of_serial == pytest.approx((0.8, 0.8)) and chosen.alone_share == pytest.approx(0.6)
+    slower = replace(chosen, of_serial=(0.9, 1.04))
+    said = [tensor_parallel.beside_serial(line) for line in (plain, serial, chosen, slower)]
+    assert [each.strip() for each in said] == ["", "", "never slower than serial", "SLOWER than serial"]
 
 
 def test_auto_is_judged_alone_and_queued() -> None:

@@ -4,7 +4,8 @@
 
 A table says what the directions of layers took under each strategy, among ranks that are joined in one way. For a layer that
 is in it, the fastest one stands; for another, the fastest by a model, from what the table says of GEMMs and links. Either must
-be faster than `serial` by a margin. Without a table, or with one of other ranks, all is `serial`, and the plan says why.
+be faster than `serial` by a margin, and what was measured by more than its noise. Without a table, or with one of another
+machine or version, all is `serial`, and the plan says why.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dlp.comm.transport import transport_of
+from dlp.kernels.table import device_kind
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.overlap import Work
 from dlp.parallel.style import ParallelStyle, shard_sizes
@@ -32,6 +34,7 @@ from dlp.quant.recipe import GEMMS, Recipe
 AUTO, SERIAL = "auto", "serial"
 CANDIDATES = (SERIAL, "chunked", "chunked:2", "chunked:4")
 MEASURED, MODELLED = 0.98, 0.95  # of serial's time, below which another strategy is taken
+VERSION = 1  # raised by what makes measured times others: strategies, transports, kernels
 Sizes = tuple[int, int, int]  # M, N, K
 
 
@@ -76,13 +79,43 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one problem. directions: GEMM -> strategy -> seconds of the direction that it is in; gemms: GEMM ->
-    seconds of it alone, of all members; sizes: M, N, K of a rank."""
+    """What was measured of one problem. directions: GEMM -> strategy -> seconds of the direction that it is in; noise: by how
+    much they are uncertain; gemms: GEMM -> seconds of it alone, of all members; sizes: M, N, K of a rank."""
 
     key: tuple[Any, ...]
     sizes: Sizes
     directions: Mapping[str, Mapping[str, float]]
+    noise: Mapping[str, Mapping[str, float]]
     gemms: Mapping[str, float]
+
+    def fastest(self, gemm: str) -> str | None:
+        """The strategy of a GEMM's direction: serial, unless another one was faster by a margin and by more than the noise of
+        both; None where serial was not measured."""
+        times, noise = self.directions.get(gemm, {}), self.noise.get(gemm, {})
+        if SERIAL not in times:
+            return None
+        best, serial = min(times, key=lambda name: times[name]), times[SERIAL]
+        sure = serial - times[best] > noise[best] + noise[SERIAL]
+        return best if sure and times[best] < MEASURED * serial else SERIAL
+
+
+class Machine(NamedTuple):
+    """What times were measured on, or a plan is made for. `kind`: one of `dlp.quant.gemm.DEVICES`; `device`: its name, or a
+    word of it; the rest: versions. Empty is what nobody knows of a machine that is not this one."""
+
+    kind: str
+    device: str = ""
+    torch: str = ""
+    version: int | None = None
+
+
+def machine(device_type: str, board: str = "") -> Machine:
+    """This machine for "cpu" and "cuda", another one for other kinds; `board`: a word of its device's name."""
+    if device_type == "cpu":
+        return Machine(device_type, "CPU", torch.__version__, VERSION)
+    if device_type == "cuda":
+        return Machine(device_kind(device_type), torch.cuda.get_device_name(), torch.__version__, VERSION)
+    return Machine(device_type, board)
 
 
 @dataclass(frozen=True)
@@ -113,11 +146,18 @@ class Times:
     def row(self, problem: Problem) -> Row | None:
         return self._by_key.get(problem.key)
 
-    def obstacle(self, kind: str, ranks: int, transport: str) -> str | None:
-        """Why these times do not hold for a tp group; None where they do."""
-        here, there = (kind, ranks, transport or self.transport), (self.kind, self.ranks, self.transport)
-        said = [f"{count} {kind} ranks by {by}" for kind, count, by in (there, here)]
-        return None if here == there else f"its table is of {said[0]}, and these are {said[1]}"
+    def obstacle(self, here: Machine, ranks: int, transport: str) -> str | None:
+        """Why these times do not hold for a tp group of that machine; None where they do, as far as is known of it."""
+        this, its = (here.kind, ranks, transport or self.transport), (self.kind, self.ranks, self.transport)
+        said = [f"{count} {kind} ranks by {by}" for kind, count, by in (its, this)]
+        if this != its:
+            return f"its table is of {said[0]}, and these are {said[1]}"
+        if here.device not in ("", self.device) and here.device.lower() not in self.device.lower().split():
+            return f"its table is of {self.device}, and this is {here.device}"
+        for name, mine in (("torch", here.torch), ("version", here.version)):
+            if mine and self.about.get(name) != mine:
+                return f"its table was measured under {name} {self.about.get(name)}, and this is {mine}: measure anew"
+        return None
 
     def rate(self, problem: Problem, gemm: str) -> float | None:
         """Operations a second of a GEMM alone, at the nearest sizes that were measured under this recipe."""
@@ -130,14 +170,15 @@ class Times:
 
     def __str__(self) -> str:
         date = self.about.get("date", "no date")
-        return f"{self.ranks} x {self.device} by {self.transport}, {len(self.rows)} layers measured, {date}"
+        link = f"{self.transport} at {self.speed / 1e9:.3g} GB/s"
+        return f"{self.ranks} x {self.device} by {link}, {len(self.rows)} layers measured, {date}"
 
     def text(self, choices: Sequence[Mapping[str, Any]] = ()) -> str:
         """The file; `choices`: what was made of it."""
         rows = [
             {**dict(zip(("style", "tokens", "in_features", "out_features", "recipe"), row.key, strict=True)),
              "sizes": row.sizes, "direction_us": {g: _microseconds(of) for g, of in row.directions.items()},
-             "gemm_us": _microseconds(row.gemms)}
+             "noise_us": {g: _microseconds(of) for g, of in row.noise.items()}, "gemm_us": _microseconds(row.gemms)}
             for row in self.rows
         ]  # fmt: skip
         head = {name: getattr(self, name) for name in ("kind", "device", "ranks", "transport", "processors")}
@@ -160,15 +201,23 @@ def _seconds(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value * 1e-6 for name, value in values.items()}
 
 
+def _row(
+    style: str, tokens: int, in_features: int, out_features: Sequence[int], recipe: str, sizes: Sequence[int],
+    **us: Any,
+) -> Row:  # fmt: skip
+    """Of an entry of the file. KeyError, TypeError, AttributeError or ValueError where it is none."""
+    directions, noise = ({gemm: _seconds(of) for gemm, of in us[by].items()} for by in ("direction_us", "noise_us"))
+    m, n, k = sizes
+    return Row(
+        (style, tokens, in_features, tuple(out_features), recipe), (m, n, k), directions, noise, _seconds(us["gemm_us"])
+    )
+
+
 def read(text: str, name: str) -> Times:
     """The table of a file. ValueError where it is none."""
     try:
         found = json.loads(text)
-        rows = tuple(
-            Row((row["style"], row["tokens"], row["in_features"], tuple(row["out_features"]), row["recipe"]),
-                tuple(row["sizes"]), {g: _seconds(of) for g, of in row["direction_us"].items()}, _seconds(row["gemm_us"]))
-            for row in found.pop("rows")
-        )  # fmt: skip
+        rows = tuple(_row(**row) for row in found.pop("rows"))
         link, head = (
             found.pop("link"),
             [found.pop(key) for key in ("kind", "device", "ranks", "transport", "processors")],
@@ -236,11 +285,12 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
     row = times.row(problem)
     measured = {} if row is None else row.directions.get(gemm, {})
     predicted = {name: overlaps.load(name).seconds(work) for name in CANDIDATES} if work.gemms else {}
-    known, margin = (measured, MEASURED) if SERIAL in measured else (predicted, MODELLED)
-    if SERIAL not in known:
+    best = None if row is None else row.fastest(gemm)
+    if best is None and not predicted:
         return Choice(gemm, SERIAL, why=f"its table has no times of {problem.recipe}")
-    best = min(known, key=lambda name: known[name])
-    best = best if known[best] < margin * known[SERIAL] else SERIAL
+    if best is None:
+        best = min(predicted, key=lambda name: predicted[name])
+        best = best if predicted[best] < MODELLED * predicted[SERIAL] else SERIAL
     return Choice(gemm, best, measured.get(best), measured.get(SERIAL), predicted.get(best), predicted.get(SERIAL))
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlp.comm import transport
 from dlp.comm.mesh import TP, build_mesh, init_process_group, shutdown, world_size
-from dlp.kernels.table import device_kind
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.auto import CANDIDATES, SERIAL, Problem, Row, Times, transport_name
+from dlp.parallel.auto import CANDIDATES, SERIAL, Problem, Row, Times, machine, transport_name
 from dlp.parallel.casts import BOTH, HP
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.parallel.linear.state import quantize
@@ -55,8 +54,20 @@ WARM, COUNT, ROUNDS = 4, 8, 5
 LINK = (1 << 16, 1 << 20), (1 << 20, 1 << 25)  # bytes of a rank's shard: few and many, on CPUs and on GPUs
 
 
-def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = COUNT) -> list[float]:
-    """Seconds of each run among others like it: the median over rounds of the slowest rank. Runs take turns."""
+class Timed(NamedTuple):
+    """Seconds: the median over rounds, and the median of how far they are from it."""
+
+    seconds: float
+    noise: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> Timed:
+        middle = statistics.median(rounds)
+        return cls(middle, statistics.median(abs(each - middle) for each in rounds))
+
+
+def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = COUNT) -> list[Timed]:
+    """Each run among others like it, of the slowest rank. Runs take turns."""
     for run in runs:
         for _ in range(WARM):
             run()
@@ -72,7 +83,7 @@ def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = C
             found.append((time.perf_counter() - start) / count)
     slowest = torch.tensor(found, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return [statistics.median(column) for column in zip(*slowest.view(rounds, len(runs)).tolist(), strict=True)]
+    return [Timed.of(column) for column in zip(*slowest.view(rounds, len(runs)).tolist(), strict=True)]
 
 
 def _settle(device: torch.device) -> None:
@@ -155,13 +166,15 @@ def measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: 
     runs = [run for pair in pairs for run in pair]
     found = timed(runs, device, rounds)
     forwards, boths = found[::2], found[1::2]
-    backwards = [both - forward for forward, both in zip(forwards, boths, strict=True)]
-    directions = {
-        "fprop": dict(zip(strategies, forwards, strict=True)),
-        "dgrad": dict(zip(strategies, backwards, strict=True)),
-    }
-    alone = timed(gemms_alone(problem, tp.size(), dtype, device), device, rounds)
-    return Row(problem.key, problem.sizes(tp.size()), directions, dict(zip(GEMMS, alone, strict=True)))
+    pairs_of_times = zip(forwards, boths, strict=True)
+    backwards = [Timed(both.seconds - forward.seconds, both.noise + forward.noise) for forward, both in pairs_of_times]
+    by_gemm = {"fprop": forwards, "dgrad": backwards}
+    directions, noise = (
+        {gemm: dict(zip(strategies, (each[i] for each in of), strict=True)) for gemm, of in by_gemm.items()}
+        for i in range(2)
+    )
+    alone = [each.seconds for each in timed(gemms_alone(problem, tp.size(), dtype, device), device, rounds)]
+    return Row(problem.key, problem.sizes(tp.size()), directions, noise, dict(zip(GEMMS, alone, strict=True)))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -170,11 +183,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def empty_table(tp: DeviceMesh, by: str, link: tuple[float, float], about: Mapping[str, Any]) -> Times:
     """Of these ranks and this device, without rows; `link`: of `links`."""
-    kind, device = device_kind(tp.device_type), device_of(tp)
-    if device.type == "cpu":
-        return Times(kind, "CPU", tp.size(), by, 0, *link, rows=(), about=about)
-    there = torch.cuda.get_device_properties(device)
-    return Times(kind, there.name, tp.size(), by, there.multi_processor_count, *link, rows=(), about=about)
+    here, device = machine(tp.device_type), device_of(tp)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    about = {**about, "torch": here.torch, "version": here.version}
+    return Times(here.kind, here.device, tp.size(), by, processors, *link, rows=(), about=about)
 
 
 # The links
@@ -194,7 +206,7 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
 
         return run
 
-    small, large = timed([gather(few), gather(many)], device, rounds)
+    small, large = (each.seconds for each in timed([gather(few), gather(many)], device, rounds))
     peers = group.size() - 1
     speed = peers * (many - few) / max(large - small, 1e-9)
     return speed, max(small - peers * few / speed, 0.0)
@@ -231,11 +243,12 @@ def problems_of(found: Mapping[str, Any], names: Sequence[str] | None) -> list[P
 
 
 def said(problem: Problem, row: Row, count: str) -> str:
-    """A line of progress: milliseconds of each direction by strategy, the fastest one marked."""
+    """A line of progress: milliseconds of each direction by strategy, and their noise; the one that `auto` takes is marked."""
     parts = []
     for gemm, of in row.directions.items():
-        best = min(of, key=lambda name: of[name])
-        parts.append(f"{gemm} " + "  ".join(f"{name} {1e3 * t:.3f}{'*' * (name == best)}" for name, t in of.items()))
+        best, noise = row.fastest(gemm), row.noise[gemm]
+        times = (f"{name} {1e3 * t:.3f}+-{1e3 * noise[name]:.3f}{'*' * (name == best)}" for name, t in of.items())
+        parts.append(f"{gemm} " + "  ".join(times))
     style, tokens, features, outs, recipe = row.key
     return f"{count}  {style} {tokens} x {features} -> {'+'.join(map(str, outs))} {recipe}: {' | '.join(parts)}"
 
@@ -267,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     strategies = [SERIAL, *(name for name in known.strategies or CANDIDATES if name != SERIAL and by != "nccl")]
     problems = problems_of(found, known.recipes)
     command = f"torchrun --nproc-per-node {world_size()} -m dlp.parallel.tune {shlex.join(given)}"
-    about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "dtype": found["dtype"], "command": command}
+    about = {"date": time.strftime("%Y-%m-%d"), "dtype": found["dtype"], "command": command}
     times = empty_table(tp, by, links(group, device_of(tp), known.rounds), about)
     link = f"a link carries {times.speed / 1e9:.3g} GB/s, and takes {1e6 * times.meeting:.3g} us beside"
     _say(f"{times.ranks} x {times.device} by {by}; {link}; milliseconds:")

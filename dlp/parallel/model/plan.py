@@ -29,7 +29,6 @@ from typing import Any
 
 from torch import nn
 
-from dlp.kernels.table import device_kind
 from dlp.parallel import auto
 from dlp.parallel.auto import Times
 from dlp.parallel.linear.spec import OPTIONS
@@ -106,12 +105,13 @@ class Plan:
 
 def make_plan(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], tp: int, *, device_type: str = "cpu",
-    batch: tuple[int, int] | None = None, overlap_table: Times | str | Path | None = None, transport: str = "",
+    batch: tuple[int, int] | None = None, overlap_table: Times | str | Path | None = None, transport: str = "", board: str = "",
 ) -> Plan:  # fmt: skip
     """Decide and check the conversion of a model (meta device will do). Raises ValueError as `convert` does.
 
     overlap_table   of `dlp.parallel.tune`: what `overlap = "auto"` is chosen by
     transport       what will carry what layers send over tp, "mapped", "nccl" or "gloo"; "": what the table is of
+    board           of a `device_type` that is not this machine's: a word of its GPUs' name
     """
     typed = [group if isinstance(group, LayerGroup) else LayerGroup(**group) for group in groups]
     seen = survey(model)
@@ -122,7 +122,7 @@ def make_plan(
     for name, module in modules.items():
         check(name, module, resolved[name].convert)
     times = auto.load(overlap_table) if isinstance(overlap_table, str | Path) else overlap_table
-    why = times and times.obstacle(device_kind(device_type), tp, transport)
+    why = times and times.obstacle(auto.machine(device_type, board), tp, transport)
     place = Place(tp, device_type, batch, None if why else times, why or auto.NO_TABLE, transport)
     layers, others = _rows(modules, resolved, place)
     _check_ties(modules, layers, others)
