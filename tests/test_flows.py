@@ -14,7 +14,7 @@ from dlp.flows.codes import load_quantized_state_dict
 from dlp.quant.parameter import QuantizedParameter
 from tests.metrics import assert_bit_equal
 
-FROZEN = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
+FROZEN = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
 LARGEST = {"nvfp4": 0.25}  # relative error; 0.06 for 8 bits
 
 

@@ -8,6 +8,7 @@ bf16; ours are fp32. Where the quotient is exact in bf16, and in fp32, codes are
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import ModuleType
 from typing import Any
 
@@ -23,11 +24,14 @@ from dlp.quant.quantizer import KeepHighPrecision
 from dlp.quant.recipe import Operand
 from tests.metrics import assert_bit_equal, sqnr
 
+INT8 = {"name": "int8", "narrow": False}
 ROWWISE = {"name": "fp8_rowwise", "power_of_two": False}
 CASES = [
     pytest.param("fp8_current", "dynamic", id="dynamic by tensors"),
     pytest.param(ROWWISE, "dynamic", id="dynamic by rows"),
     pytest.param(ROWWISE, "weight_only", id="weight only"),
+    pytest.param(INT8, "dynamic", id="dynamic int8"),
+    pytest.param(INT8, "weight_only", id="weight only int8"),
 ]
 
 
@@ -40,6 +44,8 @@ def ao(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def config(ao: ModuleType, recipe: Any, mode: str) -> Any:
+    if recipe == INT8:
+        return ao.Int8WeightOnlyConfig() if mode == "weight_only" else ao.Int8DynamicActivationInt8WeightConfig()
     if mode == "weight_only":
         return ao.Float8WeightOnlyConfig()
     return ao.Float8DynamicActivationFloat8WeightConfig(
@@ -47,22 +53,27 @@ def config(ao: ModuleType, recipe: Any, mode: str) -> Any:
     )
 
 
-def linear(dtype: torch.dtype, exact: bool) -> tuple[nn.Sequential, Tensor]:
-    """`exact`: the largest value of every row, and so of the tensor, is 448 times a power of two."""
+def linear(dtype: torch.dtype, exact: bool, largest: float = 448) -> tuple[nn.Sequential, Tensor]:
+    """`exact`: the largest value of every row, and so of the tensor, is the largest code times a power of two."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(128, 96, bias=False)), torch.randn(32, 128)
     if exact:
-        x[:, 3], model[0].weight.data[:, 5] = 7.0, -0.109375
+        x[:, 3], model[0].weight.data[:, 5] = [largest * 2.0 ** round(math.log2(near / largest)) for near in (7, 0.11)]
     return model.to(dtype), x.to(dtype)
 
 
 def both(
     ao: ModuleType, recipe: Any, mode: str, dtype: torch.dtype, exact: bool
-) -> tuple[nn.Module, nn.Module, Tensor]:
-    (ours, x), (theirs, _) = linear(dtype, exact), linear(dtype, exact)
+) -> tuple[nn.Module, nn.Module, nn.Module, Tensor]:
+    """Weights in plain linears, in frozen ones and in torchao's, and x."""
+    largest = 127.5 if recipe == INT8 else 448
+    (ours, x), (theirs, _) = linear(dtype, exact, largest), linear(dtype, exact, largest)
+    whole = nn.Sequential(dlp.Linear(128, 96, recipe="bf16", dtype=dtype))
+    whole.load_state_dict(ours.state_dict())
+    dlp.freeze(whole, "**", recipe, mode)
     dlp.quantize_(ours, recipe, mode=mode)
     ao.quantize_(theirs, config(ao, recipe, mode))
-    return ours, theirs, x
+    return ours, whole, theirs, x
 
 
 def ulps(y: Tensor, expected: Tensor) -> Tensor:
@@ -74,21 +85,18 @@ def ulps(y: Tensor, expected: Tensor) -> Tensor:
 @pytest.mark.parametrize(("recipe", "mode"), CASES)
 @torch.no_grad()
 def test_outputs_are_within_one_ulp_of_torchaos(ao, recipe, mode):
-    ours, theirs, x = both(ao, recipe, mode, torch.bfloat16, True)
+    ours, frozen, theirs, x = both(ao, recipe, mode, torch.bfloat16, True)
     codes, scale_inv = ours[0].weight.parts
     assert_bit_equal(codes, theirs[0].weight.qdata)
     assert_bit_equal(scale_inv.flatten(), theirs[0].weight.scale.flatten())
     assert ulps(ours(x), theirs(x)).max() <= 1
-    model = nn.Sequential(dlp.Linear(128, 96, recipe="bf16", dtype=torch.bfloat16))
-    model.load_state_dict(linear(torch.bfloat16, True)[0].state_dict())
-    dlp.freeze(model, "**", recipe, mode)
-    assert ulps(model(x), theirs(x)).max() <= 1
+    assert ulps(frozen(x), theirs(x)).max() <= 1
 
 
-@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], CASES[2]])  # torchao casts no rows of fp32
+@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], *CASES[2:]])  # torchao casts no rows of fp32
 @torch.no_grad()
 def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
-    ours, theirs, x = both(ao, recipe, mode, torch.float32, False)
+    ours, _, theirs, x = both(ao, recipe, mode, torch.float32, False)
     assert_bit_equal(ours[0].weight.parts[0], theirs[0].weight.qdata)
     scale_inv = theirs[0].weight.scale.flatten()  # amax / 448; ours is 1 / (448 / amax)
     torch.testing.assert_close(ours[0].weight.parts[1].flatten(), scale_inv, rtol=2**-22, atol=0)
@@ -99,7 +107,7 @@ def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
 @torch.no_grad()
 def test_scales_of_torchao_are_ours_rounded_to_bf16(ao, recipe, mode):
     """Why outputs of bf16 differ; ours are no further from what is exact."""
-    ours, theirs, x = both(ao, recipe, mode, torch.bfloat16, False)
+    ours, _, theirs, x = both(ao, recipe, mode, torch.bfloat16, False)
     weight = ours[0].weight
     assert isinstance(weight, QuantizedParameter)
     assert_bit_equal(weight.parts[1].bfloat16().float().flatten(), theirs[0].weight.scale.flatten())

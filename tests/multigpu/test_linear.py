@@ -23,12 +23,13 @@ from dlp.parallel import casts, transfer
 from dlp.parallel.casts import BOTH
 from dlp.parallel.linear import state as operands
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
+from dlp.quant.integers import IntScaling
+from dlp.quant.recipe import Recipe, both
 from tests import pool as worker
 from tests.cases import (
     BY_SCALES,
     EPSILON,
     IN_STYLES,
-    RECIPES,
     STYLE_KEYS,
     LinearCase,
     linear_cases,
@@ -217,7 +218,7 @@ def test_sharded_equals_unsharded(ranks, world, recipe, style_key):
             assert over_ranks(errors) <= bound, f"{case} {name}: {over_ranks(errors):.2e} is over {bound:.2e}"
 
 
-def gathered_operands(recipe: str, tokens: int) -> list[tuple[bool, list[str | None]]]:
+def gathered_operands(recipe: str | Recipe, tokens: int) -> list[tuple[bool, list[str | None]]]:
     """For x of COLUMN_SP and dy of ROW_SP, both orientations: whether what arrives, quantized on each rank and
     gathered, equals the quantized whole, part by part; a rank's tokens are all zero, and amaxes differ 16-fold."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -239,8 +240,13 @@ def gathered_operands(recipe: str, tokens: int) -> list[tuple[bool, list[str | N
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if not rounds_by_chance(name)])
+GATHERED = [(world, name) for name in BY_SCALES if not rounds_by_chance(name) for world in (2, 4)]
+GATHERED += [
+    (2, Recipe(str(ints), *[both(ints)] * 3)) for ints in (IntScaling(symmetric=False), IntScaling(4, 32, False))
+]
+
+
+@pytest.mark.parametrize(("world", "recipe"), GATHERED, ids=str)
 def test_gathered_codes_are_the_codes_of_the_whole(ranks, world, recipe):
     for found in ranks(world).run(gathered_operands, recipe, 128 * world):
         assert len(found) == 4, "with whole blocks everything travels quantized"
