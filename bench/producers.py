@@ -74,6 +74,12 @@ def column_sums(x: Tensor) -> Launch:
 
 
 def _produced(which: str, x: Tensor) -> Callable[[], ops.LazyMatrix]:
+    if which in ("gelu", "srelu"):
+        return partial(ops.Activated, x, which, in_cast=True)
+    if which == "geglu":
+        return partial(ops.GatedBy, *_halves(x), "gelu", in_cast=True)
+    if which == "gelu's gradient":
+        return lambda: ops.Summed(ops.ActivationGrad(*_halves(x), "gelu", in_cast=True))
     if which == "rms_norm":
         return partial(ops.RmsNormed, x, _vector(x), EPS)
     return partial(ops.Gated, *_halves(x)) if which == "swiglu" else partial(ops.Summed, x)
@@ -105,9 +111,13 @@ ALONE: dict[str, Make] = {
     "swiglu backward": swiglu_backward,
     "column sums": column_sums,
 }
+PRODUCED = [
+    ("rms_norm", "x"), ("swiglu", "x"), ("gelu", "x"), ("srelu", "x"), ("geglu", "x"), ("column sums", "dy"),
+    ("gelu's gradient", "dy"),
+]  # fmt: skip
 PIPELINES: dict[str, Make] = {
     f"{which} > {recipe}, {how}": partial(_pipeline, which, getattr(load(recipe), operand), how == "fused")
-    for which, operand in (("rms_norm", "x"), ("swiglu", "x"), ("column sums", "dy"))
+    for which, operand in PRODUCED
     for recipe in RECIPES
     for how in (("apart",) if (recipe, operand) == APART_ONLY else ("apart", "fused"))
 }

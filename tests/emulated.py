@@ -44,13 +44,18 @@ def matrix(words: Sequence[int], wide: bool) -> Tensor:
 
 def made(words: Sequence[int], wide: bool, source: Sequence[int]) -> Tensor:
     """What a cast makes its codes of: of its matrix, and the words of a source (csrc/kernels.h)."""
-    x, (producer, rstd, weight, fp32, up, stride, sums) = matrix(words, wide), source
+    x, (producer, rstd, weight, fp32, up, stride, sums, act, slope) = matrix(words, wide), source
     if producer == cuda_producers.RMS_NORM:
         factors = at(rstd, (len(x), 1), torch.float32), at(weight, x.shape[1:], TYPE[fp32]).float()
         return (x.float() * factors[0] * factors[1]).to(x.dtype)
     if producer == cuda_producers.SWIGLU:
         return reference.swiglu(x, at(up, x.shape, x.dtype, (stride, 1)))
-    if producer == cuda_producers.COLUMN_SUMS:
+    if producer in (cuda_producers.ACTIVATION, cuda_producers.BESIDE):
+        name = tuple(cuda_producers.ACTS)[act]
+        beside = at(up, x.shape, x.dtype, (stride, 1)) if up else None
+        made = reference.activation_backward if slope else reference.gated
+        x = reference.activation(x, name) if beside is None else made(*((beside, x) if slope else (x, beside)), name)
+    if sums:
         found = reference.tile_sums(x)
         at(sums, found.shape, torch.float32).copy_(found)
     return x
@@ -191,17 +196,17 @@ class Module:
 
     @staticmethod
     def activation(words: Any, act: int, wide: bool, stream: int) -> None:
-        x, (dy, stride, out) = matrix(words, wide), words[5:]
+        x, (dy, stride, out, amax) = matrix(words, wide), words[5:]
         name = tuple(cuda_producers.ACTS)[act]
         grad = at(dy, x.shape, x.dtype, (stride, 1)) if dy else None
         made = reference.activation(x, name) if grad is None else reference.activation_backward(grad, x, name)
-        at(out, x.shape, x.dtype).copy_(made)
+        Module._written(made, out, amax)
 
     @staticmethod
     def gate(words: Any, act: int, wide: bool, stream: int) -> None:
-        gate, (up, stride, h, _) = matrix(words, wide), words[5:]
+        gate, (up, stride, h, amax) = matrix(words, wide), words[5:]
         name = tuple(cuda_producers.ACTS)[act]
-        at(h, gate.shape, gate.dtype).copy_(reference.gated(gate, at(up, gate.shape, gate.dtype, (stride, 1)), name))
+        Module._written(reference.gated(gate, at(up, gate.shape, gate.dtype, (stride, 1)), name), h, amax)
 
     @staticmethod
     def gate_backward(words: Any, act: int, wide: bool, stream: int) -> None:

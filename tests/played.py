@@ -167,7 +167,24 @@ def _play_producers(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return take
 
+    def activation(x: Tensor, name: str, out: Any = None, dy: Any = None, *, amax: Any = None) -> None:
+        value = reference.activation(x, name) if dy is None else reference.activation_backward(dy, x, name)
+        _fill((out, amax), (value, reference.amax(value)))
+
+    def gate(gate: Tensor, up: Tensor, name: str, h: Any = None, *, amax: Any = None) -> None:
+        value = reference.gated(gate, up, name)
+        _fill((h, amax), (value, reference.amax(value)))
+
+    def beside(x: Tensor, up: Tensor, name: str, *, slope: bool = False, parts: Any = None) -> Any:
+        def make(x: Tensor) -> Tensor:
+            made = reference.activation_backward(up, x, name) if slope else reference.gated(x, up, name)
+            return made if parts is None else summed(made, parts)(made)
+
+        return make
+
     played = {
+        "activation": activation, "gate": gate, "beside_source": beside,
+        "activation_source": lambda name: lambda x: reference.activation(x, name),
         "rms_norm": rms_norm, "swiglu": swiglu, "rms_norm_source": normed, "column_sums_source": summed,
         "swiglu_source": lambda gate, up: lambda x: reference.swiglu(x, up),
         "column_sums": lambda x, out: out.copy_(reference.column_sums(x)),

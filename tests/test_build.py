@@ -38,7 +38,7 @@ ALLOWED = {
     # The sigmoid of an activation, whose results are held to a bound and not to bits. No scale is made with it.
     ("elements.cuh", 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(1.0f, expf(-x))));'),
     # GELU's, likewise.
-    ("activations.cu", "const float t = tanhf(__fmul_rn(__fadd_rn(g, __fmul_rn(__fmul_rn(square, g), b)), a));"),
+    ("activations.cuh", "const float t = tanhf(__fmul_rn(__fadd_rn(g, __fmul_rn(__fmul_rn(square, g), b)), a));"),
     # The loss and its gradient, likewise.
     ("cross_entropy.cu", "__device__ float factor(float other) const "
      "{ return largest == other ? 1.0f : expf(largest - finite(other)); }"),

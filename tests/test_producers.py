@@ -96,10 +96,13 @@ def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.LazyMatrix]:
         "rms_norm": ops.RmsNormed(x, weight, EPS), "added": ops.AddedNormed(x, other, weight, EPS),
         "swiglu": ops.Gated(x, other),
         "sums": ops.Summed(x),
+        "gelu": ops.Activated(x, "gelu", in_cast=True), "reglu": ops.GatedBy(x, other, "relu", in_cast=True),
+        "gelu's gradient": ops.ActivationGrad(other, x, "gelu", in_cast=True),
+        "its sums": ops.Summed(ops.ActivationGrad(other, x, "gelu", in_cast=True)),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", ["rms_norm", "added", "swiglu", "sums"])
+@pytest.mark.parametrize("which", ["rms_norm", "added", "swiglu", "sums", "gelu", "its sums"])
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
 def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  # noqa: F811
     """Both orientations and one alone; also with a quantizer whose kernel makes nothing on its way."""
@@ -134,7 +137,7 @@ def test_a_sum_is_made_with_the_first_that_needs_it(played):  # noqa: F811
         assert_bit_equal(made.rstd, stored[1])
 
 
-@pytest.mark.parametrize("which", ["rms_norm", "swiglu"])
+@pytest.mark.parametrize("which", ["rms_norm", "swiglu", "gelu", "reglu", "gelu's gradient"])
 def test_a_fused_cast_stores_nothing_else(which, played, monkeypatch):  # noqa: F811
     """Neither the cast nor its amax asks for the matrix itself."""
     matrix, quantizers = produced()[which], OFFERING[0]
@@ -147,8 +150,9 @@ def test_a_fused_cast_stores_nothing_else(which, played, monkeypatch):  # noqa: 
         both.cast(wide, both.observe(wide), slot=a_slot())
 
 
-def test_a_cast_takes_the_sums_of_its_columns(played):  # noqa: F811
-    summed = produced()["sums"]
+@pytest.mark.parametrize("which", ["sums", "its sums"])
+def test_a_cast_takes_the_sums_of_its_columns(which, played):  # noqa: F811
+    summed = produced()[which]
     before = len(played)
     ops.cast_fp8_block_both(summed, (1, 128), torch.float8_e5m2, power_of_two=True)
     sums, jobs = summed.sums(), len(played) - before

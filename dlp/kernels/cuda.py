@@ -34,7 +34,7 @@ from dlp.kernels.reference import FLT_MAX, FP8_MAX
 
 INPUTS = (torch.bfloat16, torch.float32)
 Words = tuple[int, ...]
-MATRIX: Words = (0,) * 7  # what a cast makes its elements of (`cuda_producers`): its matrix, as it is
+MATRIX: Words = (0,) * 9  # what a cast makes its elements of (`cuda_producers`): its matrix, as it is
 
 
 class AmaxJob(NamedTuple):

@@ -12,7 +12,7 @@ from dlp.kernels import loader
 from dlp.kernels.cuda import INPUTS, Words, _matrix, _output, _scalar, _tiles
 from dlp.kernels.launches import launch
 
-RMS_NORM, SWIGLU, COLUMN_SUMS = 1, 2, 3  # of kernels.h
+RMS_NORM, SWIGLU, COLUMN_SUMS, ACTIVATION, BESIDE = 1, 2, 3, 4, 5  # of kernels.h
 ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4}  # of kernels.h
 MAX_NORM_COLS = 57344  # whose sums in backward fit into shared memory
 
@@ -83,19 +83,23 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
     launch("swiglu_backward", gate, words, gate.dtype == torch.float32)
 
 
-def activation(x: Tensor, act: str, out: Tensor, dy: Tensor | None = None) -> None:
-    """x [rows, cols] -> out [rows, cols]: act(x), or with dy: dy * act'(x).
+def activation(
+    x: Tensor, act: str, out: Tensor | None = None, dy: Tensor | None = None, *, amax: Tensor | None = None
+) -> None:
+    """x [rows, cols] -> out [rows, cols]: act(x), or with dy: dy * act'(x); or max |out| -> amax fp32 [].
 
     The reference's on the same device, bit for bit, but for silu and sigmoid, which divide approximately and take a subnormal
     s(x) as 0: act(x) and act'(x) lie within (2^-20 s(x) + 2^-126) (1 + |x|) of it before they are rounded to x's dtype."""
     more = (0, 0) if dy is None else _beside(dy, x, "dy")
-    words = *_matrix(x), 0, *more, _output(out, x.shape, [x.dtype], "out")
+    words = *_matrix(x), 0, *more, _output(out, x.shape, [x.dtype], "out"), _scalar(amax, "amax")
     launch("activation", x, words, ACTS[act], x.dtype == torch.float32)
 
 
-def gate(gate: Tensor, up: Tensor, act: str, h: Tensor) -> None:
-    """gate, up [rows, cols] -> h [rows, cols], of act(gate) as `activation` has it."""
-    words = *_matrix(gate), 0, *_beside(up, gate, "up"), _output(h, gate.shape, [gate.dtype], "h"), 0
+def gate(gate: Tensor, up: Tensor, act: str, h: Tensor | None = None, *, amax: Tensor | None = None) -> None:
+    """gate, up [rows, cols] -> h [rows, cols], or max |h| -> amax fp32 [], of act(gate) as `activation` has it."""
+    words = (
+        *_matrix(gate), 0, *_beside(up, gate, "up"), _output(h, gate.shape, [gate.dtype], "h"), _scalar(amax, "amax"),
+    )  # fmt: skip
     launch("gate", gate, words, ACTS[act], gate.dtype == torch.float32)
 
 
@@ -135,15 +139,27 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
 def rms_norm_source(x: Tensor, weight: Tensor, rstd: Tensor) -> Words:
     """The cast's x is x [rows, cols] * rstd [rows] * weight [cols]."""
     vector = _output(rstd, [len(x)], [torch.float32], "rstd")
-    return RMS_NORM, vector, *_vector(weight, x), 0, 0, 0
+    return RMS_NORM, vector, *_vector(weight, x), 0, 0, 0, 0, 0
 
 
 def swiglu_source(gate: Tensor, up: Tensor) -> Words:
     """The cast's x is silu(gate) * up."""
-    return SWIGLU, 0, 0, 0, *_beside(up, gate, "up"), 0
+    return SWIGLU, 0, 0, 0, *_beside(up, gate, "up"), 0, 0, 0
+
+
+def activation_source(act: str) -> Words:
+    """The cast's x is act(x)."""
+    return ACTIVATION, 0, 0, 0, 0, 0, 0, ACTS[act], 0
+
+
+def beside_source(x: Tensor, up: Tensor, act: str, *, slope: bool = False, parts: Tensor | None = None) -> Words:
+    """The cast's x is act(x) * up, or with `slope` act'(x) * up; the sums of the columns of its tiles -> `parts`."""
+    shape = [_tiles_down(x), x.shape[1]]
+    sums = _output(parts, shape, [torch.float32], "parts")
+    return BESIDE, 0, 0, 0, *_beside(up, x, "up"), sums, ACTS[act], int(slope)
 
 
 def column_sums_source(x: Tensor, parts: Tensor) -> Words:
     """The cast's x is x; the sums of the columns of its tiles -> `parts`, see `empty_parts`."""
     shape = [_tiles_down(x), x.shape[1]]
-    return COLUMN_SUMS, 0, 0, 0, 0, 0, _output(parts, shape, [torch.float32], "parts")
+    return COLUMN_SUMS, 0, 0, 0, 0, 0, _output(parts, shape, [torch.float32], "parts"), 0, 0

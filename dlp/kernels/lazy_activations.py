@@ -16,10 +16,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dlp.kernels import cuda_producers
 from dlp.kernels.activations import activation, activation_backward, gated, gated_backward, layer_norm
 from dlp.kernels.cuda import MATRIX
-from dlp.kernels.lazy_matrix import LazyMatrix, Source, stored
+from dlp.kernels.lazy_matrix import GRADIENT_CODES, LazyMatrix, Source, fuses, stored
 from dlp.kernels.producers import swiglu_backward
+
+IN_CASTS = False  # casts make activations and their gradients: nobody has measured yet whether that is faster
 
 
 class _Stored(LazyMatrix):
@@ -52,37 +55,82 @@ class LayerNormed(_Stored):
         return self.made[2]
 
 
-class Activated(_Stored):
-    """Of x [rows, C]; `name`: of the activation."""
+class Activated(LazyMatrix):
+    """Of x [rows, C]; `name`: of the activation. `in_cast`: casts that can make it do."""
 
-    def __init__(self, x: Tensor, name: str) -> None:
-        self.matrix, self.name = x, name
+    def __init__(self, x: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
+        self.matrix, self.name, self.in_cast = x, name, in_cast
 
     @cached_property
     def value(self) -> Tensor:
         return activation(self.matrix, self.name)
 
+    def amax(self) -> Tensor | None:
+        if not (self.in_cast and fuses(None, self.matrix)):
+            return None
+        amax = torch.empty((), device=self.device)
+        cuda_producers.activation(self.matrix, self.name, amax=amax)
+        return amax
 
-class GatedBy(_Stored):
-    """Of gate and up [rows, C]; `name`: of the activation of the gate."""
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        if not (self.in_cast and fuses(codes, self.matrix)):
+            return self.value, MATRIX
+        return self.matrix, cuda_producers.activation_source(self.name)
 
-    def __init__(self, gate: Tensor, up: Tensor, name: str) -> None:
-        self.matrix, self.up, self.name = gate, up, name
+
+class GatedBy(LazyMatrix):
+    """Of gate and up [rows, C]; `name`: of the activation of the gate; `in_cast` as above."""
+
+    def __init__(self, gate: Tensor, up: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
+        self.matrix, self.up, self.name, self.in_cast = gate, up, name, in_cast
 
     @cached_property
     def value(self) -> Tensor:
         return gated(self.matrix, self.up, self.name)
 
+    def amax(self) -> Tensor | None:
+        if not (self.in_cast and fuses(None, self.matrix, self.up)):
+            return None
+        amax = torch.empty((), device=self.device)
+        cuda_producers.gate(self.matrix, self.up, self.name, amax=amax)
+        return amax
 
-class ActivationGrad(_Stored):
-    """Of dy [rows, C], which may be still to be made itself, and x."""
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        if not (self.in_cast and fuses(codes, self.matrix, self.up)):
+            return self.value, MATRIX
+        return self.matrix, cuda_producers.beside_source(self.matrix, self.up, self.name)
 
-    def __init__(self, dy: Tensor | LazyMatrix, x: Tensor, name: str) -> None:
-        self.dy, self.matrix, self.name = dy, x, name
+
+class ActivationGrad(LazyMatrix):
+    """Of dy [rows, C], which may be still to be made itself, and x; `in_cast` as above."""
+
+    def __init__(self, dy: Tensor | LazyMatrix, x: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
+        self.dy, self.matrix, self.name, self.in_cast = dy, x, name, in_cast
 
     @cached_property
     def value(self) -> Tensor:
         return activation_backward(stored(self.dy), self.matrix, self.name)
+
+    def _fuses(self, codes: torch.dtype | None) -> bool:
+        return self.in_cast and fuses(codes, self.matrix, stored(self.dy), casts=GRADIENT_CODES)
+
+    def amax(self) -> Tensor | None:
+        if not self._fuses(None):
+            return None
+        amax = torch.empty((), device=self.device)
+        cuda_producers.activation(self.matrix, self.name, dy=stored(self.dy), amax=amax)
+        return amax
+
+    def source(self, codes: torch.dtype | None = None) -> Source:
+        if not self._fuses(codes):
+            return self.value, MATRIX
+        return self.matrix, cuda_producers.beside_source(self.matrix, stored(self.dy), self.name, slope=True)
+
+    def summed_source(self, parts: Tensor, codes: torch.dtype | None) -> Source | None:
+        if codes is None or not self._fuses(codes):
+            return None
+        words = cuda_producers.beside_source(self.matrix, stored(self.dy), self.name, slope=True, parts=parts)
+        return self.matrix, words
 
 
 class GatedGrads:

@@ -11,6 +11,7 @@ CPU, they are computed by themselves, once. The bits are the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -22,6 +23,7 @@ from dlp.kernels.producers import column_sums, has_kernel, rms_norm, swiglu
 
 FUSED_DTYPE = torch.bfloat16  # of what producers inside casts read
 ACTIVATION_CODES = (torch.float8_e4m3fn,)  # that activations are cast to there
+GRADIENT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 Source = tuple[Tensor, Words]
 
 
@@ -70,6 +72,10 @@ class LazyMatrix:
         of `cuda_producers`; none: the matrix is as it is)."""
         raise NotImplementedError
 
+    def summed_source(self, parts: Tensor, codes: torch.dtype | None) -> Source | None:
+        """The same of a cast that takes the sums of columns as well (`cuda_producers.empty_parts`); None: it takes none."""
+        return None
+
 
 def stored(x: Tensor | LazyMatrix) -> Tensor:
     """The matrix itself."""
@@ -83,8 +89,9 @@ def opened(x: Tensor | LazyMatrix, codes: torch.dtype | None = None, *, makes: b
     return x.source(codes) if makes else (x.value, MATRIX)
 
 
-def _fuses(codes: torch.dtype | None, *matrices: Tensor) -> bool:
-    known = codes is None or codes in ACTIVATION_CODES
+def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dtype] = ACTIVATION_CODES) -> bool:
+    """Whether a kernel that casts to `codes`, one of `casts`, or that observes (None), makes what it casts of these."""
+    known = codes is None or codes in casts
     return known and all(x.dtype == FUSED_DTYPE for x in matrices) and has_kernel(*matrices)
 
 
@@ -102,12 +109,12 @@ class RmsNormed(LazyMatrix):
 
     @cached_property
     def rstd(self) -> Tensor:
-        if _fuses(None, self.matrix):
+        if fuses(None, self.matrix):
             return self._observed(None)
         return rms_norm(self.matrix, self.weight, self.eps)[1]
 
     def amax(self) -> Tensor | None:
-        if not _fuses(None, self.matrix):
+        if not fuses(None, self.matrix):
             return None
         amax = torch.empty((), device=self.matrix.device)
         self.rstd = self._observed(amax)
@@ -119,7 +126,7 @@ class RmsNormed(LazyMatrix):
         return rstd
 
     def source(self, codes: torch.dtype | None = None) -> Source:
-        if not _fuses(codes, self.matrix):
+        if not fuses(codes, self.matrix):
             return self.value, MATRIX
         return self.matrix, cuda_producers.rms_norm_source(self.matrix, self.weight, self.rstd)
 
@@ -137,7 +144,7 @@ class AddedNormed(RmsNormed):
 
     @cached_property
     def matrix(self) -> Tensor:  # type: ignore[override]
-        if not _fuses(None, self.x, self.more):
+        if not fuses(None, self.x, self.more):
             return self.x + self.more
         self.rstd = self._observed(None)
         total: Tensor = vars(self)["matrix"]
@@ -145,7 +152,7 @@ class AddedNormed(RmsNormed):
 
     @cached_property
     def value(self) -> Tensor:
-        if "matrix" in vars(self) or not _fuses(None, self.x, self.more):
+        if "matrix" in vars(self) or not fuses(None, self.x, self.more):
             y, self.rstd = rms_norm(self.matrix, self.weight, self.eps)
             return y
         y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -153,7 +160,7 @@ class AddedNormed(RmsNormed):
         return y
 
     def amax(self) -> Tensor | None:
-        if not _fuses(None, self.x, self.more):
+        if not fuses(None, self.x, self.more):
             return None
         amax = torch.empty((), device=self.device)
         self.rstd = self._observed(amax)
@@ -180,30 +187,50 @@ class Gated(LazyMatrix):
         return swiglu(self.matrix, self.up)
 
     def amax(self) -> Tensor | None:
-        if not _fuses(None, self.matrix, self.up):
+        if not fuses(None, self.matrix, self.up):
             return None
         amax = torch.empty((), device=self.matrix.device)
         cuda_producers.swiglu(self.matrix, self.up, amax=amax)
         return amax
 
     def source(self, codes: torch.dtype | None = None) -> Source:
-        if not _fuses(codes, self.matrix, self.up):
+        if not fuses(codes, self.matrix, self.up):
             return self.value, MATRIX
         return self.matrix, cuda_producers.swiglu_source(self.matrix, self.up)
 
 
 class Summed(LazyMatrix):
-    """x [rows, C] as it is; its cast takes the sums of its columns, which is what the bias of a linear gets."""
+    """x [rows, C] as it is, which may be still to be made; its cast takes the sums of its columns, which is what the bias of a
+    linear gets."""
 
     def __init__(self, x: Tensor | LazyMatrix) -> None:
-        self.matrix = stored(x)
+        self.x = x
         self._parts: Tensor | None = None
+
+    @property
+    def like(self) -> Tensor:
+        return self.x if isinstance(self.x, Tensor) else self.x.like
+
+    @property
+    def matrix(self) -> Tensor:  # type: ignore[override]
+        return stored(self.x)
 
     @property
     def value(self) -> Tensor:
         return self.matrix
 
+    def amax(self) -> Tensor | None:
+        return None if isinstance(self.x, Tensor) else self.x.amax()
+
     def source(self, codes: torch.dtype | None = None) -> Source:
+        if isinstance(self.x, LazyMatrix):
+            parts = cuda_producers.empty_parts(self.like)
+            found = self.x.summed_source(parts, codes)
+            if found is not None:
+                self._parts = parts
+                return found
+            if codes is None:
+                return self.x.source(None)
         if codes is None or self.matrix.dtype != FUSED_DTYPE or not has_kernel(self.matrix):
             return self.matrix, MATRIX
         self._parts = cuda_producers.empty_parts(self.matrix)
@@ -213,6 +240,6 @@ class Summed(LazyMatrix):
         """`column_sums` of x: of the tiles of its cast, after that, where it was one that takes them."""
         if self._parts is None:
             return column_sums(self.matrix)
-        out = torch.empty(self.shape[1], device=self.matrix.device)
+        out = torch.empty(self.shape[1], device=self.device)
         cuda_producers.sum_parts(self._parts, out)
         return out

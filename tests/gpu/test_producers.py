@@ -155,6 +155,14 @@ def produced(which: str, shape: tuple[int, int], data: str, strides: tuple[str, 
         return ops.AddedNormed(x, place(more, strides[1], device), weight.to(device), EPS)
     if which == "swiglu":
         return ops.Gated(x, place(values(data, *shape, torch.bfloat16, 1), strides[1], device))
+    other = place(values(data, *shape, torch.bfloat16, 1), strides[1], device)
+    if which == "reglu":
+        return ops.GatedBy(x, other, "relu", in_cast=True)
+    if which == "gelu":
+        return ops.Activated(x, "gelu", in_cast=True)
+    if "gradient" in which:
+        grad = ops.ActivationGrad(other, x, which.split("'")[0], in_cast=True)
+        return ops.Summed(grad) if "sums" in which else grad
     return ops.Summed(x)
 
 
@@ -163,7 +171,10 @@ def shapes_of(pair) -> list[tuple[int, int]]:
     return [shape for shape in [*SHAPES, (192, 288), (32, 640), (640, 4096)] if all(size % unit == 0 for size in shape)]
 
 
-@pytest.mark.parametrize("which", ["rms_norm", "added", "swiglu", "sums"])
+@pytest.mark.parametrize(
+    "which",
+    ["rms_norm", "added", "swiglu", "sums", "gelu", "reglu", "gelu's gradient", "silu's gradient and its sums"],
+)
 @pytest.mark.parametrize("data", ["gauss", "specials", "huge"])
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
 def test_a_fused_cast_is_that_of_the_stored_matrix(device, poisoned, pair, data, which):

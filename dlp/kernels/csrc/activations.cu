@@ -1,37 +1,10 @@
 // Activations, y = act(x), gates, h = act(gate) * up, and their gradients, in fp32 in the order of reference/activations.py.
-#include <type_traits>
-
-#include "elements.cuh"
+#include "activations.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-
-struct Slope {
-    float value, slope;  // act(g), act'(g)
-};
-
-template <Act kAct>
-__device__ Slope act(float g) {
-    if constexpr (kAct == Act::kGelu) {
-        const float a = 0.7978845608028654f, b = 0.044715f, square = __fmul_rn(g, g);
-        const float t = tanhf(__fmul_rn(__fadd_rn(g, __fmul_rn(__fmul_rn(square, g), b)), a));
-        const float inner = __fmul_rn(__fadd_rn(__fmul_rn(square, float(3 * 0.044715)), 1.0f), a);
-        const float half = __fmul_rn(g, 0.5f), whole = __fadd_rn(t, 1.0f);
-        const float falling = __fmul_rn(__fsub_rn(1.0f, __fmul_rn(t, t)), inner);
-        return {__fmul_rn(half, whole), __fadd_rn(__fmul_rn(whole, 0.5f), __fmul_rn(half, falling))};
-    } else if constexpr (kAct == Act::kRelu) {
-        return {g < 0.0f ? 0.0f : g, g > 0.0f ? 1.0f : 0.0f};
-    } else if constexpr (kAct == Act::kSrelu) {
-        const float kept = g < 0.0f ? 0.0f : g;
-        return {__fmul_rn(kept, kept), __fmul_rn(kept, 2.0f)};
-    } else {
-        const float s = sigmoid(g), rest = __fsub_rn(1.0f, s);
-        if (kAct == Act::kSigmoid) return {s, __fmul_rn(s, rest)};
-        return {__fmul_rn(g, s), __fmul_rn(s, __fadd_rn(__fmul_rn(g, rest), 1.0f))};
-    }
-}
 
 template <class T>
 __device__ Octets<T> beside(const Matrix& x, const void* data, int64_t stride) {
@@ -42,6 +15,19 @@ template <class T>
 __device__ void store(void* data, int64_t cols, const typename Octets<T>::Place& at, const Octet<float>& x) {
     T* to = static_cast<T*>(data) + at.row * cols + at.column;
     store_values(to, rounded<T>(x), at.valid, reinterpret_cast<uintptr_t>(to) % 16 == 0);
+}
+
+// The largest |x| of the elements that there are, over the block, raises what `amax` points to.
+template <class T>
+__device__ void observe(float* amax, const typename Octets<T>::Place& at, Octet<float> x) {
+    __shared__ uint32_t scratch[kThreads / 32];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i >= at.valid) x.set(i, 0.0f);
+    Maxima<T> maxima;
+    maxima.take(rounded<T>(x));
+    const uint32_t bits = block_max(maxima.largest(), scratch);
+    if (threadIdx.x == 0) raise(amax, bits);
 }
 
 // y = act(x), or with dy: dx = dy * act'(x).
@@ -58,7 +44,8 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_const
         const Slope made = act<kAct>(xs[i]);
         out.set(i, kBackward ? __fmul_rn(dys[i], made.slope) : made.value);
     }
-    store<T>(job.out, job.x.cols, at, out);
+    if (job.out) store<T>(job.out, job.x.cols, at, out);
+    else observe<T>(job.amax, at, out);
 }
 
 template <class T, Act kAct>
@@ -69,7 +56,8 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(const __grid_constant__ 
     Octet<float> out;
 #pragma unroll
     for (int i = 0; i < 8; ++i) out.set(i, __fmul_rn(act<kAct>(gates[i]).value, ups[i]));
-    store<T>(job.h, job.gate.cols, at, out);
+    if (job.h) store<T>(job.h, job.gate.cols, at, out);
+    else observe<T>(job.amax, at, out);
 }
 
 // dup = dh * act(gate),   dgate = dh * up * act'(gate).
@@ -92,23 +80,10 @@ __global__ void __launch_bounds__(kThreads) gate_backward_kernel(const __grid_co
 
 int64_t blocks_of(const Matrix& x) { return (x.rows * ((x.cols + 7) / 8) + kThreads - 1) / kThreads; }
 
-template <Act kAct>
-using Is = std::integral_constant<Act, kAct>;
-
-template <class Use>
-void with_act(Act act, Use use) {
-    switch (act) {
-        case Act::kSilu: return use(Is<Act::kSilu>{});
-        case Act::kGelu: return use(Is<Act::kGelu>{});
-        case Act::kRelu: return use(Is<Act::kRelu>{});
-        case Act::kSrelu: return use(Is<Act::kSrelu>{});
-        case Act::kSigmoid: return use(Is<Act::kSigmoid>{});
-    }
-}
-
 }  // namespace
 
 void activation(const ActivationJob& job, Act act, Input input, Stream stream) {
+    if (job.amax) set_zero(reinterpret_cast<uintptr_t>(job.amax), sizeof(float), stream);
     const int64_t blocks = blocks_of(job.x);
     if (blocks == 0) return;
     with_input(input, [&](auto element) {
@@ -122,6 +97,7 @@ void activation(const ActivationJob& job, Act act, Input input, Stream stream) {
 }
 
 void gate(const SwigluJob& job, Act act, Input input, Stream stream) {
+    if (job.amax) set_zero(reinterpret_cast<uintptr_t>(job.amax), sizeof(float), stream);
     const int64_t blocks = blocks_of(job.gate);
     if (blocks == 0) return;
     with_input(input, [&](auto element) {

@@ -168,16 +168,21 @@ struct WireSum {              // the sum over ranks of what they packed
 };
 
 // What the elements of a cast are, made from those of its matrix on the way (see producer.cuh).
-enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums };
+enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums, kActivation, kBeside };
+
+// act(g): g * s(g), GELU by tanh, max(g, 0), its square, s(g) (reference/activations.py).
+enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid };
 
 struct Source {
     Producer producer;
     const float* rstd;        // kRmsNorm: [rows]
     const void* weight;       // [cols], fp32 if `wide`, else bf16
     int64_t wide;
-    const void* up;           // kSwiglu: [rows, cols] like the matrix, which is the gate
+    const void* up;           // kSwiglu, kBeside: [rows, cols] like the matrix, which is the gate
     int64_t up_stride;
-    float* sums;              // kColumnSums: [row tiles, cols], the sum of each column of a tile
+    float* sums;              // kColumnSums: [row tiles, cols], the sum of each column of a tile; kBeside: the same, or null
+    Act act;                  // kActivation: act(x); kBeside: act(x) * up, or
+    int64_t slope;            // act'(x) * up
     static constexpr uint32_t addresses = words(1, 2, 4, 6);
 };
 
@@ -233,15 +238,13 @@ struct SwigluGradJob {
     static constexpr uint32_t addresses = words(0, 5, 7, 9, 10);
 };
 
-// act(g): g * s(g), GELU by tanh, max(g, 0), its square, s(g) (reference/activations.py).
-enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid };
-
 struct ActivationJob {        // act(x), or with dy: dy * act'(x)
     Matrix x;
     const void* dy;           // rows `dy_stride` apart; null: forward
     int64_t dy_stride;
-    void* out;                // [rows, cols]
-    static constexpr uint32_t addresses = words(0, 5, 7);
+    void* out;                // [rows, cols], or
+    float* amax;              // []: max |out|
+    static constexpr uint32_t addresses = words(0, 5, 7, 8);
 };
 
 struct LossJob {

@@ -4,10 +4,16 @@
 //   take(tile)                 when the tile is wanted: what is read beside it
 //   make(taken, tile, patch)   the patch of this thread, from memory's elements to the producer's
 //
+// One that `kFills` makes a row of the patch after the other where its copy lies, in a loop, so that what takes many
+// instructions is there once:
+//
+//   fill(tile, copies, ...)    the copy of this thread's patch, which has arrived if it is on its way
+//   made(tile, patch)          the patch has been read
+//
 // Elements outside of the matrix are 0 before and after.
 #pragma once
 
-#include "elements.cuh"
+#include "activations.cuh"
 #include "tile_copies.cuh"
 
 namespace dlp {
@@ -26,6 +32,7 @@ __device__ void read_patch(const T* matrix, int64_t stride, bool aligned, const 
 template <class T, Producer kProducer>
 struct Maker {
     static constexpr size_t kBytes = 0;
+    static constexpr bool kFills = false;
     struct Taken {};
 
     __device__ Maker(const Source&, uint8_t*) {}
@@ -118,8 +125,28 @@ __device__ void write_sums(float* to, const float (*sums)[kTile], const Tile& ti
     to[tile.down * tile.cols() + tile.col() + threadIdx.x] = sum[0];
 }
 
-// The matrix itself; beside it the sum of each column of each tile: rows of a patch in order, then the patch below, then
-// the warps by halves. Between two calls lies a barrier.
+// The sum of each column of a tile: rows of a patch in order, then the patch below, then the warps by halves. Contains a
+// barrier; between two calls lies another.
+template <class T, class Tile>
+__device__ void sum_columns(const Octet<T> (&patch)[kPatch], const Tile& tile, float (*sums)[kTile], float* to) {
+    float sum[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        sum[j] = patch[0][j];
+#pragma unroll
+        for (int i = 1; i < kPatch; ++i) sum[j] = __fadd_rn(sum[j], patch[i][j]);
+        sum[j] = __fadd_rn(sum[j], __shfl_xor_sync(kAllLanes, sum[j], kAcross));
+    }
+    if (threadIdx.x % 32 < kAcross) {
+        float4* place = reinterpret_cast<float4*>(sums[threadIdx.x / 32] + kPatch * patch_column());
+        place[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        place[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+    __syncthreads();
+    write_sums(to, sums, tile);
+}
+
+// The matrix itself; beside it the sum of each column of each tile.
 template <class T>
 struct Maker<T, Producer::kColumnSums> : AsItIs<T> {
     static constexpr size_t kBytes = kTileWarps * kTile * sizeof(float);
@@ -128,26 +155,76 @@ struct Maker<T, Producer::kColumnSums> : AsItIs<T> {
         : AsItIs<T>(source, bytes), source_(source), sums_(reinterpret_cast<float(*)[kTile]>(bytes)) {}
     template <class Tile>
     __device__ void make(const typename AsItIs<T>::Taken&, const Tile& tile, Octet<T> (&patch)[kPatch]) const {
-        float sum[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            sum[j] = patch[0][j];
-#pragma unroll
-            for (int i = 1; i < kPatch; ++i) sum[j] = __fadd_rn(sum[j], patch[i][j]);
-            sum[j] = __fadd_rn(sum[j], __shfl_xor_sync(kAllLanes, sum[j], kAcross));
-        }
-        if (threadIdx.x % 32 < kAcross) {
-            float4* to = reinterpret_cast<float4*>(sums_[threadIdx.x / 32] + kPatch * patch_column());
-            to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-            to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-        }
-        __syncthreads();
-        write_sums(source_.sums, sums_, tile);
+        sum_columns(patch, tile, sums_, source_.sums);
     }
 
    private:
     const Source& source_;
     float (*sums_)[kTile];
+};
+
+// act(x), act(x) * up or act'(x) * up, of which the last may take the sums of its columns.
+template <class T, bool kBeside>
+class Acted : public AsItIs<T> {
+    static constexpr size_t kSums = kBeside ? kTileWarps * kTile * sizeof(float) : 0;
+
+   public:
+    static constexpr size_t kBytes = (kBeside ? TileCopies<T>::kBytes : 0) + kSums;
+    static constexpr bool kFills = true;
+
+    __device__ Acted(const Source& source, uint8_t* bytes)
+        : AsItIs<T>(source, bytes), source_(source), sums_(reinterpret_cast<float(*)[kTile]>(bytes)), ups_(bytes + kSums) {}
+    __device__ bool aligned() const {
+        return !kBeside ||
+               (source_.up_stride * int64_t(sizeof(T)) % 16 == 0 && reinterpret_cast<uintptr_t>(source_.up) % 16 == 0);
+    }
+    template <class Tile>
+    __device__ void begin(const Tile& tile) {
+        if (kBeside)
+            ups_.start(static_cast<const T*>(source_.up) + tile.row() * source_.up_stride + tile.col(), source_.up_stride);
+    }
+    template <class Tile>
+    __device__ void fill(const Tile& tile, TileCopies<T>& copies) const {
+        const Matrix& x = tile.job->x;
+        const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
+        const T* from = static_cast<const T*>(x.data) + row * x.stride + col;
+        const T* up = kBeside ? static_cast<const T*>(source_.up) + row * source_.up_stride + col : nullptr;
+        const bool fast = rows_aligned<T>(x), up_fast = aligned();
+        with_act(source_.act, [&](auto is) {
+#pragma unroll 1
+            for (int i = 0; i < kPatch; ++i) {
+                const int64_t valid = i < tile.patch_rows() ? tile.patch_cols() : 0;
+                const Octet<T> g = tile.copied ? copies.get(i) : load_octet(from + i * x.stride, valid, fast);
+                Octet<T> beside;
+                if (kBeside) beside = tile.copied ? ups_.get(i) : load_octet(up + i * source_.up_stride, valid, up_fast);
+                Octet<float> made;
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    const Slope at = act<decltype(is)::value>(g[k]);
+                    if constexpr (kBeside) made.set(k, __fmul_rn(source_.slope ? at.slope : at.value, beside[k]));
+                    else made.set(k, at.value);
+                }
+                copies.put(i, rounded<T>(made));
+            }
+        });
+    }
+    template <class Tile>
+    __device__ void made(const Tile& tile, const Octet<T> (&patch)[kPatch]) const {
+        if (kBeside && source_.sums) sum_columns(patch, tile, sums_, source_.sums);
+    }
+
+   private:
+    const Source& source_;
+    float (*sums_)[kTile];
+    TileCopies<T> ups_;
+};
+template <class T>
+struct Maker<T, Producer::kActivation> : Acted<T, false> {
+    using Acted<T, false>::Acted;
+};
+template <class T>
+struct Maker<T, Producer::kBeside> : Acted<T, true> {
+    using Acted<T, true>::Acted;
 };
 
 }  // namespace dlp

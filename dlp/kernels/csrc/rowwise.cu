@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
 // Amaxes are raised: what they point to is set to 0 before.
 void amax_lines(const Work<LinesJob>& work, Input input, const Source& source, Stream stream) {
     if (work.items == 0) return;
-    with_source<Producer::kRmsNorm, Producer::kSwiglu>(input, source, [&](auto element, auto producer) {
+    constexpr auto kBeside = Producer::kBeside;
+    with_source<Producer::kRmsNorm, Producer::kSwiglu, Producer::kActivation, kBeside>(input, source, [&](auto element, auto producer) {
         using T = decltype(element);
         constexpr size_t shared = kAmaxShared<T, producer>;
         launch_persistent<amax_lines_kernel<T, producer>>(work.items, kTileThreads, shared, stream, work, source);

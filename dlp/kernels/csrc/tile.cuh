@@ -71,6 +71,12 @@ class Incoming {
     // May contain a barrier.
     __device__ void finish(const Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
         const Matrix& x = tile.job->x;
+        if constexpr (Maker<T, kProducer>::kFills) {
+            if (tile.copied) copies_.wait();
+            maker_.fill(tile, copies_);
+            copies_.read(patch);
+            return maker_.made(tile, patch);
+        }
         const auto taken = maker_.take(tile);
         if (tile.copied)
             copies_.finish(patch);

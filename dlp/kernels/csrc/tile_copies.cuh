@@ -19,9 +19,9 @@ constexpr int kPatch = 8;
 constexpr int kAcross = kTile / kPatch;  // patches
 static_assert(kAcross * kAcross == kTileThreads, "a patch a thread");
 
-// Blocks of a multiprocessor; with SwiGLU, which copies two tiles, fewer.
+// Blocks of a multiprocessor; with what copies two tiles fewer.
 template <class T, Producer kProducer = Producer::kMatrix>
-constexpr int kTileBlocks = sizeof(T) == 2 && kProducer != Producer::kSwiglu ? 3 : 2;
+constexpr int kTileBlocks = sizeof(T) == 2 && kProducer != Producer::kSwiglu && kProducer != Producer::kBeside ? 3 : 2;
 
 // The patch of this thread: its column and row among the patches of a tile.
 __device__ inline int patch_column() { return threadIdx.x % kAcross; }
@@ -50,12 +50,28 @@ class LaneCopies {
         __pipeline_commit();
     }
     __device__ void finish(Octet<T> (&patch)[kPatch]) const {
+        wait();
+        read(patch);
+    }
+
+    // The same in parts: rows of this thread's patch may be changed in between.
+    __device__ void wait() const {
         __pipeline_wait_prior(0);
         __syncwarp();
+    }
+    __device__ Octet<T> get(int i) const {
+        Octet<T> row;
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i)
+        for (int v = 0; v < kVectors; ++v) row.set_vector(v, *slot(i, v, threadIdx.x));
+        return row;
+    }
+    __device__ void put(int i, const Octet<T>& row) const {
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v) patch[i].set_vector(v, *slot(i, v, threadIdx.x));
+        for (int v = 0; v < kVectors; ++v) *slot(i, v, threadIdx.x) = reinterpret_cast<const uint4*>(&row)[v];
+    }
+    __device__ void read(Octet<T> (&patch)[kPatch]) const {
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) patch[i] = get(i);
         __syncwarp();
     }
 
