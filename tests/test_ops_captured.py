@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dlp
 from dlp import ops
-from dlp.ops.captured import Recorded
+from dlp.kernels.captured import CapturedLaunches
+from dlp.parallel.linear.capture import describe
 from tests.emulated import emulated  # noqa: F401
 from tests.twins import K, M, Twins, forward_backward
 
@@ -26,9 +28,9 @@ def mlp(recipe: str) -> nn.Module:
     )
 
 
-def slow_twins(recipe: str, **options: Any) -> Twins:
+def slow_twins(recipe: str, make: Any = mlp, **options: Any) -> Twins:
     """Whose weights hardly move: two layers of random gradients blow up."""
-    twins = Twins(lambda: mlp(recipe), **options)
+    twins = Twins(lambda: make(recipe), **options)
     for optimizer in twins.optimizers:
         optimizer.param_groups[0]["lr"] = 1e-4
     return twins
@@ -38,7 +40,7 @@ def recorded(model: nn.Module) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for plan in model._groups_now()[0].plans.values():
         for direction in plan.captured:
-            found.setdefault(direction.name, []).extend(direction.found.values())
+            found.setdefault(direction.name, []).extend(direction.captured.found.values())
     return found
 
 
@@ -52,7 +54,7 @@ def test_captured_ops_give_the_bits_of_the_ops(recipe: str, attached: bool):
         twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     found = recorded(twins.model[0])
     for direction in ("forward", "backward"):
-        assert any(isinstance(made, Recorded) for made in found[direction]), found[direction]
+        assert any(isinstance(made, CapturedLaunches) for made in found[direction]), found[direction]
 
 
 def test_a_swap_forgets_what_was_captured():
@@ -81,4 +83,88 @@ def test_activations_are_launched_with_the_rest(act: str):
     for seed in range(4):
         twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     found = recorded(twins.model[0])
-    assert all(any(isinstance(made, Recorded) for made in found[way]) for way in ("forward", "backward")), found
+    assert all(any(isinstance(made, CapturedLaunches) for made in found[way]) for way in ("forward", "backward")), found
+
+
+class Branches(nn.Module):
+    """Two groups of a layer: what is normed goes on as it was, and the last GEMM adds to it."""
+
+    def __init__(self, bias: bool, recipe: str) -> None:
+        super().__init__()
+        self.first = ops.Sequential(
+            ops.RMSNorm(K, zero_centered_gamma=True),
+            ops.MakeExtraOutput(in_place=True),
+            ops.Linear(K, (K, K), bias=bias, recipe=recipe),
+            ops.SwiGLU(),
+        )
+        self.last = ops.Sequential(ops.Linear(K, K, bias=bias, recipe=recipe), ops.AddExtraInput(in_place=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, residual = self.first(x)
+        y = self.last(y, residual.clone())
+        return y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_residuals_and_biases_are_launched_with_the_rest(recipe: str, bias: bool):
+    twins = slow_twins(recipe, make=lambda recipe: Branches(bias, recipe))
+    for model in (twins.model, twins.other):
+        model[0].first[0].weight.data = model[0].first[0].weight.data.float()
+    for seed in range(4):
+        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    for part in (twins.model[0].first, twins.model[0].last):
+        assert "captured: forward, native calls: 1" in part.plan().lines[0]
+        assert "op by op" not in part.plan().lines[0], "a sum of torch is called between launches"
+    assert describe(twins.model) == ["forward: captured in 2 layers", "backward: captured in 2 layers"]
+
+
+def test_wgrads_that_wait_are_left_behind_the_launches():
+    """Beside a linear without dx, which waits for nothing."""
+
+    def make(recipe: str) -> nn.Module:
+        model = mlp(recipe)
+        for linear in (model[1], model[3]):
+            spec = linear.core.spec
+            linear.core.set_spec(replace(spec, options=replace(spec.options, delay_wgrad=True)))
+        return model
+
+    def run(model: nn.Module, seed: int) -> dict[str, Tensor]:
+        found = forward_backward(model, seed, (M,))
+        assert model[0][1].weight_0.grad is None and dlp.backward_dw(model) == 3
+        return found | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    twins = slow_twins("fp8_current", make=make)
+    for model in (twins.model, twins.other):
+        model[0][0].weight.data = model[0][0].weight.data.float()
+    for seed in range(4):
+        twins.step(run, seed)
+    assert str(twins.model[0].plan()).count("native calls: 1") == 2
+
+
+@pytest.mark.parametrize("mode", ["grad", "main_grad"])
+def test_wgrads_are_added_by_launches_where_they_are(mode: str):
+    def run(model: nn.Module, seed: int) -> dict[str, Tensor]:
+        for _ in range(4):
+            found = forward_backward(model, seed, (M,))
+        if mode == "main_grad":
+            found |= {
+                f"m{name}": p.main_grad.clone() for name, p in model.named_parameters() if hasattr(p, "main_grad")
+            }
+        return found
+
+    twins = slow_twins("bf16", dtype=torch.float32, attached=False)
+    for model, optimizer in zip((twins.model, twins.other), twins.optimizers, strict=True):
+        if mode == "main_grad":
+            for linear in (model[0][1], model[0][3]):
+                for parameter in linear.parameters():
+                    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        dlp.attach(model, optimizer, main_grads=mode)
+    twins.step(run, 0)
+    assert str(twins.model[0].plan()).count("native calls: 1") == 2, twins.model[0].plan()
+
+
+def test_what_no_launch_does_is_said():
+    model = ops.Sequential(ops.RMSNorm(K), ops.Linear(K, K, bias=False), ops.Dropout(0.1)).bfloat16()
+    model(torch.zeros(M, K, dtype=torch.bfloat16))
+    assert model.plan().lines[0].endswith("op by op: forward: 2 (Dropout): it computes by torch")

@@ -81,14 +81,12 @@ class CapturedLaunches:
         wholes = {whole.data_ptr(): whole for whole in made}
         views = [None if result.data_ptr() in wholes else _view(result, given) for result in returned]
         results = [result for result, view in zip(returned, views, strict=True) if view is None]
-        if not results:
-            raise NotPlain("returns only tensors that it did not make")
         self._views = [(i, view) for i, view in enumerate(views) if view is not None]
         outs = [_whole(result, wholes) for result in results]
         between = [whole for whole in made if all(whole is not out for out in outs)]
         offsets, self.between = _share(between, launched)
         self._make = [_maker(result, whole) for result, whole in zip(results, outs, strict=True)]
-        device = results[0].device
+        device = given[0].device
         if self.between:
             self._make.append(partial(torch.empty_strided, (self.between,), (1,), dtype=torch.uint8, device=device))
         self._count, self._multiplies = len(results), any(name == GEMM for name, _, _ in launched)
@@ -97,7 +95,7 @@ class CapturedLaunches:
         memory += [(*_span(whole), arena, offset) for whole, offset in zip(between, offsets, strict=True)]
         memory += [(*span, _FIXED, 0) for span in fixed]
         if self._multiplies:
-            memory.append((gemms.workspace(results[0].get_device(), stream_of(results[0])), gemms.WORKSPACE, space, 0))
+            memory.append((gemms.workspace(given[0].get_device(), stream_of(given[0])), gemms.WORKSPACE, space, 0))
             memory += [(*_span(constant), _FIXED, 0) for constant in gemms.constants(device)]
         count = space + self._multiplies
         try:
@@ -165,13 +163,11 @@ def _at(tensor: Tensor, offset: int, kind: Kind) -> Tensor:
 
 
 def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> CapturedLaunches:
-    """The launches of `run`, which reads `given`, that are `disjoint`, and returns tensors that it made, one at least, and
-    views of `given`. `fixed`: further memory that kernels read or write, which stays where it is as long as they are used.
+    """The launches of `run`, which reads `given`, that are `disjoint`, and returns tensors that it made and views of
+    `given`, if any. `fixed`: further memory that kernels read or write, which stays where it is as long as they are used.
     Raises NotPlain; then nothing has happened."""
     with recording() as launched, _Watch() as watch:
         results = run()
-    if not results:
-        raise NotPlain("returns nothing")
     return CapturedLaunches(launched, given, [_span(t) for t in fixed], results, watch.made)
 
 

@@ -5,8 +5,8 @@ captured launches.
                                └► await ─ copies ─ mark ──────┘
     lane             ─────────────────────────────────
 
-A recording takes down what is launched, with all arguments, and launches nothing. What no kernel does, a collective of NCCL, is
-a `call` between launches.
+A recording takes down what is launched, with all arguments, and launches nothing. What no kernel of ours does, a collective of
+NCCL or a sum of torch, is a `call` between launches.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -128,6 +129,17 @@ def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
     arguments = (Call(start, tensors), *[each.data_ptr() for each in tensors])
     _recorded(CALL, arguments, CURRENT)
     return [_Answer(arguments)]
+
+
+def by_torch(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> Tensor:
+    """`compute(*tensors, out=out)`, an operation of torch -> out. What is recorded calls it between its launches."""
+    call(partial(_into, compute), out, *tensors)
+    return out
+
+
+def _into(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> list[Any]:
+    compute(*tensors, out=out)
+    return []
 
 
 @contextmanager

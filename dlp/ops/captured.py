@@ -2,10 +2,9 @@
 
     first call      the ops, as everywhere else
     second call     the same, watched: what they launch is taken down (`dlp.kernels.captured`), and the launches run
-    further calls   memory for the results, one call into C++
+    further calls   memory for the results, one call into C++; with collectives, one for each stretch of launches
 
-It needs ops of which all is launches of this package: linears that communicate nothing, or through memory that ranks map, and
-norms, activations and sums where their kernels run.
+It needs ops of which all is launches of this package, and collectives between them. Why a direction is none, its plan says.
 """
 
 from __future__ import annotations
@@ -15,120 +14,132 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dlp.comm import observer
-from dlp.kernels import captured
 from dlp.kernels.captured import CapturedLaunches, NotPlain
-from dlp.parallel.linear.autograd import shape_key
-from dlp.parallel.linear.capture import LIMIT, SEEN
+from dlp.kernels.launches import is_recording
+from dlp.parallel.linear.autograd import multiplies_tf32, shape_key
+from dlp.parallel.linear.capture import SEEN, CapturedDirections
 
 Flat = list[Tensor | None]
 Key = tuple[Any, ...]
+Place = tuple[int, tuple[int, ...] | None] | None  # among what launches make (>= 0), or are given (-1 - place); seen as
 
 
-class Recorded(NamedTuple):
-    """launches; of each flat result: its place among what they make (>= 0), among what they are given (-1 - place), or None;
-    attributes: what the ops have written into their contexts beside tensors."""
+class Returned(NamedTuple):
+    """Of captured launches: the place of each flat result; of each context, the places of what was written to, and what the ops
+    have set in it beside tensors."""
 
-    launches: CapturedLaunches
-    places: tuple[int | None, ...]
+    places: tuple[Place, ...]
+    dirty: tuple[tuple[int, ...], ...]
     attributes: tuple[dict[str, Any], ...]
 
 
 class Direction:
-    """The captured launches of one direction of one plan, by what they depend on beside addresses. A string says why there are
-    none: not yet, or for this reason."""
+    """One direction of one plan. `why`: why it is not captured, whatever comes. `bounds`: of the linears in it; its launches
+    go when any of these forgets its own: a table of scales has moved."""
 
-    def __init__(self, name: str, launches: bool) -> None:
-        self.name, self.launches = name, launches
-        self.found: dict[Key, Recorded | str] = {}
+    def __init__(self, name: str, ops: str, why: str) -> None:
+        self.name, self.ops, self.why = name, ops, why
+        self.captured: CapturedDirections | None = None
+        self.returned: dict[Key, Returned] = {}
 
     def run(
         self, ctxs: Sequence[Any], bounds: Sequence[Any], given: Sequence[Tensor], key: Key, compute: Callable[[], Flat]
     ) -> Flat:
-        """What `compute` returns, which reads the tensors given. `bounds`: of the linears in it."""
-        if not self.launches or not captured.possible(given[0]) or any(_runs_here(bound) for bound in bounds):
+        """What `compute` returns, which reads the tensors given. `key`: what it depends on beside them."""
+        captured = self._captured(bounds, given[0])
+        if not captured.possible[self.name]:
             return compute()
         distinct = {tensor.data_ptr(): tensor for tensor in reversed(given)}
-        order = list(distinct)
-        same = tuple([order.index(tensor.data_ptr()) for tensor in given])
+        order = {address: i for i, address in enumerate(distinct)}
+        same = tuple([order[tensor.data_ptr()] for tensor in given])
         reads = list(distinct.values())
-        key = (key, same, *map(shape_key, given))
-        found = self._found(key, bounds)
-        if isinstance(found, Recorded):
-            return _replayed(found, ctxs, reads)
-        if found is None and len(self.found) < LIMIT:
-            self._keep(key, bounds, SEEN)
-        if found is not SEEN or not captured.disjoint(reads):
+        key = (self.name, key, same, multiplies_tf32(given[0]), *map(shape_key, given))
+        found = captured.found.get(key)
+        if isinstance(found, str) and found is not SEEN:
             return compute()
-        return self._record(key, ctxs, bounds, reads, compute)
-
-    def _record(
-        self, key: Key, ctxs: Sequence[Any], bounds: Sequence[Any], reads: list[Tensor], compute: Callable[[], Flat]
-    ) -> Flat:
-        fixed = [memory for bound in bounds for memory in bound.kept_memory()]
-        before, places = [set(vars(ctx)) for ctx in ctxs], list[int | None]()
+        by_ops = list[Flat]()
 
         def run() -> list[Tensor]:
-            made: list[Tensor] = []
-            places.clear()
-            for result in compute():
-                places.append(_place(result, made, reads))
+            before = [set(vars(ctx)) for ctx in ctxs]
+            flat, made = compute(), list[Tensor]()
+            if not is_recording():
+                by_ops.append(flat)
+                return made
+            places = tuple([_place(result, made, reads) for result in flat])
+            self.returned[key] = Returned(places, *_written(ctxs, before, reads))
             return made
 
-        unique = list({memory.data_ptr(): memory for memory in fixed}.values())
-        try:
-            launches = captured.record(run, reads, unique)
-        except NotPlain as why:
-            self._keep(key, bounds, str(why))
-            return compute()
-        attributes = tuple(
-            [
-                {name: value for name, value in vars(ctx).items() if name not in had}
-                for ctx, had in zip(ctxs, before, strict=True)
-            ]
-        )
-        if any(isinstance(value, Tensor) for own in attributes for value in own.values()):
-            self._keep(key, bounds, "an op keeps a tensor that it does not save")
-            return compute()
-        recorded = Recorded(launches, tuple(places), attributes)
-        self._keep(key, bounds, recorded)
-        return _replayed(recorded, ctxs, reads)
+        made = captured.run(key, reads, run)
+        if by_ops:
+            return by_ops[0]
+        returned = self.returned[key]
+        for ctx, dirty, own in zip(ctxs, returned.dirty, returned.attributes, strict=True):
+            vars(ctx).update(own)
+            if dirty:
+                ctx.dirty = tuple([reads[at] for at in dirty])
+        return [None if at is None else _seen(*at, made, reads) for at in returned.places]
 
-    def _found(self, key: Key, bounds: Sequence[Any]) -> Recorded | str | None:
-        """Launches go when any linear forgets its own: a table of scales has moved."""
-        found = self.found.get(key)
-        if found is not None and all((self, key) in bound.calls for bound in bounds):
-            return found
-        return None
+    def _captured(self, bounds: Sequence[Any], x: Tensor) -> CapturedDirections:
+        kept = self.captured
+        if kept is None or any(bound.calls.get(self) is not kept for bound in bounds):
+            kept = self.captured = CapturedDirections(self.ops, bounds, {self.name: self.why}, x)
+            self.returned.clear()
+            for bound in bounds:
+                bound.calls[self] = kept
+        return kept
 
-    def _keep(self, key: Key, bounds: Sequence[Any], made: Recorded | str) -> None:
-        self.found[key] = made
-        for bound in bounds:
-            bound.calls[self, key] = made
-
-
-def _runs_here(bound: Any) -> bool:
-    """It reads delayed scales that are not those of the table, or what it sends is counted."""
-    scales = bound.session.scales
-    elsewhere = scales is not None and scales.values is not None
-    return elsewhere or (bound.spec.group is not None and bool(observer.counting()))
+    def said(self) -> list[str]:
+        """Whether it is captured, or why not, in lines; none before it has run."""
+        captured = self.captured
+        if captured is None:
+            return []
+        made = [each.segments for each in captured.found.values() if isinstance(each, CapturedLaunches)]
+        if not made:
+            return [f"op by op: {self.name}: {why}" for why in dict.fromkeys(captured.states(self.name))]
+        return [
+            f"captured: {self.name}, native calls: {segments.count('L')}" + ", others between" * ("C" in segments)
+            for segments in dict.fromkeys(made)
+        ]
 
 
-def _place(result: Tensor | None, made: list[Tensor], given: Sequence[Tensor]) -> int | None:
+def _written(
+    ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[dict[str, Any], ...]]:
+    """What the ops have left in their contexts: tensors that they were given and wrote to, and attributes. NotPlain for other
+    tensors."""
+    dirty, attributes = [], []
+    for ctx, had in zip(ctxs, before, strict=True):
+        own = {name: value for name, value in vars(ctx).items() if name not in had}
+        if any(isinstance(value, Tensor) for value in own.values()):
+            raise NotPlain("an op keeps a tensor that it does not save")
+        attributes.append(own)
+        dirty.append(tuple([_given(tensor, reads) for tensor in ctx.dirty]))
+    return tuple(dirty), tuple(attributes)
+
+
+def _given(tensor: Tensor, reads: Sequence[Tensor]) -> int:
+    at = next((i for i, each in enumerate(reads) if each is tensor), None)
+    if at is None:
+        raise NotPlain("an op writes to a tensor that it was not given")
+    return at
+
+
+def _place(result: Tensor | None, made: list[Tensor], given: Sequence[Tensor]) -> Place:
     if result is None:
         return None
-    for i, tensor in enumerate(given):
-        if tensor is result or (tensor.data_ptr() == result.data_ptr() and shape_key(tensor) == shape_key(result)):
-            return -1 - i
-    for i, tensor in enumerate(made):
-        if tensor is result:
-            return i
+    for tensors, first, step in ((given, -1, -1), (made, 0, 1)):
+        for i, tensor in enumerate(tensors):
+            if tensor is result:
+                return first + step * i, None
+            if tensor.data_ptr() == result.data_ptr() and tensor.dtype == result.dtype:
+                if shape_key(tensor) == shape_key(result):
+                    return first + step * i, None
+                if tensor.is_contiguous() and result.is_contiguous() and tensor.numel() == result.numel():
+                    return first + step * i, tuple(result.shape)
     made.append(result)
-    return len(made) - 1
+    return len(made) - 1, None
 
 
-def _replayed(recorded: Recorded, ctxs: Sequence[Any], reads: Sequence[Tensor]) -> Flat:
-    made = recorded.launches(reads)
-    for ctx, own in zip(ctxs, recorded.attributes, strict=True):
-        vars(ctx).update(own)
-    return [None if at is None else made[at] if at >= 0 else reads[-1 - at] for at in recorded.places]
+def _seen(at: int, shape: tuple[int, ...] | None, made: Sequence[Tensor], given: Sequence[Tensor]) -> Tensor:
+    tensor = made[at] if at >= 0 else given[-1 - at]
+    return tensor if shape is None else tensor.view(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +12,8 @@ Saved = Tensor | None | Callable[[], Tensor]
 
 class OperationContext:
     """requires_grad: there will be a backward; needs_dx: it makes the gradient of the op's input; given: tensors of this pass
-    alone, dropped behind it; shared: addresses of gradients that several outputs have. Attributes of an op's own
-    hold what is no tensor and the same for every call with tensors of these shapes."""
+    alone, dropped behind it; left: what a backward leaves to `end_backward`; shared: addresses of gradients that several
+    outputs have. Attributes of an op's own hold what is no tensor and the same for every call with tensors of these shapes."""
 
     def __init__(self, requires_grad: bool = True, needs_dx: bool = True) -> None:
         self.requires_grad, self.needs_dx = requires_grad, needs_dx
@@ -21,6 +21,7 @@ class OperationContext:
         self.saved_tensors: tuple[Any, ...] = ()
         self.dirty: tuple[Tensor, ...] = ()
         self.given: tuple[Any, ...] = ()
+        self.left: Sequence[Tensor] = ()
         self.shared: set[int] = set()
 
     def save_for_backward(self, *tensors: Saved) -> None:

@@ -47,6 +47,7 @@ class FuserPlan:
     needs_dx, learns   by basic op: whether the gradient of its input, whether any of it or before it is needed
     quantizers         by basic op: those that will cast its dx (of the op before) and its y (of the op behind)
     shards             ops that read their own parameters, some of which are DTensors
+    ends               places of the ops that finish their backward behind its launches
     notes              what is not fused, and why
     """
 
@@ -56,6 +57,7 @@ class FuserPlan:
     learns: Sequence[bool]
     quantizers: Sequence[tuple[Any, Any]]
     shards: Sequence[Any]
+    ends: Sequence[int]
     notes: Sequence[str]
     captured: tuple[Direction, Direction]
 
@@ -66,7 +68,7 @@ class Run:
 
     fuser: OperationFuser
     plan: FuserPlan
-    ctxs: list[OperationContext]
+    ctxs: list[Any]
     kwargs: Sequence[Mapping[str, Any]]
     many_in: bool
     num_inputs: int
@@ -180,13 +182,19 @@ class OperationFuser:
         dys = [None, *[op.grad_output_quantizer(ctx) for op, ctx in pairs[:-1]]]
         xs = [*[op.input_quantizer(ctx) for op, ctx in pairs[1:]], None]
         captured = [
-            Direction(which, all(op.launches and all(ops[i].can_launch(ctxs[i], which) for i in at) for op, at in way))
+            Direction(which, f"{self.names[0]} to {self.names[-1]}", self._obstacle(which, way, ctxs))
             for which, way in zip(("forward", "backward"), ways, strict=True)
         ]
+        ends = [i for i, (op, ctx) in enumerate(pairs) if learns[i] and op.ends(ctx)]
         shards = [op for op, its in zip(ops, own, strict=True) if any(isinstance(p, DTensor) for p in its)]
         return FuserPlan(
-            ways[0], ways[1], needs_dx, learns, list(zip(dys, xs, strict=True)), shards, notes, (captured[0], captured[1])
+            ways[0], ways[1], needs_dx, learns, list(zip(dys, xs, strict=True)), shards, ends, notes, (captured[0], captured[1])
         )  # fmt: skip
+
+    def _obstacle(self, which: str, way: Sequence[Placed], ctxs: Sequence[Any]) -> str:
+        """Why a direction cannot be captured: the first op that has a reason; empty: it can."""
+        asked = ((at[0], op.obstacle([ctxs[i] for i in at], which)) for op, at in way)
+        return next((f"{self.names[first]}: {why}" for first, why in asked if why), "")
 
     def _placed(self, ops: Ops, which: str) -> list[Placed]:
         """The ops of one direction; a fused one that lacks it as what it is made of."""
@@ -243,14 +251,11 @@ def forward(run: Run, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor
     extras = tensors[run.num_inputs + sum(run.num_parameters) :]
 
     def compute() -> Flat:
-        return _forward_ops(run, inputs, extras)
+        with _Local(plan.shards):
+            return _forward_ops(run, inputs, extras)
 
-    with _Local(plan.shards):
-        if plan.captured[0].launches:
-            reads = [tensor for op, ctx in zip(fuser.basic_ops, run.ctxs, strict=True) for tensor in op.reads(ctx)]
-            flat: Any = plan.captured[0].run(run.ctxs, run.bounds, [*inputs, *extras, *reads], (), compute)
-        else:
-            flat = compute()
+    reads = [tensor for op, ctx in zip(fuser.basic_ops, run.ctxs, strict=True) for tensor in op.reads(ctx)]
+    flat: Any = plan.captured[0].run(run.ctxs, run.bounds, [*inputs, *extras, *reads], (), compute)
     for ctx in run.ctxs:
         ctx.given = ()
     meta: Any = run.ctxs[0]
@@ -328,20 +333,33 @@ def backward(run: Run, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) 
             op.begin_backward(ctx)
 
     def compute() -> Flat:
-        return _backward_ops(run, grads)
+        with _Local(plan.shards):
+            return _backward_ops(run, grads)
 
-    with _Local(plan.shards):
-        if plan.captured[1].launches:
-            learners = zip(fuser.basic_ops, run.ctxs, plan.learns, strict=True)
-            reads = [tensor for op, ctx, learns in learners if learns for tensor in op.reads_back(ctx)]
-            there = tuple([grad is not None for grad in grads])
-            given = [tensor for tensor in (*grads, *saved, *reads) if tensor is not None]
-            found = plan.captured[1].run(run.ctxs, run.bounds, given, there, compute)
-        else:
-            found = compute()
+    learners = zip(fuser.basic_ops, run.ctxs, plan.learns, strict=True)
+    reads = [tensor for op, ctx, learns in learners if learns for tensor in op.reads_back(ctx)]
+    there = tuple([grad is not None for grad in grads])
+    given = [tensor for tensor in (*grads, *saved, *reads) if tensor is not None]
+    states = tuple([tuple(fuser.basic_ops[i].state_back(run.ctxs[i])) for i in plan.ends])
+    found = plan.captured[1].run(run.ctxs, run.bounds, given, (there, states), compute)
+    if plan.ends:
+        _end(run, found)
     for ctx in run.ctxs:
         ctx.saved_tensors = ctx.given = ()
     return found
+
+
+def _end(run: Run, found: Flat) -> None:
+    """What ops do behind the launches of a backward; takes what they have left off the gradients."""
+    first = run.num_inputs + sum(run.num_parameters) + sum(run.fuser.extra_inputs)
+    left, at = iter(found[first:]), run.num_inputs
+    del found[first:]
+    for i, count in enumerate(run.num_parameters):
+        if i in run.plan.ends:
+            ctx, grads = run.ctxs[i], found[at : at + count]
+            run.fuser.basic_ops[i].end_backward(ctx, grads, [next(left) for _ in range(ctx.num_left)])
+            found[at : at + count] = grads
+        at += count
 
 
 def _backward_ops(run: Run, grads: Sequence[Tensor | None]) -> Flat:
@@ -373,7 +391,11 @@ def _backward_ops(run: Run, grads: Sequence[Tensor | None]) -> Flat:
     dxs: list[Any] = [None] * run.num_inputs
     if plan.needs_dx[0]:
         dxs = [tensor_of(one) for one in each(value)]
-    flat = [*dxs, *[one for its in of_parameters for one in its], *[one for its in of_inputs for one in its]]
+    left: list[Tensor] = []
+    for ctx in [ctxs[i] for i in plan.ends]:
+        left += ctx.left
+        ctx.num_left, ctx.left = len(ctx.left), ()
+    flat = [*dxs, *[one for its in of_parameters for one in its], *[one for its in of_inputs for one in its], *left]
     return [None if one is None else tensor_of(one) for one in flat]
 
 
@@ -384,6 +406,8 @@ class FuserFn(torch.autograd.Function):
     def forward(ctx: Any, run: Run, *tensors: Any) -> tuple[Tensor, ...]:
         results, saved = forward(run, tensors)
         dirty = [tensor for each in run.ctxs for tensor in each.dirty]
+        for each_ctx in run.ctxs:
+            each_ctx.dirty = ()
         outs: list[Tensor] = []
         for result in results:  # an output is no input, nor another output, unless it was written to
             clean = all(result is not tensor for tensor in dirty)

@@ -29,12 +29,13 @@ from dlp.ops.op import BasicOperation
 from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features
-from dlp.parallel.linear.capture import BACKWARD, obstacle
+from dlp.parallel.linear.capture import obstacle
 from dlp.parallel.linear.core import (
     NO_FINISH,
     Finish,
     GradsWanted,
     leave_wgrads,
+    num_left,
     run_backward,
     run_forward,
     to_save,
@@ -150,15 +151,13 @@ class BasicLinear(BasicOperation, modules.Linear):
         return [*weights, *parts]
 
     def reads_back(self, ctx: Any) -> Sequence[Tensor]:
-        given: Sequence[Tensor] = ctx.given
-        return given
+        return [*ctx.given, *[to.tensor for to in ctx.into if to is not None]]
 
-    def can_launch(self, ctx: Any, which: str) -> bool:
-        waits_beside = ctx.bound.spec.options.delay_wgrad  # what wgrads will read is left to them beside launches
-        elsewhere = (
-            which == BACKWARD and ctx.bound.weights.main_grads
-        )  # gradients that are there lie where others put them
-        return not (waits_beside or elsewhere or obstacle(ctx.bound, which))
+    def state_back(self, ctx: Any) -> Any:
+        return [None if to is None else to.overwrite for to in ctx.into]
+
+    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+        return obstacle(self._alone(basic_op_ctxs[0]), which)
 
     # Computing
 
@@ -238,6 +237,9 @@ class BasicLinear(BasicOperation, modules.Linear):
         bound, weights = ctx.bound, ctx.saved_tensors[: len(ctx.learns)]
         bound.session.scales = ctx.scales
         bound.session.in_layer_backward(bound)
+        mains = bound.weights.main_grads
+        into = bound.weights.targets(range(len(weights)), weights) if mains and not self._waits(ctx) else []
+        ctx.into = tuple([to if learns else None for to, learns in zip(into, ctx.learns, strict=False)])
         if not ctx.needs_dx:
             ctx.given = ()
         elif ctx.sides is not None:
@@ -246,6 +248,22 @@ class BasicLinear(BasicOperation, modules.Linear):
             ctx.given = bound.weights.read(
                 bound, range(len(weights)), weights, ctx.x_dtype, columnwise=True, record=True
             )
+
+    def _waits(self, ctx: Any) -> bool:
+        return waits(ctx.bound.spec.options.delay_wgrad, ctx.needs_dx)
+
+    def ends(self, ctx: Any) -> bool:
+        return bool(ctx.bound.weights.main_grads) or self._waits(ctx)
+
+    def end_backward(self, ctx: Any, grads: list[Tensor | None], left: Sequence[Tensor]) -> None:
+        """Wgrads that wait are left to `backward_dw`, and those that are written elsewhere said to be there."""
+        for i in ctx.written:
+            main = ctx.bound.weights.main_grads[i]
+            assert main is not None
+            grads[i] = main.written()
+        if left:
+            wanted, alpha = ctx.later
+            leave_wgrads(ctx.bound, wanted, [ctx.saved_tensors[i] for i in wanted.used], list(left), alpha)
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         return self.differentiate(ctx, grad_output, self._alone(ctx))
@@ -267,19 +285,17 @@ class BasicLinear(BasicOperation, modules.Linear):
         bound.session.scales = ctx.scales
         size = len(ctx.given) // count
         parts = [part for i in used for part in ctx.given[i * size : (i + 1) * size]]
-        later, mains = waits(bound.spec.options.delay_wgrad, ctx.needs_dx), bound.weights.main_grads
-        into = bound.weights.targets(used, ws) if mains and not later else []
-        into = [to if learns else None for to, learns in zip(into, dw, strict=True)] if into else []
+        into = [ctx.into[i] for i in used] if ctx.into else []
         made = run_backward(bound, dys, saved, ws, parts, wanted, finish, into)
-        made = leave_wgrads(bound, wanted, ws, made, finish.alpha)
         bound.session.scales = None
+        ctx.written = tuple([i for i, to in zip(used, into, strict=False) if to is not None])
+        if self._waits(ctx):
+            first = len(made) - num_left(bound, wanted)
+            ctx.left, ctx.later = made[first:], (wanted, finish.alpha)
+            return made[0], learned
         dx = made.pop(0) if ctx.needs_dx else None
-        for place, i in enumerate(used if not later else ()):
-            if into and into[place] is not None:
-                main = mains[i]
-                assert main is not None
-                learned[i] = main.written()
-            elif dw[place]:
+        for i, needed in zip(used, dw, strict=True):
+            if needed and i not in ctx.written:
                 learned[i] = made.pop(0)
         return dx, learned
 

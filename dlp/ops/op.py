@@ -63,6 +63,10 @@ class FusibleOperation(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fuser"}
 
+    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+        """Why this direction cannot be captured: on a GPU it is something else than launches of this package. Empty: it can."""
+        raise NotImplementedError
+
     # What a fuser calls: a fused op overrides both or one of these, a basic op is adapted to them
 
     def fuser_forward(
@@ -148,9 +152,20 @@ class BasicOperation(FusibleOperation):
         """Those that backward reads beside gradients and what was saved."""
         return [held(parameter) for parameter in self.op_parameters()]
 
-    def can_launch(self, ctx: Any, which: str) -> bool:
-        """Whether all that it does in this direction on a GPU is launches."""
-        return self.launches
+    def state_back(self, ctx: Any) -> Sequence[Any]:
+        """What launches of a backward that `ends` depend on beside the plan and tensors."""
+        return ()
+
+    def ends(self, ctx: Any) -> bool:
+        """Whether `end_backward` has something to do."""
+        return False
+
+    def end_backward(self, ctx: Any, grads: list[Tensor | None], left: Sequence[Tensor]) -> None:
+        """A backward has ended, captured or not, with these gradients of parameters, which this may change; `left`: tensors
+        like those that it has put in `ctx.left`."""
+
+    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+        return "" if self.launches else "it computes by torch"
 
     def goes(self, which: str) -> bool:
         return True
@@ -212,7 +227,10 @@ class FusedOperation(FusibleOperation):
     """Several basic ops, forward, backward or both. Its parameters are theirs, under their places."""
 
     takes: frozenset[str] = frozenset()
-    launches = True
+
+    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+        asked = zip(self.basic_ops, basic_op_ctxs, strict=True)
+        return next((why for op, ctx in asked if (why := op.obstacle([ctx], which))), "")
 
     def goes(self, which: str) -> bool:
         """Whether it runs in this direction; else its basic ops do."""

@@ -26,11 +26,7 @@ def group_plan(fuser: OperationFuser) -> str:
     if fuser.last is not None:
         ways: Any = [[placed.op for placed in way] for way in (fuser.last.forward, fuser.last.backward)]
         notes = list(fuser.last.notes)
-        notes += [
-            f"{direction.name} is launched in one call: {'yes' if not isinstance(found, str) else found}"
-            for direction in fuser.last.captured
-            for found in list(direction.found.values())[-1:]
-        ]
+        notes += [line for direction in fuser.last.captured for line in direction.said()]
     else:
         notes = []
         ways = [fuse(which, fuser.basic_ops, None, notes) for which in ("forward", "backward")]

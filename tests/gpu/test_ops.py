@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp import ops
-from dlp.ops.captured import Recorded
+from dlp.kernels.captured import CapturedLaunches
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 
@@ -89,8 +89,10 @@ def test_captured_ops_give_the_same_bits(recipe: str, device: Any):
         last = run(model, device)
     for name, tensor in first.items():
         assert_bit_equal(last[name], tensor, name)
-    found = {d.name: list(d.found.values()) for plan in model._groups_now()[0].plans.values() for d in plan.captured}
-    assert all(any(isinstance(each, Recorded) for each in its) for its in found.values()), found
+    found = {
+        d.name: list(d.captured.found.values()) for plan in model._groups_now()[0].plans.values() for d in plan.captured
+    }
+    assert all(any(isinstance(each, CapturedLaunches) for each in its) for its in found.values()), found
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed", "fp8_block"])

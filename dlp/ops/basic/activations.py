@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
+from dlp.kernels.launches import by_torch
 from dlp.kernels.reference import ACTIVATIONS
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import LAZY, MANY, Produced, Value, each, rows_of, tensor_of
@@ -63,6 +64,10 @@ class SReLU(_Activation):
     act = "srelu"
 
 
+def _joined(*halves: Tensor, out: Tensor) -> None:
+    torch.cat(halves, dim=-1, out=out)
+
+
 class _Gate(BasicOperation):
     act: str
     takes = frozenset({LAZY, MANY})
@@ -84,9 +89,6 @@ class _Gate(BasicOperation):
         gate, up = x.chunk(2, dim=-1)
         return gate, up
 
-    def can_launch(self, ctx: Any, which: str) -> bool:
-        return True
-
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         gate, up = self.halves(input_)
         ctx.many = isinstance(input_, tuple)
@@ -101,7 +103,8 @@ class _Gate(BasicOperation):
         grads = ops.GatedGrads(rows_of(grad_output), rows_of(gate), rows_of(up), self.act)
         if ctx.many:
             return (Produced(ops.GatedGrad(grads, 0), gate.shape), Produced(ops.GatedGrad(grads, 1), up.shape)), ()
-        return torch.cat(grads.values, dim=-1).view(saved[0].shape), ()
+        dx = torch.empty_like(rows_of(saved[0]), memory_format=torch.contiguous_format)
+        return by_torch(_joined, dx, *grads.values).view(saved[0].shape), ()
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         gate, up = self.halves(x)

@@ -11,14 +11,20 @@ Identity          x -> x
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dlp.kernels.launches import by_torch
 from dlp.ops.op import BasicOperation, Extras
 from dlp.ops.values import HANDED, LAZY, MANY, Value
+
+
+def added(x: Tensor, other: Tensor) -> Tensor:
+    return by_torch(torch.add, torch.empty_like(x, dtype=torch.result_type(x, other)), x, other)
 
 
 class AddExtraInput(BasicOperation):
@@ -26,6 +32,7 @@ class AddExtraInput(BasicOperation):
     as it was."""
 
     num_extra_inputs = 1
+    launches = True
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -48,9 +55,9 @@ class AddExtraInput(BasicOperation):
         assert extra is not None
         self.check(input_, extra)
         if not self.in_place:
-            return input_ + extra, [()]
+            return added(input_, extra), [()]
         basic_op_ctxs[0].mark_dirty(extra)
-        return extra.add_(input_), [()]
+        return by_torch(torch.add, extra, extra, input_), [()]
 
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
@@ -74,9 +81,6 @@ class MakeExtraOutput(BasicOperation):
         super().__init__()
         self.in_place = in_place
 
-    def can_launch(self, ctx: Any, which: str) -> bool:
-        return which == "forward"
-
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, basic_op_kwargs: Sequence[Any],
         **quantizers: Any,
@@ -90,11 +94,8 @@ class MakeExtraOutput(BasicOperation):
         if extra is None:
             return grad_output, [()], [()]
         grad = grad_output if isinstance(grad_output, Tensor) else grad_output.tensor()
-        return (
-            (extra.add_(grad) if self.in_place and extra.data_ptr() not in basic_op_ctxs[0].shared else grad + extra),
-            [()],
-            [()],
-        )
+        own = self.in_place and extra.data_ptr() not in basic_op_ctxs[0].shared
+        return by_torch(torch.add, extra, extra, grad) if own else added(grad, extra), [()], [()]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return x, x
@@ -103,15 +104,20 @@ class MakeExtraOutput(BasicOperation):
 class ConstantScale(BasicOperation):
     """x times a number."""
 
+    launches = True
+
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return input_ * self.scale
+        return self._scaled(input_)
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return grad_output * self.scale, ()
+        return self._scaled(grad_output), ()
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return by_torch(partial(torch.mul, other=self.scale), torch.empty_like(x), x)
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return x * self.scale
@@ -143,6 +149,8 @@ class Dropout(BasicOperation):
 
 class Reshape(BasicOperation):
     """The same elements in another shape."""
+
+    launches = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()

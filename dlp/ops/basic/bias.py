@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from dlp.kernels.launches import by_torch
 from dlp.kernels.ops import Summed, rounded, stored
 from dlp.ops.op import BasicOperation, Extras
 from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, joined, rows_of, tensor_of
@@ -43,6 +44,10 @@ class _Vectors(BasicOperation):
         return biases
 
 
+def _biased(x: Tensor, bias: Tensor) -> Tensor:
+    return by_torch(torch.add, torch.empty_like(x), x, rounded(bias, x.dtype))
+
+
 class Bias(_Vectors):
     """x [..., size] + bias [size]. Backward takes the sums of columns in the cast behind it, where one follows."""
 
@@ -56,14 +61,11 @@ class Bias(_Vectors):
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
         vars(self)["where"] = ((self, "bias"),)
 
-    def can_launch(self, ctx: Any, which: str) -> bool:
-        return which == "backward"  # the sum itself is torch's
-
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         values, biases = each(input_), self.begin_sum(ctx)
         if len(values) != len(biases):
             raise ValueError(f"Bias: it has {len(biases)} vectors and is given {len(values)} tensors")
-        return joined([(x := tensor_of(one)) + b.to(x.dtype) for one, b in zip(values, biases, strict=True)], input_)
+        return joined([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
 
     def op_backward(self, ctx: Any, grad_output: Value, *, made: bool = False) -> tuple[Value, Sequence[Any]]:
         """`made`: a cast may make the gradient and its sums in one read; else it is stored before."""

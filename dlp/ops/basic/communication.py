@@ -29,6 +29,8 @@ def scattered(x: Tensor, group: ProcessGroup) -> Tensor:
 class _OverGroup(BasicOperation):
     """`process_group`: the ranks; None: this one alone."""
 
+    launches = True
+
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.process_group = process_group

@@ -13,9 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlp.kernels import ops
+from dlp.kernels.launches import by_torch
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import LAZY, Produced, Value, rows_of, tensor_of
 from dlp.parallel.linear.prologue import RmsNorm
+
+
+def _plus_one(x: Tensor, *, out: Tensor) -> None:
+    torch.add(x, 1, out=out)
 
 
 class _Norm(BasicOperation):
@@ -44,11 +49,13 @@ class _Norm(BasicOperation):
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps:g}{', zero_centered_gamma' * self.zero_centered_gamma}"
 
-    def can_launch(self, ctx: Any, which: str) -> bool:
-        return not self.zero_centered_gamma and (which == "forward" or self.weight.dtype == torch.float32)
-
     def scale(self) -> Tensor:
         return self.weight + 1 if self.zero_centered_gamma else self.weight
+
+    def scale_made(self) -> Tensor:
+        """The same, where autograd does not look and launches may be taken down."""
+        weight = self.weight
+        return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
 
     def rows(self, input_: Value) -> Tensor:
         """x [M, C]. ValueError for another C."""
@@ -65,7 +72,7 @@ class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight."""
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale(), self.eps), input_.shape)
+        return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_made(), self.eps), input_.shape)
 
     def normed(self, ctx: Any, made: ops.RmsNormed, shape: Sequence[int]) -> Value:
         ctx.shape = tuple(shape)
@@ -95,7 +102,7 @@ class LayerNorm(_Norm):
     biased = True
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        x, weight = self.rows(input_), self.scale()
+        x, weight = self.rows(input_), self.scale_made()
         normed = ops.LayerNormed(x, weight, self.bias, self.eps)
         ctx.shape = tuple(input_.shape)
         ctx.save_for_backward(x, weight, lambda: normed.mean, lambda: normed.rstd)

@@ -18,7 +18,6 @@ from dlp.parallel.linear.core import Finish
 
 class LinearIntoExtraInput(InnerFused):
     takes = frozenset({LAZY, HANDED})
-    launches = False  # its result is an input
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any

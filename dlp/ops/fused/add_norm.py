@@ -28,7 +28,7 @@ class ForwardAddNorm(InnerFused):
             y = norm.op_forward(basic_op_ctxs[-1], total)
             return y, [(), *[(total,) for _ in kept], ()]
         norm.check(input_)
-        made = AddedNormed(rows_of(input_), rows_of(extra), norm.scale(), norm.eps)
+        made = AddedNormed(rows_of(input_), rows_of(extra), norm.scale_made(), norm.eps)
         y = norm.normed(basic_op_ctxs[-1], made, input_.shape)
         return y, [(), *[(_Sum(made, input_.shape),) for _ in kept], ()]
 

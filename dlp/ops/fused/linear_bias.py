@@ -15,6 +15,9 @@ from dlp.ops.values import HANDED, LAZY, MANY, Value
 class ForwardLinearBias(InnerFused):
     takes = frozenset({LAZY, MANY, HANDED})
 
+    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+        return self.basic_ops[0].obstacle(basic_op_ctxs[:1], which)
+
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Any]]:

@@ -15,7 +15,6 @@ from dlp.parallel.linear.core import NO_FINISH, Finish
 
 class BackwardLinearIntoResidual(InnerFused):
     takes = frozenset({LAZY, MANY, HANDED})
-    launches = False
 
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras

@@ -14,10 +14,14 @@ from dlp.ops.fusions import Pattern, maybe, register_forward_backward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
 from dlp.ops.values import HANDED, LAZY, Value
+from dlp.parallel.linear.capture import obstacle
 
 
 class ReducedLinear(InnerFused):
     takes = frozenset({LAZY, HANDED})
+
+    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+        return obstacle(basic_op_ctxs[0].bound, which)
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any

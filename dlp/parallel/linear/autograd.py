@@ -26,7 +26,7 @@ from dlp.comm import observer
 from dlp.kernels import gemms
 from dlp.kernels.captured import ALIGNMENT
 from dlp.kernels.table import runs_kernels
-from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key
+from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key, of_layer
 from dlp.parallel.linear.core import GradsWanted, leave_wgrads, run_backward, run_forward, to_save, waits
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
@@ -93,7 +93,7 @@ class BoundCall:
         self.save = self.differentiable and any(learns[: self.count])
         self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
         self.distributed = any(layout is not None for layout in self.layouts)
-        self.captured = CapturedDirections(bound, x)
+        self.captured = of_layer(bound, x)
         self.wanted: dict[Key, tuple[GradsWanted, list[int]]] = {}
 
     def wants(self, needs: tuple[bool, ...], there: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
@@ -359,7 +359,7 @@ def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
     key = CapturedDirections, x.get_device(), multiplies_tf32(x)
     found: CapturedDirections | None = bound.calls.get(key)
     if found is None:
-        found = bound.calls[key] = CapturedDirections(bound, x)
+        found = bound.calls[key] = of_layer(bound, x)
     return found
 
 

@@ -13,7 +13,7 @@ The bits are the same captured and not. What is not captured is launched step by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ Key = tuple[Any, ...]
 
 
 class CapturedDirections:
-    """Those of a layer.
+    """Those of a layer, or of several with what is between them (`dlp.ops.captured`).
 
     why        why a direction is not captured, whatever comes; empty: it can be. `possible`: whether it can
     found      captured launches by direction and what they depend on beside addresses; a string where there are none: not yet,
@@ -48,10 +48,11 @@ class CapturedDirections:
     passed     why a call of a direction was launched step by step last
     """
 
-    def __init__(self, bound: BoundSpec, x: Tensor) -> None:
+    def __init__(self, name: str, bounds: Sequence[BoundSpec], why: Mapping[str, str], x: Tensor) -> None:
         missing = "" if captured.possible(x) else f"no kernels run on {x.device.type}"
-        self.bound, self.communicates = bound, bound.spec.group is not None
-        self.why = {direction: missing or obstacle(bound, direction) for direction in DIRECTIONS}
+        self.name, self.bounds, self.sessions = name, bounds, {bound.session for bound in bounds}
+        self.communicates = any(bound.spec.group is not None for bound in bounds)
+        self.why = {direction: missing or said for direction, said in why.items()}
         self.possible = {direction: not why for direction, why in self.why.items()}
         self.found: dict[Key, CapturedLaunches | str] = {}
         self.passed: dict[str, str] = {}
@@ -66,23 +67,24 @@ class CapturedDirections:
             ys, kept = run()
             return [*ys, *kept]
 
-        made = self._run((FORWARD, *key), reads, flat)
+        made = self.run((FORWARD, *key), reads, flat)
         return made[:count], made[count:]
 
     def backward(self, key: Key, run: Run, reads: Sequence[Tensor]) -> list[Tensor]:
         """What `run`, a `run_backward`, returns, which reads these tensors."""
-        return self._run((BACKWARD, *key), reads, run)
+        return self.run((BACKWARD, *key), reads, run)
 
-    def _run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
-        """What `run` returns, which reads the tensors given."""
-        direction, scales = key[0], self.bound.session.scales
-        if scales is not None and scales.values is not None:  # captured launches read those in the table
-            return self._launched(direction, REGION, run)
+    def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
+        """What `run` returns, which reads the tensors given. `key`: a direction, and what it depends on."""
+        direction = key[0]
+        for session in self.sessions:  # captured launches read those in the table
+            if session.scales is not None and session.scales.values is not None:
+                return self._launched(direction, REGION, run)
         if self.communicates and observer.counting():  # what launches send is seen as it is launched from here
             return self._launched(direction, WATCHED, run)
         found = self.found.get(key)
         if isinstance(found, CapturedLaunches):
-            with named_range(f"{self.bound.spec.name}.{key[0]}"):
+            with named_range(f"{self.name}.{direction}"):
                 return found(given)
         if not self.possible[direction]:
             return run()
@@ -95,12 +97,16 @@ class CapturedDirections:
         if not captured.disjoint(given):
             return self._launched(direction, SHARED, run)
         try:
-            made = captured.record(run, given, self.bound.kept_memory())
+            made = captured.record(run, given, self._kept_memory())
         except NotPlain as why:
             self.found[key] = str(why)
             return run()
         self.found[key] = made
         return made(given)
+
+    def _kept_memory(self) -> list[Tensor]:
+        kept = [memory for bound in self.bounds for memory in bound.kept_memory()]
+        return list({memory.data_ptr(): memory for memory in kept}.values())
 
     def _launched(self, direction: str, why: str, run: Run) -> list[Tensor]:
         self.passed[direction] = why
@@ -108,13 +114,19 @@ class CapturedDirections:
 
     def states(self, direction: str) -> Iterator[str]:
         """Of each kind of tensors that this direction was called with: why it is not captured, empty where it is."""
-        if not self.possible[direction]:
+        if self.why.get(direction):
             yield self.why[direction]
         for key, made in self.found.items():
             if key[0] == direction:
                 yield made if isinstance(made, str) else ""
         if direction in self.passed:
             yield self.passed[direction]
+
+
+def of_layer(bound: BoundSpec, x: Tensor) -> CapturedDirections:
+    """Those of one layer, for tensors that lie where x does."""
+    why = {direction: obstacle(bound, direction) for direction in DIRECTIONS}
+    return CapturedDirections(bound.spec.name, (bound,), why, x)
 
 
 @remembered

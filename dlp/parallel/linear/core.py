@@ -225,15 +225,24 @@ def run_backward(
     return [*_of_inputs(spec, whole, beside), *grads, *later]
 
 
+def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:
+    """How many tensors at the end of what `run_backward` makes are for waiting wgrads."""
+    if not (waits(bound.spec.options.delay_wgrad, wanted.dx) and any(wanted.dw)):
+        return 0
+    dy, x = (len(operand.columnwise.format.parts) for operand in (bound.spec.recipe.dy, bound.spec.recipe.x))
+    return sum(wanted.dw) * dy + x
+
+
 def leave_wgrads(
     bound: BoundSpec, wanted: GradsWanted, weights: Sequence[Tensor], made: list[Tensor], alpha: float = 1.0
 ) -> list[Tensor]:  # fmt: skip
-    """What `run_backward` made, without what waiting wgrads read: they are left to `backward_dw`, if any wait."""
-    if not (waits(bound.spec.options.delay_wgrad, wanted.dx) and any(wanted.dw)):
+    """What `run_backward` made, or the end of it, without what waiting wgrads read: they are left to `backward_dw`, if any
+    wait."""
+    start = len(made) - num_left(bound, wanted)
+    if start == len(made):
         return made
     formats = [operand.columnwise.format for operand in (bound.spec.recipe.dy, bound.spec.recipe.x)]
     sizes = [len(fmt.parts) for fmt in formats]
-    start = len(made) - sum(wanted.dw) * sizes[0] - sizes[1]
     x, at = formats[1].wrap(made[len(made) - sizes[1] :]), start
     for i, w, needed in zip(wanted.used, weights, wanted.dw, strict=True):
         if needed:

@@ -1,0 +1,121 @@
+"""A whole fuser as captured launches on tp ranks: one native call a direction through mapped memory, a few with collectives
+between; the bits of its ops. On the CPU the device is emulated."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dlp
+from dlp import ops
+from dlp.kernels.captured import CapturedLaunches
+from tests import pool as worker
+from tests.kept import fusions_kept
+from tests.metrics import assert_bit_equal
+from tests.multigpu.test_programs import device, moved_by
+from tests.twins import K, M, values, without_programs
+
+pytestmark = pytest.mark.ranks(2)
+SEGMENTS = {  # L launches, C the start of a collective, A its answer
+    ("fp8_current", False): {"forward": ["LCALCLALCAL"], "backward": ["LCALCLALCLCALAL"]},
+    ("bf16", True): {"forward": ["LCALCAL"], "backward": ["CALCLCAAL"]},
+}
+Found = tuple[dict[str, list[str]], str, list[Tensor]]
+
+
+def mlp(recipe: str, group: Any, overlap: str) -> ops.Sequential:
+    """norm, gate and up, SwiGLU, down; column- and row-parallel, with sequence parallelism."""
+    torch.manual_seed(0)
+    more: dict[str, Any] = {
+        "tensor_parallel_group": group,
+        "sequence_parallel": True,
+        "recipe": recipe,
+        "overlap": overlap,
+    }
+    return ops.Sequential(
+        ops.RMSNorm(K),
+        ops.Linear(K, (2 * K, 2 * K), bias=False, tensor_parallel_mode="column", dtype=torch.bfloat16, **more),
+        ops.SwiGLU(),
+        ops.Linear(2 * K, K, bias=False, tensor_parallel_mode="row", dtype=torch.bfloat16, **more),
+    )
+
+
+def states(model: ops.Sequential) -> dict[str, list[str]]:
+    """What there is for each direction: the segments of what is captured, or why it is not."""
+    found: dict[str, list[str]] = {}
+    for plan in model._groups_now()[0].plans.values():
+        for direction in plan.captured:
+            made = direction.captured.found.values()
+            found.setdefault(direction.name, []).extend(
+                each.segments if isinstance(each, CapturedLaunches) else each for each in made
+            )
+    return found
+
+
+def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool) -> list[Found]:
+    """Through mapped memory, by collectives, and by collectives with nothing captured."""
+    mesh, found = worker.mesh(dp_shard=1, tp=2), list[Found]()
+    always = worker.device().type == "cuda" and overlap != "serial"
+    for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
+        with device(), off, fusions_kept(none=basic), moved_by(mesh["tp"].get_group(), mapped or always):  # type: ignore[attr-defined]
+            model = mlp(recipe, mesh["tp"], overlap).to(worker.device())
+            for linear in (model[1], model[3]):
+                spec = linear.core.spec
+                linear.core.set_spec(replace(spec, options=replace(spec.options, delay_wgrad=delay)))
+            results = list[Tensor]()
+            for seed in range(4):
+                x = values(10 * seed + dist.get_rank(), M, K).to(worker.device()).requires_grad_()
+                y = model(x)
+                y.backward(values(100 + seed + dist.get_rank(), *y.shape).to(worker.device()))
+                if delay:
+                    for linear in (model[1], model[3]):
+                        vars(linear)["dlp_session"] = linear.core.session  # of a layer by itself
+                        assert dlp.backward_dw(linear) == len(linear.core.members)
+                results += [y.detach(), x.grad]
+                for weight in model.parameters():
+                    results.append(getattr(weight.grad, "_local_tensor", weight.grad))
+                model.zero_grad()
+            found.append((states(model), str(model.plan()), results))
+    return found
+
+
+def check(ranks: Any, recipe: str, overlap: str = "serial", delay: bool = False, basic: bool = False) -> Any:
+    """The bits of all three; returns the states and plans of a rank by way."""
+    for found in ranks(2).run(on_ranks, recipe, overlap, delay, basic):
+        (*_, through_memory), (*_, by_calls), (*_, expected) = found
+        for results in (through_memory, by_calls):
+            for result, wanted in zip(results, expected, strict=True):
+                assert_bit_equal(result, wanted)
+    mapped, calling, none = ((states, plan) for states, plan, _ in found)
+    assert not any(none[0].values())
+    return mapped, calling
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["now", "waiting"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed", "fp8_block"])
+def test_a_fuser_that_communicates(ranks, recipe: str, delay: bool):
+    """An agreement on x and its gather before fprop, and the sum of the row; backward, what dgrad reads is on its way first."""
+    (mapped, said), (calling, by_calls) = check(ranks, recipe, delay=delay)
+    assert "L" in mapped["forward"] and "L" in mapped["backward"], mapped
+    assert "captured: forward, native calls: 1" in said and "captured: backward, native calls: 1" in said
+    assert SEGMENTS.get((recipe, delay), calling) == calling, calling
+    assert "others between" in by_calls and "op by op" not in by_calls
+
+
+def test_what_is_sent_step_by_step_is_said(ranks):
+    """By collectives, that is; through mapped memory chunks are launches like others."""
+    (mapped, said), (calling, by_calls) = check(ranks, "fp8_current", "chunked")
+    assert "L" in mapped["forward"] and "L" in mapped["backward"] and "op by op" not in said
+    if not torch.cuda.is_available():
+        assert "op by op: forward: 1 (Linear): fprop is chunked, which sends step by step by gloo" in by_calls
+
+
+def test_ops_that_communicate_by_themselves(ranks):
+    (mapped, said), (calling, by_calls) = check(ranks, "bf16", basic=True)
+    assert "op by op" not in said + by_calls, said + by_calls
