@@ -55,6 +55,7 @@ def test_parts_are_what_the_primitives_give(quantizer: IntScaling, seed: int, ex
     codes = affine.quantize_affine(values, block, scale, zero, quantizer.codes)
     q = quantize(quantizer, x)
     assert torch.equal(unpack(q.parts[0], fmt.bits), codes)
+    assert fmt.nbytes((16, 96), x.dtype) == sum(part.nbytes for part in q.parts)
     assert_bit_equal(q.parts[1].reshape(scale.shape), scale)
     assert_bit_equal(q.dequantize(), affine.dequantize_affine(codes, block, scale, zero))
     assert quantizer.symmetric or torch.equal(q.parts[2].reshape(zero.shape), zero)
@@ -113,9 +114,9 @@ def test_narrow_codes_are_odd_and_landmarks_are_one_and_the_largest():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Int(9), "integers of 9 bits"),
-        (lambda: Int(1), "integers of 1 bits"),
-        (lambda: Int(4, -1), "a group of -1"),
+        (lambda: Int(9), "integers of 9 bits have no format: choose 2 to 8"),
+        (lambda: Int(1), "integers of 1 bits have no format"),
+        (lambda: Int(4, -1), "a group of -1 codes cannot share a scale: choose its size"),
         (lambda: IntScaling(symmetric=False, narrow=True), "narrow codes are symmetric"),
         (lambda: IntScaling(4, 48).cast(torch.zeros(2, 64), None), "contraction size that is a multiple of 48; got 64"),
         (

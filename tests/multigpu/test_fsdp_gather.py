@@ -29,12 +29,15 @@ from dlp.parallel.linear.state import quantize
 from dlp.parallel.model.session import session_of
 from dlp.parallel.weight import sharded as shards
 from dlp.parallel.weight.base import Use
+from dlp.quant.integers import IntScaling
+from dlp.quant.recipe import Recipe, both
 from tests import pool as worker
 from tests.cases import BY_SCALES, RECIPES
 from tests.metrics import assert_bit_equal
 from tests.net import Net
 from tests.shardnet import BATCH, SEQUENCE, backward, shardnet, tensors, train, whole
 
+PACKED = Recipe("int4 in groups", *[both(IntScaling(4, 32, symmetric=False))] * 3)
 QUANTIZED = [recipe for recipe in BY_SCALES if recipe != "bf16"]
 MESHES = [({"dp_shard": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
 SIZES = {world: sizes for sizes, world in MESHES}
@@ -64,7 +67,7 @@ def trained(recipe: Any, sizes: dict[str, int], keywords: dict[str, Any]) -> tup
     return losses, tensors(model), gathered.total
 
 
-@pytest.mark.parametrize(("world", "recipe"), [*((2, recipe) for recipe in RECIPES), (4, "nvfp4")])
+@pytest.mark.parametrize(("world", "recipe"), [*((2, recipe) for recipe in [*RECIPES, PACKED]), (4, "nvfp4")], ids=str)
 def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world):
     sizes = SIZES[world]
     quantized = ranks(world).run(trained, recipe, sizes, {})
@@ -73,7 +76,7 @@ def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world
         assert losses == losses_off
         for name, value in expected.items():
             assert_bit_equal(found[name], value, name)
-        share = {"bf16": 1.0, "nvfp4": 0.285}.get(recipe, 0.52)
+        share = {"bf16": 1.0, "nvfp4": 0.285, "int4 in groups": 0.34}.get(str(recipe), 0.52)
         if sizes == MESHES[0][0]:  # under sequence parallelism activations are gathered too
             assert gathered <= share * gathered_off, "of what would be gathered in bf16"
 
