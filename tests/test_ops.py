@@ -349,6 +349,24 @@ def test_a_recipe_that_changes_makes_another_plan_and_finds_the_old_one_again():
         assert_bit_equal(last[name], tensor, name)
 
 
+def test_nested_regions_run_under_the_innermost_and_find_their_plans_again():
+    model = mlp("fp8_current")
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
+    recipes = ["fp8_current", "bf16", dlp.recipe("fp8_current", power_of_two=True), "bf16", "fp8_current"]
+    expected = [mlp(recipe)(values(0, M, H)) for recipe in recipes]
+    for _ in range(2):
+        found = [model(values(0, M, H))]
+        with dlp.autocast(recipe=recipes[1]):
+            found += [model(values(0, M, H))]
+            with dlp.autocast(recipe=recipes[2]):
+                found += [model(values(0, M, H))]
+            found += [model(values(0, M, H))]
+        found += [model(values(0, M, H))]
+        for its, other in zip(found, expected, strict=True):
+            assert_bit_equal(its, other)
+        assert len(model._groups_now()[0].plans) == 3
+
+
 @pytest.mark.parametrize("mode", ["grad", "main_grad"])
 def test_gradients_are_added_where_they_are(mode: str):
     """With the bits of autograd's sums of three microbatches."""

@@ -85,6 +85,24 @@ def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str
             assert_close(part, expected, bound, name)
 
 
+def returned_bias() -> tuple[Tensor, Tensor]:
+    """y + bias of a row-parallel linear that returns its bias, and y of one that adds it."""
+    mesh, found = worker.mesh(dp_shard=1, tp=2), []
+    for apart in (True, False):
+        torch.manual_seed(0)
+        linear = ops.Linear(H, H, tensor_parallel_mode="row", tensor_parallel_group=mesh["tp"], return_bias=apart)
+        x = values(1, M, H).chunk(2, 1)[mesh["tp"].get_local_rank()]
+        y = linear(x)
+        found.append((sum(y) if apart else y).detach())
+    return found[0], found[1]
+
+
+@pytest.mark.ranks(2)
+def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
+    for apart, added in ranks(2).run(returned_bias):
+        assert_close(apart, added, 1e-6)
+
+
 def refused() -> str:
     mesh = worker.mesh(dp_shard=1, tp=2)
     try:
@@ -145,3 +163,44 @@ def test_a_sharded_and_converted_sequence_trains(recipe: str, ranks: Any):
     for name, tensor in expected.items():
         assert_close(found[0][name], tensor, 1e-5 if recipe == "bf16" else 0.05, name)
         assert_bit_equal(found[0][name], found[1][name], name)
+
+
+class OnShards(nn.Module):
+    """A block on token shards, in a model that splits and joins its tokens."""
+
+    def __init__(self, tp: Any) -> None:
+        super().__init__()
+        self.inner = block(tp, sp=True)
+
+    def forward(self, x: Tensor, mesh: Any) -> Tensor:
+        return dlp.gather_tokens(self.inner(dlp.scatter_tokens(x, mesh)), mesh)
+
+
+def converted(norm_on_shards: bool) -> dict[str, Tensor] | str:
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    model = OnShards(mesh["tp"])
+    groups = [dlp.LayerGroup("linears", "inner.*", sequence_parallel=True)]
+    groups += [] if norm_on_shards else [dlp.LayerGroup("norm", "inner.0", sequence_parallel=False)]
+    dlp.convert(model, groups, mesh, batch=(1, M))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    dlp.attach(model, optimizer)
+    x = values(1, M, H).requires_grad_()
+    try:
+        model(x, mesh).backward(values(2, M, H))
+    except ValueError as error:
+        return str(error)
+    optimizer.step()
+    return {
+        f"d{name.removeprefix('inner.')}": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.mark.ranks(2)
+def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: Any):
+    alone = step(block())
+    for found in ranks(2).run(converted, True):
+        assert found.keys() == alone.keys() - {"y", "dx"}
+        for name, tensor in found.items():
+            assert_close(tensor, alone[name], 1e-5, name)
+    for said in ranks(2).run(converted, False):
+        assert "inner.0: it gets token shards (32, 64), so its gradients must be summed over tp" in said

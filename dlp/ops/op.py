@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dlp.ops.context import OperationContext
 from dlp.ops.fuser import OperationFuser
-from dlp.ops.values import Value
+from dlp.ops.values import Value, each
 from dlp.parallel.weight.local import held
 
 Extras = Sequence[Sequence[Tensor | None]]
@@ -96,6 +96,7 @@ class BasicOperation(FusibleOperation):
     takes: frozenset[str] = frozenset()
     none_grads = False
     launches = False
+    token_rows: int | None = None  # of a token shard, once conversion has replicated it over tp
     part_of: Any = None  # a linear that does this itself where ops run one by one
 
     @property
@@ -191,6 +192,8 @@ class BasicOperation(FusibleOperation):
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras,
         prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, basic_op_kwargs: Sequence[Mapping[str, Any]],
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
+        if self.token_rows is not None:
+            self.check_tokens(input_)
         output = self.op_forward(
             basic_op_ctxs[0], input_, prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
             next_op_input_quantizer=next_op_input_quantizer, **basic_op_kwargs[0],
@@ -202,6 +205,13 @@ class BasicOperation(FusibleOperation):
     ) -> tuple[Value, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
+
+    def check_tokens(self, input_: Value) -> None:
+        """Of an op that conversion has replicated: ValueError for token shards where its groups say that it gets whole tokens,
+        and the other way round."""
+        for value in each(input_) if self.token_rows is not None else ():
+            like = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
+            self._check_tokens(like)  # type: ignore[operator]
 
 
 class OneOpFn(torch.autograd.Function):

@@ -23,6 +23,7 @@ class ForwardAddNorm(InnerFused):
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
         add.check(input_, extra)
+        norm.check_tokens(input_)
         if extra.dtype != input_.dtype:
             total = input_ + extra
             y = norm.op_forward(basic_op_ctxs[-1], total)
