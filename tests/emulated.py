@@ -195,6 +195,26 @@ class Module:
         sums.zero_()[0] = dweight
 
     @staticmethod
+    def layer_norm(words: Any, eps: float, wide: bool, stream: int) -> None:
+        x, (weight, bias, fp32, mean, rstd, y) = matrix(words, wide), words[5:]
+        vectors = [at(each, x.shape[1:], TYPE[fp32]) for each in (weight, bias)]
+        value, *found = reference.layer_norm(x, *vectors, eps)
+        Module._written(value, y, 0)
+        for to, its in zip((mean, rstd), found, strict=True):
+            at(to, its.shape, torch.float32).copy_(its)
+
+    @staticmethod
+    def layer_norm_backward(words: Any, wide: bool, stream: int) -> None:
+        x, (weight, fp32, mean, rstd, dy, stride, dx, *parts) = matrix(words, wide), words[5:]
+        rows = [at(each, (len(x),), torch.float32) for each in (mean, rstd)]
+        dvalue, *found = reference.layer_norm_backward(
+            at(dy, x.shape, x.dtype, (stride, 1)), x, at(weight, x.shape[1:], TYPE[fp32]), *rows
+        )
+        at(dx, x.shape, x.dtype).copy_(dvalue)
+        for to, its in zip(parts, found, strict=True):
+            at(to, (min(len(x), Module.NORM_PARTS), x.shape[1]), torch.float32).zero_()[0] = its
+
+    @staticmethod
     def activation(words: Any, act: int, wide: bool, stream: int) -> None:
         x, (dy, stride, out, amax) = matrix(words, wide), words[5:]
         name = tuple(cuda_producers.ACTS)[act]

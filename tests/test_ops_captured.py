@@ -71,15 +71,17 @@ SLOW_ACTS = [pytest.param(act, marks=pytest.mark.slow) for act in ("relu", "srel
 
 
 @pytest.mark.parametrize("act", ["gelu", "geglu", *SLOW_ACTS])
-def test_activations_are_launched_with_the_rest(act: str):
+def test_norms_and_activations_are_launched_with_the_rest(act: str):
+    norm = "LayerNorm" if act == "gelu" else "RMSNorm"
+
     def make() -> nn.Module:
-        return ops.LayerNormMLP(K, K, bias=False, normalization="RMSNorm", activation=act, recipe="fp8_current")
+        return ops.LayerNormMLP(K, K, bias=False, normalization=norm, activation=act, recipe="fp8_current")
 
     twins = Twins(make)
     for optimizer in twins.optimizers:
         optimizer.param_groups[0]["lr"] = 1e-5
     for model in (twins.model, twins.other):
-        model[0][0].weight.data = model[0][0].weight.data.float()
+        model[0][0].float()
     for seed in range(4):
         twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
     found = recorded(twins.model[0])

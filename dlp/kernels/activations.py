@@ -81,9 +81,29 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
     return reference.layer_norm(x, weight, bias, eps)
 
 
+def _norms(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
+    return has_kernel(x) and weight.dtype == bias.dtype
+
+
+@kernel("layer_norm", reads=INPUTS, takes=_norms)
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    y, mean, rstd = _like(x), *(torch.empty(len(x), device=x.device) for _ in range(2))
+    cuda_producers.layer_norm(x, weight, bias, eps, mean, rstd, y)
+    return y, mean, rstd
+
+
 @operation
 def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dy, x [rows, C], weight [C], mean, rstd [rows] -> dx [rows, C] in the dtype of x, dweight, dbias fp32 [C]."""
     return reference.layer_norm_backward(dy, x, weight, mean, rstd)
+
+
+@kernel("layer_norm_backward", reads=INPUTS, takes=lambda dy, x, *rest: has_kernel(dy, x))
+def _layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = _like(x), *(torch.empty(x.shape[1], device=x.device) for _ in range(2))
+    cuda_producers.layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias)
+    return dx, dweight, dbias

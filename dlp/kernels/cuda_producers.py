@@ -66,6 +66,38 @@ def rms_norm_backward(
     sum_parts(parts, dweight)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mean: Tensor, rstd: Tensor, y: Tensor) -> None:
+    """x [rows, cols], weight and bias [cols] of one dtype, bf16 or fp32 -> mean, rstd fp32 [rows] and y [rows, cols]."""
+    pointer, wide = _vector(weight, x)
+    vectors = [_output(each, [len(x)], [torch.float32], name) for each, name in ((mean, "mean"), (rstd, "rstd"))]
+    words = (
+        *_matrix(x), 0, pointer, _output(bias, [x.shape[1]], [weight.dtype], "bias"), wide, *vectors,
+        _output(y, x.shape, [x.dtype], "y"),
+    )  # fmt: skip
+    launch("layer_norm", x, words, eps, x.dtype == torch.float32)
+
+
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor
+) -> None:
+    """dy, x [rows, cols], weight [cols], mean, rstd [rows] -> dx [rows, cols], dweight, dbias fp32 [cols].
+
+    Raises ValueError where cols is over MAX_NORM_COLS / 2.
+    """
+    rows, cols = x.shape
+    if cols > MAX_NORM_COLS // 2:
+        raise ValueError(f"the gradient of LayerNorm is computed for up to {MAX_NORM_COLS // 2} features; got {cols}")
+    parts = torch.empty(2, min(rows, loader.load().NORM_PARTS), cols, device=x.device)
+    vectors = [_output(each, [rows], [torch.float32], name) for each, name in ((mean, "mean"), (rstd, "rstd"))]
+    words = (
+        *_matrix(x), 0, *_vector(weight, x), *vectors, *_beside(dy, x, "dy"), _output(dx, x.shape, [x.dtype], "dx"),
+        parts[0].data_ptr(), parts[1].data_ptr(),
+    )  # fmt: skip
+    launch("layer_norm_backward", x, words, x.dtype == torch.float32)
+    for part, out in zip(parts, (dweight, dbias), strict=True):
+        sum_parts(part, out)
+
+
 def swiglu(gate: Tensor, up: Tensor, *, h: Tensor | None = None, amax: Tensor | None = None) -> None:
     """gate, up [rows, cols] -> h [rows, cols], or max |h| -> amax fp32 []."""
     words = (

@@ -83,6 +83,26 @@ def test_rms_norm_backward_is_the_reference(device, poisoned, dtype, weight_dtyp
 
 
 @dtypes
+@weights
+@pytest.mark.parametrize("data", ["gauss", "tiny"])
+def test_layer_norm_and_its_gradients_are_the_reference(device, poisoned, dtype, weight_dtype, data):
+    for number, shape in enumerate([*SHAPES, *LONG]):
+        x, dy = values(data, *shape, dtype), values(data, *shape, dtype, 2)
+        weight, bias = (values("gauss", 1, shape[1], weight_dtype, seed)[0] for seed in (1, 3))
+        expected = reference.layer_norm(x, weight, bias, EPS)
+        placed, grad = place(x, STRIDES[number % 3], device), place(dy, STRIDES[(number + 1) % 3], device)
+        y, mean, rstd = poisoned(shape, dtype), *(poisoned((shape[0],), torch.float32) for _ in range(2))
+        cuda_producers.layer_norm(placed, weight.to(device), bias.to(device), EPS, mean, rstd, y)
+        for made, right, name in zip((y, mean, rstd), expected, ("y", "mean", "rstd"), strict=True):
+            assert_equal(made, right, f"{name}, {data} {dtype} {shape}")
+        expected = reference.layer_norm_backward(dy, x, weight, *expected[1:])
+        dx, dweight, dbias = poisoned(shape, dtype), *(poisoned((shape[1],), torch.float32) for _ in range(2))
+        cuda_producers.layer_norm_backward(grad, placed, weight.to(device), mean, rstd, dx, dweight, dbias)
+        for made, right, name in zip((dx, dweight, dbias), expected, ("dx", "dweight", "dbias"), strict=True):
+            assert_equal(made, right, f"{name}, {data} {dtype} {shape}")
+
+
+@dtypes
 def test_column_sums_are_the_reference(device, poisoned, dtype):
     for number, (shape, data) in enumerate(product([*SHAPES, *LONG, (5000, 40)], ("gauss", "specials"))):
         x, out = values(data, *shape, dtype), poisoned((shape[1],), torch.float32)

@@ -126,6 +126,12 @@ void bind_producers(pybind11::module_& m) {
     bind_step(m, "rms_norm_backward", [](const Words<NormGradJob>& job, bool wide, Stream stream) {
         rms_norm_backward(make_job<NormGradJob>(job), input_of(wide), stream);
     });
+    bind_step(m, "layer_norm", [](const Words<LayerNormJob>& job, float eps, bool wide, Stream stream) {
+        layer_norm(make_job<LayerNormJob>(job), eps, input_of(wide), stream);
+    });
+    bind_step(m, "layer_norm_backward", [](const Words<LayerNormGradJob>& job, bool wide, Stream stream) {
+        layer_norm_backward(make_job<LayerNormGradJob>(job), input_of(wide), stream);
+    });
     bind_step(m, "swiglu", [](const Words<SwigluJob>& job, bool wide, Stream stream) {
         swiglu(make_job<SwigluJob>(job), input_of(wide), stream);
     });

@@ -218,6 +218,27 @@ struct NormGradJob {
     static constexpr uint32_t addresses = words(0, 5, 7, 8, 10, 11, 12);
 };
 
+struct LayerNormJob {         // LayerNorm of the rows of x
+    Matrix x;
+    const void *weight, *bias;  // [cols], fp32 if `wide`, else bf16
+    int64_t wide;
+    float *mean, *rstd;       // [rows]
+    void* y;                  // [rows, cols] as x
+    static constexpr uint32_t addresses = words(0, 5, 6, 8, 9, 10);
+};
+
+struct LayerNormGradJob {
+    Matrix x;
+    const void* weight;       // [cols], fp32 if `wide`, else bf16
+    int64_t wide;
+    const float *mean, *rstd; // [rows]
+    const void* dy;           // [rows, cols] as x, rows `dy_stride` apart
+    int64_t dy_stride;
+    void* dx;                 // [rows, cols] as x
+    float *dweight, *dbias;   // [kNormParts, cols]: the sums over every kNormParts-th row
+    static constexpr uint32_t addresses = words(0, 5, 7, 8, 9, 11, 12, 13);
+};
+
 struct SwigluJob {            // h = silu(gate) * up
     Matrix gate;
     const void* up;           // rows `up_stride` apart
@@ -363,6 +384,8 @@ void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream);
 void sum_fp8_wire(const WireSum& job, Input output, Stream stream);
 void rms_norm(const NormJob& job, float eps, Input input, Stream stream);
 void rms_norm_backward(const NormGradJob& job, Input input, Stream stream);
+void layer_norm(const LayerNormJob& job, float eps, Input input, Stream stream);
+void layer_norm_backward(const LayerNormGradJob& job, Input input, Stream stream);
 void activation(const ActivationJob& job, Act act, Input input, Stream stream);
 void gate(const SwigluJob& job, Act act, Input input, Stream stream);
 void gate_backward(const SwigluGradJob& job, Act act, Input input, Stream stream);

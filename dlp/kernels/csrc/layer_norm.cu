@@ -1,0 +1,133 @@
+// LayerNorm, y = (x - mean) * rstd * weight + bias with rstd = 1 / sqrt(mean((x - mean)^2) + eps) of each row: forward and
+// backward. Rows lie in blocks as those of RMSNorm (rms_norm.cu); results equal the reference bit for bit.
+#include "elements.cuh"
+#include "row_sum.cuh"
+
+namespace dlp {
+namespace {
+
+constexpr int kForwardBlocks = 8, kBackwardBlocks = 4;  // of a multiprocessor
+
+template <class T>
+__device__ RowOctets<T> octets_of(const void* data, int64_t row, int64_t stride, int64_t cols) {
+    const T* at = static_cast<const T*>(data) + row * stride;
+    return RowOctets<T>(at, cols, reinterpret_cast<uintptr_t>(at) % 16 == 0);
+}
+
+template <class T>
+__device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols, const Octet<T>& x) {
+    T* to = static_cast<T*>(matrix) + row * cols + column;
+    store_values(to, x, cols - column, reinterpret_cast<uintptr_t>(to) % 16 == 0);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kRowThreads, kForwardBlocks)
+    layer_norm_kernel(const __grid_constant__ LayerNormJob job, const float eps) {
+    __shared__ float scratch[2][kRowWarps];
+    const int64_t row = blockIdx.x, cols = job.x.cols;
+    const RowOctets<T> x = octets_of<T>(job.x.data, row, job.x.stride, cols);
+    float part = 0.0f;
+    for_octets([&](int64_t, const Octet<T>& x) {
+        float values[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] = x[i];
+        part = __fadd_rn(part, octet_sum(values));
+    }, x);
+    const float mean = __fdiv_rn(row_sum(part, scratch[0]), float(cols));
+    part = 0.0f;
+    for_octets([&](int64_t column, const Octet<T>& x) {
+        float squares[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float centred = __fsub_rn(x[i], mean);
+            squares[i] = column + i < cols ? __fmul_rn(centred, centred) : 0.0f;
+        }
+        part = __fadd_rn(part, octet_sum(squares));
+    }, x);
+    const float variance = __fdiv_rn(row_sum(part, scratch[1]), float(cols));
+    const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(variance, eps)));
+    if (threadIdx.x == 0) job.mean[row] = mean, job.rstd[row] = rstd;
+
+    for_octets([&](int64_t column, const Octet<T>& x) {
+        const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+        const Octet<float> bias = load_kept(job.bias, job.wide, column, cols - column);
+        Octet<float> y;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            y.set(i, __fadd_rn(__fmul_rn(__fmul_rn(__fsub_rn(x[i], mean), rstd), weight[i]), bias[i]));
+        store_at(job.y, row, column, cols, rounded<T>(y));
+    }, x);
+}
+
+// With g = dy * weight and n = (x - mean) * rstd:   dx = (g - mean(g) - n * mean(g * n)) * rstd,   dweight = the sum of dy * n
+// and dbias that of dy over all rows. A block takes every kNormParts-th row and keeps its sums in shared memory.
+template <class T>
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks)
+    layer_norm_backward_kernel(const __grid_constant__ LayerNormGradJob job) {
+    __shared__ float scratch[2][2][kRowWarps];  // in turn
+    Octet<float>* sums = reinterpret_cast<Octet<float>*>(shared_memory());
+    const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
+    for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) sums[i] = sums[octets + i] = Octet<float>{};
+
+    int turn = 0;
+    for (int64_t row = blockIdx.x; row < job.x.rows; row += kNormParts, turn ^= 1) {
+        const float rstd = job.rstd[row], mean = job.mean[row];
+        const RowOctets<T> x = octets_of<T>(job.x.data, row, job.x.stride, cols);
+        const RowOctets<T> dy = octets_of<T>(job.dy, row, job.dy_stride, cols);
+        float of_g = 0.0f, of_gn = 0.0f;
+        for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
+            const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+            float g[8], gn[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                g[i] = __fmul_rn(dy[i], weight[i]);
+                gn[i] = column + i < cols ? __fmul_rn(g[i], __fmul_rn(__fsub_rn(x[i], mean), rstd)) : 0.0f;
+            }
+            of_g = __fadd_rn(of_g, octet_sum(g));
+            of_gn = __fadd_rn(of_gn, octet_sum(gn));
+        }, x, dy);
+        const float mean_g = __fdiv_rn(row_sum(of_g, scratch[turn][0]), float(cols));
+        const float mean_gn = __fdiv_rn(row_sum(of_gn, scratch[turn][1]), float(cols));
+
+        for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
+            const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+            Octet<float>&of_weight = sums[column / 8], &of_bias = sums[octets + column / 8];
+            Octet<float> dx;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float n = __fmul_rn(__fsub_rn(x[i], mean), rstd), g = __fmul_rn(dy[i], weight[i]);
+                dx.set(i, __fmul_rn(__fsub_rn(__fsub_rn(g, mean_g), __fmul_rn(n, mean_gn)), rstd));
+                of_weight.set(i, __fadd_rn(of_weight[i], __fmul_rn(dy[i], n)));
+                of_bias.set(i, __fadd_rn(of_bias[i], dy[i]));
+            }
+            store_at(job.dx, row, column, cols, rounded<T>(dx));
+        }, x, dy);
+    }
+    for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) {
+        store_at(job.dweight, blockIdx.x, 8 * i, cols, sums[i]);
+        store_at(job.dbias, blockIdx.x, 8 * i, cols, sums[octets + i]);
+    }
+}
+
+}  // namespace
+
+void layer_norm(const LayerNormJob& job, float eps, Input input, Stream stream) {
+    if (job.x.rows == 0) return;
+    with_input(input, [&](auto element) {
+        launch<layer_norm_kernel<decltype(element)>>(job.x.rows, kRowThreads, 0, stream, job, eps);
+    });
+}
+
+// Writes min(rows, kNormParts) parts of dweight and dbias.
+void layer_norm_backward(const LayerNormGradJob& job, Input input, Stream stream) {
+    if (job.x.rows == 0) return;
+    const size_t shared = 2 * (size_t(job.x.cols + 7) / 8) * sizeof(Octet<float>);
+    with_input(input, [&](auto element) {
+        constexpr auto kernel = layer_norm_backward_kernel<decltype(element)>;
+        if (shared > 48 * 1024)
+            DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+        launch<kernel>(std::min(job.x.rows, kNormParts), kRowThreads, shared, stream, job);
+    });
+}
+
+}  // namespace dlp
