@@ -21,7 +21,8 @@ from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import GEMMS, Recipe
 
 RECIPES = recipes.names()
-# int8 has a scale a row, as fp8_rowwise: where only their places count, that one stands for it
+# int8 has a scale a row, as fp8_rowwise, and casts without kernels: where only places of scales count, or what is captured,
+# that one stands for it
 BY_SCALES = [name for name in RECIPES if name != "int8"]
 # a recipe of each kind of scale (shared, in blocks, of two levels) stands for the others on 4 ranks
 FOUR = ("fp8_current", "fp8_block", "nvfp4")

@@ -13,13 +13,13 @@ from torch import nn
 
 import dlp
 from dlp.kernels.captured import CapturedLaunches
-from dlp.quant import recipe as recipes
+from tests.cases import BY_SCALES
 from tests.metrics import assert_bit_equal, assert_close
 from tests.twins import K, M, N, programs, values
 
 
 @pytest.mark.parametrize("sizes", [N, (N, K)], ids=["alone", "siblings"])
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", BY_SCALES)
 def test_sums_have_autograds_bits(device: str, recipe: str, sizes: int | tuple[int, ...]):
     torch.manual_seed(0)
     model = nn.Sequential(dlp.Linear(K, sizes, recipe=recipe)).to(device)

@@ -13,7 +13,7 @@ from torch import nn
 import dlp
 from dlp.kernels import cuda, ops, reference
 from dlp.parallel.linear.capture import DIRECTIONS
-from dlp.quant import recipe as recipes
+from tests.cases import BY_SCALES
 from tests.gpu.inputs import values as special
 from tests.metrics import assert_bit_equal
 from tests.twins import K, M, N, Twins, check_used, compiles, forward_backward, values
@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", BY_SCALES)
 def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, case: str):
     options = dict(CASES[case])
     sizes, bias, attached = options.pop("sizes", N), options.pop("bias", False), options.pop("attached", True)
@@ -38,7 +38,7 @@ def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, cas
     check_used(twins.model, *DIRECTIONS)
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", BY_SCALES)
 def test_no_tokens_are_no_trouble(device: str, recipe: str):
     """An expert may be given none, in the midst of others that are given some."""
     twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), device=device)

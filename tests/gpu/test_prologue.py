@@ -14,12 +14,13 @@ from dlp.parallel.linear import prologue
 from dlp.parallel.linear.capture import DIRECTIONS
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.model.rows import prologue_note
-from dlp.quant.recipe import load, names
+from dlp.quant.recipe import load
+from tests.cases import BY_SCALES
 from tests.metrics import assert_bit_equal
 from tests.multigpu.test_prologue import Before
 from tests.twins import check_used
 
-RECIPES, WIDTH, STEPS = names(), 256, 4
+RECIPES, WIDTH, STEPS = BY_SCALES, 256, 4
 
 
 def inputs_of(name: str, tokens: int, device: str, seed: int) -> list[Tensor]:
