@@ -85,7 +85,7 @@ class PlayedSlot(CudaSlot):
         self.payload, self._shared = shared.payload, shared
         self._payloads = [payload.data_ptr() for payload in shared._payloads]
         self._table = torch.tensor([address - HEADER for address in self._payloads])
-        self._set(lane, self._table.tolist(), (0, 0, 0, group.rank(), group.size(), tag))
+        self._set(lane, self._table.tolist(), (0, 0, 0, group.rank(), group.size()))
 
     def headers(self) -> list[list[int]]:
         return [whole[:HEADER].view(torch.int32).tolist() for whole in self._shared.memory]
@@ -116,19 +116,19 @@ def peers(slots: Sequence[int]) -> tuple[int, list[int], list[Any]]:
     return rank, [peer for peer in range(world) if peer != rank], [header(base) for base in slots[:world]]
 
 
-def begin_use(slots: Sequence[int], stream: int) -> None:
+def begin_use(slots: Sequence[int], use: int, stream: int) -> None:
     rank, others, headers = peers(slots)
     for peer in others:
         until(lambda peer=peer: headers[rank][UNREAD + peer] == 0)
-        headers[rank][UNREAD + peer] = 1
+        headers[rank][UNREAD + peer] = use
 
 
-def meet(slots: Sequence[int], stream: int) -> None:
+def meet(slots: Sequence[int], use: int, stream: int) -> None:
     rank, others, headers = peers(slots)
     for peer in others:
-        headers[peer][SENT + rank] = 1
+        headers[peer][SENT + rank] = use
     for peer in others:
-        until(lambda peer=peer: headers[rank][SENT + peer] == 1)
+        until(lambda peer=peer: headers[rank][SENT + peer] >= 1)
         headers[rank][SENT + peer] = 0
 
 

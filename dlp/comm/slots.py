@@ -1,6 +1,6 @@
 """A slot: a piece of memory that every rank of a group has, and maps from every other one.
 
-    begin      until every rank has released what was pushed before: the slots of peers may be written
+    begin      until every rank has released what was pushed before: the slots of peers may be written; a number says for what
     push       a part of this rank's into a peer's slot, or its own
     meet       this rank has pushed; `wait`: until all have
     release    this rank has read its slot
@@ -32,7 +32,7 @@ PATIENCE = 600.0  # seconds that a rank waits for another, which may be compilin
 RANKS = 32  # at most so many share a slot
 HEADER = 512  # bytes of a slot before its payload
 MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
-WAITS_FOR = ("has not read what was sent before", "has not sent its part", "has not agreed")
+WAITS_FOR = ("has not read what was sent before", "has not sent its part", AGREES := "has not agreed")
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
 
 
@@ -45,14 +45,25 @@ class Place(NamedTuple):
     pitch: int
 
 
+class Wait(NamedTuple):
+    """Rank `a` of a group waits for its rank `b`, as WAITS_FOR[what] says. `use`: what `a` uses the slot for, the number that
+    it began with, or the count of an agreement; `other`: what `b` uses it for, if for something else."""
+
+    a: int
+    b: int
+    what: int
+    use: int
+    other: int = 0
+
+
 class Slot(Protocol):
     """`payload`: this rank's bytes. `begin`, `push` and `meet` happen on a lane, `wait` makes the current stream wait for
     what they brought. On the current stream this rank `keep`s a part of its own there, copies one out of it (`copied`),
-    `release`s the slot, and ranks `agree`."""
+    `release`s the slot, and ranks `agree`. `use`: a number of 1 to 2**30 - 1, which the ranks tell each other."""
 
     payload: Tensor
 
-    def begin(self) -> None: ...
+    def begin(self, use: int) -> None: ...
     def follow(self) -> None: ...
     def push(self, part: Tensor, to: int, place: Place) -> None: ...
     def keep(self, part: Tensor, place: Place) -> None: ...
@@ -60,10 +71,10 @@ class Slot(Protocol):
     def wait(self) -> None: ...
     def copied(self, part: Tensor) -> Tensor: ...
     def release(self) -> None: ...
-    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None: ...
+    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor], use: int) -> None: ...
     def spans(self) -> list[Tensor]: ...
-    def complaint(self) -> str | None: ...
-    def waits(self) -> list[str]: ...
+    def complaint(self) -> tuple[Wait, int, int] | None: ...
+    def waits(self) -> list[Wait]: ...
 
 
 class CudaSlot:
@@ -84,16 +95,16 @@ class CudaSlot:
         self._table = torch.tensor(bases, dtype=torch.int64, device=device)
         self._report = torch.zeros(8, dtype=torch.int32).pin_memory()
         self._said = torch.zeros((), dtype=torch.int32, device=device)
-        waiting = (int(PATIENCE * 1e3), self._report.data_ptr(), self._said.data_ptr(), rank, world, tag)
-        self._set(lane, bases, waiting)
+        self._set(lane, bases, (int(PATIENCE * 1e3), self._report.data_ptr(), self._said.data_ptr(), rank, world))
 
     def _set(self, lane: Lane, bases: Sequence[int], waiting: tuple[int, ...]) -> None:
-        self._lane, self._waiting, self._arrived = lane, waiting, new_event()
-        self._bases = (*bases, *[0] * (RANKS - len(bases)), *waiting[3:5])
+        self._lane, self._waiting, self._arrived, self._use = lane, waiting, new_event(), 0
+        self._bases = (*bases, *[0] * (RANKS - len(bases)), *waiting[3:])
 
-    def begin(self) -> None:
+    def begin(self, use: int) -> None:
+        self._use = use
         self._lane.follow(self.payload)
-        self._lane.launch("begin_use", self._bases)
+        self._lane.launch("begin_use", self._bases, use)
 
     def follow(self) -> None:
         self._lane.follow(self.payload)
@@ -107,7 +118,7 @@ class CudaSlot:
         launch("push_part", part, part.data_ptr(), self.payload.data_ptr() + offset, pitch, width, height)
 
     def meet(self) -> None:
-        self._lane.launch("meet", self._bases)
+        self._lane.launch("meet", self._bases, self._use)
         self._lane.mark(self._arrived)
 
     def wait(self) -> None:
@@ -119,20 +130,21 @@ class CudaSlot:
     def release(self) -> None:
         launch("release_use", self.payload, self._bases)
 
-    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
+    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor], use: int) -> None:
         blank = [0] * (AGREED - len(observed))
         words = [*(t.data_ptr() for t in observed), *blank, *(t.data_ptr() for t in largest), *blank]
         words += [*(t.numel() for t in observed), *blank, len(observed), MAXIMA]
-        launch("agree", self.payload, self._table.data_ptr(), tuple(words), self._waiting)
+        launch("agree", self.payload, self._table.data_ptr(), tuple(words), (*self._waiting, use))
 
     def spans(self) -> list[Tensor]:
         """Memory of this rank that launches name."""
         return [self.payload]
 
-    def complaint(self) -> str | None:
-        """Who has waited too long for whom, once the device has ended the program for it."""
-        told, rank, peer, what, wanted, seen, tag, _ = self._report.tolist()
-        return too_long(rank, peer, WAITS_FOR[what], wanted, seen, tag) if told else None
+    def complaint(self) -> tuple[Wait, int, int] | None:
+        """Who has waited too long for whom, with the count that it waited for and the last one it saw, once the device has
+        ended the program for it."""
+        told, rank, peer, what, wanted, seen, use, _ = self._report.tolist()
+        return (Wait(rank, peer, what, use), wanted, seen) if told else None
 
     def headers(self) -> list[list[int]]:
         """The words of all ranks' headers now, by a stream of its own, since others may hang."""
@@ -140,11 +152,9 @@ class CudaSlot:
             words = [self._handle.get_buffer(rank, (HEADER // 4,), torch.int32) for rank in range(self._waiting[4])]
             return [each.cpu().tolist() for each in words]
 
-    def waits(self) -> list[str]:
+    def waits(self) -> list[Wait]:
         """What ranks of the group have not done yet in this slot, as far as others wait for it, or soon will."""
-        return [
-            f"its rank {a} waits for its rank {b}, which {WAITS_FOR[what]}" for a, b, what in waiting(self.headers())
-        ]
+        return waiting(self.headers())
 
 
 class SharedSlot:
@@ -166,7 +176,7 @@ class SharedSlot:
             for file in files:
                 os.unlink(file)
 
-    def begin(self) -> None:
+    def begin(self, use: int) -> None:
         self._await(self._released[self._rank], 0)
 
     def follow(self) -> None:
@@ -194,9 +204,9 @@ class SharedSlot:
     def release(self) -> None:
         self._tell(self._released)
 
-    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
+    def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor], use: int) -> None:
         mine = torch.cat([value.reshape(-1) for value in observed]).view(torch.int32)
-        self.begin()
+        self.begin(use)
         for peer in self._peers():
             self.push(mine, peer, Place(4 * MAXIMA * self._rank, mine.nbytes, 1, mine.nbytes))
         self.meet()
@@ -209,11 +219,11 @@ class SharedSlot:
     def spans(self) -> list[Tensor]:
         return [self.payload]
 
-    def complaint(self) -> str | None:
+    def complaint(self) -> tuple[Wait, int, int] | None:
         """Waits raise by themselves."""
         return None
 
-    def waits(self) -> list[str]:
+    def waits(self) -> list[Wait]:
         return []
 
     def _peers(self) -> list[int]:
@@ -228,26 +238,27 @@ class SharedSlot:
         for peer in self._peers():
             while (seen := int(words[peer])) < self._uses:
                 if time.monotonic() > deadline:
-                    raise RuntimeError(too_long(self._rank, peer, WAITS_FOR[what], self._uses, seen, self._tag))
+                    wait = Wait(self._rank, peer, what, 0)
+                    raise RuntimeError(too_long(wait, self._uses, seen, f"slot {self._tag}"))
                 time.sleep(0)
 
 
-def waiting(headers: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
-    """The headers of all ranks of a slot -> (a, b, n): rank a has done its part, rank b has not, as WAITS_FOR[n] says."""
+def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
+    """The headers of all ranks of a slot -> who has done its part, and who has not."""
     found = []
     for a, b in permutations(range(len(headers)), 2):
         mine, its = headers[a], headers[b]
         if its[MET + a] > max(mine[USES], mine[MET + b]):
-            found.append((a, b, 2))
-        elif mine[UNREAD + b]:  # a has begun; told means that a has pushed and b has not taken note of it
-            told = its[SENT + a] and not mine[SENT + b]
-            found.append((a, b, 1 if told else 0))
+            found.append(Wait(a, b, 2, its[MET + a]))
+        elif use := mine[UNREAD + b]:  # a has begun; told means that a has pushed and b has not taken note of it
+            told, other = its[SENT + a] and not mine[SENT + b], its[UNREAD + a]
+            found.append(Wait(a, b, 1 if told else 0, use, other if other != use else 0))
     return found
 
 
-def too_long(rank: int, peer: int, what: str, wanted: int, seen: int, tag: int) -> str:
+def too_long(wait: Wait, wanted: int, seen: int, where: str) -> str:
     """What is said of a wait that took longer than PATIENCE."""
     return (
-        f"rank {rank} of a group has waited {PATIENCE:g} s for its rank {peer}, which {what} (slot {tag}, use {wanted}, last "
-        f"seen {seen}): that rank has ended, hangs, or runs another layer"
+        f"rank {wait.a} of a group has waited {PATIENCE:g} s for its rank {wait.b}, which {WAITS_FOR[wait.what]} ({where}, use "
+        f"{wanted}, last seen {seen}): that rank has ended, hangs, or runs another layer"
     )

@@ -13,6 +13,9 @@ in the same order. So which slot a transfer gets follows from its size and its p
 what a rank has captured by then; directions of two kinds take turns, so that slots are free long before they are used again.
 
 An agreement finds the maxima of a few numbers over ranks in one kernel: it writes them to all peers, waits, and compares.
+
+What ranks tell each other through a slot is a number for the layer, its direction, the transfer and its piece. It is launched
+with the rest, so whoever reads a slot while devices hang can tell which of them is awaited.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from math import prod
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -29,13 +33,15 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import observer
 from dlp.comm.collectives import Parts, Pending, fields, record
-from dlp.comm.slots import AGREED, MAXIMA, RANKS, CudaSlot, Place, Slot
+from dlp.comm.slots import AGREED, AGREES, MAXIMA, RANKS, WAITS_FOR, CudaSlot, Place, Slot, Wait, too_long
 from dlp.kernels import loader
 from dlp.kernels.launches import Lane, is_recording
 
 LEAST = 1 << 16  # bytes of a slot; sizes are powers of two
 Cuts = Sequence[tuple[int, int]]  # pieces: rows [start, stop), one after the other
 WHOLE: Cuts = ((0, 1),)
+Who = tuple[str, str]  # a layer and its direction
+NOBODY: Who = "", ""
 
 
 class Transport:
@@ -47,24 +53,42 @@ class Transport:
         self.group, self.rank, self.world, self.device = group, group.rank(), group.size(), device
         self._make, self._lane = make, lane
         self._slots: dict[tuple[int, str, int], Slot] = {}
-        self._kind, self._used = "", list[Slot]()
+        self._kind, self._who, self._used = "", NOBODY, list[Slot]()
+        self._numbers, self._names = dict[tuple[Who, int, int], int](), dict[int, str]()
 
-    def start(self, kind: str = "") -> None:
+    def start(self, kind: str = "", who: Who = NOBODY) -> None:
         """A direction of a layer begins. Those of one kind share slots."""
-        self._kind, self._used = kind, []
+        self._kind, self._who, self._used = kind, who, []
 
     def finish(self) -> None:
         """What came in this direction has been read."""
         for slot in self._used:
             slot.release()
-        self._used = []
+        self._used, self._who = [], NOBODY
 
-    def _begin(self, nbytes: int) -> Slot:
-        """The slot of the next transfer of a direction, which peers may write to."""
-        slot = self._slot(slot_bytes(nbytes), self._kind, len(self._used) + 1)
+    def _begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
+        """The slot of the next transfer of a direction, or of a piece `of` one, which peers may write to."""
+        place = len(self._used) + 1
+        slot = self._slot(slot_bytes(nbytes), self._kind, place)
         self._used.append(slot)
-        slot.begin()
+        slot.begin(self._number(of or place, piece))
         return slot
+
+    def _number(self, transfer: int, piece: int = 0) -> int:
+        """Of what the current direction does, 0 its agreements: the same on all ranks, whatever they have run before."""
+        key = self._who, transfer, piece
+        if key not in self._numbers:
+            layer, direction = self._who
+            what = f"transfer {transfer}" if transfer else "an agreement"
+            said = (
+                f"{f'piece {piece} of ' if piece else ''}{what} of {f'{layer} in {direction}' if layer else 'no layer'}"
+            )
+            self._numbers[key] = crc32(said.encode()) % (2**30 - 1) + 1
+            self._names[self._numbers[key]] = said
+        return self._numbers[key]
+
+    def _named(self, number: int) -> str:
+        return self._names.get(number, f"what rank {self.rank} has not run yet ({number})")
 
     def _slot(self, size: int, kind: str, place: int) -> Slot:
         key = size, kind, place
@@ -125,20 +149,29 @@ class Transport:
             observer.agrees(sum(value.numel() for value in observed), self.group)
         largest = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in observed]
         slot, first, numbers = self._slot(2 * 4 * MAXIMA * self.world, "agreements", 0), 0, 0
+        use = self._number(0)
         for last, value in enumerate(observed):
             if last - first == AGREED or numbers + value.numel() > MAXIMA:
-                slot.agree(observed[first:last], largest[first:last])
+                slot.agree(observed[first:last], largest[first:last], use)
                 first, numbers = last, 0
             numbers += value.numel()
-        slot.agree(observed[first:], largest[first:])
+        slot.agree(observed[first:], largest[first:], use)
         return largest
 
     def waits(self) -> list[str]:
-        """Who has not done what others of this group wait for, by slot."""
-        return [
-            f"{f'transfer {place} of {kind}' if place else kind}, a slot of {size} bytes: {said}"
-            for (size, kind, place), slot in self._slots.items() for said in slot.waits()
-        ]  # fmt: skip
+        """Who has not done what others of this group wait for."""
+        return [self._told(size, wait) for (size, _, _), slot in self._slots.items() for wait in slot.waits()]
+
+    def _told(self, size: int, wait: Wait) -> str:
+        awaited = WAITS_FOR[wait.what]
+        what = f"agreement {wait.use}" if awaited == AGREES else self._named(wait.use)
+        other = f", and is at {self._named(wait.other)}" if wait.other else ""
+        return f"{what}, a slot of {size} bytes: its rank {wait.a} waits for its rank {wait.b}, which {awaited}{other}"
+
+    def complaint(self) -> str | None:
+        """Who has waited too long for whom in an agreement, once a GPU has ended its work for it; None: nobody."""
+        found = next((found for slot in self.slots if (found := slot.complaint()) is not None), None)
+        return None if found is None else too_long(*found, self._named(found[0].use))
 
     @property
     def slots(self) -> list[Slot]:
@@ -159,14 +192,14 @@ class Gathering:
         dims: Sequence[int | None],
     ) -> None:  # fmt: skip
         self.transport, self.slot, self.mine = transport, slot, mine
-        self.whole, self.starts, self.dims = whole, starts, dims
+        self.whole, self.starts, self.dims, self._place = whole, starts, dims, len(transport._used)
         self._met, self._waited, self._kept = [slot], set[int](), False
 
     def send(self, cuts: Cuts = WHOLE) -> Gathering:
         """Start sending `mine`. Each rank pushes to the one behind it first, so that no two push to one at a time. `cuts`: rows
         of the parts, which all move along 0, that arrive one piece after the other."""
         transport, world = self.transport, self.transport.world
-        self._met = [*(transport._begin(0) for _ in cuts[1:]), self.slot]
+        self._met = [*(transport._begin(0, piece, self._place) for piece in range(1, len(cuts))), self.slot]
         self.slot.follow()
         for cut, met in zip(cuts, self._met, strict=True):
             for distance in range(1, world):
@@ -372,11 +405,11 @@ def mapped_memory(group: ProcessGroup) -> list[Tensor]:
     return [] if transport is None else transport.memory
 
 
-def start(group: ProcessGroup | None, kind: str = "") -> None:
+def start(group: ProcessGroup | None, kind: str = "", who: Who = NOBODY) -> None:
     """A direction of a layer of this group begins (`Transport.start`)."""
     transport = None if group is None else transport_of(group)
     if transport is not None:
-        transport.start(kind)
+        transport.start(kind, who)
 
 
 def finish(group: ProcessGroup | None) -> None:
@@ -388,8 +421,8 @@ def finish(group: ProcessGroup | None) -> None:
 
 def complaint() -> str | None:
     """Who has waited too long for whom in an agreement, once a GPU has ended its work for it; None: nobody."""
-    slots = (slot for transport in _OF_GROUP.values() if transport is not None for slot in transport.slots)
-    return next((said for slot in slots if (said := slot.complaint()) is not None), None)
+    every = (transport for transport in _OF_GROUP.values() if transport is not None)
+    return next((said for transport in every if (said := transport.complaint()) is not None), None)
 
 
 def waits() -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlp.comm import slots, transport
-from dlp.comm.slots import CudaSlot, SharedSlot
+from dlp.comm.slots import CudaSlot, SharedSlot, Wait
 from dlp.comm.transport import Gathering, Transport
 from dlp.kernels import captured, ops
 from dlp.kernels.launches import Lane
@@ -143,13 +144,23 @@ def test_random_transfers_arrive(ranks, device_type, world, count):
     assert ranks(world).run(random_operations, 1, times, timeout=600.0) == [0] * world
 
 
-def a_late_reader(careful: bool) -> int:
-    """Rank 1 reads an exchange late, and rank 0 follows with the next. Without `careful` nobody waits for readers."""
-    moves, wrong = make_transport(), 0
-    careless = [] if careful else [patch.object(SharedSlot, "begin", lambda slot: None)]
-    with ExitStack() as stack:
-        for each in careless:
-            stack.enter_context(each)
+def freed_at_once(slot: PlayedSlot, use: int) -> None:
+    CudaSlot.begin(slot, use)
+    slot.release()
+
+
+CARELESS = {  # nobody waits for readers; a slot is freed right behind `begin`
+    SharedSlot: patch.object(SharedSlot, "begin", lambda slot, use: None),
+    PlayedSlot: patch.object(PlayedSlot, "begin", freed_at_once),
+}
+
+
+def a_late_reader(kind: Any, careful: bool) -> int:
+    """Rank 1 reads an exchange late, and rank 0 follows with the next: how much was wrong."""
+    wrong, played = 0, kind is PlayedSlot
+    with emulation() if played else nullcontext(), nullcontext() if careful else CARELESS[kind]:
+        lane = PlayedLane() if played else None
+        moves = make_transport() if kind is CudaSlot else Transport(dist.group.WORLD, worker.device(), kind, lane)
         for turn in range(10):
             moves.start()
             arrived = exchange(moves, outgoing(moves, turn, (8,), torch.float32, moves.rank))
@@ -164,18 +175,21 @@ def a_late_reader(careful: bool) -> int:
 
 @pytest.mark.ranks(2)
 def test_a_slot_is_not_written_before_its_readers_are_done(ranks, device_type):
-    assert ranks(2).run(a_late_reader, True) == [0, 0]
-    if device_type == "cpu":
-        assert ranks(2).run(a_late_reader, False)[1] > 0, "a late reader would see what comes next"
+    for kind in CARELESS if device_type == "cpu" else (CudaSlot,):
+        assert ranks(2).run(a_late_reader, kind, True) == [0, 0]
+        if device_type == "cpu":
+            assert ranks(2).run(a_late_reader, kind, False)[1] > 0, "a late reader would see what comes next"
 
 
-def told(by: str | None) -> str | None:
+def told(ended: bool) -> str | None:
     """What is said of a slot whose GPU ended its work, or did not."""
     moves = make_transport()
+    moves.start("row", ("down", "backward"))
     moves.agree([torch.ones((), device=worker.device())])
     transport.use(dist.group.WORLD, moves)
     (slot,) = moves.slots
-    with patch.object(type(slot), "complaint", lambda slot: by):
+    found = (Wait(1, 0, 2, moves._number(0)), 7, 6) if ended else None
+    with patch.object(type(slot), "complaint", lambda slot: found):
         said = transport.complaint()
     transport.destroy()
     return said
@@ -183,19 +197,27 @@ def told(by: str | None) -> str | None:
 
 @pytest.mark.ranks(2)
 def test_a_complaint_is_found_in_whatever_slot_it_is(ranks):
-    assert ranks(2).run(told, "rank 0 waits") == ["rank 0 waits"] * 2
-    assert ranks(2).run(told, None) == [None] * 2
+    said = "rank 1 of a group has waited 600 s for its rank 0, which has not agreed (an agreement of down in backward, use 7, "
+    for each in ranks(2).run(told, True):
+        assert each.startswith(f"{said}last seen 6)")
+    assert ranks(2).run(told, False) == [None] * 2
 
 
-def who_waits() -> list[list[str]]:
-    """Rank 0 sends, rank 1 late; then both have read, and have said so. Read by both ranks after each."""
+def who_waits(others: bool) -> list[list[str]]:
+    """Rank 0 sends, in two pieces, rank 1 late, or it runs another layer; then both have read, and have said so. Read by both
+    ranks after each."""
     on_cpu = worker.device().type == "cpu"
     lane = PlayedLane(0.001)
     with emulation() if on_cpu else nullcontext():
         moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, lane) if on_cpu else make_transport()
         transport.use(dist.group.WORLD, moves)
+        cuts, parts = ((0, 2), (2, 4)), [((4,), torch.float32, 0)]
         moves.start("row")
-        leased, found = lease(moves, 1, [((4,), torch.float32, 0)]), []
+        lease(moves, 0, parts).send(cuts).others()  # slots are made by all ranks at once
+        moves.finish()
+        dist.barrier()
+        moves.start("row", ("up" if others and moves.rank else "down", "forward"))
+        leased, found = lease(moves, 1, parts), []
 
         def look() -> None:
             time.sleep(0.05)
@@ -204,10 +226,10 @@ def who_waits() -> list[list[str]]:
             dist.barrier()
 
         if moves.rank == 0:
-            leased.send()
+            leased.send(cuts)
         look()
         if moves.rank == 1:
-            leased.send()
+            leased.send(cuts)
         leased.others()
         look()
         moves.finish()
@@ -219,13 +241,27 @@ def who_waits() -> list[list[str]]:
 
 @pytest.mark.ranks(2)
 def test_who_waits_for_whom_is_read_while_they_wait(ranks):
-    slot = "transfer 1 of row, a slot of 65536 bytes"
-    for late, unread, nobody in ranks(2).run(who_waits):
-        assert f"{slot}: its rank 0 waits for its rank 1, which has not sent its part" in late
-        assert unread == [
-            f"{slot}: its rank {a} waits for its rank {1 - a}, which has not read what was sent before" for a in (0, 1)
-        ]
+    """By layer, direction, transfer and piece."""
+    slot = "{} of down in forward, a slot of 65536 bytes: its rank {} waits for its rank {}, which {}"
+    found = ranks(2).run(who_waits, False)
+    piece, whole = "piece 1 of transfer 1", "transfer 1"
+    assert slot.format(piece, 0, 1, "has not sent its part") in found[0][0]
+    assert any(said.startswith("what rank 1 has not run yet (") for said in found[1][0]), "it has not come to pieces"
+    for _, unread, nobody in found:
+        assert set(unread) == {
+            slot.format(what, a, 1 - a, "has not read what was sent before") for what in (piece, whole) for a in (0, 1)
+        }
         assert nobody == []
+
+
+@pytest.mark.ranks(2)
+def test_ranks_in_different_layers_are_told(ranks):
+    (late, *_), (seen_by_other, *_) = ranks(2).run(who_waits, True)
+    assert any(
+        "transfer 1 of down in forward, a slot of" in said and "and is at what rank 0 has not run yet (" in said
+        for said in late
+    )
+    assert any("transfer 1 of up in forward, a slot" in said for said in seen_by_other)
 
 
 def test_an_agreement_waits_for_who_has_not_come():
@@ -237,7 +273,7 @@ def test_an_agreement_waits_for_who_has_not_come():
     for rank in (0, 1, 2):
         headers[rank][slots.MET + 2] = 2
     headers[2][slots.USES] = 2
-    assert slots.waiting(headers) == [(0, 2, 2), (1, 2, 2)]
+    assert slots.waiting(headers) == [Wait(0, 2, 2, 3), Wait(1, 2, 2, 3)], "agreement 3"
 
 
 def described() -> list[str]:

@@ -247,8 +247,12 @@ void bind_transport(pybind11::module_& m) {
     m.attr("SLOT_RANKS") = kSlotRanks;
     m.attr("AGREED") = kAgreed;
     const auto table = [](int64_t slots) { return reinterpret_cast<const uint64_t*>(slots); };
-    bind_step(m, "begin_use", [](const Words<SlotBases>& slots, Stream stream) { begin_use(make_job<SlotBases>(slots), stream); });
-    bind_step(m, "meet", [](const Words<SlotBases>& slots, Stream stream) { meet(make_job<SlotBases>(slots), stream); });
+    bind_step(m, "begin_use", [](const Words<SlotBases>& slots, int64_t use, Stream stream) {
+        begin_use(make_job<SlotBases>(slots), use, stream);
+    });
+    bind_step(m, "meet", [](const Words<SlotBases>& slots, int64_t use, Stream stream) {
+        meet(make_job<SlotBases>(slots), use, stream);
+    });
     bind_step(m, "release_use", [](const Words<SlotBases>& slots, Stream stream) { release_use(make_job<SlotBases>(slots), stream); });
     bind_step(m, "agree", [table](int64_t slots, const Words<AgreeJob>& job, const Words<Waiting>& waiting, Stream stream) {
         agree(table(slots), make_job<AgreeJob>(job), make_job<Waiting>(waiting), stream);

@@ -310,9 +310,9 @@ constexpr int kAgreed = 8;          // tensors in one agreement
 
 struct Waiting {              // who waits, how long, and what is said if it is too long (transport.cu)
     int64_t patience;         // milliseconds
-    uint32_t* report;         // [7] words of the host: 1, rank, peer, what, wanted, seen, tag
+    uint32_t* report;         // [7] words of the host: 1, rank, peer, what, wanted, seen, use
     uint32_t* said;           // []: on the device; one thread writes the report
-    int64_t rank, world, tag;
+    int64_t rank, world, use;
     static constexpr uint32_t addresses = 0;
 };
 
@@ -396,8 +396,8 @@ void log_sum_exp(const LossJob& job, Input input, Stream stream);
 void softmax_gradient(const LossGradJob& job, Input input, Stream stream);
 void sum_parts(const float* parts, int64_t count, int64_t cols, float* out, Stream stream);
 
-void begin_use(const SlotBases& slots, Stream stream);
-void meet(const SlotBases& slots, Stream stream);
+void begin_use(const SlotBases& slots, int64_t use, Stream stream);
+void meet(const SlotBases& slots, int64_t use, Stream stream);
 void release_use(const SlotBases& slots, Stream stream);
 void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream);
 void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream);

@@ -3,12 +3,12 @@
 //
 // A slot is a piece of memory that every rank of a group has, mapped on all of them, with a header of words, all 0 at first:
 //
-//     unread[r]   rank r has not read yet what was pushed to it from here
-//     sent[r]     rank r has pushed what this one is to read
+//     unread[r]   rank r has not read yet what was pushed to it from here: for what it was pushed, a number > 0; else 0
+//     sent[r]     rank r has pushed what this one is to read: the same; else 0
 //     met[r]      the last agreement that rank r has come to, and `uses` this rank; they count and are never reset
 //
-//     begin      until unread is 0 for all; then it is 1
-//     meet       tells all that this rank has pushed (their `sent` = 1); until all have told this one; then `sent` is 0
+//     begin      until unread is 0 for all; then it is `use`
+//     meet       tells all that this rank has pushed (their `sent` = `use`); until all have told this one; then `sent` is 0
 //     release    tells all that this rank has read (their `unread` = 0)
 //
 // What these write and wait for is the same every time, so that a launch that was recorded, or captured in a CUDA graph, is so,
@@ -59,7 +59,7 @@ __device__ void await(const uint32_t* at, uint32_t wanted, const Waiting& waitin
         volatile uint32_t* report = waiting.report;
         if (atomicExch(waiting.said, 1u) == 0) {
             report[1] = waiting.rank, report[2] = peer, report[3] = what, report[4] = wanted, report[5] = seen;
-            report[6] = uint32_t(waiting.tag);
+            report[6] = uint32_t(waiting.use);
             __threadfence_system();
             report[0] = 1;
             __threadfence_system();
@@ -122,27 +122,27 @@ void write_value(const SlotBases& slots, int rank, int index, uint32_t value, St
     DLP_CHECK_EQ(int(write(stream_of(stream), word(slots, rank, index), value, CU_STREAM_WRITE_VALUE_DEFAULT)), int(CUDA_SUCCESS));
 }
 
-void await_value(const SlotBases& slots, int rank, int index, uint32_t value, Stream stream) {
+void await_value(const SlotBases& slots, int rank, int index, uint32_t value, unsigned how, Stream stream) {
     static const StreamValue wait = driver_function("cuStreamWaitValue32");
-    DLP_CHECK_EQ(int(wait(stream_of(stream), word(slots, rank, index), value, CU_STREAM_WAIT_VALUE_EQ)), int(CUDA_SUCCESS));
+    DLP_CHECK_EQ(int(wait(stream_of(stream), word(slots, rank, index), value, how)), int(CUDA_SUCCESS));
 }
 
 }  // namespace
 
-void begin_use(const SlotBases& slots, Stream stream) {
+void begin_use(const SlotBases& slots, int64_t use, Stream stream) {
     for (int peer = 0; peer < slots.world; ++peer) {
         if (peer == slots.rank) continue;
-        await_value(slots, slots.rank, kUnread + peer, 0, stream);
-        write_value(slots, slots.rank, kUnread + peer, 1, stream);
+        await_value(slots, slots.rank, kUnread + peer, 0, CU_STREAM_WAIT_VALUE_EQ, stream);
+        write_value(slots, slots.rank, kUnread + peer, uint32_t(use), stream);
     }
 }
 
-void meet(const SlotBases& slots, Stream stream) {
+void meet(const SlotBases& slots, int64_t use, Stream stream) {
     for (int peer = 0; peer < slots.world; ++peer)
-        if (peer != slots.rank) write_value(slots, peer, kSent + slots.rank, 1, stream);
+        if (peer != slots.rank) write_value(slots, peer, kSent + slots.rank, uint32_t(use), stream);
     for (int peer = 0; peer < slots.world; ++peer) {
         if (peer == slots.rank) continue;
-        await_value(slots, slots.rank, kSent + peer, 1, stream);
+        await_value(slots, slots.rank, kSent + peer, 1, CU_STREAM_WAIT_VALUE_GEQ, stream);
         write_value(slots, slots.rank, kSent + peer, 0, stream);
     }
 }

@@ -92,7 +92,7 @@ def run_forward(
               parts of x, none where wgrad reads x itself, and what the prologue keeps
     """
     spec, x = bound.spec, inputs[0]
-    transport.start(spec.group, spec.style.name)
+    transport.start(spec.group, spec.style.name, (spec.name, "forward"))
     rows = as_matrix(x)
     transfers = _transfers(bound, x.shape)
     plan, reduce = transfers.plan, transfers.plan.fprop
@@ -158,7 +158,7 @@ def run_backward(
               `leave_wgrads` to take
     """
     spec, learns = bound.spec, any(wanted.dw)
-    transport.start(spec.group, spec.style.name)
+    transport.start(spec.group, spec.style.name, (spec.name, "backward"))
     members = spec.members if len(wanted.used) == len(spec.members) else [spec.members[i] for i in wanted.used]
     beside: Sequence[Tensor] = ()
     if spec.prologue is not None:
