@@ -108,8 +108,11 @@ def test_int8_sums_are_exact_however_long():
     assert torch.equal(y, expected.float() * torch.tensor([[0.5], [0.125]])) and expected[0, 0] > 2**31
     for rows, cols, contraction in ((1, 3, 13), (16, 8, 8), (17, 9, 16)):
         left, right = (torch.randint(-128, 128, (size, contraction), dtype=torch.int8) for size in (rows, cols))
-        filled = _int8_sums_on_gpu(left, right)
+        with mock.patch.object(reference, "int8_sums", wraps=reference.int8_sums) as sums:
+            filled = _int8_sums_on_gpu(left, right)
         assert torch.equal(filled.long(), left.long() @ right.long().t()) and filled.shape == (rows, cols)
+        (lines, along), others = (each.shape for each in sums.call_args.args)
+        assert lines > 16 and along % 8 == others[0] % 8 == others[1] % 8 == 0, "what torch asks for on CUDA"
 
 
 KINDS: list[Quantizer] = [
