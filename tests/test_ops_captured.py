@@ -121,6 +121,30 @@ def test_residuals_and_biases_are_launched_with_the_rest(recipe: str, bias: bool
     assert describe(twins.model) == ["forward: captured in 2 layers", "backward: captured in 2 layers"]
 
 
+class Added(nn.Module):
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(
+            ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(K), ops.Linear(K, K, bias=False, recipe=recipe)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, total = self.inner(x, 2.0 * x)
+        return y + total  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
+def test_a_sum_and_its_norm_are_one_launch(recipe: str):
+    twins = slow_twins(recipe, make=Added)
+    for model in (twins.model, twins.other):
+        model[0].inner[2].float()
+    for seed in range(4):
+        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    plan = twins.model[0].inner.plan().lines[0]
+    assert "forward  ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm] | Linear" in plan
+    assert plan.count("native calls: 1") == 2 and "op by op" not in plan, plan
+
+
 def test_wgrads_that_wait_are_left_behind_the_launches():
     """Beside a linear without dx, which waits for nothing."""
 
