@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import dlp
-from dlp.comm.mesh import ParallelDims
+from dlp.comm.mesh import ParallelDims, ranks_of_host
 from dlp.parallel.traffic.predict import Sent, Unpredictable, Workload, in_bf16, step_traffic
 from dlp.quant.recipe import both
 from dlp.quant.tensor import HighPrecision
-from launch import links
+from launch import fits, links, wire
 from launch.config import load
 from launch.train import plan_text
 
@@ -245,7 +245,7 @@ def test_seconds_are_those_of_the_slowest_link_that_a_group_crosses():
 WIDE = "--model.layers=3", "--model.kv_heads=32", "--mesh.dp_shard=1", "--mesh.tp=16"
 
 
-def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out():
+def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out(monkeypatch):
     lines = plan_text(load("llama3_8b", WIDE), 32, "sm_90").splitlines()
     of_tp = [line.split() for line in lines if line.startswith("tp  ")]
     gigabytes = sum(float(row[2]) * {"GB": 1, "MB": 1e-3, "kB": 1e-6, "B": 1e-9}[row[3]] for row in of_tp)
@@ -260,8 +260,10 @@ def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out():
     assert tuple(map(float, (sent, slow, fast))) == pytest.approx(expected, rel=0.01)
     assert "WARNING: tp" not in plan_text(load("llama3_8b", [*WIDE[:3], "--mesh.tp=8"]), 32, "sm_90")
     assert not links.slow_tp(ParallelDims(tp=4), "sm_90", 1e9, host=4)
-    (of_four,) = links.slow_tp(ParallelDims(tp=4, dp_shard=2), "sm_90", 1e9, host=2)
-    assert "leaves a host of 2 GPUs" in of_four and "--mesh.tp 2, " in of_four
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found = fits.planned(load("llama3_8b", [*WIDE[:3], "--mesh.tp=8"]), 32, "sm_90")
+    (of_four,) = wire.warn_of_tp(found.plan, found.load, "adamw", ranks_of_host())
+    assert "tp = 8 leaves a host of 4 GPUs: each rank sends " in of_four and "--mesh.tp 4, with 2 times" in of_four
 
 
 @pytest.mark.parametrize("settings", [WIDE, ["--mesh.tp=2", "--mesh.transport=nccl"]], ids=["hosts", "nccl"])
