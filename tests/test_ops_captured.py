@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -194,3 +196,29 @@ def test_what_no_launch_does_is_said():
     model = ops.Sequential(ops.RMSNorm(K), ops.Linear(K, K, bias=False), ops.Dropout(0.1)).bfloat16()
     model(torch.zeros(M, K, dtype=torch.bfloat16))
     assert model.plan().lines[0].endswith("op by op: forward: 2 (Dropout): it computes by torch")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_four_captured_ops_are_few_calls_of_python(recipe: str):
+    """Functions of the package that a pass enters, beside those of one linear; launches are native."""
+
+    def calls(model: nn.Module) -> int:
+        dlp.attach(model.bfloat16(), torch.optim.SGD(model.parameters(), 0.0))
+        count = Counter[bool]()
+
+        def seen(frame: Any, event: str, argument: Any) -> None:
+            where = frame.f_code.co_filename
+            count[event == "call" and "/dlp/" in where and "/dlp/kernels/reference/" not in where] += 1
+
+        with torch.autograd.set_multithreading_enabled(False):
+            for seed in range(6):
+                sys.setprofile(seen if seed == 5 else None)
+                forward_backward(model, seed, (M,))
+                sys.setprofile(None)
+                dlp.end_step(model)
+        return count[True]
+
+    alone = nn.Sequential(dlp.Linear(K, K, bias=False, recipe=recipe))
+    assert calls(mlp(recipe)) < 2.2 * calls(alone), (
+        "with those of torch 264 and 106, before ops that have no answer were left unasked"
+    )

@@ -16,19 +16,21 @@ from torch import Tensor
 
 from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.kernels.launches import is_recording
-from dlp.parallel.linear.autograd import multiplies_tf32, shape_key
+from dlp.parallel.linear.autograd import multiplies_tf32, shape_key, shape_keys
 from dlp.parallel.linear.capture import SEEN, CapturedDirections
 
 Flat = list[Tensor | None]
 Key = tuple[Any, ...]
-Place = tuple[int, tuple[int, ...] | None] | None  # among what launches make (>= 0), or are given (-1 - place); seen as
+Place = int | None  # among what launches make (>= 0), among what they are given (-1 - place), or nowhere
+Shape = tuple[int, ...]
 
 
 class Returned(NamedTuple):
-    """Of captured launches: the place of each flat result; of each context, the places of what was written to, and what the ops
-    have set in it beside tensors."""
+    """Of captured launches: the place of each flat result, and the shapes of those that are seen in another; of each context,
+    the places of what was written to, and what the ops have set in it beside tensors."""
 
-    places: tuple[Place, ...]
+    places: list[Place]
+    shapes: list[tuple[int, Shape]]
     dirty: tuple[tuple[int, ...], ...]
     attributes: tuple[dict[str, Any], ...]
 
@@ -49,11 +51,12 @@ class Direction:
         captured = self._captured(bounds, given[0])
         if not captured.possible[self.name]:
             return compute()
-        distinct = {tensor.data_ptr(): tensor for tensor in reversed(given)}
-        order = {address: i for i, address in enumerate(distinct)}
-        same = tuple([order[tensor.data_ptr()] for tensor in given])
-        reads = list(distinct.values())
-        key = (self.name, key, same, multiplies_tf32(given[0]), *map(shape_key, given))
+        addresses, reads, same = [tensor.data_ptr() for tensor in given], given, tuple[int, ...]()
+        if len(set(addresses)) < len(addresses):
+            distinct = dict(zip(addresses, given, strict=True))
+            order = {address: i for i, address in enumerate(distinct)}
+            same, reads = tuple([order[address] for address in addresses]), list(distinct.values())
+        key = (self.name, key, same, multiplies_tf32(given[0]), shape_keys(given))
         found = captured.found.get(key)
         if isinstance(found, str) and found is not SEEN:
             return compute()
@@ -65,8 +68,15 @@ class Direction:
             if not is_recording():
                 by_ops.append(flat)
                 return made
-            places = tuple([_place(result, made, reads) for result in flat])
-            self.returned[key] = Returned(places, *_written(ctxs, before, reads))
+            places = [_place(result, made, reads) for result in flat]
+            found = zip(places, flat, strict=True)
+            like = [None if at is None else made[at] if at >= 0 else reads[-1 - at] for at, _ in found]
+            shapes = [
+                (i, tuple(result.shape))
+                for i, (result, its) in enumerate(zip(flat, like, strict=True))
+                if result is not None and its is not None and result.shape != its.shape
+            ]
+            self.returned[key] = Returned(places, shapes, *_written(ctxs, before, reads))
             return made
 
         made = captured.run(key, reads, run)
@@ -77,15 +87,23 @@ class Direction:
             vars(ctx).update(own)
             if dirty:
                 ctx.dirty = tuple([reads[at] for at in dirty])
-        return [None if at is None else _seen(*at, made, reads) for at in returned.places]
+        flat = [None if at is None else made[at] if at >= 0 else reads[-1 - at] for at in returned.places]
+        for i, shape in returned.shapes:
+            flat[i] = flat[i].view(shape)  # type: ignore[union-attr]
+        return flat
 
     def _captured(self, bounds: Sequence[Any], x: Tensor) -> CapturedDirections:
         kept = self.captured
-        if kept is None or any(bound.calls.get(self) is not kept for bound in bounds):
-            kept = self.captured = CapturedDirections(self.ops, bounds, {self.name: self.why}, x)
-            self.returned.clear()
+        if kept is not None:
             for bound in bounds:
-                bound.calls[self] = kept
+                if bound.calls.get(self) is not kept:
+                    break
+            else:
+                return kept
+        kept = self.captured = CapturedDirections(self.ops, bounds, {self.name: self.why}, x)
+        self.returned.clear()
+        for bound in bounds:
+            bound.calls[self] = kept
         return kept
 
     def said(self) -> list[str]:
@@ -129,17 +147,9 @@ def _place(result: Tensor | None, made: list[Tensor], given: Sequence[Tensor]) -
         return None
     for tensors, first, step in ((given, -1, -1), (made, 0, 1)):
         for i, tensor in enumerate(tensors):
-            if tensor is result:
-                return first + step * i, None
-            if tensor.data_ptr() == result.data_ptr() and tensor.dtype == result.dtype:
-                if shape_key(tensor) == shape_key(result):
-                    return first + step * i, None
-                if tensor.is_contiguous() and result.is_contiguous() and tensor.numel() == result.numel():
-                    return first + step * i, tuple(result.shape)
+            here = tensor.data_ptr() == result.data_ptr() and tensor.dtype == result.dtype
+            flat = here and tensor.is_contiguous() and result.is_contiguous() and tensor.numel() == result.numel()
+            if tensor is result or flat or (here and shape_key(tensor) == shape_key(result)):
+                return first + step * i
     made.append(result)
-    return len(made) - 1, None
-
-
-def _seen(at: int, shape: tuple[int, ...] | None, made: Sequence[Tensor], given: Sequence[Tensor]) -> Tensor:
-    tensor = made[at] if at >= 0 else given[-1 - at]
-    return tensor if shape is None else tensor.view(shape)
+    return len(made) - 1

@@ -11,9 +11,10 @@ Saved = Tensor | None | Callable[[], Tensor]
 
 
 class OperationContext:
-    """requires_grad: there will be a backward; needs_dx: it makes the gradient of the op's input; given: tensors of this pass
-    alone, dropped behind it; left: what a backward leaves to `end_backward`; shared: addresses of gradients that several
-    outputs have. Attributes of an op's own hold what is no tensor and the same for every call with tensors of these shapes."""
+    """requires_grad: there will be a backward; needs_dx: it makes the gradient of the op's input; own: its parameters, when
+    it begins; given: tensors of this pass alone, dropped behind it; left: what a backward leaves to `end_backward`; shared:
+    addresses of gradients that several outputs have. Attributes of an op's own hold what is no tensor and the same for every
+    call with tensors of these shapes."""
 
     def __init__(self, requires_grad: bool = True, needs_dx: bool = True) -> None:
         self.requires_grad, self.needs_dx = requires_grad, needs_dx
@@ -22,6 +23,7 @@ class OperationContext:
         self.dirty: tuple[Tensor, ...] = ()
         self.given: tuple[Any, ...] = ()
         self.left: Sequence[Tensor] = ()
+        self.own: Sequence[Tensor] = ()
         self.shared: set[int] = set()
 
     def save_for_backward(self, *tensors: Saved) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class FuserPlan:
     shards             ops that read their own parameters, some of which are DTensors
     ends               places of the ops that finish their backward behind its launches
     notes              what is not fused, and why
+    asked              places of the ops that have an answer to what is asked in each call
     """
 
     forward: Sequence[Placed]
@@ -60,6 +62,8 @@ class FuserPlan:
     ends: Sequence[int]
     notes: Sequence[str]
     captured: tuple[Direction, Direction]
+    asked: Mapping[str, Sequence[int]]
+    num_parameters: Sequence[int]
 
 
 @dataclass
@@ -73,13 +77,10 @@ class Run:
     many_in: bool
     num_inputs: int
     num_parameters: Sequence[int]
+    bounds: Sequence[Any]
     num_outputs: int = 1
     many_out: bool = False
     ranges: list[int] = field(default_factory=list)
-
-    @property
-    def bounds(self) -> list[Any]:
-        return [ctx.bound for ctx in self.ctxs if hasattr(ctx, "bound")]
 
 
 class OperationFuser:
@@ -92,6 +93,12 @@ class OperationFuser:
         self.extra_inputs = [op.num_extra_inputs for op in self.basic_ops]
         self.extra_outputs = [op.num_extra_outputs for op in self.basic_ops]
         self.num_extra_inputs, self.num_extra_outputs = sum(self.extra_inputs), sum(self.extra_outputs)
+        self.asked = {
+            name: [i for i, op in enumerate(self.basic_ops) if op.overrides(name)]
+            for name in ("begin", "state", "op_parameters")
+        }
+        self.linears = [i for i, op in enumerate(self.basic_ops) if hasattr(op, "core")]
+        self.none_grads = [none for op in self.basic_ops for none in [op.none_grads] * op.num_extra_outputs]
         self.plans: dict[Any, FuserPlan] = {}
         self.last: FuserPlan | None = None
 
@@ -110,11 +117,9 @@ class OperationFuser:
         if opaque():
             return one_by_one(self, x, extra_inputs, kwargs)
         inputs = each(x)
-        for name, given in (
-            *((self.names[0], its) for its in inputs),
-            *(("an extra input", its) for its in extra_inputs),
-        ):
+        for given in (*inputs, *extra_inputs):
             if isinstance(given, DTensor):
+                name = self.names[0] if given in inputs else "an extra input"
                 raise TypeError(
                     f"{name}: it is a DTensor, but ops read this rank's plain tensor; pass to_local() of it"
                 )
@@ -127,15 +132,18 @@ class OperationFuser:
         self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]
     ) -> Any:
         record, dtype = torch.is_grad_enabled(), inputs[0].dtype
-        own = [op.op_parameters() for op in self.basic_ops]
-        ctxs = [OperationContext() for _ in self.basic_ops]
-        for op, ctx in zip(self.basic_ops, ctxs, strict=True):
-            op.begin(ctx, dtype, record)
-        tensors = (*inputs, *[parameter for its in own for parameter in its], *extra_inputs)
+        others = self.asked["op_parameters"]
+        own = [op.op_parameters() if op._parameters or i in others else () for i, op in enumerate(self.basic_ops)]
+        ctxs: list[Any] = [OperationContext() for _ in self.basic_ops]
+        for i in self.asked["begin"]:
+            ctxs[i].own = own[i]
+            self.basic_ops[i].begin(ctxs[i], dtype, record)
+        tensors = (*inputs, *chain.from_iterable(own), *extra_inputs)
         plan = self._plan(ctxs, own, tensors, record)
         for ctx, learns, needs_dx in zip(ctxs, plan.learns, plan.needs_dx, strict=True):
             ctx.requires_grad, ctx.needs_dx = learns, needs_dx
-        run = Run(self, plan, ctxs, kwargs, many, len(inputs), [len(its) for its in own])
+        bounds = [ctxs[i].bound for i in self.linears]
+        run = Run(self, plan, ctxs, kwargs, many, len(inputs), plan.num_parameters, bounds)
         results = FuserFn.apply(run, *tensors) if plan.learns[-1] else forward(run, tensors)[0]
         outputs, extra = tuple(results[: run.num_outputs]), tuple(results[run.num_outputs :])
         y = outputs if run.many_out else outputs[0]
@@ -146,8 +154,8 @@ class OperationFuser:
     def _plan(self, ctxs: Sequence[Any], own: Sequence[Any], tensors: Sequence[Any], record: bool) -> FuserPlan:
         needs = tuple([record and tensor.requires_grad for tensor in tensors])
         key = (
-            REGISTERED.version, needs, *[type(tensor) for tensor in tensors], tensors[0].dtype, tensors[0].device,
-            *[(op.training, op.state(ctx)) for op, ctx in zip(self.basic_ops, ctxs, strict=True)],
+            REGISTERED.version, record, needs, *map(type, tensors), tensors[0].dtype, tensors[0].device,
+            *[op.training for op in self.basic_ops], *[self.basic_ops[i].state(ctxs[i]) for i in self.asked["state"]],
         )  # fmt: skip
         found = self.plans.get(key)
         if found is None:
@@ -186,9 +194,20 @@ class OperationFuser:
             for which, way in zip(("forward", "backward"), ways, strict=True)
         ]
         ends = [i for i, (op, ctx) in enumerate(pairs) if learns[i] and op.ends(ctx)]
+        asked = {
+            name: [
+                i
+                for i, (op, its) in enumerate(zip(ops, own, strict=True))
+                if op.overrides(name) or its or "tp_sums" in vars(op)
+            ]
+            for name in ("reads", "reads_back", "begin_backward")
+        }
+        for name in ("reads_back", "begin_backward"):
+            asked[name] = [i for i in asked[name] if learns[i]]
         shards = [op for op, its in zip(ops, own, strict=True) if any(isinstance(p, DTensor) for p in its)]
         return FuserPlan(
-            ways[0], ways[1], needs_dx, learns, list(zip(dys, xs, strict=True)), shards, ends, notes, (captured[0], captured[1])
+            ways[0], ways[1], needs_dx, learns, list(zip(dys, xs, strict=True)), shards, ends, notes,
+            (captured[0], captured[1]), asked, [len(its) for its in own],
         )  # fmt: skip
 
     def _obstacle(self, which: str, way: Sequence[Placed], ctxs: Sequence[Any]) -> str:
@@ -254,8 +273,10 @@ def forward(run: Run, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor
         with _Local(plan.shards):
             return _forward_ops(run, inputs, extras)
 
-    reads = [tensor for op, ctx in zip(fuser.basic_ops, run.ctxs, strict=True) for tensor in op.reads(ctx)]
-    flat: Any = plan.captured[0].run(run.ctxs, run.bounds, [*inputs, *extras, *reads], (), compute)
+    given = [*inputs, *extras]
+    for i in plan.asked["reads"]:
+        given += fuser.basic_ops[i].reads(run.ctxs[i])
+    flat: Any = plan.captured[0].run(run.ctxs, run.bounds, given, (), compute)
     for ctx in run.ctxs:
         ctx.given = ()
     meta: Any = run.ctxs[0]
@@ -328,18 +349,18 @@ def backward(run: Run, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) 
     for ctx, count in zip(run.ctxs, run.ranges, strict=True):
         ctx.saved_tensors = tuple(saved[at : at + count])
         at += count
-    for op, ctx, learns in zip(fuser.basic_ops, run.ctxs, plan.learns, strict=True):
-        if learns:
-            op.begin_backward(ctx)
+    for i in plan.asked["begin_backward"]:
+        fuser.basic_ops[i].begin_backward(run.ctxs[i])
 
     def compute() -> Flat:
         with _Local(plan.shards):
             return _backward_ops(run, grads)
 
-    learners = zip(fuser.basic_ops, run.ctxs, plan.learns, strict=True)
-    reads = [tensor for op, ctx, learns in learners if learns for tensor in op.reads_back(ctx)]
-    there = tuple([grad is not None for grad in grads])
-    given = [tensor for tensor in (*grads, *saved, *reads) if tensor is not None]
+    reads = [*grads, *saved]
+    for i in plan.asked["reads_back"]:
+        reads += fuser.basic_ops[i].reads_back(run.ctxs[i])
+    there = tuple([tensor is not None for tensor in reads])
+    given = [tensor for tensor in reads if tensor is not None]
     states = tuple([tuple(fuser.basic_ops[i].state_back(run.ctxs[i])) for i in plan.ends])
     found = plan.captured[1].run(run.ctxs, run.bounds, given, (there, states), compute)
     if plan.ends:
@@ -408,11 +429,11 @@ class FuserFn(torch.autograd.Function):
         dirty = [tensor for each in run.ctxs for tensor in each.dirty]
         for each_ctx in run.ctxs:
             each_ctx.dirty = ()
-        outs: list[Tensor] = []
+        outs, known = list[Tensor](), {*map(id, tensors)}
+        clean = {*map(id, dirty)}
         for result in results:  # an output is no input, nor another output, unless it was written to
-            clean = all(result is not tensor for tensor in dirty)
-            known = any(result is tensor for tensor in (*tensors, *outs))
-            outs.append(result.view_as(result) if clean and known else result)
+            outs.append(result.view_as(result) if id(result) in known and id(result) not in clean else result)
+            known.add(id(result))
         if dirty:
             ctx.mark_dirty(*dirty)
         ctx.run, ctx.layouts = run, [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
@@ -432,8 +453,7 @@ class FuserFn(torch.autograd.Function):
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     run: Run = ctx.run
-    kept = [none for op in run.fuser.basic_ops for none in [op.none_grads] * op.num_extra_outputs]
-    takes_none = [False] * run.num_outputs + kept
+    takes_none = [False] * run.num_outputs + run.fuser.none_grads
     given = [
         grad if grad is not None or none else torch.zeros(like[0], dtype=like[1], device=like[2])
         for grad, none, like in zip(grads, takes_none, ctx.like, strict=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dlp.kernels.ops import LazyMatrix
 from dlp.ops.basic.bias import Bias, ReturnedBias
@@ -116,13 +117,16 @@ class BasicLinear(BasicOperation, modules.Linear):
         ctx.bound.session.begin_forward(ctx.bound, record)
         ctx.scales = ctx.bound.session.scales
         self._take_weights(ctx, dtype)
+        ctx.own = ()
 
     def _take_weights(self, ctx: Any, dtype: torch.dtype) -> None:
-        bound, parameters = ctx.bound, self.op_parameters()
+        bound, parameters = ctx.bound, ctx.own or self.op_parameters()
         ctx.dtype, ctx.sides = dtype, self.core.weights.kept(bound, dtype)
-        for parameter in parameters:
-            check_whole(parameter, bound.spec.num_axes, bound.spec.name)
-        weights = [held(parameter) for parameter in parameters]
+        weights = list(parameters)
+        for i, parameter in enumerate(parameters):
+            if bound.spec.group is not None or isinstance(parameter, DTensor):
+                check_whole(parameter, bound.spec.num_axes, bound.spec.name)
+                weights[i] = held(parameter)
         ctx.learns = [parameter.requires_grad for parameter in parameters]
         parts: Sequence[Tensor]
         if ctx.sides is not None:
@@ -151,7 +155,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return [*weights, *parts]
 
     def reads_back(self, ctx: Any) -> Sequence[Tensor]:
-        return [*ctx.given, *[to.tensor for to in ctx.into if to is not None]]
+        return ctx.given if not ctx.into else [*ctx.given, *[to.tensor for to in ctx.into if to is not None]]
 
     def state_back(self, ctx: Any) -> Any:
         return [None if to is None else to.overwrite for to in ctx.into]
@@ -237,9 +241,10 @@ class BasicLinear(BasicOperation, modules.Linear):
         bound, weights = ctx.bound, ctx.saved_tensors[: len(ctx.learns)]
         bound.session.scales = ctx.scales
         bound.session.in_layer_backward(bound)
-        mains = bound.weights.main_grads
-        into = bound.weights.targets(range(len(weights)), weights) if mains and not self._waits(ctx) else []
-        ctx.into = tuple([to if learns else None for to, learns in zip(into, ctx.learns, strict=False)])
+        ctx.into = ()
+        if bound.weights.main_grads and not self._waits(ctx):
+            into = bound.weights.targets(range(len(weights)), weights)
+            ctx.into = tuple([to if learns else None for to, learns in zip(into, ctx.learns, strict=False)])
         if not ctx.needs_dx:
             ctx.given = ()
         elif ctx.sides is not None:

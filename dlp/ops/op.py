@@ -157,6 +157,10 @@ class BasicOperation(FusibleOperation):
         """What launches of a backward that `ends` depend on beside the plan and tensors."""
         return ()
 
+    def overrides(self, name: str) -> bool:
+        """Whether it answers this question in its own way: the others are not asked with every call."""
+        return getattr(type(self), name) is not getattr(BasicOperation, name)
+
     def ends(self, ctx: Any) -> bool:
         """Whether `end_backward` has something to do."""
         return False

@@ -6,7 +6,7 @@ A plain module ends a group, and so does an op with hooks of its own, or one tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -120,11 +120,10 @@ class Sequential(nn.Module):
 
     def _groups_now(self) -> list[Any]:
         """Fusers of neighbouring ops, and modules that are called."""
-        apart = tuple([_apart(module) for module in self])
         kept = vars(self).get("_groups")
-        if kept is not None and kept[0] == apart:
-            found: list[Any] = kept[1]
-            return found
+        if kept is not None and kept.holds():
+            return kept.groups
+        apart = [_apart(module) for module in self]
         groups, run = list[Any](), list[tuple[str, FusibleOperation]]()
         for (name, module), alone in zip([*self._modules.items(), ("", None)], [*apart, "the end"], strict=True):
             if alone is None:
@@ -135,7 +134,7 @@ class Sequential(nn.Module):
                 run = []
             if module is not None:
                 groups.append(module)
-        vars(self)["_groups"] = apart, groups
+        vars(self)["_groups"] = _Groups(groups, self, apart)
         return groups
 
     def plan(self) -> SequencePlan:
@@ -148,6 +147,31 @@ class Sequential(nn.Module):
             name, why = next((name, why) for (name, module), why in at if module is group)
             lines.append(f"{name} ({type(group).__name__}): {why}")
         return SequencePlan(lines)
+
+
+class _Groups:
+    """Groups of a sequence, and what they hold for: owners of its ops, none of which gets hooks, or is sharded, which changes
+    its class. Where one is apart already, groups are made anew with each call that finds other reasons."""
+
+    def __init__(self, groups: list[Any], modules: Iterable[nn.Module], apart: Sequence[str | None]) -> None:
+        self.groups, self.apart, self.modules = groups, list(apart), list(modules)
+        ops = [module for module in self.modules if isinstance(module, FusibleOperation)]
+        self.owners = [(owner, type(owner)) for op in ops for owner in op.owners]
+        self.plain = all(why is None for module, why in zip(self.modules, apart, strict=True) if module in ops)
+
+    def holds(self) -> bool:
+        if not self.plain:
+            return [_apart(module) for module in self.modules] == self.apart
+        for owner, kind in self.owners:
+            if (
+                type(owner) is not kind
+                or owner._forward_hooks
+                or owner._forward_pre_hooks
+                or owner._backward_hooks
+                or owner._backward_pre_hooks
+            ):
+                return False
+        return True
 
 
 def _apart(module: Any) -> str | None:

@@ -69,6 +69,11 @@ def shape_key(tensor: Tensor) -> Key:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
 
 
+def shape_keys(tensors: Sequence[Tensor]) -> Key:
+    """`shape_key` of each, without a call for each."""
+    return tuple([(t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT, t.get_device()) for t in tensors])
+
+
 def layout_key(tensor: Tensor) -> Key:
     """The same of one whose shape and dtype are known."""
     return tensor.stride(), tensor.data_ptr() % ALIGNMENT
