@@ -105,7 +105,9 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y, residual = self.first(x)
-        y = self.last(y, residual.clone())
+        residual = residual.clone()
+        y = self.last(y, residual)
+        assert residual._version == 1 and residual.grad_fn is y.grad_fn, "autograd knows that it was written to"
         return y  # type: ignore[no-any-return]
 
 
@@ -173,9 +175,13 @@ def test_wgrads_that_wait_are_left_behind_the_launches():
 @pytest.mark.parametrize("mode", ["grad", "main_grad"])
 def test_wgrads_are_added_by_launches_where_they_are(mode: str):
     def run(model: nn.Module, seed: int) -> dict[str, Tensor]:
-        for _ in range(4):
+        for i in range(6):
+            for parameter in model.parameters():
+                parameter.overwrite_main_grad = i == 4
+                parameter.grad_added_to_main_grad = False
             found = forward_backward(model, seed, (M,))
         if mode == "main_grad":
+            assert model[0][3].weight.grad_added_to_main_grad
             found |= {
                 f"m{name}": p.main_grad.clone() for name, p in model.named_parameters() if hasattr(p, "main_grad")
             }
@@ -222,3 +228,13 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
     assert calls(mlp(recipe)) < 2.2 * calls(alone), (
         "with those of torch 264 and 106, before ops that have no answer were left unasked"
     )
+
+
+def test_a_forward_that_records_is_another_one():
+    """Also where nothing needs gradients: amaxes count for delayed scales."""
+    model = ops.Sequential(ops.Linear(K, K, bias=False, recipe="fp8_delayed")).bfloat16().requires_grad_(False)
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
+    model(torch.zeros(M, K, dtype=torch.bfloat16))
+    with torch.no_grad():
+        model(torch.zeros(M, K, dtype=torch.bfloat16))
+    assert len(model._groups_now()[0].plans) == 2
