@@ -180,6 +180,9 @@ def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, 
             assert_bit_equal(result, expected)
 
 
+PACKAGE = f"{Path(dlp.__file__).parent}{os.sep}"
+
+
 def made_of(recipe: str) -> tuple[list[str], dict[str, Counter[str]]]:
     """The forward and backward of a column and of a row that communicate by collectives: L launches, C the start of a
     collective, A its answer; and what functions of the package a step calls, captured and not: that of the fewest of some
@@ -194,7 +197,7 @@ def made_of(recipe: str) -> tuple[list[str], dict[str, Counter[str]]]:
 
             def count(frame: Any, event: str, argument: Any, steps: list[Counter[str]] = steps) -> None:
                 code = frame.f_code
-                if event == "call" and f"{os.sep}dlp{os.sep}" in code.co_filename:
+                if event == "call" and code.co_filename.startswith(PACKAGE):
                     steps[-1][f"{Path(code.co_filename).stem}.{code.co_qualname}"] += 1
 
             for seed in range(7):
