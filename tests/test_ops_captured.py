@@ -59,14 +59,16 @@ def test_captured_ops_give_the_bits_of_the_ops(recipe: str, attached: bool):
         assert any(isinstance(made, CapturedLaunches) for made in found[direction]), found[direction]
 
 
-def test_a_swap_forgets_what_was_captured():
-    twins = slow_twins("fp8_delayed")
+@pytest.mark.parametrize("swapped", ["**", "0.1"], ids=["all", "another layer"])
+def test_a_swap_forgets_what_was_captured(swapped: str):
+    """The table of scales moves for all layers."""
+    twins = slow_twins("fp8_delayed", make=lambda recipe: nn.Sequential(mlp(recipe), dlp.Linear(K, K, recipe=recipe)))
     for seed in range(8):
         if seed == 4:
             for model in (twins.model, twins.other):
-                dlp.set_recipe(model, "**", {"name": "fp8_delayed", "margin": 1})
+                dlp.set_recipe(model, swapped, {"name": "fp8_delayed", "margin": 1})
         twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
-    assert torch.isfinite(twins.model[0][1].weight_0).all()
+    assert torch.isfinite(twins.model[0][0][1].weight_0).all()
 
 
 SLOW_ACTS = [pytest.param(act, marks=pytest.mark.slow) for act in ("relu", "srelu", "silu", "reglu", "glu")]
