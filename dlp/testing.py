@@ -110,6 +110,13 @@ def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least:
     quantizer.cast(values, quantizer.observe(values), out=out, **(given if caps_of(quantizer).origin else {}))
     same = all(_equal(a, b) for a, b in zip(out.parts, q.parts, strict=True))
     _must(same, "basic", "a cast into `out` differs from one without")
+    view = _cast(quantizer, values.t().contiguous().t())  # as columnwise operands are cast, of x read by columns
+    strided = [part.name for part, tensor in zip(fmt.parts, view.parts, strict=True) if not tensor.is_contiguous()]
+    _must(
+        not strided,
+        "basic",
+        f"parts {strided} of a matrix that lies transposed are not contiguous, as compiled code expects",
+    )
     seen = caps_of(quantizer)
     source = quantizer.values(values) if seen.values else values  # type: ignore[attr-defined]
     ratio = sqnr(q.dequantize(torch.float32), source)

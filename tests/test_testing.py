@@ -71,13 +71,23 @@ class StandingScaling(RowwiseScaling):
         return Standing(self.element)
 
 
+@dataclass(frozen=True)
+class Strided(CurrentScaling):
+    """Codes lie as x does."""
+
+    def cast(self, x, amax, *, out=None, **more):
+        q = super().cast(x, amax, out=out, **more)
+        return q if x.is_contiguous() else QuantizedTensor(q.format, (q.parts[0].t().contiguous().t(), q.parts[1]))
+
+
 @pytest.mark.parametrize(
     ("planted", "said"),
     [
         (WrongScale(), "basic: SQNR of values"),
+        (Strided(), "basic: parts .'codes'. of a matrix that lies transposed are not contiguous"),
         (StandingScaling(), "pieces: part scale_inv says that it is shared along 0"),
     ],
-    ids=["scale", "part"],
+    ids=["scale", "strides", "part"],
 )
 def test_planted_mistakes_are_caught(planted, said):
     with pytest.raises(AssertionError, match=said):

@@ -183,7 +183,8 @@ class IntScaling:
         x, block = x.float(), self.format.block
         scale_inv, zero = self._chosen(x, amax)
         codes = affine.quantize_affine(x, block, scale_inv, zero, self.codes)
-        return self.format.fill(out, *(pack(codes, self.bits), scale_inv, zero)[: len(self.format.parts)])
+        parts = (pack(codes, self.bits), scale_inv, zero)[: len(self.format.parts)]
+        return self.format.fill(out, *[part.contiguous() for part in parts])  # x may lie transposed
 
     def _chosen(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
         """scale_inv and zero point of each row or group of x."""
