@@ -407,14 +407,14 @@ def mapped_memory(group: ProcessGroup) -> list[Tensor]:
 
 def start(group: ProcessGroup | None, kind: str = "", who: Who = NOBODY) -> None:
     """A direction of a layer of this group begins (`Transport.start`)."""
-    transport = None if group is None else transport_of(group)
+    transport = None if group is None else _OF_GROUP.get(group.group_name)
     if transport is not None:
         transport.start(kind, who)
 
 
 def finish(group: ProcessGroup | None) -> None:
     """A direction of a layer of this group ends (`Transport.finish`)."""
-    transport = None if group is None else transport_of(group)
+    transport = None if group is None else _OF_GROUP.get(group.group_name)
     if transport is not None:
         transport.finish()
 
