@@ -77,6 +77,15 @@ def perplexity(trained: Trained, data: Data, split: str, batches: int | None) ->
     return Perplexity(loss / tokens, round(tokens) // trained.dims.tp)
 
 
+def as_asked(trained: Trained, known: argparse.Namespace) -> Trained:
+    """The model quantized as a program's command line says; static scales are of the first batches of the training data."""
+
+    def calibrate() -> None:
+        perplexity(trained, read_data(trained, known.checkpoint), "train", known.calibration)
+
+    return quantized(trained, known.quantize, known.mode, calibrate)
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="launch.evaluate", description="How well a checkpoint predicts prepared data."
@@ -87,7 +96,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batches", type=int, help="so many global batches [all of the split]")
     known, changes = command_line(parser, arguments)
     trained = open_trained(known.checkpoint, [*changes, *[("data.path", known.data)] * bool(known.data)])
-    trained = quantized(trained, known.quantize, known.mode)
+    trained = as_asked(trained, known)
     found = perplexity(trained, read_data(trained, known.checkpoint), known.split, known.batches)
     if dist.get_rank() == 0:
         print(*trained.remarks, f"{known.split} of {trained.config.data.path}: {found}", sep="\n")

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, shutdown, world_size
 from launch import weights
+from launch.evaluate import as_asked
 from launch.exposure import profiled
 from launch.models.cache import KeyValues
 from launch.schema import ConfigError
 from launch.tokenizer import BYTES, Tokenizer, open_tokenizer
-from launch.trained import Changes, Trained, check_length, command_line, open_trained, quantized
+from launch.trained import Changes, Trained, check_length, command_line, open_trained
 
 PROFILED = 10  # tokens
 
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError("--tokens, --temperature: expected at least 1, and 0 or more")
     tokenizer = open_tokenizer(known.tokenizer)
     trained = open_trained(known.checkpoint, [*on_tp(), *changes])
-    trained = quantized(trained, known.quantize, known.mode)
+    trained = as_asked(trained, known)
     weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)
     prompt = prompt_of(tokenizer, known.prompt)
     found = write(trained, prompt, known.tokens, temperature=known.temperature, seed=known.seed, trace=known.profile)

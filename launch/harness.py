@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from dlp.comm.mesh import shutdown
 from launch import weights
+from launch.evaluate import as_asked
 from launch.generate import on_tp, whole, write
 from launch.tokenizer import BYTES, Tokenizer, need, open_tokenizer
-from launch.trained import Trained, check_length, command_line, open_trained, quantized
+from launch.trained import Trained, check_length, command_line, open_trained
 
 
 @torch.no_grad()
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
     harness, tables = (need(module, "lm_eval", "launch.harness") for module in ("lm_eval", "lm_eval.utils"))
     tokenizer = open_tokenizer(known.tokenizer)
     trained = open_trained(known.checkpoint, [*on_tp(), *changes])
-    trained = quantized(trained, known.quantize, known.mode)
+    trained = as_asked(trained, known)
     weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)
     model = adapted(trained, tokenizer)
     results = harness.simple_evaluate(model=model, tasks=known.tasks.split(","), limit=known.limit)

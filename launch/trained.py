@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from launch.config import Batch, Config, ConfigError, from_text, recipe_files
 from launch.manifest import other_weights, read_manifest
 from launch.models.modules import Llama
 
-MODES = ("weight_only", "dynamic")  # of `dlp.freeze`; static would have to be calibrated first
+MODES = ("weight_only", "dynamic", "static")  # of `dlp.freeze`
+BLOCKS = "layers.**"
 Changes = Sequence[tuple[str, str]]
 
 
@@ -44,6 +45,10 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
         "--quantize", metavar="RECIPE", help="hold the linears of all blocks as codes of this recipe only"
     )
     parser.add_argument("--mode", choices=MODES, default=MODES[0], help=f"what quantizing makes of x [{MODES[0]}]")
+    parser.add_argument(
+        "--calibration", type=int, default=8, metavar="N",
+        help="--mode static: so many batches of the training data give x its scales [8]",
+    )  # fmt: skip
     rest, changes = overrides.split(arguments)
     return parser.parse_args(rest), changes
 
@@ -71,12 +76,16 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
     return Trained(config, model, mesh, device, ParallelDims.from_mesh(mesh), batch, opened, remarks)
 
 
-def quantized(trained: Trained, recipe: str | None, mode: str) -> Trained:
-    """The same, its blocks frozen (`dlp.freeze`), where a recipe is asked for; its remarks say how large they are. Raises
-    ValueError for a recipe that does not serve the mode, and for weights that FSDP shards."""
+def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callable[[], object]) -> Trained:
+    """The same, its blocks frozen (`dlp.freeze`), where a recipe is asked for; its remarks say how large they are. `calibrate`
+    runs the model, for scales that are static. Raises ValueError for a recipe that does not serve the mode, and for weights
+    that FSDP shards."""
     if recipe is None:
         return trained
-    names = dlp.freeze(trained.model, "layers.**", recipe, mode)  # type: ignore[arg-type]
+    if mode == "static":
+        with dlp.calibrate(trained.model, BLOCKS):
+            calibrate()
+    names = dlp.freeze(trained.model, BLOCKS, recipe, mode)  # type: ignore[arg-type]
     cores = {module.core: None for name, module in trained.model.named_modules() if name in names}
     weights = [weight for core in cores for weight in core.weights]
     codes = sum(part.nbytes for weight in weights for part in weight.parts)

@@ -52,14 +52,16 @@ def measured(path: str, *settings: tuple[str, str]) -> evaluate.Perplexity:
 
 def frozen(path: str, recipe: str, mode: str) -> tuple[float, str]:
     """Inside a worker: loss, and what is said of the codes."""
-    found = trained.quantized(opened(path, 2, ("mesh.sequence_parallel", "true")), recipe, mode)
+    known = types.SimpleNamespace(checkpoint=Path(path), quantize=recipe, mode=mode, calibration=2)
+    found = evaluate.as_asked(opened(path, 2, ("mesh.sequence_parallel", "true")), known)
     loss = evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1).loss
     return loss, found.remarks[-1]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("recipe", "mode", "size"), [("mxfp8", "weight_only", 8.25 / 16), ("fp8_current", "dynamic", 0.5)]
+    ("recipe", "mode", "size"),
+    [("mxfp8", "weight_only", 8.25 / 16), ("fp8_current", "dynamic", 0.5), ("fp8_current", "static", 0.5)],
 )
 def test_a_quantized_checkpoint_is_evaluated(ranks, checkpoint, recipe, mode, size):
     path, loss = checkpoint
