@@ -144,14 +144,14 @@ def test_random_transfers_arrive(ranks, device_type, world, count):
     assert ranks(world).run(random_operations, 1, times, timeout=600.0) == [0] * world
 
 
-def freed_at_once(slot: PlayedSlot, use: int) -> None:
-    CudaSlot.begin(slot, use)
-    slot.release()
+def freed_unread(slot: PlayedSlot) -> None:
+    CudaSlot.wait(slot)
+    CudaSlot.release(slot)
 
 
-CARELESS = {  # nobody waits for readers; a slot is freed right behind `begin`
+CARELESS = {  # nobody waits for readers; a slot is freed before it is read
     SharedSlot: patch.object(SharedSlot, "begin", lambda slot, use: None),
-    PlayedSlot: patch.object(PlayedSlot, "begin", freed_at_once),
+    PlayedSlot: patch.multiple(PlayedSlot, wait=freed_unread, release=lambda slot: None),
 }
 
 
