@@ -58,6 +58,13 @@ __device__ void store_values(T* to, const Octet<T>& x, int64_t valid, bool align
         if (i < valid) to[i] = T(x[i]);
 }
 
+// The octet at a column of a row of a contiguous matrix.
+template <class T>
+__device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols, const Octet<T>& x) {
+    T* to = static_cast<T*>(matrix) + row * cols + column;
+    store_values(to, x, cols - column, reinterpret_cast<uintptr_t>(to) % 16 == 0);
+}
+
 // Writes eight elements to a multiple of 16 bytes.
 template <class T>
 __device__ void store_octet(T* to, const Octet<T>& x) {

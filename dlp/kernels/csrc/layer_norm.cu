@@ -9,18 +9,6 @@ namespace {
 constexpr int kForwardBlocks = 8, kBackwardBlocks = 4;  // of a multiprocessor
 
 template <class T>
-__device__ RowOctets<T> octets_of(const void* data, int64_t row, int64_t stride, int64_t cols) {
-    const T* at = static_cast<const T*>(data) + row * stride;
-    return RowOctets<T>(at, cols, reinterpret_cast<uintptr_t>(at) % 16 == 0);
-}
-
-template <class T>
-__device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols, const Octet<T>& x) {
-    T* to = static_cast<T*>(matrix) + row * cols + column;
-    store_values(to, x, cols - column, reinterpret_cast<uintptr_t>(to) % 16 == 0);
-}
-
-template <class T>
 __global__ void __launch_bounds__(kRowThreads, kForwardBlocks)
     layer_norm_kernel(const __grid_constant__ LayerNormJob job, const float eps) {
     __shared__ float scratch[2][kRowWarps];

@@ -46,6 +46,12 @@ struct RowOctets {
     __device__ Octet<T> load(int i) const { return load_octet(row + column(i), cols - column(i), aligned); }
 };
 
+template <class T>
+__device__ RowOctets<T> octets_of(const void* data, int64_t row, int64_t stride, int64_t cols) {
+    const T* at = static_cast<const T*>(data) + row * stride;
+    return RowOctets<T>(at, cols, reinterpret_cast<uintptr_t>(at) % 16 == 0);
+}
+
 // Calls use(column, octets of each row) for this thread's octets of rows of equal length, in order.
 template <class Use, class T, class... Rows>
 __device__ void for_octets(Use use, const RowOctets<T>& first, const Rows&... others) {
