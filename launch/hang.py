@@ -26,9 +26,8 @@ MAIN = threading.main_thread().ident
 READING = 5.0  # seconds that reading what hangs may take
 SLOW = 6.0  # times as long may a rank stand still in what is known to be slow
 OF_A_STEP = 3.0  # of the steps before, may one take in which nothing is seen to move
-Told = tuple[
-    float, float, float, str, str
-]  # when a rank moved, and told; how long it may stand; where; who waits for whom
+# When a rank moved, and told; how long it may stand still; where; who waits for whom.
+Told = tuple[float, float, float, str, str]
 
 
 class Place(NamedTuple):

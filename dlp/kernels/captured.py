@@ -44,9 +44,8 @@ _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "
 _FIXED = -1
 Make = Callable[[], Tensor]
 Range = tuple[int, int]  # an address, and how many bytes lie there
-Memory = tuple[
-    int, int, int, int
-]  # a range of a recording; which tensor of a run it lies in, and how far from its beginning
+# A range of a recording; which tensor of a run it lies in, and how far from its beginning.
+Memory = tuple[int, int, int, int]
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 

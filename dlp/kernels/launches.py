@@ -26,10 +26,8 @@ Launched = list[tuple[str, tuple[Any, ...], int]]  # a kernel, its arguments, an
 CURRENT = 0  # in a recording: the stream that it will be launched on
 MARK, AWAIT = "mark", "await_mark"
 GEMM = "gemm"  # what a recording calls the run of a plan; its arguments are the plan and addresses
-CALL, ANSWER = (
-    "call",
-    "answer",
-)  # a `Call` is started, and awaited; the arguments are the call and addresses of its tensors
+# A `Call` is started, and awaited; the arguments are the call and addresses of its tensors.
+CALL, ANSWER = "call", "answer"
 
 _RECORDING: ContextVar[Launched | None] = ContextVar("dlp_recording", default=None)
 

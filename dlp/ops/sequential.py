@@ -163,15 +163,14 @@ class _Groups:
         if not self.plain:
             return [_apart(module) for module in self.modules] == self.apart
         for owner, kind in self.owners:
-            if (
-                type(owner) is not kind
-                or owner._forward_hooks
-                or owner._forward_pre_hooks
-                or owner._backward_hooks
-                or owner._backward_pre_hooks
-            ):
+            if type(owner) is not kind or _hooks(owner):
                 return False
         return True
+
+
+def _hooks(owner: nn.Module) -> Any:
+    """Those of a module, none of which would be called where its op runs in a fuser; falsy: it has none."""
+    return owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
 
 
 def _apart(module: Any) -> str | None:
@@ -181,7 +180,7 @@ def _apart(module: Any) -> str | None:
     for owner in module.owners:
         if isinstance(owner, FSDPModule):
             return "sharded by itself: it ends a group; shard the Sequential, or what is above it"
-        if owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks:
+        if _hooks(owner):
             return "it has hooks: it ends a group"
     return None
 
