@@ -164,7 +164,7 @@ def bench_reductions(bench: Bench, tokens: int, features: int) -> list[Line]:
     y = bench.inputs(tokens, features)
     mine = torch.empty(rows, features, dtype=torch.bfloat16, device=bench.device)
     runs: list[Run] = [
-        lambda wire=wire: collectives.reduce_scatter((y(),), group, wire).wait()  # type: ignore[misc]
+        lambda wire=wire: collectives.reduce_scatter(y(), group, wire).wait()  # type: ignore[misc]
         for wire in WIRES.values()
     ]
     named, moves = list(WIRES.items()), transport.transport_of(group)

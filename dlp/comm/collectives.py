@@ -2,8 +2,8 @@
 
     all_gather       part i of every rank [m, ...]       -> [R*m, ...]   along its own dimension, or left as it is
     all_to_all       chunk j of part i [R, ...] to rank j -> [R, ...]     chunk j from rank j
-    reduce_scatter   part i [R*m, ...]                   -> [m, ...]     the sum over ranks of this rank's rows
-    all_reduce       part i [...]                        -> [...]        the sum over ranks
+    reduce_scatter   x [R*m, ...]                        -> [m, ...]     the sum over ranks of this rank's rows
+    all_reduce       x [...]                             -> [...]        the sum over ranks
 
 Sums never depend on arrival: the shards of one destination are exchanged (all-to-all), summed there in fp32 in rank
 order and rounded once. NCCL's and gloo's own reductions round the running sum of a bf16 tensor at every hop, and in an
@@ -218,13 +218,18 @@ def record(parts: Sequence[Tensor]) -> int:
 def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
     """Chunk j of each part [R, ...] goes to rank j -> [R, ...], whose chunk j came from rank j. One launch: several
     parts are first copied into one record for each rank, and what arrives are views of such records."""
-    world, first = group.size(), parts[0]
-    if world == 1:
+    if group.size() == 1:
         return done(tuple(parts))
+    return Pending(*_exchanged(parts, group))
+
+
+def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[list[Any], Callable[[], Parts]]:
+    """`all_to_all` over several ranks: its works, and what came, once they are done."""
+    world, first = group.size(), parts[0]
     if len(parts) == 1:
         chunks = as_bytes(first.contiguous()).view(world, first.nbytes // world)
         works, arrived = _exchange(chunks, group, first.dtype)
-        return Pending(works, lambda: (arrived.view(-1).view(first.dtype).view(first.shape),))
+        return works, lambda: (arrived.view(-1).view(first.dtype).view(first.shape),)
     shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
     records = torch.empty((world, record(parts)), dtype=torch.uint8, device=first.device)
     for field, part in zip(parts_of(records, shapes, dtypes), parts, strict=True):
@@ -233,7 +238,7 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
         else:
             field.copy_(part)
     works, arrived = _exchange(records, group, dtypes[0])
-    return Pending(works, lambda: parts_of(arrived, shapes, dtypes))
+    return works, lambda: parts_of(arrived, shapes, dtypes)
 
 
 def _exchange(chunks: Tensor, group: ProcessGroup, dtype: torch.dtype) -> tuple[list[Any], Tensor]:
@@ -247,56 +252,40 @@ def _start_exchange(group: ProcessGroup, arrived: Tensor, chunks: Tensor) -> lis
     return [group.alltoall_base(arrived, chunks, [], [], _EXCHANGE)]
 
 
-def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Parts]:
-    """Parts [R*m, ...], this rank's contributions to all -> [m, ...], the sums over ranks of this rank's rows.
+def reduce_scatter(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:
+    """x [R*m, ...], this rank's contributions to all -> [m, ...], the sum over ranks of this rank's rows.
 
     Raises ValueError when the rows do not divide by the size of the group.
     """
     world = group.size()
-    for part in parts:
-        if part.shape[0] % world:
-            raise ValueError(
-                f"reduce_scatter needs a number of rows divisible by the group's {world} ranks; got {part.shape[0]}"
-            )
+    if x.shape[0] % world:
+        raise ValueError(
+            f"reduce_scatter needs a number of rows divisible by the group's {world} ranks; got {x.shape[0]}"
+        )
     if world == 1:
-        return done(tuple(parts))
-    return _summed([part.reshape(world, part.shape[0] // world, *part.shape[1:]) for part in parts], group, codec)
+        return done(x)
+    return Pending(*_summed(x.reshape(world, x.shape[0] // world, *x.shape[1:]), group, codec))
 
 
-def _summed(chunks: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec) -> Pending[Parts]:
-    """Chunks [R, ...] of each part -> this rank's, summed over ranks in rank order."""
-    sizes: list[int] = []
-    outgoing: list[Tensor] = []
-    for chunk in chunks:
-        packed = codec.pack(chunk)
-        sizes.append(len(packed))
-        outgoing.extend(packed)
-    exchange = all_to_all(outgoing, group)
-
-    def finish() -> Parts:
-        arrived, sums = exchange.wait(), []
-        for chunk, size in zip(chunks, sizes, strict=True):
-            sums.append(codec.total(arrived[:size], chunk.dtype))
-            arrived = arrived[size:]
-        return tuple(sums)
-
-    return Pending((), finish)
+def _summed(chunks: Tensor, group: ProcessGroup, codec: ReduceCodec) -> tuple[list[Any], Callable[[], Tensor]]:
+    """Chunks [R, ...] -> the works of their exchange, and this rank's chunk, summed over ranks in rank order, once they are
+    done."""
+    works, arrived = _exchanged(codec.pack(chunks), group)
+    return works, lambda: codec.total(arrived(), chunks.dtype)
 
 
-def all_reduce(parts: Sequence[Tensor], group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Parts]:
-    """Parts of any shapes -> the sums over ranks, equal on all of them: a reduce-scatter of their rows, carried by
-    `codec`, and a gather."""
-    world = group.size()
-    if world == 1:
-        return done(tuple(parts))
-    scattered = _summed([shares(part, world) for part in parts], group, codec)
+def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:
+    """x of any shape -> the sum over ranks, equal on all of them: a reduce-scatter of its rows, carried by `codec`, and a
+    gather."""
+    if group.size() == 1:
+        return done(x)
+    works, total = _summed(shares(x, group.size()), group, codec)
 
-    def finish() -> Parts:
-        sums = scattered.wait()
-        whole = all_gather(sums, [0] * len(sums), group).wait()
-        return tuple(total.view(-1)[: part.numel()].view(part.shape) for total, part in zip(whole, parts, strict=True))
+    def finish() -> Tensor:
+        (whole,) = all_gather((total(),), (0,), group).wait()
+        return whole.view(-1)[: x.numel()].view(x.shape)
 
-    return Pending((), finish)
+    return Pending(works, finish)
 
 
 def shares(part: Tensor, world: int) -> Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
@@ -60,8 +60,16 @@ class Key(NamedTuple):
 
 
 _NOBODY = Label()
-_UNWATCHED: AbstractContextManager[None] = nullcontext()
 _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
+
+
+class _Unwatched:
+    """`nullcontext`, which every transfer enters, without calls of Python."""
+
+    __enter__ = __exit__ = "".format  # a false value, whatever it is given
+
+
+_UNWATCHED: Any = _Unwatched()
 
 
 # how many dispatch modes, of which one may be an observer, are active here

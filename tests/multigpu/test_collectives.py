@@ -97,8 +97,8 @@ def wait_twice() -> list[bool]:
     x = mine((4, 2), torch.float32)
     started = [
         collectives.all_gather((x, x), (0, 1), dist.group.WORLD),
-        collectives.reduce_scatter((x,), dist.group.WORLD),
-        collectives.all_reduce((x,), dist.group.WORLD),
+        collectives.reduce_scatter(x, dist.group.WORLD),
+        collectives.all_reduce(x, dist.group.WORLD),
     ]
     in_reverse = [pending.wait() for pending in reversed(started)]
     return [again.wait() is first for again, first in zip(reversed(started), in_reverse, strict=True)]
@@ -112,8 +112,8 @@ def test_pending_results_are_awaited_in_any_order_and_more_than_once(ranks, worl
 def sums(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, bool]:
     x = mine(shape, dtype)
     before = x.clone()
-    (scattered,) = collectives.reduce_scatter((x,), dist.group.WORLD).wait()
-    reduced = [collectives.all_reduce((x,), dist.group.WORLD).wait()[0] for _ in range(3)]
+    scattered = collectives.reduce_scatter(x, dist.group.WORLD).wait()
+    reduced = [collectives.all_reduce(x, dist.group.WORLD).wait() for _ in range(3)]
     same = all(torch.equal(again, reduced[0]) for again in reduced[1:]) and torch.equal(x, before)
     return scattered.clone(), reduced[0], same
 
@@ -138,21 +138,21 @@ def test_the_order_of_a_sum_can_be_seen_in_its_bits():
     assert bit_difference(rounded, summed(4, (32, 33), torch.bfloat16))
 
 
-def reduce_odd_shapes() -> list[tuple[Tensor, ...]]:
+def reduce_odd_shapes() -> list[Tensor]:
     shapes: list[tuple[int, ...]] = [(), (1,), (3, 5), (0, 4)]
-    return [collectives.all_reduce((mine(shape, torch.float32),), dist.group.WORLD).wait() for shape in shapes]
+    return [collectives.all_reduce(mine(shape, torch.float32), dist.group.WORLD).wait() for shape in shapes]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_all_reduce_takes_any_shape(ranks, world):
     for results in ranks(world).run(reduce_odd_shapes):
-        for (result,), shape in zip(results, [(), (1,), (3, 5), (0, 4)], strict=True):
+        for result, shape in zip(results, [(), (1,), (3, 5), (0, 4)], strict=True):
             assert_bit_equal(result, summed(world, shape, torch.float32))
 
 
 def reduce_uneven_rows() -> str:
     try:
-        collectives.reduce_scatter((mine((5, 2), torch.float32),), dist.group.WORLD)
+        collectives.reduce_scatter(mine((5, 2), torch.float32), dist.group.WORLD)
     except ValueError as error:
         return str(error)
     return "no error"
@@ -187,23 +187,22 @@ MIXED = [((4, 6), torch.bfloat16), ((8,), torch.float32), ((4, 3, 5), torch.floa
 
 
 def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[str]]]:
-    """Sums and an exchange of several parts of different dtypes, and the launches of each."""
+    """Sums of parts of different dtypes, an exchange of all of them, and the launches of each."""
     world, seen = dist.get_world_size(), [Collectives() for _ in range(3)]
     parts = [mine((world * shape[0], *shape[1:]), dtype) for shape, dtype in MIXED]
     with seen[0]:
-        scattered = collectives.reduce_scatter(parts, dist.group.WORLD).wait()
+        scattered = [collectives.reduce_scatter(part, dist.group.WORLD).wait() for part in parts]
     with seen[1]:
-        reduced = collectives.all_reduce(parts, dist.group.WORLD).wait()
+        reduced = [collectives.all_reduce(part, dist.group.WORLD).wait() for part in parts]
     with seen[2]:
         chunks = [part.unflatten(0, (world, len(part) // world)) for part in parts]
         exchanged = collectives.all_to_all(chunks, dist.group.WORLD).wait()
-    return list(scattered), list(reduced), [part.contiguous() for part in exchanged], [s.names for s in seen]
+    return scattered, reduced, [part.contiguous() for part in exchanged], [s.names for s in seen]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_several_parts_are_summed_and_exchanged_in_one_launch(ranks, world, device_type):
-    """The gather at the end of an all-reduce is a launch for each part on gloo."""
-    gathers = 1 if device_type == "cuda" else len(MIXED)
+def test_a_sum_is_one_launch_and_so_is_an_exchange_of_several_parts(ranks, world):
+    """An all-reduce ends in a gather."""
     for rank, (scattered, reduced, exchanged, names) in enumerate(ranks(world).run(sum_several)):
         for i, (shape, dtype) in enumerate(MIXED[:3]):
             whole = (world * shape[0], *shape[1:])
@@ -213,7 +212,9 @@ def test_several_parts_are_summed_and_exchanged_in_one_launch(ranks, world, devi
             chunks = [of_rank(source, whole, dtype).chunk(world)[rank] for source in range(world)]
             assert_bit_equal(exchanged[i], torch.stack(chunks), f"all_to_all of {dtype}")
         assert (scattered[3].shape, reduced[3].shape, exchanged[3].shape) == ((4, 0), (4 * world, 0), (world, 4, 0))
-        assert [len(launches) for launches in names] == ([0, 0, 0] if world == 1 else [1, 1 + gathers, 1]), names
+        assert [len(launches) for launches in names] == (
+            [0, 0, 0] if world == 1 else [len(MIXED), 2 * len(MIXED), 1]
+        ), names
 
 
 def gather_in_place() -> tuple[list[bool], list[Tensor]]:
@@ -266,11 +267,11 @@ def start_collective(kind: str, step: int, shared: Tensor) -> Callable[[], bool]
         return lambda: torch.equal(pending.wait()[0].cpu(), everything.flatten(0, 1))
     source = shared[0].copy_(own)
     if kind == "reduce_scatter":
-        scattered = collectives.reduce_scatter((source,), group)
-        return lambda: torch.equal(scattered.wait()[0].cpu(), in_order(everything)[rank : rank + 1])
+        scattered = collectives.reduce_scatter(source, group)
+        return lambda: torch.equal(scattered.wait().cpu(), in_order(everything)[rank : rank + 1])
     if kind == "all_reduce":
-        reduced = collectives.all_reduce((source,), group)
-        return lambda: torch.equal(reduced.wait()[0].cpu(), in_order(everything))
+        reduced = collectives.all_reduce(source, group)
+        return lambda: torch.equal(reduced.wait().cpu(), in_order(everything))
     exchanged = collectives.all_to_all((source,), group)
     return lambda: torch.equal(exchanged.wait()[0].cpu(), everything[:, rank])
 

@@ -188,9 +188,9 @@ def count_sums() -> list[tuple[int, ...]]:
     """The shapes summed over tp by the end of two backwards."""
     model, shapes = make(2), []
 
-    def all_reduce(parts: tuple[Tensor, ...], group: Any) -> Any:
-        shapes.extend(tuple(part.shape) for part in parts)
-        return collectives_all_reduce(parts, group)
+    def all_reduce(x: Tensor, group: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return collectives_all_reduce(x, group)
 
     collectives_all_reduce = collectives.all_reduce
     with patch.object(grads.collectives, "all_reduce", all_reduce):

@@ -71,9 +71,9 @@ def each_kind(world: int) -> dict[str, dict[str, int]]:
         "copy": lambda g: observer.copies(small, g),
         "agree": lambda g: agree([x, small[0]], g),
         "our gather": lambda g: collectives.all_gather((small, small.bfloat16()), (0, 0), g).wait(),
-        "our scatter": lambda g: collectives.reduce_scatter((x,), g).wait(),
-        "our scatter in fp8": lambda g: collectives.reduce_scatter((x,), g, WIRES["fp8"]).wait(),
-        "our reduce": lambda g: collectives.all_reduce((x[:-1],), g).wait(),
+        "our scatter": lambda g: collectives.reduce_scatter(x, g).wait(),
+        "our scatter in fp8": lambda g: collectives.reduce_scatter(x, g, WIRES["fp8"]).wait(),
+        "our reduce": lambda g: collectives.all_reduce(x[:-1], g).wait(),
     }
     return {name: sent(call, world=world) for name, call in calls.items()}
 

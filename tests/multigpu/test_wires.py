@@ -43,9 +43,9 @@ def contribution(rank: int, rows: int) -> Tensor:
 def sums(wire: str, rows: int) -> tuple[Tensor, Tensor, bool]:
     group = dist.group.WORLD
     x = contribution(dist.get_rank(), rows).to(worker.device())
-    (scattered,) = collectives.reduce_scatter((x,), group, WIRES[wire]).wait()
-    (again,) = collectives.reduce_scatter((x,), group, WIRES[wire]).wait()
-    (whole,) = collectives.all_reduce((x,), group, WIRES[wire]).wait()
+    scattered = collectives.reduce_scatter(x, group, WIRES[wire]).wait()
+    again = collectives.reduce_scatter(x, group, WIRES[wire]).wait()
+    whole = collectives.all_reduce(x, group, WIRES[wire]).wait()
     return scattered, whole, torch.equal(scattered.view(torch.int16), again.view(torch.int16))
 
 

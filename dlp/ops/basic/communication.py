@@ -23,7 +23,7 @@ def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def scattered(x: Tensor, group: ProcessGroup) -> Tensor:
-    return collectives.reduce_scatter((x.contiguous(),), group).wait()[0]
+    return collectives.reduce_scatter(x.contiguous(), group).wait()
 
 
 class _OverGroup(BasicOperation):
@@ -66,7 +66,7 @@ class AllReduce(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         if self.alone:
             return input_
-        return collectives.all_reduce((input_.contiguous(),), self.process_group).wait()[0]  # type: ignore[arg-type]
+        return collectives.all_reduce(input_.contiguous(), self.process_group).wait()  # type: ignore[arg-type]
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         return grad_output, ()

@@ -40,7 +40,7 @@ class _ReduceTokens(torch.autograd.Function):
         ctx.group, ctx.reduce, ctx.name = group, reduce, name
         op = collectives.all_reduce if reduce == "all" else collectives.reduce_scatter
         with observer.label(layer=name, direction="fprop"):
-            return op((rows,), group).wait()[0]
+            return op(rows, group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

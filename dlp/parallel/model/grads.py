@@ -228,7 +228,7 @@ class PartialGradients:
         ]
         flat = torch.cat([*parts, self._words(there, parts[0].device)])
         with observer.label(layer="", direction="grads"):
-            (flat,) = collectives.all_reduce((flat,), self.group).wait()
+            flat = collectives.all_reduce(flat, self.group).wait()
         *totals, having = flat.split([*(part.numel() for part in parts), len(parts)])
         elsewhere = there if all(there) else (having > 0).tolist()
         for parameter, grad, total, anywhere in zip(due, grads, totals, elsewhere, strict=True):

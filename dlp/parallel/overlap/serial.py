@@ -81,9 +81,7 @@ class Serial:
         transport = transport_of(group)
         if transport is not None:
             return _summed(a, gemm, transport, reduce, dtype, codec)
-        y = rounded(gemm(a), dtype)
-        reduced = _REDUCE[reduce]((y,), group, codec)
-        return Pending((), lambda: reduced.wait()[0])
+        return _REDUCE[reduce](rounded(gemm(a), dtype), group, codec)
 
     def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
         packed, whole = codec.pack(_chunks(y, ranks, reduce)), _chunks(y, ranks, reduce)[0].nbytes

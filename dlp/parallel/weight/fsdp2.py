@@ -364,7 +364,7 @@ class CodecReduceScatter(ReduceScatter):
                 f"gradients on a wire are summed or averaged; got {op}: leave the gradient divide factor as it is"
             )
         with observer.label(layer="", direction="grads"):
-            (total,) = collectives.reduce_scatter((input_tensor,), group, self.codec).wait()
+            total = collectives.reduce_scatter(input_tensor, group, self.codec).wait()
         output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
 
 
