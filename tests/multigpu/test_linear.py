@@ -120,7 +120,7 @@ def whole_partials(layer: Linear, results: dict[str, Tensor]) -> dict[str, Tenso
     names |= {m.bias: f"db{i}" for i, m in enumerate(layer.core.members)}
     for parameter in layer.tp_partial:
         if names[parameter] in results:
-            (total,) = collectives.all_reduce((results[names[parameter]].float(),), dist.group.WORLD).wait()
+            total = collectives.all_reduce(results[names[parameter]].float(), dist.group.WORLD).wait()
             results[names[parameter]] = total.to(results[names[parameter]].dtype)
     return results
 
