@@ -205,6 +205,15 @@ def _part_of(records: Tensor, start: int, shape: Sequence[int], dtype: torch.dty
     return part.unflatten(1, tuple(shape)) if shape else part[:, 0]
 
 
+def put(part: Tensor, into: Tensor) -> None:
+    """Copy [rows, ...] to a place of its shape and dtype, whose rows begin at any distance; by a launch where those are taken
+    down."""
+    if is_recording() and part.is_contiguous() and part.nbytes:
+        place_rows(part, into)
+    else:
+        into.copy_(part)
+
+
 # Exchanges and sums
 
 
@@ -233,10 +242,7 @@ def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[list[Any],
     shapes, dtypes = [part.shape[1:] for part in parts], [part.dtype for part in parts]
     records = torch.empty((world, record(parts)), dtype=torch.uint8, device=first.device)
     for field, part in zip(parts_of(records, shapes, dtypes), parts, strict=True):
-        if is_recording() and part.is_contiguous() and part.nbytes:
-            place_rows(part, field)
-        else:
-            field.copy_(part)
+        put(part, field)
     works, arrived = _exchange(records, group, dtypes[0])
     return works, lambda: parts_of(arrived, shapes, dtypes)
 

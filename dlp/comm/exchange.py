@@ -5,12 +5,14 @@
 A step sends what has been written until then, so it may start while the parts of later steps are still being made, and
 what arrives is used rank by rank. All ranks start the same exchanges in the same order, one after the other.
 
+By NCCL and gloo; steps are calls between launches (`dlp.kernels.launches.call`), so that what they belong to can be captured.
 Where ranks map each other's memory, `dlp.comm.transport` does this by copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import Parts
+from dlp.kernels.launches import call
 
 
 def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
@@ -52,15 +55,20 @@ class DirectExchange:
     def step(self, distance: int) -> None:
         """Start step `distance`; every rank starts all steps, in order. What it sends has been written."""
         to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
-        sent, received = self.outgoing[to % len(self.outgoing)], [part[source] for part in self.arrived]
-        ops = [self._op(dist.isend, part, to) for part in sent] + [self._op(dist.irecv, p, source) for p in received]
-        ops = [op for op in ops if op.tensor.numel()]
-        self._works[source] = dist.batch_isend_irecv(ops) if ops else []
-
-    def _op(self, what: Any, part: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(what, part, group=self.group, group_peer=peer)
+        sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
+        received = [part[source] for part in self.arrived if part[source].numel()]
+        if sent:
+            self._works[source] = call(partial(_start, self.group, to, source), *sent, *received)
 
     def wait(self, source: int) -> None:
         """Order the current stream after the arrival of what rank `source` sent. Every rank's is awaited."""
         for work in self._works.pop(source, []):
             work.wait()
+
+
+def _start(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
+    """Send the first half of these to one rank, and receive the other from another one."""
+    half = len(tensors) // 2
+    sends = [dist.P2POp(dist.isend, part, group=group, group_peer=to) for part in tensors[:half]]
+    receives = [dist.P2POp(dist.irecv, part, group=group, group_peer=source) for part in tensors[half:]]
+    return dist.batch_isend_irecv(sends + receives)

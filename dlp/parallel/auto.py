@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dlp.comm.mesh import NCCL
 from dlp.comm.transport import transport_of
 from dlp.kernels.table import device_kind
 from dlp.parallel import overlap as overlaps
@@ -284,7 +285,9 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
         return Choice(gemm, SERIAL, why=work)
     row = times.row(problem)
     measured = {} if row is None else row.directions.get(gemm, {})
-    predicted = {name: overlaps.load(name).seconds(work) for name in CANDIDATES} if work.gemms else {}
+    # beside NCCL's kernels a GEMM has fewer multiprocessors, which the model does not know
+    modelled = (SERIAL,) if times.transport == NCCL else CANDIDATES
+    predicted = {name: overlaps.load(name).seconds(work) for name in modelled} if work.gemms else {}
     best = None if row is None else row.fastest(gemm)
     if best is None and not predicted:
         return Choice(gemm, SERIAL, why=f"its table has no times of {problem.recipe}")

@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tp = mesh[TP]
     group, dtype = tp.get_group(), getattr(torch, found["dtype"])
     by = transport_name(group, mesh.device_type)
-    strategies = [SERIAL, *(name for name in known.strategies or CANDIDATES if name != SERIAL and by != "nccl")]
+    strategies = [SERIAL, *(name for name in known.strategies or CANDIDATES if name != SERIAL)]
     problems = problems_of(found, known.recipes)
     command = f"torchrun --nproc-per-node {world_size()} -m dlp.parallel.tune {shlex.join(given)}"
     about = {"date": time.strftime("%Y-%m-%d"), "dtype": found["dtype"], "command": command}

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlp.comm.mesh import NCCL
 from dlp.kernels.ops import ACTIVATION_CODES
 from dlp.kernels.table import cast_kernel, device_kind, entries
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.auto import AUTO, NO_TABLE, NO_TOKENS, NOTHING, Asked, Choice, Problem, Times, choose
+from dlp.parallel.auto import AUTO, NO_TABLE, NO_TOKENS, NOTHING, SERIAL, Asked, Choice, Problem, Times, choose
 from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.prologue import Prologue
@@ -222,8 +223,6 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
     by_name, found = {row.name: row for row in rows}, dict[str, tuple[Asked, tuple[Choice, ...]]]()
     for row in rows:
         names = row.siblings or (row.name,)
-        if place.tp > 1 and row.style != "local":
-            _check_carried(row, place)
         if place.tp == 1 or row.style == "local":
             found[row.name] = choose(row.overlap, None, None, NOTHING)
         elif names[0] not in found or names[0] == row.name:
@@ -233,18 +232,21 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
                 problem = Problem(row.row, place.batch[0] * place.batch[1], row.shape[1], outs, row.recipe)
             why = NO_TOKENS if place.times is not None else place.no_times
             found |= dict.fromkeys(names, choose(row.overlap, problem, place.times, why))
-    return [replace(row, overlap=found[row.name][0], choices=found[row.name][1]) for row in rows]
+    return [
+        replace(row, overlap=found[row.name][0], choices=found[row.name][1], notes=(*row.notes, *_by_nccl(row, place)))
+        for row in rows
+    ]
 
 
-def _check_carried(row: LayerPlan, place: Place) -> None:
-    """ValueError where a strategy that was asked for needs memory that GPUs map, and tp has none."""
+def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
+    """Where a strategy was asked for that hides transfers under GEMMs, and tp sends by NCCL."""
     asked = row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
-    for name in (name for name in asked if name != AUTO):
-        if place.transport == "nccl" and getattr(overlaps.load(name), "between_mapped_gpus", False):
-            raise ValueError(
-                f"{row.name}: overlap = {name!r} sends through memory that the GPUs of a host map from each other, and tp = "
-                f"{place.tp} sends by NCCL; set transport = 'mapped', with tp within one host, or overlap = 'serial'"
-            )
+    names = sorted({*asked} - {AUTO, SERIAL})
+    if names and place.transport == NCCL and place.tp > 1 and row.style != "local":
+        yield (
+            f"{' and '.join(names)} sends by NCCL, whose kernels take multiprocessors from the GEMM beside them; within one "
+            f"host transport = 'mapped' copies instead"
+        )
 
 
 def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:

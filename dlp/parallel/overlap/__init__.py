@@ -76,8 +76,7 @@ class Lease(Protocol):
 
 class Overlap(Protocol):
     """`launches_only`: through a transport it only launches, in order, so that a direction can be captured. `calls_only`: so it
-    can without one, since all that is sent are collectives, called between launches. One that sends between GPUs only through
-    memory that they map says `between_mapped_gpus = True`, and is refused where there is none."""
+    can without one, since what sends is called between launches."""
 
     name: str
     launches_only: bool

@@ -12,7 +12,8 @@ in rank order, as `serial` does. A contraction that is gathered (wgrad's) arrive
 send of it, begins earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM. Cuts lie between blocks of the format,
 and where there are rows enough between tiles of a GEMM, so there may be fewer.
 
-Shards travel through memory that ranks map (`dlp.comm.transport`), between CPU ranks by sends and receives, whole.
+Shards travel through memory that ranks map (`dlp.comm.transport`); elsewhere, over several hosts and between CPU ranks, by
+sends and receives, whole.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.distributed import ProcessGroup
 from dlp.comm import collectives
 from dlp.comm.collectives import Parts, Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, by_distance
-from dlp.comm.transport import WHOLE, Cuts, Gathering, Transport, transport_of, why_not
+from dlp.comm.transport import WHOLE, Cuts, Gathering, Transport, transport_of
 from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent, Work
 from dlp.quant.gemm import Gemm
@@ -190,8 +191,7 @@ class Chunked:
 
     chunks: int = 1
     launches_only: ClassVar[bool] = True  # where ranks map each other's memory
-    calls_only: ClassVar[bool] = False  # sends and receives of chunks, elsewhere
-    between_mapped_gpus: ClassVar[bool] = True  # of GPUs, only between those
+    calls_only: ClassVar[bool] = True  # elsewhere
 
     @property
     def name(self) -> str:
@@ -202,7 +202,7 @@ class Chunked:
         device: torch.device,
     ) -> SentLease | MappedLease:  # fmt: skip
         dims, shapes, dtypes = fmt.moves_along(dim), fmt.part_shapes(shape), fmt.part_dtypes(dtype)
-        transport = _transport(group, device)
+        transport = transport_of(group)
         if transport is not None:
             gathering = transport.lease(shapes, dtypes, dims)
             return MappedLease(fmt.wrap(gathering.mine), group, gathering, self.chunks)
@@ -215,14 +215,17 @@ class Chunked:
         return SentLease(fmt.wrap(mine), dims, group, exchange, self.chunks)
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> ChunkedGather:
-        """The operand exists elsewhere: between CPUs one copy into its segment comes first."""
-        transport = _transport(group, a.payload.device)
+        """The operand exists elsewhere: without a transport one copy into its segment comes first."""
+        transport = transport_of(group)
         if transport is not None:
             return _arriving(a, group, transport.gathering(a.parts, a.format.moves_along(dim)), self.chunks)
         payload = a.payload
         lease = self.lease(a.format, a.shape, dim, group, dtype=payload.dtype, device=payload.device)
-        a.format.fill(lease.mine, *a.parts)
-        return lease.gather()
+        assert isinstance(lease, SentLease)
+        for part, into, along in zip(a.parts, lease.mine.parts, lease.dims, strict=True):
+            if along is not None:
+                collectives.put(part, into)
+        return replace(lease, mine=a).gather()
 
     def gemm_reduce(
         self,
@@ -238,7 +241,7 @@ class Chunked:
         total, rows = a.shape[0], -(-a.shape[0] // group.size())
         shapes, dtypes = codec.kinds((group.size(), rows, gemm.b.shape[0]), dtype)
         device = a.payload.device
-        transport = _transport(group, device)
+        transport = transport_of(group)
         cuts = pieces(rows, self.chunks, unit_of(a.format), gemm.b.shape[0], _processors(device))
         made, own = _contributions(a, gemm, group, cuts, dtype, codec), None
         if transport is None:
@@ -299,17 +302,6 @@ def _waves(rows: int, columns: int, processors: int) -> float:
     return -(-(-(-rows // TILE[0]) * -(-columns // TILE[1])) // processors) if processors else rows
 
 
-def _transport(group: ProcessGroup, device: torch.device) -> Transport | None:
-    """Of a group; CPU ranks need none. ValueError between GPUs without one."""
-    transport = transport_of(group)
-    if transport is None and device.type == "cuda":
-        raise ValueError(
-            f"overlap = 'chunked' sends through memory that the GPUs of a host map, and group {group.group_name} has none "
-            f"({why_not(group)}); build the mesh with transport='mapped', or set overlap = 'serial'"
-        )
-    return transport
-
-
 def _contributions(
     a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, cuts: Cuts, dtype: torch.dtype, codec: ReduceCodec
 ) -> Iterator[Contribution]:
@@ -331,7 +323,7 @@ def _sent(
     for rank, of_rank in groupby(contributions, itemgetter(0)):
         for _, row, parts in of_rank:
             for to, part in zip(exchange.outgoing[rank], parts, strict=True):
-                to[row : row + len(part)].copy_(part)
+                collectives.put(part, to[row : row + len(part)])
         if rank != group.rank():
             exchange.step(next(distances)[0])
 
