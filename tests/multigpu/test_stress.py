@@ -6,78 +6,87 @@ from __future__ import annotations
 import functools
 import random
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.comm import transport
 from dlp.comm.transport import Transport
+from dlp.quant.recipe import GEMMS, names
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.played_transport import PlayedLane, PlayedSlot
 from tests.twins import values, without_programs
 
 FEATURES = 256
-RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")
+EMULATED = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")  # on CPU ranks; GPUs run all
 STRATEGIES = ("serial", "chunked", "chunked:2")
 
 
 @functools.cache
-def another_group() -> ProcessGroup:
-    return dist.new_group(list(range(dist.get_world_size())))
+def another_mesh() -> DeviceMesh:
+    return dlp.build_mesh(tp=dist.get_world_size(), device_type=worker.device().type)
 
 
-def layers(draw: random.Random, groups: list[ProcessGroup]) -> list[torch.nn.Module]:
-    """Of each recipe and strategy one, of either kind and over one of the groups."""
+def layers(draw: random.Random, meshes: list[DeviceMesh]) -> list[torch.nn.Module]:
+    """Of each recipe some, with a strategy for each GEMM, of either kind, some with siblings, some without sequence
+    parallelism, over one of the meshes."""
     made = []
-    for recipe in RECIPES:
-        for strategy in STRATEGIES:
-            kind = draw.choice((dlp.ColumnParallelLinear, dlp.RowParallelLinear))
-            options = {"tp": draw.choice(groups), "sequence_parallel": True, "recipe": recipe, "overlap": strategy}
-            layer = kind(FEATURES, FEATURES, dtype=torch.bfloat16, device=worker.device(), **options)
-            layer.cut = kind is dlp.RowParallelLinear
-            made.append(layer)
+    for recipe in 2 * (EMULATED if worker.device().type == "cpu" else tuple(names())):
+        kind, several = draw.choice((dlp.ColumnParallelLinear, dlp.RowParallelLinear)), draw.random() < 0.3
+        options = {"tp": draw.choice(meshes)["tp"], "sequence_parallel": draw.random() < 0.7, "recipe": recipe,
+                   "overlap": {gemm: draw.choice(STRATEGIES) for gemm in GEMMS}}  # fmt: skip
+        outs = (FEATURES, 2 * FEATURES) if several and kind is dlp.ColumnParallelLinear else FEATURES
+        made.append(kind(FEATURES, outs, dtype=torch.bfloat16, device=worker.device(), **options))
     return made
 
 
+def input_shape(draw: random.Random, layer: torch.nn.Module) -> tuple[int, int]:
+    style, world = layer.core.spec.style, dist.get_world_size()
+    tokens = draw.choice((128, 256)) * (1 if style.cut_x == 0 else world)
+    return tokens, FEATURES // world if style.cut_x == 1 else FEATURES
+
+
 def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
-    """So many forwards, and their backwards; y and the gradients of x and w of each."""
+    """So many forwards, and their backwards; all y of each, one after the other, and the gradients of x and all w."""
     torch.manual_seed(0)
     on_cpu, world = worker.device().type == "cpu", dist.get_world_size()
-    groups, lanes = [worker.mesh(tp=world)["tp"].get_group(), another_group()], [PlayedLane(0.002), PlayedLane()]
+    meshes, lanes = [worker.mesh(tp=world), another_mesh()], [PlayedLane(0.002), PlayedLane()]
     draw, mine = random.Random(seed), random.Random(seed + 1 + dist.get_rank())
     found: list[Tensor] = []
-    waiting: list[tuple[torch.nn.Module, Tensor, Tensor]] = []
+    waiting: list[tuple[torch.nn.Module, Tensor, Sequence[Tensor]]] = []
 
     def differentiate() -> None:
-        layer, x, y = waiting.pop(draw.randrange(len(waiting)))
-        y.backward(values(len(found), *y.shape).to(y.device))
-        found.extend([y.detach(), x.grad, layer.weight.grad._local_tensor])  # type: ignore[list-item, union-attr]
+        layer, x, ys = waiting.pop(draw.randrange(len(waiting)))
+        torch.autograd.backward(ys, [values(len(found), *y.shape).to(y.device) for y in ys])
+        grads = [weight.grad._local_tensor.flatten() for weight in layer.parameters()]  # type: ignore[union-attr]
+        found.extend([torch.cat([y.detach().flatten() for y in ys]), x.grad, torch.cat(grads)])  # type: ignore[list-item]
         layer.zero_grad()
 
     with emulation() if on_cpu else nullcontext():
-        for group, lane in zip(groups, lanes, strict=True):
+        for group, lane in zip([mesh["tp"].get_group() for mesh in meshes], lanes, strict=True):
             if not mapped:
                 transport.use(group, None)
             elif on_cpu:
                 transport.use(group, Transport(group, worker.device(), PlayedSlot, lane))
             else:
                 transport.ask_for(group)
-        all_layers = layers(draw, groups)
+        all_layers = layers(draw, meshes)
         for turn in range(count):
             if mine.random() < 0.05:
                 time.sleep(mine.random() / 50)
-            layer, tokens = draw.choice(all_layers), draw.choice((128, 256))
-            shape = (world * tokens, FEATURES // world) if layer.cut else (tokens, FEATURES)
-            x = values(1000 * turn + dist.get_rank(), *shape).to(worker.device()).requires_grad_()
+            layer = draw.choice(all_layers)
+            x = values(1000 * turn + dist.get_rank(), *input_shape(draw, layer)).to(worker.device()).requires_grad_()
             again = draw.random() < 0.3
-            waiting.append((layer, x, checkpoint(layer, x, use_reentrant=False) if again else layer(x)))
+            y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            waiting.append((layer, x, [y] if isinstance(y, Tensor) else y))
             while waiting and (len(waiting) > 4 or draw.random() < 0.4):
                 differentiate()
         while waiting:
