@@ -178,6 +178,12 @@ def test_other_sizes_go_by_the_model() -> None:
     (choice, *_) = planned(slow, sizes=(2048, 4096)).layers[0].choices
     assert choice.measured is None and choice.predicted_serial == pytest.approx(4e-3 + 2e-3, rel=0.01)
     assert choice.predicted == pytest.approx(4e-3, rel=0.01), "the transfer lies under the GEMM on this rank's own rows"
+    by_nccl = {"kind": "sm_90", "device": "NVIDIA H200", "transport": "nccl", "speed": 4 * 2**20 / 2e-3}
+    there = {"sizes": (2048, 4096), "device_type": "sm_90", "transport": "nccl"}
+    chosen = overlaps_of(planned(table(row(UP, (1,) * 4, (1,) * 4), **by_nccl), **there))
+    assert chosen == ["serial"] * 2, "of GEMMs beside NCCL's kernels nothing is predicted"
+    fast = table(row(UP, (2, 1, 1, 1), (3,) * 4), **by_nccl)
+    assert overlaps_of(planned(fast, **there | {"sizes": (1024, 2048)}))[0] == named("chunked", "serial"), "as measured"
     meetings = table(row(UP, (1,) * 4, (1,) * 4), speed=4 * 2**20 / 2e-3, meeting=3e-3)
     assert overlaps_of(planned(meetings, sizes=(2048, 4096)))[0]["fprop"] == "chunked", "each piece would meet"
 

@@ -165,6 +165,8 @@ def test_each_piece_is_awaited_by_itself_and_once():
     gathering = moves.gathering((torch.ones(6, 4),), (0,)).send(((0, 2), (2, 4), (4, 6)))
     pushes = [place.offset for name, _, *rest in log if name == "push" for place in rest]
     assert pushes == [0, 32, 64], "of 16 bytes a row"
+    names = [name for name, *_ in log]
+    assert "follow" in names[: names.index("push")], "what is sent has been written"
     assert [entry for entry in log if entry[0] in ("begin", "meet")] == [
         ("begin", 0), ("begin", 1), ("begin", 2), ("meet", 1), ("meet", 2), ("meet", 0),
     ]  # fmt: skip

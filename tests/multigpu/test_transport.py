@@ -21,7 +21,7 @@ from dlp.comm import slots, transport
 from dlp.comm.slots import CudaSlot, SharedSlot, Wait
 from dlp.comm.transport import Gathering, Transport
 from dlp.kernels import captured, ops
-from dlp.kernels.launches import Lane
+from dlp.kernels.launches import Lane, recording
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.played_transport import PlayedLane, PlayedSlot
@@ -386,6 +386,46 @@ def test_transfers_are_recorded_and_captured(ranks, device_type):
         pytest.skip("needs GPUs: launches are recorded")
     for found in ranks(2).run(recorded_and_captured):
         assert found == [True] * 66
+
+
+def taken_down() -> list[list[tuple[Any, ...]]]:
+    """What a direction launches, taken down before and after others like it have run; without addresses."""
+    with emulation():
+        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
+        x, amax, found = torch.ones(moves.world, 64), torch.ones(()), []
+
+        def run() -> None:
+            moves.start("row", ("down", "backward"))
+            lease(moves, 1, [((4, 8), torch.float32, 0)]).send(((0, 2), (2, 4))).all_parts()
+            exchange(moves, x)
+            moves.agree([amax])
+            moves.finish()
+
+        for _ in range(2):
+            for _ in range(3):
+                run()
+            with recording() as launched:
+                run()
+            found.append([(name, *without_addresses(arguments), lane) for name, arguments, lane in launched])
+    return found
+
+
+def without_addresses(arguments: Sequence[Any]) -> list[Any]:
+    return [
+        without_addresses(each) if isinstance(each, tuple) else "address" if each >= 1 << 32 else each
+        for each in arguments
+    ]
+
+
+@pytest.mark.ranks(2)
+def test_replays_need_no_number_of_the_host(ranks, device_type):
+    """What ranks wait for lies in memory: a direction that was captured, or is part of a CUDA graph, replays as it is."""
+    if device_type == "cuda":
+        pytest.skip("played on CPU ranks; GPUs replay in test_transfers_are_recorded_and_captured")
+    for first, again in ranks(2).run(taken_down):
+        assert first == again and {"begin_use", "push_part", "meet", "agree", "release_use"} <= {
+            name for name, *_ in first
+        }
 
 
 def mapped_memory() -> list[int]:
