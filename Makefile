@@ -19,7 +19,9 @@ DEVICE ?= $(shell $(PYTHON) -c "import torch; print('cuda' if torch.cuda.is_avai
 NEEDS   = @$(PYTHON) tools/check_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help pretrain plan ledger fidelity test test-fast multigpu lint kernels-compile gpu-test sanitize bench bench-quantize bench-gemm bench-linear bench-comm
+ORDER  ?= forward
+
+.PHONY: help pretrain plan ledger fidelity test test-fast multigpu lint kernels-compile gpu-test emulate sanitize bench bench-quantize bench-gemm bench-linear bench-comm
 
 help: ## this list
 	@echo "make VERB [PYTHON=python3] [ARGS=\"...\"]"
@@ -70,6 +72,10 @@ kernels-compile: $(READY) ## compile the CUDA kernels for ARCHS="sm_90a sm_100a"
 gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, on this machine's GPU
 	$(NEEDS) pytest ninja pybind11
 	@$(PYTHON) -m pytest tests/gpu $(ARGS)
+
+emulate: $(READY) ## the same on this machine's CPU, but for GEMMs: ORDER=backward or a number, in which the threads of a block run
+	$(NEEDS) pytest ninja pybind11
+	@EMULATOR_ORDER=$(ORDER) $(PYTHON) -m pytest tests/gpu --emulated $(ARGS)
 
 sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --cases 8"; exit 3 where a tool does not work
 	$(NEEDS) pytest ninja pybind11

@@ -49,6 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only N cases of each test, or all it takes to meet every parameter's values",
     )
     parser.addoption(
+        "--emulated",
+        action="store_true",
+        help="tests/gpu: the kernels' own, on a CPU that plays the GPU (tests/cuda_on_cpu)",
+    )
+    parser.addoption(
         "--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones"
     )
 
@@ -124,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = fast_ones(items)
     if cases := config.getoption("--cases"):
         items[:] = some_cases(items, cases)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not config.getoption("--emulated"):
         items[:] = without_a_device(items)
     for item in items:
         if world_of(item):

@@ -312,6 +312,8 @@ class OnGpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:
             return True
+        if func == torch.Tensor.cuda:
+            return args[0]
         given = kwargs or {}
         return func(*args, **(given | {"device": "cpu"} if given.get("device") == "cuda" else given))
 
@@ -323,12 +325,12 @@ def emulated() -> Iterator[None]:
 
 
 @contextmanager
-def emulation() -> Iterator[None]:
-    """CPU tensors go the way of CUDA tensors, on one device with one stream."""
+def emulation(module: Any = Module) -> Iterator[None]:
+    """CPU tensors go the way of CUDA tensors, on one device with one stream, to the functions of `module`."""
     space = torch.empty(ALIGNMENT, dtype=torch.uint8)
     patches: list[tuple[Any, str, Any]] = [
         (torch._C, "_cuda_getDevice", lambda: -1), (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
-        (loader, "load", lambda: Module), (loader, "missing", lambda: ""),
+        (loader, "load", lambda: module), (loader, "missing", lambda: ""),
         (codes, "ON_DEVICE", ()), (ops, "has_batches", lambda x: False), (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
         (gemms, "workspace", lambda device, stream: space.data_ptr()), (captured, "possible", lambda x: True),

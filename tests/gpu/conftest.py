@@ -1,4 +1,4 @@
-"""Tests of the CUDA kernels: they need a CUDA device, and say so where there is none.
+"""Tests of the CUDA kernels: they need a CUDA device, and say so where there is none. With `--emulated` a CPU plays it.
 
 Every output is poisoned before a kernel writes it and lies between guard bytes that are looked at afterwards.
 """
@@ -12,15 +12,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda_on_cpu import build as cuda_on_cpu
+from tests.emulated import OnGpu, emulation
+
 GUARD, POISON = 256, 0xA5  # bytes on either side, and what they and the output hold before
 Allocate = Callable[..., Tensor]
+# Whose expectations are the reference's, not those of tensors of a CPU, which go the way of the GPU's where that is played.
+PLAYED = "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags golden loss producers rowwise wire".split()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--emulated"):
+        played = [
+            item for item in items if item.path.parent.name != "gpu" or item.path.stem.removeprefix("test_") in PLAYED
+        ]
+        items[:] = [item for item in played if item.get_closest_marker("needs_gpu") is None]
 
 
 @pytest.fixture(scope="session")
-def device() -> str:
-    if not torch.cuda.is_available():
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.config.getoption("--emulated"):
+        with emulation(cuda_on_cpu.load()), OnGpu():
+            yield "cpu"
+    elif torch.cuda.is_available():
+        yield "cuda"
+    else:
         pytest.skip("needs a CUDA device; torch sees none")
-    return "cuda"
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ def test_batch_is_each_alone(device, poisoned, dtype):
     assert_bit_equal(out.cpu(), torch.stack([reference.amax(x) for x in matrices]))
 
 
+@pytest.mark.needs_gpu
 def test_more_than_2_to_the_31_elements(device):
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GiB of free device memory")

@@ -76,6 +76,7 @@ def test_batch_is_each_alone(device, poisoned, dtype, tile):
         check(outs[i], x, CODES[0], tile, True, f"job {i}")
 
 
+@pytest.mark.needs_gpu
 @pytest.mark.parametrize("tile", [False, True], ids=["1x128", "128x128"])
 def test_more_than_2_to_the_31_elements(device, tile):
     if torch.cuda.mem_get_info()[0] < 16 << 30:

@@ -177,6 +177,7 @@ def test_batch_is_each_alone(device, poisoned, dtype, tile):
         check(outs[i], x, observed(x, False), f"job {i}", tile=tile)
 
 
+@pytest.mark.needs_gpu
 def test_what_an_nvfp4_cast_refuses(device):
     x = torch.zeros(16, 24, device=device)
     codes = torch.zeros(16, 12, dtype=torch.uint8, device=device)

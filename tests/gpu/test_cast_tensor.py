@@ -123,6 +123,7 @@ def test_unaligned_outputs(device, poisoned, columnwise):
         check(out, *expected(x, amax, CODES[0]), f"offset {offset}")
 
 
+@pytest.mark.needs_gpu
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_more_than_2_to_the_31_elements(device, columnwise):
     if torch.cuda.mem_get_info()[0] < 16 << 30:

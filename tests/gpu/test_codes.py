@@ -147,7 +147,7 @@ def test_sums_are_in_order(device, poisoned, dtype):
             out = poisoned(size, dtype)
             cuda_codes.sum_in_order(x.to(device), out)
             assert_bit_equal(out.cpu(), reference.sum_in_order(x), f"{contributions} {size}")
-            own, there = poisoned(size, dtype).copy_(x[-1].to(device)), x.to(device)
+            own, there = poisoned(size, dtype).copy_(x[-1].to(device)), x.to(device, copy=True)
             there[-1] = 7
             cuda_codes.sum_in_order(there, out, (contributions - 1, own))
             assert_bit_equal(out.cpu(), reference.sum_in_order(x), f"{contributions} {size}, the last apart")

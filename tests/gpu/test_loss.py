@@ -109,6 +109,7 @@ def test_the_loss_of_a_gpu_is_that_of_torch(device, dtype):
     torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=2 * ROUNDED[dtype], atol=1e-5)
 
 
+@pytest.mark.needs_gpu
 def test_logits_of_more_than_2_to_the_31_elements(device):
     rows, cols = 2**31 // 128256 + 2, 128256
     if torch.cuda.mem_get_info()[0] < 12 << 30:

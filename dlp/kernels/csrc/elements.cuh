@@ -47,10 +47,9 @@ __device__ inline Octet<float> load_kept(const void* vector, bool wide, int64_t 
 // Writes up to `valid` elements. `aligned`: `to` is a multiple of 16 bytes.
 template <class T>
 __device__ void store_values(T* to, const Octet<T>& x, int64_t valid, bool aligned) {
-    const uint4* vector = reinterpret_cast<const uint4*>(&x);
     if (aligned && valid >= 8) {
 #pragma unroll
-        for (int v = 0; v < Octet<T>::kVectors; ++v) reinterpret_cast<uint4*>(to)[v] = vector[v];
+        for (int v = 0; v < Octet<T>::kVectors; ++v) reinterpret_cast<uint4*>(to)[v] = x.vector(v);
         return;
     }
 #pragma unroll
@@ -69,7 +68,7 @@ __device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols
 template <class T>
 __device__ void store_octet(T* to, const Octet<T>& x) {
 #pragma unroll
-    for (int v = 0; v < Octet<T>::kVectors; ++v) reinterpret_cast<uint4*>(to)[v] = reinterpret_cast<const uint4*>(&x)[v];
+    for (int v = 0; v < Octet<T>::kVectors; ++v) reinterpret_cast<uint4*>(to)[v] = x.vector(v);
 }
 
 template <class T>

@@ -35,6 +35,7 @@ struct Octet<__nv_bfloat16> {
         word[i / 2] |= i & 1 ? bits << 16 : bits;  // onto zeros
     }
     __device__ void set_vector(int, uint4 v) { word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w; }
+    __device__ uint4 vector(int) const { return make_uint4(word[0], word[1], word[2], word[3]); }
 };
 
 template <>
@@ -49,6 +50,10 @@ struct Octet<float> {
     __device__ void set_vector(int which, uint4 v) {
         element[4 * which] = __uint_as_float(v.x), element[4 * which + 1] = __uint_as_float(v.y);
         element[4 * which + 2] = __uint_as_float(v.z), element[4 * which + 3] = __uint_as_float(v.w);
+    }
+    __device__ uint4 vector(int which) const {
+        const float* x = element + 4 * which;
+        return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
     }
 };
 

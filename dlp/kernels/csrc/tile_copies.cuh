@@ -67,7 +67,7 @@ class LaneCopies {
     }
     __device__ void put(int i, const Octet<T>& row) const {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) *slot(i, v, threadIdx.x) = reinterpret_cast<const uint4*>(&row)[v];
+        for (int v = 0; v < kVectors; ++v) *slot(i, v, threadIdx.x) = row.vector(v);
     }
     __device__ void read(Octet<T> (&patch)[kPatch]) const {
 #pragma unroll

@@ -1,0 +1,121 @@
+"""The module of compiled kernels for a machine without a GPU: csrc, compiled by a C++ compiler against `emulator.h`.
+
+It has the functions of the module for GPUs, which take addresses of the CPU. What PTX the kernels write becomes calls of
+`intrinsics.h`. Left out: the GEMMs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+from dlp.kernels import loader
+
+HERE = Path(__file__).parent
+FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w"
+LEFT_OUT = ("gemm_sm90.cu", "hopper.cuh")
+# What the text of an asm has in it -> the function that stands for it, which takes its operands in their order.
+PTX = {
+    "st.global.L2::cache_hint.b32": "store_hint", "rcp.approx.ftz.f32": "rcp_approx_ftz", "0xE4": "lop3_e4",
+    "cvt.rz.f16x2.f32": "cvt_rz_f16x2", "min.xorsign.abs.f16x2": "min_xorsign_abs_f16x2", "max.NaN.f32": "max_nan_f32",
+    "max.NaN.xorsign.abs.bf16x2": "max_nan_xorsign_abs_bf16x2", "mbarrier.init": "barrier_init",
+    "mbarrier.arrive.expect_tx": "barrier_expect", "cp.async.bulk": "barrier_copy", "mbarrier.try_wait": "barrier_wait",
+    "ld.acquire.sys": "ld_acquire", "st.release.sys": "st_release", "%globaltimer": "globaltimer",
+}  # fmt: skip
+
+
+def _end_of(text: str, opened: int) -> int:
+    """Behind the parenthesis that closes the one at `opened`; strings have none of their own that matter here."""
+    depth = 0
+    for at in range(opened, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if depth == 0:
+            return at + 1
+    raise ValueError(f"an asm does not end: {text[opened : opened + 200]}")
+
+
+def _operands(inside: str) -> list[str]:
+    """The expressions of `"=r"(a) : "l"(f(b))`, in their order."""
+    found, at = [], 0
+    while match := re.compile(r'"=?\+?[a-z]+"\s*\(').search(inside, at):
+        end = _end_of(inside, match.end() - 1)
+        found.append(inside[match.end() : end - 1])
+        at = end
+    return found
+
+
+def translate(text: str) -> str:
+    """CUDA C++ as a C++ compiler takes it, with `emulator.h` in front."""
+    text = re.sub(r"extern __shared__[^;]*?(\w+)\[\];", r"uint8_t* \1 = emulator::dynamic_shared();", text)
+    out, at = [], 0
+    for match in re.finditer(r"\basm(?: volatile)?\s*\(", text):
+        end = _end_of(text, match.end() - 1)
+        body = text[match.end() : end - 1]
+        ours = [name for words, name in PTX.items() if words in body]
+        if len(ours) != 1:
+            raise ValueError(
+                f"the emulator knows no asm like {body!r}: give it a function in intrinsics.h, and name it in PTX"
+            )
+        out += [text[at : match.start()], f"ptx::{ours[0]}({', '.join(_operands(body))})"]
+        at = end
+    return "".join([*out, text[at:]])
+
+
+def _cuda_headers(nvcc: str) -> str:
+    """Where nvcc takes CUDA's headers from."""
+    said = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True).stderr
+    found = re.search(r'^#\$ INCLUDES="-I([^"]+)"', said, re.MULTILINE)
+    if found is None:
+        raise loader.BuildError(f"the emulator needs CUDA's headers, and {nvcc} --dryrun names no folder of them")
+    return found[1]
+
+
+def translated() -> list[Path]:
+    """The sources of the module."""
+    return [*[source for source in loader.sources() if source.name not in LEFT_OUT], HERE / "emulator.cpp"]
+
+
+def flags(tools: loader.Toolchain, folder: Path) -> list[str]:
+    """What a C++ compiler takes to compile the kernels that lie, translated, in a folder."""
+    folders = (HERE / "include", HERE, folder, *tools.includes, _cuda_headers(tools.nvcc))
+    return [*FLAGS.split(), *[f"-I{each}" for each in folders], "-include", f"{HERE}/emulator.h"]
+
+
+def _ninja(tools: loader.Toolchain, folder: Path) -> str:
+    compiled = sorted(each for each in folder.iterdir() if each.suffix in {".cu", ".cpp"})
+    lines = [
+        f"rule cxx\n  command = {tools.cxx} {' '.join(flags(tools, folder))} -x c++ -c $in -o $out",
+        f"rule link\n  command = {tools.cxx} -shared $in -o $out -ldl",
+        *(f"build {each.stem}.o: cxx {each}" for each in compiled),
+        f"build {loader.MODULE}.so: link " + " ".join(f"{each.stem}.o" for each in compiled),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def build() -> Path:
+    """Compiles the module, unless it has been, and returns its path. Raises `loader.BuildError`."""
+    tools = loader.find_toolchain()
+    ours = [path for path in sorted(HERE.rglob("*")) if path.suffix in {".h", ".cpp", ".py"}]
+    key = loader.build_key([*loader.sources(), *ours], FLAGS, ["cpu"])
+    folder = loader.cache_folder("kernels") / f"{key}-cpu"
+    module = folder / f"{loader.MODULE}.so"
+    if module.exists():
+        return module
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in translated():
+        (folder / source.name).write_text(translate(source.read_text()))
+    (folder / "build.ninja").write_text(_ninja(tools, folder))
+    loader.run_ninja(tools, folder)
+    return module
+
+
+def load() -> ModuleType:
+    """The module, compiled if need be."""
+    spec = importlib.util.spec_from_file_location(loader.MODULE, build())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
