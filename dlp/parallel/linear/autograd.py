@@ -290,7 +290,8 @@ def _gradients(
         else:
             grads = run_backward(bound, dys, saved, weights, parts, wanted, into=into)
         bound.session.scales = None
-        grads = leave_wgrads(bound, wanted, weights, grads)
+        if bound.spec.options.delay_wgrad:
+            grads = leave_wgrads(bound, wanted, weights, grads)
     return grads
 
 
@@ -356,7 +357,7 @@ def linear_bwd(
     reads = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.scales = None
-    return leave_wgrads(bound, wanted, weights, grads)
+    return leave_wgrads(bound, wanted, weights, grads) if bound.spec.options.delay_wgrad else grads
 
 
 def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:

@@ -142,7 +142,7 @@ class StaleWeights:
         self._seen: list[Tensor] = []
         self._whole: list[CastWeight] = []  # whose parameters layers hold as they are
         self._managed = False  # there are others, too
-        self._whole_marks: list[Mark] = []
+        self._whole_marks: list[Mark | None] = []
 
     @torch.no_grad()
     def cast(self, layers: Sequence[LayerWeights]) -> None:
@@ -159,8 +159,8 @@ class StaleWeights:
         self._whole_marks = self._now()
         self._seen = [torch.cat(views) for views in self._by_dtype().values()]
 
-    def _now(self) -> list[Mark]:
-        return [_mark(weight.stored) for weight in self._whole]
+    def _now(self) -> list[Mark | None]:
+        return [None if (stored := weight.stored) is None else _mark(stored) for weight in self._whole]
 
     def moved(self, weights: LayerWeights) -> bool:
         """Whether its weights are others than those that were cast, as far as torch counts that."""

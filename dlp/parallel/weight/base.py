@@ -255,10 +255,10 @@ class WeightParts:
 
     def columnwise_of(self, used: Sequence[int]) -> list[Tensor]:
         """The columnwise parts of some of the weights."""
-        size = self._sizes[1]
-        if len(used) * size == len(self.columnwise):
-            return self.columnwise
-        return [part for i in used for part in self.columnwise[i * size : (i + 1) * size]]
+        size, columnwise = self._sizes[1], self.columnwise
+        if len(used) * size == len(columnwise):
+            return columnwise
+        return [part for i in used for part in columnwise[i * size : (i + 1) * size]]
 
 
 class LayerWeights:

@@ -42,7 +42,8 @@ class LocalWeight(MemberWeight):
 
     @property
     def stored(self) -> Tensor | None:
-        return self.member.module._parameters.get(self.member.weight)
+        member = self.owner.layer.members[self.index]  # asked of each weight before a model's forward
+        return member.module._parameters.get(member.weight)
 
     @property
     def value(self) -> Tensor:
