@@ -52,13 +52,13 @@ class Transport:
     ) -> None:  # fmt: skip
         self.group, self.rank, self.world, self.device = group, group.rank(), group.size(), device
         self._make, self._lane = make, lane
-        self._slots: dict[tuple[int, str, int], Slot] = {}
-        self._kind, self._who, self._used = "", NOBODY, list[Slot]()
+        self._slots: dict[tuple[int, str, int, int], Slot] = {}
+        self._kind, self._who, self._used, self._transfers = "", NOBODY, list[Slot](), 0
         self._numbers, self._names = dict[tuple[Who, int, int], int](), dict[int, str]()
 
     def start(self, kind: str = "", who: Who = NOBODY) -> None:
         """A direction of a layer begins. Those of one kind share slots."""
-        self._kind, self._who, self._used = kind, who, []
+        self._kind, self._who, self._used, self._transfers = kind, who, [], 0
 
     def finish(self) -> None:
         """What came in this direction has been read."""
@@ -67,11 +67,13 @@ class Transport:
         self._used, self._who = [], NOBODY
 
     def _begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
-        """The slot of the next transfer of a direction, or of a piece `of` one, which peers may write to."""
-        place = len(self._used) + 1
-        slot = self._slot(slot_bytes(nbytes), self._kind, place)
+        """The slot of the next transfer of a direction, or of a piece `of` one, which peers may write to. Transfers are counted
+        without their pieces, so that those behind have the slots that they have in other layers, which may send whole."""
+        self._transfers += not piece
+        place = of or self._transfers
+        slot = self._slot(slot_bytes(nbytes), self._kind, place, piece)
         self._used.append(slot)
-        slot.begin(self._number(of or place, piece))
+        slot.begin(self._number(place, piece))
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
@@ -90,8 +92,8 @@ class Transport:
     def _named(self, number: int) -> str:
         return self._names.get(number, f"what rank {self.rank} has not run yet ({number})")
 
-    def _slot(self, size: int, kind: str, place: int) -> Slot:
-        key = size, kind, place
+    def _slot(self, size: int, kind: str, place: int, piece: int = 0) -> Slot:
+        key = size, kind, place, piece
         if key not in self._slots:
             self._slots[key] = self._make(size, self.group, self.device, len(self._slots), self._lane)
         return self._slots[key]
@@ -160,7 +162,7 @@ class Transport:
 
     def waits(self) -> list[str]:
         """Who has not done what others of this group wait for."""
-        return [self._told(size, wait) for (size, _, _), slot in self._slots.items() for wait in slot.waits()]
+        return [self._told(size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits()]
 
     def _told(self, size: int, wait: Wait) -> str:
         awaited = WAITS_FOR[wait.what]
@@ -192,7 +194,7 @@ class Gathering:
         dims: Sequence[int | None],
     ) -> None:  # fmt: skip
         self.transport, self.slot, self.mine = transport, slot, mine
-        self.whole, self.starts, self.dims, self._place = whole, starts, dims, len(transport._used)
+        self.whole, self.starts, self.dims, self._place = whole, starts, dims, transport._transfers
         self._met, self._waited, self._kept = [slot], set[int](), False
 
     def send(self, cuts: Cuts = WHOLE) -> Gathering:

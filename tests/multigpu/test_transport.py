@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlp.comm import slots, transport
 from dlp.comm.slots import CudaSlot, SharedSlot, Wait
-from dlp.comm.transport import Gathering, Transport
+from dlp.comm.transport import WHOLE, Gathering, Transport
 from dlp.kernels import captured, ops
 from dlp.kernels.launches import Lane, recording
 from tests import pool as worker
@@ -429,10 +429,13 @@ def test_replays_need_no_number_of_the_host(ranks, device_type):
 
 
 def mapped_memory() -> list[int]:
+    """Of directions of two transfers, the first of which is whole or in two pieces."""
     moves = make_transport()
     for turn in range(30):
         moves.start()
-        lease(moves, turn, [((1000 + turn,), torch.float32, 0)]).gather().wait()
+        cuts = ((0, 500), (500, 1000)) if turn % 2 else WHOLE
+        lease(moves, turn, [((1000,), torch.float32, 0)]).send(cuts).all_parts()
+        exchange(moves, outgoing(moves, turn, (30000 + turn,), torch.float32, moves.rank))
         moves.finish()
     return [memory.nbytes for memory in moves.memory]
 
@@ -440,4 +443,4 @@ def mapped_memory() -> list[int]:
 @pytest.mark.ranks(2)
 def test_memory_does_not_grow_with_use(ranks):
     for sizes in ranks(2).run(mapped_memory):
-        assert sizes == [1 << 16]
+        assert sizes == [1 << 16, 1 << 18, 1 << 16], "of transfers, and of a piece"
