@@ -51,6 +51,33 @@ def run(model: nn.Module, *shape: int, seed: int = 1, dtype: torch.dtype = torch
     }
 
 
+@pytest.mark.parametrize("prologue", ["rms_norm", "swiglu"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_a_layer_with_a_prologue_is_two_ops(recipe: str, prologue: str):
+    """One linear behind what makes its x: equal bits, of a batch of sequences and with a bias."""
+    torch.manual_seed(0)
+    layer = dlp.Linear(H, FFN, bias=True, recipe=recipe, prologue=prologue)
+    before = (ops.RMSNorm(H) if prologue == "rms_norm" else ops.SwiGLU()).bfloat16()
+    two = ops.Sequential(before, ops.Linear(H, FFN, recipe=recipe))
+    two[1].load_state_dict(layer.state_dict())
+    found = []
+    for model in (layer, two):
+        model.bfloat16()
+        given = [values(seed, 2, M, H).bfloat16().requires_grad_() for seed in (1, 2)]
+        if prologue == "rms_norm":
+            given[1] = before.weight
+            y = model(given[0], given[1]) if model is layer else model(given[0])
+        else:
+            y = model(*given) if model is layer else model(tuple(given))
+        y.backward(values(3, 2, M, FFN).bfloat16())
+        found.append(
+            [y.detach(), *[each.grad for each in (*given, *(layer if model is layer else two[1]).parameters())]]
+        )
+        before.zero_grad()
+    for name, one, other in zip(("y", *layer.core.spec.prologue.reads, "weight", "bias"), *found, strict=True):
+        assert_bit_equal(one, other, name)
+
+
 class PlainMlp(nn.Module):
     """`mlp` of torch's modules, with its parameters."""
 

@@ -54,6 +54,19 @@ def step(model: nn.Module, tokens: slice = slice(None)) -> dict[str, Tensor]:
     }
 
 
+def refused_batch() -> str:
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    with pytest.raises(ValueError, match="expects token shards") as raised:
+        block(mesh["tp"], sp=True)(values(1, 2, M // 4, H))
+    return str(raised.value)
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_behind_a_norm_is_no_token_shard(ranks: Any):
+    """As it is none for a linear by itself: what is still to be made has the shape that it has outside."""
+    assert all("got x of shape (2, 16, 64)" in said for said in ranks(2).run(refused_batch))
+
+
 def on_ranks(recipe: str, sp: bool, basic: bool) -> dict[str, Tensor]:
     mesh = worker.mesh(dp_shard=1, tp=2)
     with fusions_kept(none=basic):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dlp
+from dlp.kernels.ops import Produced, RmsNormed
 from dlp.parallel.linear.core import run_forward
 from dlp.parallel.style import COLUMN, COLUMN_SP, LOCAL, ROW, ROW_SP, STYLES
 from dlp.parallel.transfer import Gathered, Reduction, Result, transfer_plan, x_tokens_of
@@ -82,7 +83,10 @@ def test_a_plan_says_what_forward_returns_and_keeps(recipe):
     for shape in ((96, 160), (2, 33, 160)):
         layer, x = dlp.Linear(160, 64, recipe=recipe, dtype=torch.bfloat16), torch.randn(shape).bfloat16()
         plan, given = layer.core.bound.transfers(x.numel() // 160), Result(x.shape, x.dtype)
-        ys, kept = run_forward(layer.core.bound, [x], [layer.weight.detach()], [None], (), True, True)
-        assert [Result(y.shape, y.dtype) for y in ys] == [plan.y(given, 64)]
-        assert [Result(part.shape, part.dtype) for part in kept] == plan.saved(given, made=False)
+        still_to_be_made = Produced(RmsNormed(x.reshape(-1, 160), torch.ones(160), 1e-5), shape)
+        for values in (x, still_to_be_made):
+            ys, kept = run_forward(layer.core.bound, values, [layer.weight.detach()], [None], (), True, True)
+            assert [Result(y.shape, y.dtype) for y in ys] == [plan.y(given, 64)]
+            made = values is still_to_be_made
+            assert [Result(part.shape, part.dtype) for part in kept] == plan.saved(given, made)
         assert plan.dx(160, x.dtype) == Result((x.numel() // 160, 160), x.dtype)

@@ -117,11 +117,11 @@ def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor]) -> Callable[...,
 
 def _x_of(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     """x [M, K] of a call, which a prologue may make of what it reads."""
-    rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
+    x = inputs[0].detach()
     spec = module.core.spec if isinstance(module, ParallelLinear) else None
     if spec is None or spec.prologue is None:
-        return rows
-    return ops.stored(spec.prologue.make(spec.name, rows, inputs[1].detach()))
+        return x.reshape(-1, x.shape[-1])
+    return ops.stored(spec.prologue.make(spec.name, x, inputs[1].detach()).matrix)
 
 
 @torch.no_grad()

@@ -95,6 +95,30 @@ def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dt
     return known and all(x.dtype == FUSED_DTYPE for x in matrices) and has_kernel(*matrices)
 
 
+class Produced:
+    """A matrix that is made when it is read, with the leading dimensions that it has outside: [..., C]."""
+
+    __slots__ = ("matrix", "shape")
+
+    def __init__(self, matrix: LazyMatrix, shape: Sequence[int]) -> None:
+        self.matrix, self.shape = matrix, torch.Size(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def tensor(self) -> Tensor:
+        """The values themselves, computed once."""
+        return stored(self.matrix).view(self.shape)
+
+
 class RmsNormed(LazyMatrix):
     """x * rstd * weight, of x [rows, C] and weight [C]. rstd fp32 [rows] is computed when it is first needed: in the read
     that takes the amax, where that is asked for."""

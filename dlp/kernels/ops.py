@@ -58,7 +58,16 @@ from dlp.kernels.codes import (
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
 from dlp.kernels.gemm_entries import HP
 from dlp.kernels.lazy_activations import Activated, ActivationGrad, GatedBy, GatedGrad, GatedGrads, LayerNormed
-from dlp.kernels.lazy_matrix import ACTIVATION_CODES, AddedNormed, Gated, LazyMatrix, RmsNormed, Summed, stored
+from dlp.kernels.lazy_matrix import (
+    ACTIVATION_CODES,
+    AddedNormed,
+    Gated,
+    LazyMatrix,
+    Produced,
+    RmsNormed,
+    Summed,
+    stored,
+)
 from dlp.kernels.loss import log_sum_exp, softmax_gradient
 from dlp.kernels.producers import column_sums, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from dlp.kernels.reference import (
@@ -99,7 +108,8 @@ __all__ = [
     "ACTIVATION_CODES", "AMAX_ALGORITHMS", "Activated", "ActivationGrad", "AddedNormed", "DEFAULT_OPTIONS", "DelayedSlots",
     "FLT_MAX",
     "FP8_MAX", "Flags", "Fp8Scale", "Gated", "GatedBy", "GatedGrad", "GatedGrads", "GemmLaunchOptions", "Launches",
-    "LayerNormed", "LazyMatrix", "Outs", "Parts", "PhiloxState", "RHT_SIGNS", "RmsNormed", "Summed", "Wanted", "activation",
+    "LayerNormed", "LazyMatrix", "Outs", "Parts", "PhiloxState", "Produced",
+    "RHT_SIGNS", "RmsNormed", "Summed", "Wanted", "activation",
     "activation_backward", "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout",
     "cast_fp8",
     "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",

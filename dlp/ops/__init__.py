@@ -4,6 +4,7 @@ The names are those of `transformer_engine.pytorch.ops`. What stands here is pub
 """
 
 # bases, for ops and fusions of one's own
+from dlp.kernels.ops import Produced
 from dlp.ops.basic.activations import GEGLU, GELU, GLU, ReGLU, ReLU, SiLU, SReLU, SwiGLU
 from dlp.ops.basic.arithmetic import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Reshape
 from dlp.ops.basic.bias import Bias
@@ -23,7 +24,6 @@ from dlp.ops.linear import BasicLinear, Linear
 from dlp.ops.modules import LayerNormLinear, LayerNormMLP, TransformerLayer
 from dlp.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from dlp.ops.sequential import Sequential
-from dlp.ops.values import Produced
 
 __all__ = [
     "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ConstantScale",

@@ -22,12 +22,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dlp.kernels.ops import LazyMatrix
 from dlp.ops.basic.bias import Bias, ReturnedBias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.handed import Handed
 from dlp.ops.op import BasicOperation
-from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, is_handed, rows_of
+from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features
 from dlp.parallel.linear.capture import obstacle
@@ -196,18 +195,15 @@ class BasicLinear(BasicOperation, modules.Linear):
             )
         if input_.dtype != ctx.dtype:
             self._take_weights(ctx, input_.dtype)
-        x: Any = input_.matrix if isinstance(input_, Produced) else input_
+        x = input_
         if is_handed(x) and not self._reads_as_it_is(x, bound, "x"):
-            x = input_ = x.tensor()
+            x = x.tensor()
         weights, parts = ctx.given
         check_features(bound.spec, x, weights[0])
         save = ctx.requires_grad and any(ctx.learns)
-        ys, kept = run_forward(bound, [x], weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
+        ys, kept = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
         ctx.save_for_backward(*weights, *to_save([x], kept, save))
-        ctx.x_shape, ctx.x_dtype = tuple(input_.shape), input_.dtype
-        leading = input_.shape[:-1]
-        if isinstance(x, LazyMatrix) and len(leading) > 1 and bound.spec.style.gathers is None:
-            ys = [y.view(*leading, y.shape[-1]) for y in ys]
+        ctx.x_shape, ctx.x_dtype = tuple(x.shape), x.dtype
         return tuple(ys)
 
     def _reads_as_it_is(self, value: Any, bound: BoundSpec, tensor: str) -> bool:

@@ -13,35 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dlp.kernels.ops import LazyMatrix, stored
+from dlp.kernels.ops import Produced
 
 LAZY, MANY, HANDED = "lazy", "many", "handed"  # what an op may take beside a tensor
-
-
-class Produced:
-    """A matrix that is made when it is read, with the leading dimensions that it has outside."""
-
-    __slots__ = ("matrix", "shape")
-
-    def __init__(self, matrix: LazyMatrix, shape: Sequence[int]) -> None:
-        self.matrix, self.shape = matrix, torch.Size(shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.matrix.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.matrix.device
-
-    def tensor(self) -> Tensor:
-        """The values themselves, computed once."""
-        return stored(self.matrix).view(self.shape)
-
-
 Value = Any  # Tensor | Produced | Handed | tuple of these
 
 

@@ -18,8 +18,8 @@ from dlp.kernels import ops
 from dlp.kernels.launches import by_torch
 from dlp.kernels.reference import ACTIVATIONS
 from dlp.ops.op import BasicOperation
-from dlp.ops.values import LAZY, MANY, Produced, Value, each, rows_of, tensor_of
-from dlp.parallel.linear.prologue import SwiGlu
+from dlp.ops.values import LAZY, MANY, Value, each, rows_of, tensor_of
+from dlp.parallel.linear.prologue import SwiGlu, gate_gradients, gated
 
 
 class _Activation(BasicOperation):
@@ -30,11 +30,11 @@ class _Activation(BasicOperation):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         x = tensor_of(input_)
         ctx.save_for_backward(x)
-        return Produced(ops.Activated(rows_of(x), self.act), x.shape)
+        return ops.Produced(ops.Activated(rows_of(x), self.act), x.shape)
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         (x,) = ctx.saved_tensors
-        return Produced(ops.ActivationGrad(rows_of(grad_output), rows_of(x), self.act), x.shape), ()
+        return ops.Produced(ops.ActivationGrad(rows_of(grad_output), rows_of(x), self.act), x.shape), ()
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return ACTIVATIONS[self.act](x.float())[0].to(x.dtype)
@@ -93,18 +93,16 @@ class _Gate(BasicOperation):
         gate, up = self.halves(input_)
         ctx.many = isinstance(input_, tuple)
         ctx.save_for_backward(*((gate, up) if ctx.many else (tensor_of(input_),)))
-        rows = rows_of(gate), rows_of(up)
-        made = ops.Gated(*rows) if self.act == "silu" else ops.GatedBy(*rows, self.act)
-        return Produced(made, gate.shape)
+        return gated(gate, up, self.act)
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         saved = ctx.saved_tensors
         gate, up = self.halves(saved if ctx.many else saved[0])
-        grads = ops.GatedGrads(rows_of(grad_output), rows_of(gate), rows_of(up), self.act)
+        grads = gate_gradients(rows_of(grad_output), gate, up, self.act)
         if ctx.many:
-            return (Produced(ops.GatedGrad(grads, 0), gate.shape), Produced(ops.GatedGrad(grads, 1), up.shape)), ()
+            return grads, ()
         dx = torch.empty_like(rows_of(saved[0]), memory_format=torch.contiguous_format)
-        return by_torch(_joined, dx, *grads.values).view(saved[0].shape), ()
+        return by_torch(_joined, dx, *[rows_of(grad.tensor()) for grad in grads]).view(saved[0].shape), ()
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         gate, up = self.halves(x)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dlp.kernels.launches import by_torch
-from dlp.kernels.ops import Summed, rounded, stored
+from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.ops.op import BasicOperation, Extras
-from dlp.ops.values import HANDED, LAZY, MANY, Produced, Value, each, joined, rows_of, tensor_of
+from dlp.ops.values import HANDED, LAZY, MANY, Value, each, joined, rows_of, tensor_of
 from dlp.parallel.weight.local import held
 
 

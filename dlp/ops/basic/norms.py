@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dlp.kernels import ops
 from dlp.kernels.launches import by_torch
 from dlp.ops.op import BasicOperation
-from dlp.ops.values import LAZY, Produced, Value, rows_of, tensor_of
-from dlp.parallel.linear.prologue import RmsNorm
+from dlp.ops.values import LAZY, Value, rows_of, tensor_of
+from dlp.parallel.linear.prologue import RmsNorm, norm_gradients
 
 
 def _plus_one(x: Tensor, *, out: Tensor) -> None:
@@ -80,16 +80,16 @@ class RMSNorm(_Norm):
     def normed(self, ctx: Any, made: ops.RmsNormed, shape: Sequence[int]) -> Value:
         ctx.shape = tuple(shape)
         ctx.save_for_backward(lambda: made.matrix, made.weight, lambda: made.rstd)
-        return Produced(made, shape)
+        return ops.Produced(made, shape)
 
     def op_backward(
         self, ctx: Any, grad_output: Value, *, residual: Tensor | None = None
     ) -> tuple[Value, Sequence[Any]]:
         """`residual`: added to dx."""
         x, weight, rstd = ctx.saved_tensors
-        dy = ops.stored(rows_of(grad_output))
-        dx, dweight = ops.rms_norm_backward(dy, x, weight, rstd, None if residual is None else rows_of(residual))
-        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype)]
+        add = None if residual is None else rows_of(residual)
+        dx, dweight = norm_gradients(rows_of(grad_output), x, weight, rstd, add)
+        return dx.view(ctx.shape), [dweight]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return F.rms_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.eps)
@@ -109,7 +109,7 @@ class LayerNorm(_Norm):
         normed = ops.LayerNormed(x, weight, self.bias, self.eps)
         ctx.shape = tuple(input_.shape)
         ctx.save_for_backward(x, weight, lambda: normed.mean, lambda: normed.rstd)
-        return Produced(normed, input_.shape)
+        return ops.Produced(normed, input_.shape)
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         x, weight, mean, rstd = ctx.saved_tensors

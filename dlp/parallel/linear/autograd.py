@@ -6,7 +6,7 @@
                                  see. They take tensors and two names (`dlp.parallel.linear.state`), their shapes are those of
                                  the `TransferPlan`; streams, groups and collectives stay inside
 
-Both run `run_forward` and `run_backward`. Passing the ops by spares the host more than it needs for a tiny linear.
+Both run `layer_forward` and `layer_backward`. Passing the ops by spares the host more than it needs for a tiny linear.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dlp.kernels import gemms
 from dlp.kernels.captured import ALIGNMENT
 from dlp.kernels.table import runs_kernels
 from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key, of_layer
-from dlp.parallel.linear.core import GradsWanted, leave_wgrads, run_backward, run_forward, to_save, waits
+from dlp.parallel.linear.core import GradsWanted, layer_backward, layer_forward, leave_wgrads, to_save, waits
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
 from dlp.parallel.model.autocast import check_compiled
@@ -113,7 +113,7 @@ class BoundCall:
             places = [*range(X, self.first)] if dx else []
             places += [weights + i for i, need in zip(used, now, strict=False) if need]
             places += [biases + i for i, need in zip(used, db, strict=True) if need]
-            shape = self.x_shape if len(self.x_shape) != 2 and self.bound.spec.prologue is None else None
+            shape = self.x_shape if len(self.x_shape) != 2 else None
             found = self.wanted[needs, there] = GradsWanted(used, dx, dw, db, self.x_dtype, shape), places
         return found
 
@@ -169,7 +169,7 @@ def _parameter_key(parameter: Any) -> Key:
 def forward(
     call: BoundCall, sides: WeightParts | None, inputs: Sequence[Tensor], parameters: Sequence[Any]
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:  # fmt: skip
-    """x [..., K], or what the prologue reads -> y_i [..., N_i], what is kept for backward (see `run_forward`), and this
+    """x [..., K], or what the prologue reads -> y_i [..., N_i], what is kept for backward (see `layer_forward`), and this
     rank's weights."""
     bound, count, record = call.bound, call.count, call.record
     bound.session.begin_forward(bound, record)
@@ -183,9 +183,9 @@ def forward(
     else:
         parts = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
     if not call.captured.possible[FORWARD]:
-        return *run_forward(bound, inputs, weights, biases, parts, call.save, record), weights
+        return *layer_forward(bound, inputs, weights, biases, parts, call.save, record), weights
     key: Key = () if sides is not None else tuple(map(shape_key, parts))
-    run = partial(run_forward, bound, inputs, weights, biases, parts, call.save, record)
+    run = partial(layer_forward, bound, inputs, weights, biases, parts, call.save, record)
     return *call.captured.forward(key, run, forward_reads(inputs, weights, biases, parts), count), weights
 
 
@@ -285,10 +285,10 @@ def _gradients(
             if into:
                 key += tuple([None if to is None else (*shape_key(to.tensor), to.overwrite) for to in into])
                 reads += [to.tensor for to in into if to is not None]
-            run = partial(run_backward, bound, dys, saved, weights, parts, wanted, into=into)
+            run = partial(layer_backward, bound, dys, saved, weights, parts, wanted, into=into)
             grads = call.captured.backward(key, run, reads)
         else:
-            grads = run_backward(bound, dys, saved, weights, parts, wanted, into=into)
+            grads = layer_backward(bound, dys, saved, weights, parts, wanted, into=into)
         bound.session.scales = None
         if bound.spec.options.delay_wgrad:
             grads = leave_wgrads(bound, wanted, weights, grads)
@@ -330,7 +330,7 @@ def linear_fwd(
     inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`run_forward` as an op."""
+    """`layer_forward` as an op."""
     bound = bound_of(spec_id)
     check_compiled(bound)
     check_features(bound.spec, inputs[0], weights[0])
@@ -338,7 +338,7 @@ def linear_fwd(
     parts = _parts(bound, range(len(weights)), weights, cached, inputs[0].dtype, columnwise=False, record=record)
     keys = [None if bias is None else shape_key(bias) for bias in biases]
     key = (save, record, *keys, *map(shape_key, (*inputs, *weights, *parts)))
-    run = partial(run_forward, bound, inputs, weights, biases, parts, save, record)
+    run = partial(layer_forward, bound, inputs, weights, biases, parts, save, record)
     reads = forward_reads(inputs, weights, biases, parts)
     return _captured_of(bound, inputs[0]).forward(key, run, reads, len(weights))
 
@@ -347,13 +347,13 @@ def linear_bwd(
     dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    """`run_backward` as an op; `flags`: of `flags_of`."""
+    """`layer_backward` as an op; `flags`: of `flags_of`."""
     bound, wanted = bound_of(spec_id), _wanted(flags, dtype)
     bound.session.in_layer_backward(bound)
     used = wanted.used
     parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if wanted.dx else ()
     key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
-    run = partial(run_backward, bound, dys, saved, weights, parts, wanted)
+    run = partial(layer_backward, bound, dys, saved, weights, parts, wanted)
     reads = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.scales = None

@@ -14,8 +14,9 @@
               dw = contract_gemm(dy columnwise, x columnwise); now, or in `backward_dw`
 
 Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
-x, and their dgrads accumulate into one fp32 buffer that is reduced once. A layer with a prologue
-(`dlp.parallel.linear.prologue`) is called with what x is made of, and returns the gradients of that.
+x, and their dgrads accumulate into one fp32 buffer that is reduced once. x, and dy, may be matrices that are still to be made
+(`ops.Produced`): an op of `dlp.ops` hands them on, and so does a prologue (`dlp.parallel.linear.prologue`) in a layer that is
+called with what x is made of (`layer_forward`).
 
 What is cast, agreed on, sent and kept, the `TransferPlan` of the layer's tokens says; `BoundRoute` carries it out.
 """
@@ -34,10 +35,9 @@ from torch import Tensor
 
 from dlp.comm import observer, transport
 from dlp.comm.collectives import Pending
-from dlp.kernels.ops import LazyMatrix, Summed, rounded, stored
+from dlp.kernels.ops import LazyMatrix, Produced, Summed, rounded, stored
 from dlp.kernels.ranges import named_range
 from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
-from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, beside, quantize, remembered
 from dlp.parallel.model.checks import check_gathered
@@ -47,14 +47,14 @@ from dlp.parallel.weight.base import Target
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
+Given = Values | Produced
 Rowwise = QuantizedTensor | Gather
 Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
 
 
 class GradsWanted(NamedTuple):
     """The gradients that one backward makes. used: the members whose y has a gradient (a sibling whose y nobody used has none);
-    dx: that of x, or those of what the prologue reads, in `dtype`, that of x; dw, db: by used member; shape: of dx, None for
-    [M, K]."""
+    dx: that of x, in `dtype`, that of x; dw, db: by used member; shape: of dx, None for [M, K]."""
 
     used: tuple[int, ...]
     dx: bool
@@ -78,25 +78,24 @@ NO_FINISH = Finish()
 
 
 def run_forward(
-    bound: BoundSpec, inputs: Sequence[Values], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    bound: BoundSpec, x: Given, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
     parts: Sequence[Tensor], save: bool, record: bool, finish: Finish = NO_FINISH,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """x and w -> y.
 
-    inputs    x [..., K], or x [M, K] that is still to be made, or x that has `operands`, or what the prologue reads
+    x         [..., K], as it is, or still to be made, or with `operands`
     weights   w_i [N_i, K] and biases b_i [N_i] of this rank; parts: of their rowwise operands, none: they are cast here
     save      there will be a wgrad
     record    gradients are enabled, so amaxes count for delayed scales
     finish    of the one member there is, where its y is not reduced
     returns   y_i [..., N_i] (token shards [M/R, N_i] where x is gathered or y scattered), and what is kept for backward: the
-              parts of x, none where wgrad reads x itself, and what the prologue keeps
+              parts of x, or x itself where wgrad reads that and it was made here
     """
-    spec, x = bound.spec, inputs[0]
+    spec = bound.spec
     transport.start(spec.group, spec.style.name, (spec.name, "forward"))
-    rows = as_matrix(x)
+    values = as_matrix(x)
     transfers = _transfers(bound, x.shape)
     plan, reduce = transfers.plan, transfers.plan.fprop
-    values = rows if spec.prologue is None else spec.prologue.make(spec.name, rows, stored(inputs[1]))
 
     mine = operands_of(values)
     operand: Rowwise | None = mine.rowwise if mine is not None else None
@@ -109,8 +108,6 @@ def run_forward(
         kept = [values.value] if isinstance(values, LazyMatrix) else []
     elif save:
         kept = list(mine.at(columnwise=plan.kept == "columnwise").parts)
-    if spec.prologue is not None and record:
-        kept += spec.prologue.kept(values)
 
     ws = _weight_operands(bound, spec.members, weights, parts, x.dtype, ROWWISE, record)
     options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
@@ -131,6 +128,20 @@ def run_forward(
     return ys, kept
 
 
+def layer_forward(
+    bound: BoundSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    parts: Sequence[Tensor], save: bool, record: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """The same of a whole layer, which is called with x, or with what its prologue makes x of: kept for backward is then what
+    that keeps, too."""
+    prologue = bound.spec.prologue
+    if prologue is None:
+        return run_forward(bound, inputs[0], weights, biases, parts, save, record)
+    x = prologue.make(bound.spec.name, inputs[0], inputs[1])
+    ys, kept = run_forward(bound, x, weights, biases, parts, save, record)
+    return ys, [*kept, *(prologue.kept(x) if record else ())]
+
+
 def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> list[Tensor]:
     """What backward reads of a forward that was called with `inputs` and returned `kept`: parts of x, or x itself; where a
     prologue made x, then what that keeps, and what it was given."""
@@ -143,7 +154,7 @@ def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> lis
 
 
 def run_backward(
-    bound: BoundSpec, dys: Sequence[Values], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
+    bound: BoundSpec, dys: Sequence[Given], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
     wanted: GradsWanted, finish: Finish = NO_FINISH, into: Sequence[Target | None] = (),
 ) -> list[Tensor]:  # fmt: skip
     """dy -> dx, dw and db.
@@ -153,16 +164,12 @@ def run_backward(
     weights   w_i [N_i, K] of the used members; parts: of their columnwise operands, none: they are cast here
     finish    of dgrad, where dx is not reduced; its `alpha` of wgrad, too
     into      where dw_i are written; none, or None: they are returned
-    returns   what is wanted, in the order dx [M, K] (with a prologue: the gradients of what that read), dw_i [N_i, K], db_i
-              [N_i]; without dw_i that are written. Where wgrads wait: what they will read instead of dw_i, at the end, for
-              `leave_wgrads` to take
+    returns   what is wanted, in the order dx [M, K], dw_i [N_i, K], db_i [N_i]; without dw_i that are written. Where wgrads
+              wait: what they will read instead of dw_i, at the end, for `leave_wgrads` to take
     """
     spec, learns = bound.spec, any(wanted.dw)
     transport.start(spec.group, spec.style.name, (spec.name, "backward"))
     members = spec.members if len(wanted.used) == len(spec.members) else [spec.members[i] for i in wanted.used]
-    beside: Sequence[Tensor] = ()
-    if spec.prologue is not None:
-        saved, beside = _beside(spec.prologue, saved)
     rows: list[Any] = list(map(as_matrix, dys))
     if any(wanted.db):  # the cast of dy sums its rows on the way
         rows = [Summed(dy) if needed else dy for dy, needed in zip(rows, wanted.db, strict=True)]
@@ -220,9 +227,23 @@ def run_backward(
     if spec.recipe.dx is not None:
         whole = _through_format(bound, "dx", spec.members[0], whole)
     whole = whole if whole.dtype == wanted.dtype else rounded(whole, wanted.dtype)
-    if spec.prologue is None:
-        return [whole if wanted.shape is None else whole.view(wanted.shape), *grads, *later]
-    return [*_of_inputs(spec, whole, beside), *grads, *later]
+    return [whole if wanted.shape is None else whole.view(wanted.shape), *grads, *later]
+
+
+def layer_backward(
+    bound: BoundSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
+    wanted: GradsWanted, into: Sequence[Target | None] = (),
+) -> list[Tensor]:  # fmt: skip
+    """The same of a whole layer, with the gradients of what its prologue read in the place of dx."""
+    prologue = bound.spec.prologue
+    if prologue is None:
+        return run_backward(bound, dys, saved, weights, parts, wanted, into=into)
+    kept = len(saved) - prologue.keeps - len(prologue.reads)
+    made = run_backward(bound, dys, saved[:kept], weights, parts, wanted, into=into)
+    if wanted.dx:
+        *beside, first, second = saved[kept:]
+        made[:1] = prologue.gradients(made[0], beside, first, second)
+    return made
 
 
 def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:
@@ -253,22 +274,10 @@ def leave_wgrads(
     return made[:start]
 
 
-def _of_inputs(spec: LinearSpec, dx: Tensor, beside: Sequence[Tensor]) -> list[Tensor]:
-    """dx -> the gradients of what the prologue was given."""
-    assert spec.prologue is not None
-    return spec.prologue.gradients(dx, beside[:-2], beside[-2], beside[-1])
-
-
 def waits(delay: bool | None, needs_dx: bool) -> bool:
     """Whether wgrad is left to `backward_dw`. Nobody waits for a layer without dx, and an op without a result would be
     dropped from a compiled graph."""
     return bool(delay) and needs_dx
-
-
-def _beside(prologue: Prologue, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """`to_save` -> what wgrad reads, what the prologue reads."""
-    count = prologue.keeps + len(prologue.reads)
-    return saved[:-count], saved[-count:]
 
 
 # GEMMs
@@ -329,8 +338,10 @@ def _wgrad(gemm: Gemm, dy: QuantizedTensor, shape: Sequence[int], dtype: torch.d
     return into.tensor.copy_(dw) if into.overwrite else into.tensor.add_(dw)
 
 
-def as_matrix(x: Values) -> Any:
+def as_matrix(x: Given) -> Any:
     """[..., K] -> [M, K]."""
+    if isinstance(x, Produced):
+        return x.matrix
     return x if isinstance(x, LazyMatrix) or hasattr(x, "operands") or x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 

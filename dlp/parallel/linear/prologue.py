@@ -20,6 +20,8 @@ from torch import Tensor
 from dlp.kernels import ops
 from dlp.parallel.style import ParallelStyle
 
+Matrix = Tensor | ops.LazyMatrix
+
 
 class Prologue(Protocol):
     """Frozen. `reads`: the two tensors that the layer is called with, of which the first is like x; `keeps`: how many
@@ -36,17 +38,45 @@ class Prologue(Protocol):
         """ValueError where the layer cannot have it."""
         ...
 
-    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.LazyMatrix:
-        """first [M, K], second as given -> x [M, K]. ValueError where they do not fit."""
+    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.Produced:
+        """What was given -> x [..., K]. ValueError where they do not fit."""
         ...
 
-    def kept(self, made: Any) -> list[Tensor]:
-        """What backward needs beside what was given; `made`: what `make` returned, after its casts."""
+    def kept(self, x: Any) -> list[Tensor]:
+        """What backward needs beside what was given; `x`: what `make` returned, after its casts."""
         ...
 
     def gradients(self, dx: Tensor, kept: Sequence[Tensor], first: Tensor, second: Tensor) -> list[Tensor]:
-        """dx [M, K] -> the gradients of what was given, in its shapes and dtypes."""
+        """dx [..., K] -> the gradients of what was given, in its shapes and dtypes."""
         ...
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+# What both a prologue and an op of its own (`dlp.ops.basic`) compute
+
+
+def norm_gradients(
+    dy: Matrix, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dy [M, K] of `RmsNormed` -> dx like x, to which `add` [M, K] is added, and dweight."""
+    dx, dweight = ops.rms_norm_backward(ops.stored(dy), rows(x), weight, rstd, add)
+    return dx.view(x.shape), ops.rounded(dweight, weight.dtype)
+
+
+def gated(gate: Tensor, up: Tensor, act: str) -> ops.Produced:
+    """act(gate) * up, of [..., K] each."""
+    pair = rows(gate), rows(up)
+    return ops.Produced(ops.Gated(*pair) if act == "silu" else ops.GatedBy(*pair, act), gate.shape)
+
+
+def gate_gradients(dh: Matrix, gate: Tensor, up: Tensor, act: str) -> tuple[ops.Produced, ops.Produced]:
+    """dh [M, K] -> the gradients of gate and up, made together when either is read."""
+    grads = ops.GatedGrads(dh, rows(gate), rows(up), act)
+    return ops.Produced(ops.GatedGrad(grads, 0), gate.shape), ops.Produced(ops.GatedGrad(grads, 1), up.shape)
 
 
 @dataclass(frozen=True)
@@ -65,20 +95,19 @@ class RmsNorm:
                 f"before the layer, or make it column-parallel"
             )
 
-    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.RmsNormed:
-        if second.shape != first.shape[1:]:
+    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.Produced:
+        if second.shape != first.shape[-1:]:
             raise ValueError(
-                f"{layer}: prologue rms_norm reads x [..., {first.shape[1]}] and weight [{first.shape[1]}]; got a weight of "
-                f"shape {tuple(second.shape)}"
+                f"{layer}: prologue rms_norm reads x [..., {first.shape[-1]}] and weight [{first.shape[-1]}]; got a weight "
+                f"of shape {tuple(second.shape)}"
             )
-        return ops.RmsNormed(first, second, self.eps)
+        return ops.Produced(ops.RmsNormed(rows(first), second, self.eps), first.shape)
 
-    def kept(self, made: ops.RmsNormed) -> list[Tensor]:
-        return [made.rstd]
+    def kept(self, x: Any) -> list[Tensor]:
+        return [x.matrix.rstd]
 
     def gradients(self, dx: Tensor, kept: Sequence[Tensor], first: Tensor, second: Tensor) -> list[Tensor]:
-        dfirst, dweight = ops.rms_norm_backward(dx, first.reshape(dx.shape), second, kept[0])
-        return [dfirst.view(first.shape), ops.rounded(dweight, second.dtype)]
+        return list(norm_gradients(rows(dx), first, second, kept[0]))
 
 
 @dataclass(frozen=True)
@@ -92,21 +121,19 @@ class SwiGlu:
     def check(self, layer: str, style: ParallelStyle, tp: int) -> None:
         """It is the same on any shard."""
 
-    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.Gated:
-        rows = second.reshape(-1, second.shape[-1])
-        if rows.shape != first.shape or second.dtype != first.dtype:
+    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.Produced:
+        if second.shape != first.shape or second.dtype != first.dtype:
             raise ValueError(
                 f"{layer}: prologue swiglu reads gate and up of one shape and dtype; got {first.dtype} {tuple(first.shape)} "
-                f"and {second.dtype} {tuple(rows.shape)}"
+                f"and {second.dtype} {tuple(second.shape)}"
             )
-        return ops.Gated(first, rows)
+        return gated(first, second, "silu")
 
-    def kept(self, made: ops.Gated) -> list[Tensor]:
+    def kept(self, x: Any) -> list[Tensor]:
         return []
 
     def gradients(self, dx: Tensor, kept: Sequence[Tensor], first: Tensor, second: Tensor) -> list[Tensor]:
-        gate, up = first.reshape(dx.shape), second.reshape(dx.shape)
-        return [grad.view(first.shape) for grad in ops.swiglu_backward(dx, gate, up)]
+        return [grad.tensor() for grad in gate_gradients(rows(dx), first, second, "silu")]
 
 
 PROLOGUES = {"rms_norm": RmsNorm, "swiglu": SwiGlu}
