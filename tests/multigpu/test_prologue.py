@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import dlp
 from dlp.kernels import lazy_matrix, ops
-from dlp.parallel.linear import core as linear_fn
 from dlp.parallel.linear import prologue
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.quant import recipe as recipes
@@ -101,8 +100,10 @@ def fused_and_before(
     cut = 0 if kind == "column" and not sequence_parallel else dist.get_rank()  # there every rank has the same x
     mutations = {
         "none": contextlib.nullcontext,
-        "rstd": lambda: patch.object(prologue.RmsNorm, "kept", lambda self, made: [made.rstd * 1.01]),
-        "gradients": lambda: patch.object(linear_fn, "_of_inputs", lambda spec, dx, beside: [dx, beside[-1]]),
+        "rstd": lambda: patch.object(prologue.RmsNorm, "kept", lambda self, x: [x.matrix.rstd * 1.01]),
+        "gradients": lambda: patch.object(
+            type(prologue.load(name)), "gradients", lambda self, dx, kept, *given: [dx, given[1]]
+        ),
     }
     for fused in (False, True):
         layer = layer_of(kind, sequence_parallel, recipe, torch.bfloat16, **({"prologue": name} if fused else {}))
