@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd, prod
 
-from dlp.comm.mesh import AXES, NCCL, TP, ParallelDims
+from dlp.comm.mesh import AXES, DP_REPLICATE, DP_SHARD, MAPPED, NCCL, TP, ParallelDims
 
 HOST = 8  # GPUs that NVLink joins
 OWN = {"layer": "launch", "direction": "other"}  # what ledgers call bytes that the launcher itself sends
@@ -48,6 +48,18 @@ def leaves_host(group: str, dims: ParallelDims, host: int = HOST) -> bool:
 def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
     """What will carry what layers send over tp, as `dlp.parallel.auto` names it, where `asked` was asked for."""
     return "gloo" if device == "cpu" else NCCL if leaves_host(TP, dims) else asked
+
+
+def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str]:
+    """The plan's line on what carries what each axis of several ranks sends, and why."""
+    backend, said = "gloo" if device == "cpu" else "NCCL", []
+    if dims.tp > 1 and transport_name(asked, dims, device) == MAPPED:
+        said.append("tp pushes into memory that the GPUs of a host map from each other")
+    elif dims.tp > 1:
+        hosts = "its ranks are on several hosts" if leaves_host(TP, dims) else f"transport = {asked!r}"
+        said.append(f"tp sends by {backend}, since {'its ranks are on CPUs' if device == 'cpu' else hosts}")
+    said += [f"{axis} by {backend}, as FSDP does" for axis in (DP_SHARD, DP_REPLICATE) if dims.size(axis) > 1]
+    return [f"transport: {'; '.join(said)}"] if said else []
 
 
 def slow_tp(dims: ParallelDims, device: str, nbytes: float, host: int = HOST) -> list[str]:

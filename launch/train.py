@@ -29,6 +29,7 @@ from launch.checkpoint import SaveError
 from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
 from launch.fits import check_fits, planned
 from launch.hang import HangWatch, Place
+from launch.links import describe_transports
 from launch.metrics import peak_memory
 from launch.models.parallel import describe_fused
 from launch.oom import sentence, watch_memory
@@ -46,6 +47,7 @@ def plan_text(config: Config, world: int, device: str) -> str:
     check_fits(config, world, device, found)
     swaps = planned_swaps(config.groups, meta_model(config), found.plan)
     sent = [
+        *describe_transports(config.mesh.transport, found.dims, kind_of(device)),
         *wire.describe_gradients(found.plan, found.load, found.waits),
         *wire.describe(found.plan, found.load, config.train.optimizer),
     ]

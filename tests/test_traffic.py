@@ -269,11 +269,13 @@ def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out(monkeypatch
 @pytest.mark.parametrize("settings", [WIDE, ["--mesh.tp=2", "--mesh.transport=nccl"]], ids=["hosts", "nccl"])
 def test_a_plan_says_where_chunks_go_by_nccl(settings):
     asked = ["--mesh.transport=mapped", "--groups.default.overlap=chunked:2", *settings]
-    assert "chunked:2 sends by NCCL, whose kernels take multiprocessors" in plan_text(
-        load("llama3_8b", asked), 32, "sm_90"
-    )
+    said = plan_text(load("llama3_8b", asked), 32, "sm_90")
+    why = "its ranks are on several hosts" if settings is WIDE else "transport = 'nccl'; dp_shard by NCCL, as FSDP does"
+    assert f"transport: tp sends by NCCL, since {why}" in said
+    assert "chunked:2 sends by NCCL, whose kernels take multiprocessors" in said
     copied = ["--mesh.tp=2", "--mesh.transport=mapped", "--groups.default.overlap=chunked:2"]
-    assert "sends by NCCL" not in plan_text(load("llama3_8b", copied), 32, "sm_90")
+    said = plan_text(load("llama3_8b", copied), 32, "sm_90")
+    assert "sends by NCCL" not in said and "transport: tp pushes into memory that the GPUs of a host map" in said
 
 
 def test_amounts_have_three_digits_and_a_unit():
