@@ -233,7 +233,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
 def main(arguments: Sequence[str]) -> None:
     description = "Times whole training steps under FSDP, beside plain FSDP2 + torch.compile."
     parser = overrides.make_parser("bench.e2e", description, "bench_8b", SCHEMA)
-    parser.add_argument("--subjects", default=",".join(DEFAULT), help="comma-separated, see above")
+    parser.add_argument(
+        "--subjects",
+        default=",".join(DEFAULT),
+        help=f"comma-separated: RECIPE, RECIPE:hp_gather, RECIPE:graph, {', '.join(PEERS)}",
+    )
     for name, count in COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=count.default, help=count.metadata["doc"])
     parser.add_argument("--where", action="store_true", help="list the kernels of a step, on a GPU")

@@ -108,7 +108,7 @@ def killed_run(folder: Path, ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("bench.killed", description="Kills a run twice, and compares its curve.")
+    parser = argparse.ArgumentParser("python -m bench.killed", description=__doc__.split("\n")[0])
     parser.add_argument("config", nargs="?", default="llama3_1b")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--out", type=Path, default=Path("runs/killed"), help="folder of both runs, which must be new")

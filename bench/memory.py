@@ -164,7 +164,7 @@ def said(result: Result) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("bench.memory", description="Compares predicted with measured memory.")
+    parser = argparse.ArgumentParser("python -m bench.memory", description="Compares predicted with measured memory.")
     parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=3, help="of each case; the last one counts")
     add_files(parser, draws=False)

@@ -205,7 +205,9 @@ def host_times(recipe: str) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m bench.ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default="4096x14336,8192x28672")
     parser.add_argument("--recipes", default="bf16,fp8_current,fp8_block")
     parser.add_argument("--tokens", type=int, default=8192)

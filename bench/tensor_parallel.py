@@ -204,7 +204,7 @@ def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="torchrun -m bench.tensor_parallel", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="torchrun -m bench.tensor_parallel", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--recipes", nargs="+", default=["bf16", "fp8_delayed", "fp8_current", "fp8_block"], choices=names()
     )
