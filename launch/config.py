@@ -161,10 +161,10 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
     return known, _load(known.config, changes)
 
 
-def ranks_from(option: str, text: str) -> int:
-    """A number of ranks as a command line has it. Raises ConfigError."""
+def count(text: str) -> int:
+    """An integer >= 1 as a command line has it, as the type of an argument."""
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
-        raise ConfigError(f"{option}: expected an integer >= 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from launch import hf_folder, weights
-from launch.config import from_text
+from launch.config import count, from_text
 from launch.hf_config import CONFIG, config_json, read_config
+from launch.links import said_bytes
 from launch.models.modules import DTYPES, Llama
 from launch.models.rope import ORIGINAL
 from launch.models.tables import UNREAD, their_names
@@ -106,7 +107,7 @@ def import_folder(folder: Path, out: Path) -> str:
     )
     (out / "config.toml").write_text(text)
     return (
-        f"{len(tensors)} tensors, {size / 1e9:.2f} GB, of a {model.family} in {out}; {out}/config.toml starts from them"
+        f"{len(tensors)} tensors, {said_bytes(size)}, of a {model.family} in {out}; {out}/config.toml starts from them"
     )
 
 
@@ -148,7 +149,7 @@ def export(checkpoint: Path, folder: Path, dtype: str, positions: int | None, li
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return f"{len(tensors)} tensors, {size / 1e9:.2f} GB of {dtype}, of a {model.family} in {folder}"
+    return f"{len(tensors)} tensors, {said_bytes(size)} of {dtype}, of a {model.family} in {folder}"
 
 
 def longest(model: Model, config: str) -> int:
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str]) -> None:
     writing.add_argument("source", type=Path, metavar="CHECKPOINT", help="of a run (checkpoints/step-N), or imported")
     writing.add_argument("out", type=Path, metavar="FOLDER", help="the folder to make")
     writing.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors [bf16]")
-    writing.add_argument("--positions", type=int, help="the longest context that config.json claims [as trained]")
+    writing.add_argument("--positions", type=count, help="the longest context that config.json claims [as trained]")
     known = parser.parse_args(arguments)
     if known.out.exists():
         raise ValueError(f"{known.out}: exists already; remove it or choose another folder")

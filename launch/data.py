@@ -8,7 +8,7 @@ and `index.json`.
 shards are kept in the user's cache folder under the hash of the sources; any number of ranks may make them at once.
 
     python -m launch.data prepare --out DIR FILES_OR_FOLDERS... [--tokenizer tokenizer.json] [--column text]
-    python -m launch.data inspect SHARD
+    python -m launch.data inspect SHARD_OR_FOLDER
 """
 
 import argparse
@@ -24,7 +24,7 @@ import numpy as np
 
 from launch.documents import has_rows, is_text, list_files, walk
 from launch.index import check_against, read_index
-from launch.prepare import SPLITS, prepare
+from launch.prepare import SPLITS, check_share, prepare
 from launch.shard import REMEDY, VERSION, Shard, open_shard, verify
 from launch.tokenizer import BYTES, open_tokenizer
 
@@ -139,6 +139,7 @@ def describe(shard: Shard) -> str:
 def _prepare_command(known: argparse.Namespace) -> None:
     if known.out.exists():
         raise ValueError(f"{known.out}: exists already; remove it or choose another --out")
+    check_share(known.validation)
     tokenizer = open_tokenizer(known.tokenizer, known.separator)
     files = list_files(known.files)
     read = {name: path for name, path in files.items() if has_rows(path) or is_text(path)}
@@ -154,9 +155,13 @@ def _prepare_command(known: argparse.Namespace) -> None:
 
 
 def _inspect_command(known: argparse.Namespace) -> None:
-    shard = open_shard(known.shard)
-    verify(shard)
-    print(describe(shard) + ", as its content")
+    paths = sorted(known.shard.glob("*.shard")) if known.shard.is_dir() else [known.shard]
+    if not paths:
+        raise ValueError(f"{known.shard}: no *.shard in it; give a shard, or a folder that launch.data prepare made")
+    for path in paths:
+        shard = open_shard(path)
+        verify(shard)
+        print(describe(shard) + ", as its content")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -171,8 +176,8 @@ def main(arguments: Sequence[str]) -> None:
     making.add_argument("--column", default="text", help="of rows, where their text is (default: text)")
     making.add_argument("--validation", type=float, default=0.05, help="share of documents held out (default: 0.05)")
     making.set_defaults(command=_prepare_command)
-    inspecting = commands.add_parser("inspect", help="check a shard, hash included, and describe it")
-    inspecting.add_argument("shard", type=Path)
+    inspecting = commands.add_parser("inspect", help="check shards, hashes included, and describe them")
+    inspecting.add_argument("shard", type=Path, help="one, or a folder of them")
     inspecting.set_defaults(command=_inspect_command)
     known = parser.parse_args(arguments)
     known.command(known)

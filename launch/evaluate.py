@@ -23,6 +23,7 @@ from dlp.comm.mesh import shutdown
 from dlp.parallel.model.embedding import IGNORED
 from launch import weights
 from launch.attention import Documents
+from launch.config import count
 from launch.data import Data, open_sources
 from launch.schema import ConfigError
 from launch.stream import TokenStream
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
     parser.add_argument("--data", help="builtin:stdlib or a prepared folder [that of the run]")
     parser.add_argument("--split", choices=("validation", "train"), default="validation")
-    parser.add_argument("--batches", type=int, help="so many global batches [all of the split]")
+    parser.add_argument("--batches", type=count, help="so many global batches [all of the split]")
     known, changes = command_line(parser, arguments)
     trained = open_trained(known.checkpoint, [*changes, *[("data.path", known.data)] * bool(known.data)])
     trained = as_asked(trained, known)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, shutdown, world_size
 from launch import weights
+from launch.config import count
 from launch.evaluate import as_asked
 from launch.exposure import profiled
 from launch.models.cache import KeyValues
@@ -124,14 +125,14 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.generate", description="Text that a checkpoint writes.")
     parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
     parser.add_argument("--prompt", required=True, help="the text to go on from")
-    parser.add_argument("--tokens", type=int, default=100, help="to write [100]")
+    parser.add_argument("--tokens", type=count, default=100, help="to write [100]")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token [0]")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn [0]")
     parser.add_argument("--tokenizer", default=BYTES.name, help="bytes, or a tokenizer.json [bytes]")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="trace the first tokens, for chrome://tracing")
     known, changes = command_line(parser, arguments)
-    if known.tokens < 1 or known.temperature < 0:
-        raise ConfigError("--tokens, --temperature: expected at least 1, and 0 or more")
+    if known.temperature < 0:
+        raise ConfigError(f"--temperature: expected 0 or more, got {known.temperature:g}")
     tokenizer = open_tokenizer(known.tokenizer)
     trained = open_trained(known.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, known)

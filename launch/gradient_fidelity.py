@@ -33,7 +33,7 @@ from dlp.quant.quantizer import Wrapped
 from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe
 from dlp.quant.tensor import QuantizedTensor
 from launch import overrides
-from launch.config import Config, command_line
+from launch.config import Config, command_line, count
 from launch.fake_quantization import RECIPES, Amaxes, faked, hybrid, recording
 from launch.sections import SCHEMA
 from launch.stop import StopFlag, refuse
@@ -249,7 +249,7 @@ def main() -> None:
         "Compares every recipe's gradients with bf16's, and with a fake quantization of it, at one checkpoint."
     )
     parser = overrides.make_parser("launch.gradient_fidelity", description, "fidelity", SCHEMA)
-    parser.add_argument("--batches", type=int, default=4, help="global batches compared")
+    parser.add_argument("--batches", type=count, default=4, help="global batches compared")
     try:
         known, config = command_line(parser, sys.argv[1:])
         found = measure(config, known.batches)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dlp.comm.mesh import shutdown
 from launch import weights
+from launch.config import count
 from launch.evaluate import as_asked
 from launch.generate import on_tp, whole, write
 from launch.tokenizer import BYTES, Tokenizer, need, open_tokenizer
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
     parser.add_argument("--tasks", required=True, help="names of lm_eval's tasks, with commas between")
     parser.add_argument("--tokenizer", default=BYTES.name, help="bytes, or a tokenizer.json [bytes]")
-    parser.add_argument("--limit", type=int, help="so many examples of each task [all]")
+    parser.add_argument("--limit", type=count, help="so many examples of each task [all]")
     known, changes = command_line(parser, arguments)
     harness, tables = (need(module, "lm_eval", "launch.harness") for module in ("lm_eval", "lm_eval.utils"))
     tokenizer = open_tokenizer(known.tokenizer)

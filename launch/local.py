@@ -20,7 +20,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
+from launch.config import Config, command_line, count, make_parser, to_toml, validate_world
 from launch.loopback import BACKEND, HOST, meet_on_loopback
 
 CPU_RANKS = 2
@@ -78,14 +78,14 @@ def train(ranks: int, arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    ours.add_argument("--ranks")
+    ours = argparse.ArgumentParser("launch.local", "%(prog)s [--ranks N] ...", add_help=False, allow_abbrev=False)
+    ours.add_argument("--ranks", type=count)
     known, rest = ours.parse_known_args(arguments)
     parser = make_parser("launch.local", "Trains on this machine, on every GPU or on two CPU ranks, or on --ranks N.")
     try:
         options, config = command_line(parser, rest)
         devices, kind = devices_here()
-        ranks = [ranks_from("--ranks", known.ranks)] if known.ranks is not None else list(range(devices, 0, -1))
+        ranks = [known.ranks] if known.ranks is not None else list(range(devices, 0, -1))
         tp = config.mesh.tp
         asked = any(each.partition("=")[0] == "--mesh.tp" for each in rest)
         chosen = choose(config, ranks, [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0])

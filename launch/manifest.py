@@ -113,7 +113,7 @@ def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
     """The checked manifest of a checkpoint, whose files are still to be checked. CheckpointError, which ends with the way out,
     when it is foreign or torn."""
     if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is foreign: it has no {MANIFEST}; {way_out(path)}")
+        raise CheckpointError(f"{path} {_without_manifest(path)}; {way_out(path)}")
     try:
         manifest: Any = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -128,6 +128,17 @@ def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
     if reason := _unlike(manifest):
         raise CheckpointError(f"{path} is torn: {MANIFEST} {reason}; {way_out(path)}")
     return dict(manifest)
+
+
+def _without_manifest(path: Path) -> str:
+    """What a path is that is no checkpoint, and where there are some."""
+    for kind, folder in (("is the folder of a run", path / "checkpoints"), ("is the folder of its checkpoints", path)):
+        if found := complete(folder):
+            return f"{kind}, whose newest checkpoint is {found[-1]}"
+    if path.exists():
+        return f"is foreign: it has no {MANIFEST}"
+    beside = ", ".join(each.name for each in complete(path.parent))
+    return f"is not there{f', only {beside}' if beside else ''}"
 
 
 def _unlike(manifest: dict[str, Any]) -> str | None:

@@ -36,14 +36,19 @@ class Document:
     size: int
 
 
+def check_share(share: float) -> None:
+    """ValueError for a share of the documents that cannot validate."""
+    if not 0 < share < 1:
+        raise ValueError(f"a validation share of {share} is not between 0 and 1: give 0.05 for 5 %")
+
+
 def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
     """The names of the documents that validate: those whose names have the smallest hashes, up to `share` of the bytes.
 
     A document larger than that share is never one of them, so that no single file makes up the validation text (the
     library's largest file is 6 % of it); none may be small enough. Raises ValueError if none is left to train on.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"a validation share of {share} is not between 0 and 1")
+    check_share(share)
     budget = share * sum(sizes.values())
     small = [name for name in sizes if sizes[name] <= budget]
     ranked = sorted(small, key=lambda name: hashlib.sha256(name.encode()).digest())

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from dlp.quant import recipe as recipes
 from launch import local
+from launch.config import count
 from launch.data import stdlib_files
 from launch.documents import walk
 from launch.metrics import read_metrics
@@ -182,8 +183,8 @@ def main(arguments: Sequence[str], train: Train = local.train) -> int:
         prog="launch.quality_study", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
+    parser.add_argument("--ranks", type=count, default=1, help="of each run [1]")
+    parser.add_argument("--seeds", type=count, default=3, help="so many, 0, 1, ... [3]")
     parser.add_argument(
         "--recipes", nargs="+", default=recipes.names(), choices=recipes.names(), metavar="RECIPE",
         help=f"all by default; {BASELINE} is always there",

@@ -67,9 +67,10 @@ class Copies:
 
 @dataclass
 class Overhead:
-    """Seconds that the training waited for saves: for the first, which takes its memory; for the last, which a run ends with
-    and nothing runs beside; and for all others, on its host and, on a GPU, on its device."""
+    """Seconds that the training waited for saves. Of asynchronous ones apart: for the first, which takes its memory; for the
+    last, which a run ends with and nothing runs beside; and for all others, on its host and, on a GPU, on its device."""
 
+    asynchronous: bool
     saves: int = 0
     first: float = 0.0
     last: float = 0.0
@@ -78,11 +79,16 @@ class Overhead:
 
     def said(self, took: float) -> str:
         """`took`: seconds of the whole loop."""
+        saves = f"{self.saves} save{'s' * (self.saves > 1)}: "
+        if not self.asynchronous:
+            waited = self.first + self.host + self.last
+            return f"{saves}training waited {waited:.2f} s, {waited / took:.2%} of its time"
         between, steps = max(self.host, self.device), took - self.first - self.last
         share = between / steps if steps > 0 else 0.0
         return (
-            f"{self.saves} saves: {self.first:.2f} s for the first, which takes its memory, {self.last:.2f} s for the last, "
-            f"which the run ends with; for the others training waited {between:.2f} s, {share:.2%} of the steps' time"
+            f"{saves}{self.first:.2f} s for the first, which takes its memory, "
+            f"{self.last:.2f} s for the last, which the run ends with; for the others training waited {between:.2f} s, "
+            f"{share:.2%} of the steps' time"
         )
 
 
@@ -91,7 +97,7 @@ class Saver:
 
     def __init__(self, folder: Path, training: Training, keep: int, asynchronous: bool) -> None:
         self.folder, self.training, self.keep = folder, training, keep
-        self.overhead, self._failed = Overhead(), 0
+        self.overhead, self._failed = Overhead(asynchronous), 0
         self._writing: Future[Saved] | None = None
         self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if asynchronous:

@@ -32,7 +32,7 @@ from dlp.quant.gemm import DECODES, decoded_dtype, factor
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
 from dlp.quant.tensor import Format
 from launch.build import plan_for
-from launch.config import Config, command_line, make_parser, validate_world
+from launch.config import Config, command_line, count, make_parser, validate_world
 from launch.models.modules import DTYPES
 
 SIZES = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}  # rows, cols, contraction
@@ -171,8 +171,8 @@ def print_model(arguments: Sequence[str]) -> None:
             f"--model {known.model}: its forward calls no torch.nn.functional.linear; give a model that does"
         )
     print(f"{'M':>8} {'K':>8} {'N':>8} {'calls':>6}")
-    for sizes, count in found.items():
-        print("{:>8} {:>8} {:>8} {:>6}".format(*sizes.split("x"), count))
+    for sizes, calls in found.items():
+        print("{:>8} {:>8} {:>8} {:>6}".format(*sizes.split("x"), calls))
     print(f'\nmake bench-linear ARGS="--shapes {" ".join(found)}"')
 
 
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str]) -> None:
         print_model(arguments)
         return
     parser = make_parser("launch.shapes", "Prints the GEMMs of a config.")
-    parser.add_argument("--world", type=int, default=8, help="the number of ranks")
+    parser.add_argument("--world", type=count, default=8, help="the number of ranks [8]")
     parser.add_argument("--json", action="store_true", help="as a list of problems")
     parser.add_argument("--layers", action="store_true", help="linears before tp cuts them, as JSON")
     known, config = command_line(parser, arguments)
@@ -194,11 +194,11 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps([json.loads(text) for text in gemms], indent=1))
         return
     print(f"{'gemm':6} {'rows':>7} {'cols':>7} {'contraction':>11}  {'A':14} {'B':14} {'D':10} {'layers':>6}  kernel")
-    for text, count in gemms.items():
+    for text, layers in gemms.items():
         each = json.loads(text)
         result = each["out_dtype"] + " +=" * each["accumulate"]
         print(f"{each['gemm']:6} {each['rows']:7} {each['cols']:7} {each['contraction']:11}  {each['a_dtype']:14} "
-              f"{each['b_dtype']:14} {result:10} {count:6}  {each['kernel']}")  # fmt: skip
+              f"{each['b_dtype']:14} {result:10} {layers:6}  {each['kernel']}")  # fmt: skip
     print(f'\nmake bench-linear ARGS="--shapes {" ".join(linears)}"')
 
 

@@ -26,7 +26,7 @@ from launch import deterministic, wire
 from launch.boards import NAMES, kind_of
 from launch.build import build, meta_model
 from launch.checkpoint import SaveError
-from launch.config import Config, command_line, make_parser, ranks_from, to_toml, validate_world
+from launch.config import Config, ConfigError, command_line, count, make_parser, to_toml, validate_world
 from launch.fits import check_fits, planned
 from launch.hang import HangWatch, Place
 from launch.links import describe_transports
@@ -161,14 +161,16 @@ def lost_peer(error: RuntimeError) -> bool:
 def main() -> None:
     parser = make_parser("launch.train", "Pretrains a Llama, tensor-, sequence- and FSDP-parallel, in low precision.")
     parser.add_argument("--plan", action="store_true", help="print mesh and layer plan and stop; starts no ranks")
-    parser.add_argument("--world", default="8", help="with --plan: the number of ranks")
-    here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--device", choices=NAMES, default=here, help="with --plan: a kind of device, or a board [this one's]"
-    )
+    parser.add_argument("--world", type=count, help="with --plan: the number of ranks [8]")
+    parser.add_argument("--device", choices=NAMES, help="with --plan: a kind of device, or a board [this one's]")
     try:
         known, config = command_line(parser, sys.argv[1:])
-        plan = plan_text(config, ranks_from("--world", known.world), known.device) if known.plan else ""
+        if not known.plan and (known.world or known.device):
+            raise ConfigError(
+                "--world, --device: expected with --plan alone; a run takes the ranks that torchrun starts"
+            )
+        here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
+        plan = plan_text(config, known.world or 8, known.device or here) if known.plan else ""
     except ValueError as error:
         refuse(str(error))
     if known.print_config or known.plan:

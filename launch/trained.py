@@ -15,7 +15,7 @@ from dlp.comm.mesh import AXES, ParallelDims, world_size
 from dlp.parallel.weight.local import local_values
 from launch import checkpoint, overrides, weights
 from launch.build import parallel_model
-from launch.config import Batch, Config, ConfigError, from_text, recipe_files
+from launch.config import Batch, Config, ConfigError, count, from_text, recipe_files
 from launch.manifest import other_weights, read_manifest
 from launch.models.modules import Llama
 
@@ -46,9 +46,10 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
     )
     parser.add_argument("--mode", choices=MODES, default=MODES[0], help=f"what quantizing makes of x [{MODES[0]}]")
     parser.add_argument(
-        "--calibration", type=int, default=8, metavar="N",
+        "--calibration", type=count, default=8, metavar="N",
         help="--mode static: so many batches of the training data give x its scales [8]",
     )  # fmt: skip
+    parser.epilog = "Settings of its config are changed as for a run: --recipe bf16, --train.sequence 512, --mesh.tp 2."
     rest, changes = overrides.split(arguments)
     return parser.parse_args(rest), changes
 

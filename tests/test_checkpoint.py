@@ -133,7 +133,23 @@ def test_foreign_ones_are_refused_by_name(tmp_path):
     assert refusal(path).startswith(f"{path} is foreign: its format is None, expected")
     (path / "manifest.json").unlink()
     assert refusal(path).startswith(f"{path} is foreign: it has no manifest.json; use ")
-    assert refusal(tmp_path).startswith(f"{tmp_path} is foreign: it has no manifest.json; use --checkpoint.resume none")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert refusal(empty).startswith(f"{empty} is foreign: it has no manifest.json; use --checkpoint.resume none")
+
+
+def test_a_folder_of_checkpoints_and_a_step_that_is_not_there_are_told_where_some_are(tmp_path):
+    steps = [tmp_path / "checkpoints" / f"step-{n}" for n in (8, 16)]
+    for step in steps:
+        step.mkdir(parents=True)
+    assert refusal(tmp_path).startswith(
+        f"{tmp_path} is the folder of a run, whose newest checkpoint is {steps[1]}; use "
+    )
+    assert refusal(steps[0].parent).startswith(f"{steps[0].parent} is the folder of its checkpoints, whose newest ")
+    assert refusal(steps[0].with_name("step-9")).startswith(
+        f"{steps[0].parent}/step-9 is not there, only step-8, step-16; "
+    )
+    assert refusal(tmp_path / "x").startswith(f"{tmp_path}/x is not there; ")
 
 
 def test_the_way_out_names_the_checkpoint_before(tmp_path):

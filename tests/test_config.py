@@ -216,16 +216,22 @@ def test_batch_on_a_world(arguments: str, world: int, expected: tuple[int, int, 
 @pytest.mark.parametrize(
     ("arguments", "world", "sentence"),
     [
-        (["--mesh.dp_shard", "2"], 6, "[mesh] world size 6 is not dp_replicate 1 x dp_shard 2 x tp 2"),
+        (
+            ["--mesh.dp_shard", "2"],
+            6,
+            "[mesh] world size 6 is not dp_replicate 1 x dp_shard 2 x tp 2: start 4 ranks, or use -1 for an axis of dp",
+        ),
         (
             [],
             3,
-            "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled",
+            "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled: "
+            "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis",
         ),
         (
             [],
             1,
-            "[mesh] world size 1 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled",
+            "[mesh] world size 1 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled: "
+            "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis",
         ),
         (
             ["--train.global_batch", "4"],

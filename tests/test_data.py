@@ -180,7 +180,7 @@ def test_a_document_larger_than_the_share_is_not_held_out() -> None:
     ("sizes", "share", "sentence"),
     [
         ({"a": 10, "b": 10}, 0.99, "leaves nothing to train on, because whole files are held out and there are 2"),
-        ({"a": 10, "b": 10}, 0.0, "a validation share of 0.0 is not between 0 and 1"),
+        ({"a": 10, "b": 10}, 0.0, "a validation share of 0.0 is not between 0 and 1: give 0.05 for 5 %"),
     ],
 )
 def test_shares_that_leave_nothing_are_refused(sizes: dict[str, int], share: float, sentence: str) -> None:
@@ -281,6 +281,14 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
         main(arguments)
     main(["inspect", str(tmp_path / "out" / "train-00000.shard")])
     assert "dtype <u2, vocabulary 257" in capsys.readouterr().out
+    main(["inspect", str(tmp_path / "out")])
+    assert capsys.readouterr().out.count(", as its content") == 2
+    with pytest.raises(ValueError, match=r"corpus: no \*.shard in it; give a shard, or a folder that"):
+        main(["inspect", str(tmp_path / "corpus")])
+    arguments[2] = str(tmp_path / "other")
+    with pytest.raises(ValueError, match="a validation share of 5.0 is not between 0 and 1: give 0.05 for 5 %"):
+        main([*arguments[:-1], "5"])
+    assert "prepare" not in capsys.readouterr().err  # before anything is read
     code, _, err = command("launch.data", "inspect", "README")
     assert code == 1 and err == "[Errno 2] No such file or directory: 'README'\n"
 

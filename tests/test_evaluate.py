@@ -181,6 +181,14 @@ def test_its_speed_and_a_trace_of_it(ranks, checkpoint, tmp_path):
     assert (tmp_path / "trace.json").stat().st_size > 0
 
 
+@pytest.mark.parametrize("option", ["--batches", "--calibration"])
+def test_no_batches_are_no_evaluation(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main([str(tmp_path), option, "0"])
+    said = capsys.readouterr().err
+    assert said.endswith(f"argument {option}: expected an integer >= 1, got '0'\n")
+
+
 @pytest.mark.parametrize("program", ["launch.evaluate", "launch.generate"])
 def test_what_is_no_checkpoint_is_one_sentence(program: str, tmp_path: Path) -> None:
     prompt = ["--prompt", "x"] if program == "launch.generate" else []

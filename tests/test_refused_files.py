@@ -46,9 +46,9 @@ def test_codes_of_no_encoding():
         encoding_of(torch.zeros(3, dtype=torch.uint8), torch.zeros(2))
 
 
-def test_numbers_of_tokens_that_nobody_can_write(tmp_path: Path):
-    with pytest.raises(ConfigError, match="--tokens, --temperature: expected at least 1, and 0 or more"):
-        generate.main([str(tmp_path), "--prompt", "a", "--tokens", "0"])
+def test_temperatures_below_zero(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--temperature: expected 0 or more, got -1"):
+        generate.main([str(tmp_path), "--prompt", "a", "--temperature", "-1"])
 
 
 def test_text_that_is_not_utf_8():

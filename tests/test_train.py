@@ -37,15 +37,19 @@ def test_a_billion_parameters_are_planned_without_their_memory():
 
 def test_a_plan_that_does_not_fit_is_one_sentence_and_nothing_else(monkeypatch):
     monkeypatch.setattr(stop, "leave", sys.exit)
-    sentence = "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled"
+    sentence = "[mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = -1 cannot be filled: "
+    sentence += "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis"
     assert command("launch.train", "tiny", "--plan", "--world", "3") == (1, "", f"tiny.toml: {sentence}\n")
 
 
-@pytest.mark.parametrize("world", ["0", "-4", "4.5", "²"])
-def test_a_plan_is_for_one_rank_or_more(monkeypatch, world):
+def test_a_plan_is_for_one_rank_or_more_and_a_run_for_those_that_are_there(monkeypatch):
     monkeypatch.setattr(stop, "leave", sys.exit)
-    refused = command("launch.train", "tiny", "--plan", "--world", world)
-    assert refused == (1, "", f"--world: expected an integer >= 1, got {world!r}\n")
+    monkeypatch.setattr(train, "train", lambda config: pytest.fail("it trains"))
+    code, out, error = command("launch.train", "tiny", "--plan", "--world", "4.5")
+    assert (code, out) == (2, "") and error.endswith("argument --world: expected an integer >= 1, got '4.5'\n")
+    sentence = "--world, --device: expected with --plan alone; a run takes the ranks that torchrun starts\n"
+    assert command("launch.train", "tiny", "--world", "2") == (1, "", sentence)
+    assert command("launch.train", "tiny", "--device", "h200") == (1, "", sentence)
 
 
 @pytest.mark.parametrize("arguments", [["--print-config"], ["--plan", "--world", "4", "--device", "cpu"]])

@@ -55,11 +55,15 @@ class ParallelDims:
             if world_size % prod(rest.values()):
                 raise ValueError(
                     f"world size {world_size} is not a multiple of {_product(rest)} = {prod(rest.values())}, "
-                    f"so {open_axes[0]} = -1 cannot be filled"
+                    f"so {open_axes[0]} = -1 cannot be filled: start a multiple of it by torchrun --nproc-per-node, "
+                    f"or take a smaller axis"
                 )
             sizes[open_axes[0]] = world_size // prod(rest.values())
         if prod(sizes.values()) != world_size:
-            raise ValueError(f"world size {world_size} is not {_product(sizes)}")
+            raise ValueError(
+                f"world size {world_size} is not {_product(sizes)}: start {prod(sizes.values())} ranks, or use -1 for an "
+                f"axis of dp"
+            )
         return cls(*sizes.values())
 
     @classmethod

@@ -36,11 +36,16 @@ def test_one_open_axis_takes_the_rest_of_the_world(world, asked, sizes):
 @pytest.mark.parametrize(
     ("world", "asked", "message"),
     [
-        (6, {"dp_shard": 2, "tp": 4}, "world size 6 is not dp_replicate 1 x dp_shard 2 x tp 4"),
+        (
+            6,
+            {"dp_shard": 2, "tp": 4},
+            "world size 6 is not dp_replicate 1 x dp_shard 2 x tp 4: start 8 ranks, or use -1 for an axis of dp",
+        ),
         (
             6,
             {"tp": 4},
-            "world size 6 is not a multiple of dp_replicate 1 x tp 4 = 4, so dp_shard = -1 cannot be filled",
+            "world size 6 is not a multiple of dp_replicate 1 x tp 4 = 4, so dp_shard = -1 cannot be filled: "
+            "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis",
         ),
         (8, {"tp": -1}, "only one mesh axis may be -1; got dp_shard and tp"),
         (8, {"tp": 0}, "mesh axis tp must be at least 1, or -1 for the rest of the world; got 0"),
@@ -48,7 +53,8 @@ def test_one_open_axis_takes_the_rest_of_the_world(world, asked, sizes):
         (
             2,
             {"tp": 4},
-            "world size 2 is not a multiple of dp_replicate 1 x tp 4 = 4, so dp_shard = -1 cannot be filled",
+            "world size 2 is not a multiple of dp_replicate 1 x tp 4 = 4, so dp_shard = -1 cannot be filled: "
+            "start a multiple of it by torchrun --nproc-per-node, or take a smaller axis",
         ),
     ],
 )
@@ -135,7 +141,7 @@ def refuse() -> tuple[str, str]:
 @pytest.mark.ranks(2)
 def test_a_real_world_is_checked(ranks):
     for message, _ in ranks(2).run(refuse):
-        assert message == "world size 2 is not dp_replicate 1 x dp_shard 3 x tp 1"
+        assert message.startswith("world size 2 is not dp_replicate 1 x dp_shard 3 x tp 1: start 3 ranks, ")
 
 
 def cpu_and_device_tensors() -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_what_is_written_later_is_the_step_that_was_saved(ranks, tmp_path, data,
     said = training.said(later)
     assert sum(line.startswith("saved ") for line in said) == 3
     assert any(line.startswith("3 saves: ") and line.endswith("% of the steps' time") for line in said)
+    assert any(re.fullmatch(r"3 saves: training waited .* s, .*% of its time", line) for line in training.said(waited))
 
 
 def run_on_full_disk(config: Config, steps: list[int]) -> str:
