@@ -40,7 +40,7 @@ from bench.collectives import Bench, plain_gather, plain_reduce
 from bench.files import add_files, write_files
 from dlp.comm import transport
 from dlp.comm.collectives import as_bytes
-from dlp.comm.mesh import TP, init_process_group, shutdown, world_size
+from dlp.comm.mesh import MAPPED, TP, TRANSPORTS, init_process_group, shutdown, world_size
 from dlp.parallel import overlap as overlaps
 from dlp.parallel import tune
 from dlp.parallel.auto import CANDIDATES, SERIAL
@@ -193,17 +193,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--recipes", nargs="+", default=["bf16", "fp8_current"], choices=recipe_names())
     parser.add_argument("--strategies", nargs="+", default=list(CANDIDATES))
+    parser.add_argument("--transport", choices=TRANSPORTS, default=MAPPED, help=f"what carries chunks ({MAPPED})")
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if world_size() == 1:
         refuse("1 rank has nothing to gather or to sum; start 2 or more, as torchrun --nproc-per-node 2 does", code=2)
     init_process_group("cuda" if on_gpu else "cpu")
-    mesh = dlp.build_mesh(tp=dist.get_world_size(), transport="mapped")
+    mesh = dlp.build_mesh(tp=dist.get_world_size(), transport=options.transport)
     bench, lines = Bench(mesh[TP], tune.device_of(mesh), calls=8 if on_gpu else 1), []
     cut = [(m, k, n // bench.world) for m, k, n in MODELS] if on_gpu else [(64, 64, 64)]
     strategies = [SERIAL, *(name for name in options.strategies if name != SERIAL)]
-    if on_gpu and transport.transport_of(bench.mesh.get_group()) is None:
-        strategies = strategies[:1]
     if dist.get_rank() == 0:
         print(f"{bench.world} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {torch.__version__}, "
               f"{transport.describe(TP, bench.mesh.get_group())}; microseconds\n{'':7} {'M x K x N':18} {'recipe':12} "

@@ -165,9 +165,8 @@ def times_of(shape: Shape, tokens: int, recipe: str, mesh: DeviceMesh, rounds: i
     """What "auto" is chosen by: the linears of a shape, measured here."""
     tp, device = mesh[TP], tune.device_of(mesh)
     by = auto.transport_name(tp.get_group(), mesh.device_type)
-    names = CANDIDATES if by != "nccl" else CANDIDATES[:1]
     times = tune.empty_table(tp, by, tune.links(tp.get_group(), device, rounds), {"dtype": "bfloat16"})
-    rows = [tune.measure(problem, names, tp, torch.bfloat16, rounds) for problem in shape.problems(tokens, recipe)]
+    rows = [tune.measure(problem, CANDIDATES, tp, torch.bfloat16, rounds) for problem in shape.problems(tokens, recipe)]
     return replace(times, rows=tuple(rows))
 
 

@@ -7,9 +7,9 @@ bf16.
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
 Shapes and subjects are those of `bench.parallel_subjects`: plain torch (all_gather, F.linear, reduce_scatter), ours, and
-Transformer Engine where it is installed. Ours sends through memory that GPUs map, and its iterations end with the step
-boundary, which casts the weights. `auto` chooses by --table, or by times that are measured first, of the same linears. By
-subject, milliseconds:
+Transformer Engine where it is installed. Ours sends through memory that GPUs map (--transport nccl: by NCCL), and its
+iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by times that are measured first,
+of the same linears. By subject, milliseconds:
 
     alone     the host waits for the device before each iteration: what a step takes that the host cannot run ahead of
     queued    iterations one after the other
@@ -37,7 +37,7 @@ import dlp
 from bench.files import add_files, write_files
 from bench.host_parallel import PLAIN, Run
 from bench.parallel_subjects import TE_RECIPES, Shape, has_te, shape_of, subject, times_of
-from dlp.comm.mesh import TP, init_process_group, shutdown, world_size
+from dlp.comm.mesh import MAPPED, TP, TRANSPORTS, init_process_group, shutdown, world_size
 from dlp.parallel import auto, tune
 from dlp.parallel.auto import AUTO, SERIAL, Times
 from dlp.quant.recipe import names
@@ -212,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = [shape_of(text) for text in (SHAPES if on_gpu else SMALL)]
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=shapes, metavar="KxN")
     parser.add_argument("--tokens", type=int, default=TOKENS if on_gpu else FEW, help=f"of all ranks ({TOKENS})")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=MAPPED, help=f"what carries ours ({MAPPED})")
     parser.add_argument("--table", help="of dlp.parallel.tune, for auto; else it measures first")
     parser.add_argument("--peers", nargs="*", default=list(TE_RECIPES) if has_te() else [], choices=list(TE_RECIPES))
     parser.add_argument("--count", type=int, default=COUNT, help=f"iterations in a block ({COUNT})")
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if world_size() == 1:
         refuse("1 rank has nothing to send; start 2 or more, as torchrun --nproc-per-node 2 does", code=2)
     init_process_group("cuda" if on_gpu else "cpu")
-    mesh = dlp.build_mesh(tp=dist.get_world_size(), transport="mapped")
+    mesh = dlp.build_mesh(tp=dist.get_world_size(), transport=options.transport)
     table = None if options.table is None else auto.load(options.table, together=True)
     if table is not None:
         by = auto.transport_name(mesh[TP].get_group(), mesh.device_type)

@@ -51,16 +51,16 @@ def strategy(name: str) -> Overlap:
 
 @contextmanager
 def memory(group: dist.ProcessGroup, *names: str) -> Iterator[None]:
-    """What these strategies need of it; between GPUs chunked needs it, too."""
-    if worker.device().type == "cuda":
-        transport.destroy()
-        if any(name != "serial" for name in names):
-            transport.ask_for(group)
-    if worker.device().type == "cpu" and any(name.startswith("mapped") for name in names):
+    """What these strategies need of it; others send by NCCL or gloo."""
+    mapped = any(name.startswith("mapped") for name in names)
+    if mapped and worker.device().type == "cuda":
+        transport.ask_for(group)
+    elif mapped:
         transport.use(group, Transport(group, worker.device(), SharedSlot))
-    yield
-    if worker.device().type == "cpu":
-        transport.use(group, None)
+    try:
+        yield
+    finally:
+        transport.destroy()
 
 
 def results(case: LinearCase, full: Full, fprop: str, dgrad: str, wgrad: str, wire: str = "hp") -> dict[str, Tensor]:
