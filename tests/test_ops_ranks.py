@@ -11,7 +11,10 @@ from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp import ops
+from dlp.ops.fusions import REGISTERED
+from dlp.parallel.linear import core
 from tests import pool as worker
+from tests.cases import RECIPES
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 
@@ -96,6 +99,59 @@ def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str
             parts = [parts[0] + parts[1]] * 2
         for part in parts:
             assert_close(part, expected, bound, name)
+
+
+def explicit(recipe: str, basic: bool) -> tuple[dict[str, Tensor], list[str], str]:
+    """Linears that are whole here between collectives of the user's, on sequences [S/2, 2, H] of each rank; what travels."""
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    group, rank = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
+    torch.manual_seed(rank)  # other weights on each rank
+    model = ops.Sequential(
+        ops.RMSNorm(H), ops.AllGather(group), ops.Linear(H, (FFN, FFN), recipe=recipe), ops.SwiGLU(),
+        ops.BasicLinear(FFN, H, recipe=recipe), ops.ReduceScatter(group), ops.Bias(H),
+        ops.AllGather(group), ops.BasicLinear(H, H, recipe=recipe), ops.AllReduce(group),
+    )  # fmt: skip
+    sent: list[str] = []
+    start = core.BoundGather.start
+    core.BoundGather.start = lambda self, mine, lease=None: [  # type: ignore[method-assign]
+        sent.append(f"{self.tensor} {mine.format.name}"), start(self, mine, lease)][1]  # fmt: skip
+    try:
+        with fusions_kept():
+            for kept in (REGISTERED.forward, REGISTERED.backward) if basic else ():
+                kept[:] = [its for its in kept if its.__name__ not in ("GatheredLinear", "ReducedLinear")]
+            REGISTERED.version += 1
+            x = values(3 + rank, M, 2, H).bfloat16().requires_grad_()
+            model.bfloat16()
+            y = model(x)
+            y.backward(values(2, *y.shape).bfloat16())
+            plan = str(model.plan())
+    finally:
+        core.BoundGather.start = start  # type: ignore[method-assign]
+    assert x.grad is not None
+    grads = {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "dx": x.grad} | grads, sent, plan
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ranks: Any):
+    fused, basic = (ranks(2).run(explicit, recipe, basic) for basic in (False, True))
+    for (found, sent, plan), (expected, nothing, _) in zip(fused, basic, strict=True):
+        if recipe == "fp8_delayed":
+            assert "AllReduce: delayed scales of a linear without tensor_parallel_group are its own rank's" in plan
+        else:
+            assert (
+                "GatheredLinear[AllGather, Linear, Bias] | SwiGLU | ReducedLinear[BasicLinear, ReduceScatter, Bias]"
+                in plan
+            )
+            assert "GatheredLinear[AllGather, BasicLinear] | AllReduce" in plan
+            assert {name.split()[0] for name in sent} == {"x", "dy"} and not nothing
+            assert recipe == "bf16" or not any("hp" in name for name in sent), "what travels is quantized"
+        for name, tensor in expected.items():
+            if recipe == "nvfp4" and name != "y":  # dy is rounded by chance
+                assert_close(found[name], tensor, 0.4, name)
+            else:
+                assert_bit_equal(found[name], tensor, name)
 
 
 def returned_bias() -> tuple[Tensor, Tensor]:

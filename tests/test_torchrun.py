@@ -1,9 +1,9 @@
 """Real runs by torchrun, each rank a process of its own: a failure, a killed rank, SIGTERM, resume, a refusal.
 
 One run fails on two "hosts", is resumed on one and killed, resumed and stopped, and resumed on two hosts to its end; its
-losses must be those of a run that was left alone. The rest of what a run does is tested in the pool (tests/multigpu), where
-a run costs less than a second; here each costs fifteen seconds of the CPU, most of it spent by its ranks on importing torch
-and dlp.
+losses must be those of a run that was left alone. Its blocks are sequences of dlp.ops. The rest of what a run does is tested
+in the pool (tests/multigpu), where a run costs less than a second; here each costs fifteen seconds of the CPU, most of it
+spent by its ranks on importing torch and dlp.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]  # not behi
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 40, 5
-SETTINGS = [f"--train.steps={STEPS}", f"--checkpoint.every={EVERY}", "--train.eval_every=1000"]
+SETTINGS = [f"--train.steps={STEPS}", f"--checkpoint.every={EVERY}", "--train.eval_every=1000", "--model.fused=true"]
 LONG = 240.0  # seconds; ends a test that hangs
 
 

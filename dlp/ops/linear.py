@@ -44,7 +44,7 @@ from dlp.parallel.linear.core import (
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.autocast import active_spec
-from dlp.parallel.style import LOCAL
+from dlp.parallel.style import LOCAL, ParallelStyle
 from dlp.parallel.weight.local import check_whole, held
 from dlp.quant.recipe import Recipe
 
@@ -313,10 +313,15 @@ class BasicLinear(BasicOperation, modules.Linear):
 
 def here_only(bound: BoundSpec) -> BoundSpec:
     """The spec of the same layer where nothing is communicated."""
-    found: BoundSpec | None = bound.cache.get(here_only)
+    return over(bound, LOCAL, bound.spec.group)
+
+
+def over(bound: BoundSpec, row: ParallelStyle, group: ProcessGroup | None) -> BoundSpec:
+    """The spec of the same layer as another row of the style table, over these ranks."""
+    found: BoundSpec | None = bound.cache.get((over, row, group))
     if found is None:
-        spec = replace(bound.spec, style=LOCAL, tokens=None)
-        found = bound.cache[here_only] = BoundSpec(spec, bound.session, bound.weights)
+        spec = replace(bound.spec, style=row, group=group, tokens=None)
+        found = bound.cache[over, row, group] = BoundSpec(spec, bound.session, bound.weights)
     return found
 
 

@@ -48,3 +48,8 @@ def each(value: Value) -> tuple[Any, ...]:
 def joined(values: Sequence[Any], like: Value) -> Value:
     """Several values as a tuple where `like` is one."""
     return tuple(values) if isinstance(like, tuple) else values[0]
+
+
+def like_leading(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """[rows, N] -> [..., N] with the leading dimensions of `shape` [..., C] but the first, along which ranks join or cut."""
+    return y.view(-1, *shape[1:-1], y.shape[-1])

@@ -3,6 +3,8 @@
 AllGather       [M, C] -> [R*M, C]    backward: ReduceScatter
 ReduceScatter   [R*M, C] -> [M, C]    backward: AllGather
 AllReduce       [...] -> [...]        backward: the gradient as it is
+
+Next to a linear that is whole on its rank they become its own quantized gather, or its own sum (`dlp.ops.fused`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch.distributed import ProcessGroup
 from dlp.comm import collectives
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import Value
+from dlp.parallel.linear.spec import LinearSpec
 
 
 def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -38,6 +41,18 @@ class _OverGroup(BasicOperation):
     @property
     def alone(self) -> bool:
         return self.process_group is None or self.process_group.size() == 1
+
+    def apart_from(self, spec: LinearSpec) -> str | None:
+        """Why a linear of this spec does not communicate in place of this op, with equal bits; None: it can."""
+        if self.alone:
+            return "one rank has nothing to send"
+        if spec.group is not None:
+            return "the linear is cut over ranks itself, by tensor_parallel_mode"
+        if spec.slots:
+            return "delayed scales of a linear without tensor_parallel_group are its own rank's"
+        if spec.recipe.amax_scope == "all":
+            return "its recipe shares scales between ranks that a tensor_parallel_mode names"
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BasicOperation:
         return type(self)(self.process_group)

@@ -1,6 +1,8 @@
-"""Both directions: a row-parallel Linear, what sums its result over tp, and its Bias: one row of the style table, with its
-overlap. The bias comes behind the sum, once. Backward gathers dy quantized where the ops alone gather it as it is: the bits
-are equal, since scales are agreed.
+"""Both directions: a linear and what sums its result over ranks, and its bias: one row of the style table, with its overlap.
+The bias comes behind the sum, once. Backward gathers dy quantized where the ops alone gather it as it is: the bits are equal,
+since scales are agreed.
+
+The sum is that of a row-parallel Linear, or an AllReduce or ReduceScatter of the user's behind a linear that is whole here.
 """
 
 from __future__ import annotations
@@ -11,24 +13,36 @@ from typing import Any
 from dlp.ops.basic.bias import Bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.fusions import Pattern, maybe, register_forward_backward_fusion
-from dlp.ops.linear import BasicLinear
+from dlp.ops.linear import BasicLinear, over
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, Value
+from dlp.ops.values import HANDED, LAZY, Value, like_leading
 from dlp.parallel.linear.capture import obstacle
+from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.style import ROW, ROW_SP
 
 
 class ReducedLinear(InnerFused):
     takes = frozenset({LAZY, HANDED})
 
+    def bound(self, ctx: Any) -> BoundSpec:
+        linear, reduction = self.basic_ops[:2]
+        if linear.reduced:
+            found: BoundSpec = ctx.bound
+            return found
+        return over(ctx.bound, ROW_SP if isinstance(reduction, ReduceScatter) else ROW, reduction.process_group)
+
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
-        return obstacle(basic_op_ctxs[0].bound, which)
+        return obstacle(self.bound(basic_op_ctxs[0]), which)
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Any]]:
         linear, _, *bias = self.basic_ops
         biases = bias[0].begin_sum(basic_op_ctxs[2]) if bias else None
-        return linear.multiply(basic_op_ctxs[0], input_, basic_op_ctxs[0].bound, biases)[0], [()] * len(self.basic_ops)
+        y = linear.multiply(basic_op_ctxs[0], input_, self.bound(basic_op_ctxs[0]), biases)[0]
+        if not linear.reduced:
+            y = like_leading(y, input_.shape)
+        return y, [()] * len(self.basic_ops)
 
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
@@ -38,14 +52,20 @@ class ReducedLinear(InnerFused):
         if bias:
             grad_output, its = bias[0].op_backward(basic_op_ctxs[2], grad_output)
             of_bias = [its]
-        dx, of_weights = linear.differentiate(basic_op_ctxs[0], grad_output, basic_op_ctxs[0].bound)
+        dx, of_weights = linear.differentiate(basic_op_ctxs[0], grad_output, self.bound(basic_op_ctxs[0]))
         return dx, [of_weights, (), *of_bias], [()] * len(self.basic_ops)
 
 
 def why_not(linear: Any, reduction: Any, bias: Any = None) -> str | None:
-    if not linear.reduced or reduction.process_group is not linear.core.spec.tp_group:
-        return "the sum is not over the ranks that its weight is cut over"
-    return None
+    spec = linear.planned_spec
+    if linear.reduced:
+        its = reduction.process_group is spec.tp_group
+        return None if its else "the sum is not over the ranks that its weight is cut over"
+    if len(spec.members) > 1:
+        return "several siblings"
+    if spec.recipe.y is not None:
+        return "its recipe quantizes y before the sum"
+    return reduction.apart_from(spec)
 
 
 for _reduction in (AllReduce, ReduceScatter):

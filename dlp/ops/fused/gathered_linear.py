@@ -1,0 +1,64 @@
+"""Both directions: an AllGather of the user's and a linear that is whole here: COLUMN_SP of the style table, with its overlap.
+x is cast on the rank that has it and travels quantized, and dx is summed under wgrad. The bits are those of the ops, since
+scales are agreed, but where dy is rounded by chance: by its place in what all ranks have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlp.kernels.ops import Produced
+from dlp.ops.basic.bias import Bias
+from dlp.ops.basic.communication import AllGather
+from dlp.ops.fusions import Pattern, maybe, register_backward_fusion, register_forward_fusion
+from dlp.ops.linear import BasicLinear, over
+from dlp.ops.op import Extras, InnerFused
+from dlp.ops.values import HANDED, LAZY, MANY, Value, is_handed, like_leading, rows_of
+from dlp.parallel.linear.capture import obstacle
+from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.style import COLUMN_SP
+
+
+class GatheredLinear(InnerFused):
+    takes = frozenset({LAZY, MANY, HANDED})
+
+    def bound(self, ctx: Any) -> BoundSpec:
+        return over(ctx.bound, COLUMN_SP, self.basic_ops[0].process_group)
+
+    def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
+        return obstacle(self.bound(basic_op_ctxs[1]), which)
+
+    def fuser_forward(
+        self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
+    ) -> tuple[Value, Sequence[Any]]:
+        _, linear, *bias = self.basic_ops
+        ctx, shape = basic_op_ctxs[1], tuple(input_.shape)
+        biases = bias[0].begin_sum(basic_op_ctxs[2]) if bias else None
+        if isinstance(input_, Produced):
+            input_ = Produced(input_.matrix, input_.matrix.shape)
+        elif not is_handed(input_):
+            input_ = rows_of(input_)
+        ys = [like_leading(y, shape) for y in linear.multiply(ctx, input_, self.bound(ctx), biases)]
+        ctx.x_shape = shape
+        return (tuple(ys) if len(ys) > 1 else ys[0]), [()] * len(self.basic_ops)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
+        dx, of_weights = self.basic_ops[1].differentiate(basic_op_ctxs[1], grad_output, self.bound(basic_op_ctxs[1]))
+        return dx, [(), of_weights], [(), ()]
+
+
+def why_not(gather: Any, linear: Any, bias: Any = None) -> str | None:
+    spec = linear.planned_spec
+    if bias is not None and len(bias.where) != len(spec.members):
+        return "one bias for several siblings"
+    if spec.recipe.dx is not None or (bias is not None and spec.recipe.y is not None):
+        return "its recipe rounds dx, or y before the bias"
+    why: str | None = gather.apart_from(spec)
+    return why
+
+
+register_forward_fusion(Pattern(GatheredLinear, AllGather, BasicLinear, maybe(Bias), obstacle=why_not))
+register_backward_fusion(Pattern(GatheredLinear, AllGather, BasicLinear, obstacle=why_not))
