@@ -110,6 +110,7 @@ SHARDED = ["--mesh.tp=1", "--mesh.dp_shard=2", "--train.micro_batch=2"]  # two m
 REPLICATED = ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1"]
 BLOCKS = ["--model.hidden=128", "--model.ffn=256", "--model.head_dim=32"]
 RECIPE, CLIPPED, COMPILED = "--groups.default.recipe", "--train.clip=0.05", "--train.compile=true"
+CHUNKS = "--groups.default.overlap=chunked:2"
 SWAPPED = [f"{RECIPE}=fp8_delayed", "--groups.default.swap", SWAP]
 REAL = {  # "mapped": tp ranks map each other's memory
     "tp": [*SP, "--train.ledger=always"],
@@ -117,6 +118,8 @@ REAL = {  # "mapped": tp ranks map each other's memory
     "tp, whole tokens, two microbatches, clipped": [*WHOLE, "--train.micro_batch=2", CLIPPED],
     "tp, mapped, two microbatches, clipped": [*SP, "--train.micro_batch=2", CLIPPED, f"{RECIPE}=fp8_block", *BLOCKS],
     "tp, mapped, compiled": [*SP, COMPILED],
+    "tp, mapped, in chunks": [*SP, CHUNKS],
+    "tp, in chunks": [*SP, CHUNKS],
     "tp, mapped, a swap": [*SP, *SWAPPED],
     "tp, by chance": [*SP, f"{RECIPE}=nvfp4", *BLOCKS],
     "dp_shard, clipped": [*SHARDED, CLIPPED, "--train.ledger=always"],
