@@ -26,7 +26,7 @@ from launch.documents import has_rows, is_text, list_files, walk
 from launch.index import check_against, read_index
 from launch.prepare import SPLITS, check_share, prepare
 from launch.shard import REMEDY, VERSION, Shard, open_shard, verify
-from launch.tokenizer import BYTES, open_tokenizer
+from launch.tokenizer import add_options, open_tokenizer
 
 STDLIB = "builtin:stdlib"
 NOT_STDLIB = frozenset("site-packages dist-packages test tests idle_test lib2to3 ensurepip __pycache__".split())
@@ -171,8 +171,7 @@ def main(arguments: Sequence[str]) -> None:
     kinds = "text files, JSON lines (.jsonl, .jsonl.gz), .parquet, .arrow, folders of them, saved Hugging Face datasets"
     making.add_argument("files", nargs="+", type=Path, help=kinds)
     making.add_argument("--out", required=True, type=Path, help="the folder to make")
-    making.add_argument("--tokenizer", default=BYTES.name, help="bytes, or a tokenizer.json (default: bytes)")
-    making.add_argument("--separator", help="the token that ends a document [eos_token of tokenizer_config.json]")
+    add_options(making)
     making.add_argument("--column", default="text", help="of rows, where their text is (default: text)")
     making.add_argument("--validation", type=float, default=0.05, help="share of documents held out (default: 0.05)")
     making.set_defaults(command=_prepare_command)

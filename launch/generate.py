@@ -26,7 +26,7 @@ from launch.evaluate import as_asked
 from launch.exposure import profiled
 from launch.models.cache import KeyValues
 from launch.schema import ConfigError
-from launch.tokenizer import BYTES, Tokenizer, open_tokenizer
+from launch.tokenizer import Tokenizer, add_options, open_tokenizer
 from launch.trained import Changes, Trained, check_length, command_line, open_trained
 
 PROFILED = 10  # tokens
@@ -128,12 +128,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=count, default=100, help="to write [100]")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token [0]")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn [0]")
-    parser.add_argument("--tokenizer", default=BYTES.name, help="bytes, or a tokenizer.json [bytes]")
+    add_options(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="trace the first tokens, for chrome://tracing")
     known, changes = command_line(parser, arguments)
     if known.temperature < 0:
         raise ConfigError(f"--temperature: expected 0 or more, got {known.temperature:g}")
-    tokenizer = open_tokenizer(known.tokenizer)
+    tokenizer = open_tokenizer(known.tokenizer, known.separator)
     trained = open_trained(known.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, known)
     weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)

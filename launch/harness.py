@@ -21,7 +21,7 @@ from launch import weights
 from launch.config import count
 from launch.evaluate import as_asked
 from launch.generate import on_tp, whole, write
-from launch.tokenizer import BYTES, Tokenizer, need, open_tokenizer
+from launch.tokenizer import Tokenizer, add_options, need, open_tokenizer
 from launch.trained import Trained, check_length, command_line, open_trained
 
 
@@ -80,11 +80,11 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.harness", description="A checkpoint on the tasks of lm_eval.")
     parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
     parser.add_argument("--tasks", required=True, help="names of lm_eval's tasks, with commas between")
-    parser.add_argument("--tokenizer", default=BYTES.name, help="bytes, or a tokenizer.json [bytes]")
+    add_options(parser)
     parser.add_argument("--limit", type=count, help="so many examples of each task [all]")
     known, changes = command_line(parser, arguments)
     harness, tables = (need(module, "lm_eval", "launch.harness") for module in ("lm_eval", "lm_eval.utils"))
-    tokenizer = open_tokenizer(known.tokenizer)
+    tokenizer = open_tokenizer(known.tokenizer, known.separator)
     trained = open_trained(known.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, known)
     weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)

@@ -30,6 +30,10 @@ from launch.attention import Documents
 from launch.shard import Shard
 
 Indices = np.ndarray[Any, np.dtype[np.uint64]]
+SETTINGS = {  # that make the order of the data, by their names in `state_dict`
+    "data": "[data] path", "weights": "[data] path", "sequence": "[train] sequence",
+    "global_batch": "[train] global_batch", "seed": "[train] seed",
+}  # fmt: skip
 PERIOD = 4096  # places in which sources have exactly their shares
 ROUNDS = 4
 GOLDEN = 0x9E3779B97F4A7C15
@@ -222,7 +226,8 @@ class TokenStream:
         """Checks that a saved run read the same windows in the same order; raises ValueError naming what differs."""
         for key, now in self.state_dict().items():
             if state.get(key) != now:
+                before, now = (f"{each:.12}" if key == "data" else each for each in (state.get(key, ""), now))
                 raise ValueError(
-                    f"the checkpoint was made with {key} {state.get(key)} and this run has {now}, so it would not continue "
-                    f'in the order of the data; restore that setting, or start anew with [checkpoint] resume = "none"'
+                    f"the checkpoint was made with {key} {before} and this run has {now}, so it would not continue in the "
+                    f'order of the data; restore {SETTINGS[key]}, or start anew with [checkpoint] resume = "none"'
                 )

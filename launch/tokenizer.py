@@ -7,6 +7,7 @@ token for its beginning, is kept.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import json
@@ -64,6 +65,12 @@ def need(module: str, package: str, what: str) -> Any:
         raise MissingPackage(
             f"{what} needs the package {package}, which is not installed: pip install {package}"
         ) from None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `open_tokenizer` takes, as options of a program."""
+    parser.add_argument("--tokenizer", default=BYTES.name, help=f"bytes, or a tokenizer.json [{BYTES.name}]")
+    parser.add_argument("--separator", help="the token that ends a document [eos_token of tokenizer_config.json]")
 
 
 def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch import generate, harness
 from launch import shard as shards
 from launch.data import main, open_data
 from launch.documents import list_files
 from launch.index import INDEX
+from launch.manifest import CheckpointError
 from launch.prepare import prepare
 from launch.tokenizer import BYTES, open_tokenizer
 
@@ -121,6 +123,17 @@ def refused(tmp_path: Path, *arguments: str) -> str:
         main(["prepare", "--out", str(tmp_path / "out"), "--validation", "0.2", *arguments])
     assert sorted(tmp_path.rglob("*")) == before
     return str(caught.value)
+
+
+@pytest.mark.parametrize("program", [generate, harness])
+def test_who_reads_a_tokenizer_is_told_its_separator(monkeypatch, tmp_path: Path, program) -> None:
+    monkeypatch.setattr(harness, "need", lambda *package: None)  # lm_eval, which a refusal does not need
+    arguments = ["nowhere", "--tokenizer", str(tokenizer(tmp_path, end=None))]
+    arguments += ["--prompt", "a"] if program is generate else ["--tasks", "a"]
+    with pytest.raises(ValueError, match="names an eos_token, .* name it with --separator"):
+        program.main(arguments)
+    with pytest.raises(CheckpointError, match="nowhere is not there"):  # behind the tokenizer
+        program.main([*arguments, "--separator", "</s>"])
 
 
 def test_wrong_tokenizers_are_refused(tmp_path: Path) -> None:
