@@ -499,3 +499,21 @@ def test_memory_in_between_is_shared_by_what_is_not_used_together():
     recorded = captured.record(run, [x], [])
     assert recorded([x])[0] == x.abs().max()
     assert recorded.between == captured.ALIGNMENT
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * dy
+
+
+def test_past_functorch_a_transform_is_refused_as_torch_does():
+    apply, x = autograd.past_functorch(Twice), torch.ones(3, requires_grad=True)
+    apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError, match="must override the setup_context"):
+        torch.func.grad(lambda x: apply(x).sum())(x)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dlp.ops.captured import Direction
 from dlp.ops.context import OperationContext
 from dlp.ops.fusions import REGISTERED, fuse
-from dlp.ops.passes import FuserFn, FuserPlan, Members, Placed, Run, forward
+from dlp.ops.passes import FuserPlan, Members, Placed, Run, apply_fused, forward
 from dlp.ops.traced import one_by_one
 from dlp.ops.values import each
 from dlp.parallel.linear.autograd import no_autocast, opaque
@@ -86,7 +86,7 @@ class OperationFuser:
             ctx.requires_grad, ctx.needs_dx = learns, needs_dx
         bounds = [ctxs[i].bound for i in self.linears]
         run = Run(self.members, plan, ctxs, kwargs, many, len(inputs), plan.num_parameters, bounds)
-        results = FuserFn.apply(run, *tensors) if plan.learns[-1] else forward(run, tensors)[0]
+        results = apply_fused(run, *tensors) if plan.learns[-1] else forward(run, tensors)[0]
         outputs, extra = tuple(results[: run.num_outputs]), tuple(results[run.num_outputs :])
         y = outputs if run.many_out else outputs[0]
         return (y, *extra) if extra else y

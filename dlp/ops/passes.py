@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.ops.captured import Direction, Flat
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, tensor_of
-from dlp.parallel.linear.autograd import no_autocast
+from dlp.parallel.linear.autograd import no_autocast, past_functorch
 from dlp.parallel.weight.local import held
 
 
@@ -322,3 +322,4 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 
 _backward_once = once_differentiable(_backward)
+apply_fused = past_functorch(FuserFn)

@@ -54,6 +54,7 @@ class CapturedDirections:
         self.communicates = any(bound.spec.group is not None for bound in bounds)
         self.why = {direction: missing or said for direction, said in why.items()}
         self.possible = {direction: not why for direction, why in self.why.items()}
+        self.ranges = {direction: named_range(f"{name}.{direction}") for direction in DIRECTIONS}
         self.found: dict[Key, CapturedLaunches | str] = {}
         self.passed: dict[str, str] = {}
 
@@ -84,7 +85,7 @@ class CapturedDirections:
             return self._launched(direction, WATCHED, run)
         found = self.found.get(key)
         if isinstance(found, CapturedLaunches):
-            with named_range(f"{self.name}.{direction}"):
+            with self.ranges[direction]:
                 return found(given)
         if not self.possible[direction]:
             return run()

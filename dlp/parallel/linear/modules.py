@@ -20,8 +20,8 @@ from dlp.comm.mesh import TP
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.autograd import (
     ACTIVATIONS,
-    DirectLinearFn,
     OpaqueLinearFn,
+    apply_directly,
     call_of,
     forward,
     no_autocast,
@@ -173,7 +173,7 @@ class LinearCore(LayerState):
         parameters = self.parameters()
         call = call_of(bound, record, inputs, parameters, sides)
         if call.differentiable:
-            results: tuple[Tensor, ...] = DirectLinearFn.apply(call, sides, *inputs, *parameters)
+            results: tuple[Tensor, ...] = apply_directly(call, sides, *inputs, *parameters)
             return results
         return tuple(forward(call, sides, inputs, parameters)[0])
 

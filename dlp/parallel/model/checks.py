@@ -167,11 +167,14 @@ class StaleWeights:
         marks = self._marks.get(weights)
         return marks is not None and marks != list(map(_mark, weights.stored()))
 
+    def may_have_moved(self) -> bool:
+        """Whether `drop_moved` has to look."""
+        return self._managed or self._now() != self._whole_marks
+
     def drop_moved(self) -> None:
         """Forget the casts of weights that have moved."""
-        if self._managed or self._now() != self._whole_marks:
-            for weights in [each for each in self._marks if each.parts is not None and self.moved(each)]:
-                weights.drop()
+        for weights in [each for each in self._marks if each.parts is not None and self.moved(each)]:
+            weights.drop()
 
     @torch.no_grad()
     def check_values(self) -> None:

@@ -266,9 +266,10 @@ class Session:
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
         """The hook of the model that this is the session of."""
-        if self.attached and not torch.compiler.is_dynamo_compiling() and not in_backward():
-            self.stale.drop_moved()
-            if not torch.is_grad_enabled():
+        if self.attached and not torch.compiler.is_dynamo_compiling():
+            if self.stale.may_have_moved() and not in_backward():
+                self.stale.drop_moved()
+            if not torch.is_grad_enabled() and not in_backward():
                 self.stale.check_values()
         if self.stats is not None:
             self.stats.recording = torch.is_grad_enabled() or not self._learns()
