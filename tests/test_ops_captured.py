@@ -221,8 +221,8 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
         count = Counter[bool]()
 
         def seen(frame: Any, event: str, argument: Any) -> None:
-            where = frame.f_code.co_filename
-            count[event == "call" and where.startswith(PACKAGE) and not where.startswith(REFERENCE)] += 1
+            where, inner = frame.f_code.co_filename, frame.f_code.co_name.startswith("<")  # which newer Pythons inline
+            count[event == "call" and where.startswith(PACKAGE) and not (inner or where.startswith(REFERENCE))] += 1
 
         with torch.autograd.set_multithreading_enabled(False):
             for seed in range(6):
@@ -233,7 +233,8 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
         return count[True]
 
     alone = nn.Sequential(dlp.Linear(K, K, bias=False, recipe=recipe))
-    assert calls(mlp(recipe)) < 2.2 * calls(alone), "an op that has no answer is asked in every call"
+    found = calls(mlp(recipe)), calls(alone)
+    assert found[0] < 1.75 * found[1], f"{found}: an op that has no answer is asked in every call"
 
 
 def test_a_forward_that_records_is_another_one():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -16,15 +16,15 @@ class OperationContext:
     addresses of gradients that several outputs have. Attributes of an op's own hold what is no tensor and the same for every
     call with tensors of these shapes."""
 
-    def __init__(self, requires_grad: bool = True, needs_dx: bool = True) -> None:
-        self.requires_grad, self.needs_dx = requires_grad, needs_dx
-        self.to_save: tuple[Saved, ...] = ()
-        self.saved_tensors: tuple[Any, ...] = ()
-        self.dirty: tuple[Tensor, ...] = ()
-        self.given: tuple[Any, ...] = ()
-        self.left: Sequence[Tensor] = ()
-        self.own: Sequence[Tensor] = ()
-        self.shared: set[int] = set()
+    requires_grad = True
+    needs_dx = True
+    to_save: tuple[Saved, ...] = ()
+    saved_tensors: tuple[Any, ...] = ()
+    dirty: tuple[Tensor, ...] = ()
+    given: tuple[Any, ...] = ()
+    left: Sequence[Tensor] = ()
+    own: Sequence[Tensor] = ()
+    shared: Set[int] = frozenset()
 
     def save_for_backward(self, *tensors: Saved) -> None:
         """What backward finds as `saved_tensors`. A function among them is called when the forward of all ops is over: of what
@@ -34,3 +34,6 @@ class OperationContext:
     def mark_dirty(self, *tensors: Tensor) -> None:
         """Inputs that forward has written to; an output that is one of them says so to autograd."""
         self.dirty = tensors
+
+
+OWN = frozenset(OperationContext.__annotations__) | {"requires_grad", "needs_dx"}  # what is no attribute of an op's own

@@ -41,6 +41,7 @@ class OperationFuser:
             for name in ("begin", "state", "op_parameters")
         }
         self.linears = [i for i, op in enumerate(self.basic_ops) if hasattr(op, "core")]
+        self.no_kwargs: Sequence[Mapping[str, Any]] = [NONE] * len(self.basic_ops)
         self.plans: dict[Any, FuserPlan] = {}
         self.last: FuserPlan | None = None
 
@@ -55,7 +56,7 @@ class OperationFuser:
                 f"ops take {self.num_extra_inputs} extra inputs{' (of ' + ', '.join(takers) + ')' if takers else ''}; got "
                 f"{len(extra_inputs)}: pass those of all ops, in their order"
             )
-        kwargs = basic_op_kwargs or [NONE] * len(self.basic_ops)
+        kwargs = basic_op_kwargs or self.no_kwargs
         if opaque():
             return one_by_one(self, x, extra_inputs, kwargs)
         inputs = each(x)
@@ -74,16 +75,17 @@ class OperationFuser:
         self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]
     ) -> Any:
         record, dtype = torch.is_grad_enabled(), inputs[0].dtype
-        others = self.asked["op_parameters"]
-        own = [op.op_parameters() if op._parameters or i in others else () for i, op in enumerate(self.basic_ops)]
-        ctxs: list[Any] = [OperationContext() for _ in self.basic_ops]
+        others, own, ctxs = self.asked["op_parameters"], list[Sequence[Tensor]](), list[Any]()
+        for i, op in enumerate(self.basic_ops):
+            ctxs.append(OperationContext())
+            own.append(op.op_parameters() if op._parameters or i in others else ())
         for i in self.asked["begin"]:
             ctxs[i].own = own[i]
             self.basic_ops[i].begin(ctxs[i], dtype, record)
         tensors = (*inputs, *chain.from_iterable(own), *extra_inputs)
         plan = self._plan(ctxs, own, tensors, record)
-        for ctx, learns, needs_dx in zip(ctxs, plan.learns, plan.needs_dx, strict=True):
-            ctx.requires_grad, ctx.needs_dx = learns, needs_dx
+        for i in plan.without:
+            ctxs[i].requires_grad, ctxs[i].needs_dx = plan.learns[i], plan.needs_dx[i]
         bounds = [ctxs[i].bound for i in self.linears]
         run = Run(self.members, plan, ctxs, kwargs, many, len(inputs), plan.num_parameters, bounds)
         results = apply_fused(run, *tensors) if plan.learns[-1] else forward(run, tensors)[0]
@@ -150,6 +152,7 @@ class OperationFuser:
         return FuserPlan(
             ways[0], ways[1], needs_dx, learns, list(zip(dys, xs, strict=True)), shards, ends, notes,
             (captured[0], captured[1]), asked, [len(its) for its in own],
+            [i for i, both in enumerate(zip(learns, needs_dx, strict=True)) if not all(both)],
         )  # fmt: skip
 
     def _obstacle(self, which: str, way: Sequence[Placed], ctxs: Sequence[Any]) -> str:

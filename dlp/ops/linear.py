@@ -120,22 +120,25 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     def _take_weights(self, ctx: Any, dtype: torch.dtype) -> None:
         bound, parameters = ctx.bound, ctx.own or self.op_parameters()
-        ctx.dtype, ctx.sides = dtype, self.core.weights.kept(bound, dtype)
-        weights = list(parameters)
-        for i, parameter in enumerate(parameters):
+        sides = self.core.weights.kept(bound, dtype)
+        weights, learns = list[Tensor](), list[bool]()
+        for parameter in parameters:
             if bound.spec.group is not None or isinstance(parameter, DTensor):
                 check_whole(parameter, bound.spec.num_axes, bound.spec.name)
-                weights[i] = held(parameter)
-        ctx.learns = [parameter.requires_grad for parameter in parameters]
+                weights.append(held(parameter))
+            else:
+                weights.append(parameter)
+            learns.append(parameter.requires_grad)
+        ctx.dtype, ctx.sides, ctx.learns = dtype, sides, learns
         parts: Sequence[Tensor]
-        if ctx.sides is not None:
-            parts = ctx.sides.rowwise
+        if sides is not None:
+            parts = sides.rowwise
         else:
             parts = bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=ctx.record)
         ctx.given = weights, parts
 
     def state(self, ctx: Any) -> Any:
-        return ctx.bound, tuple(ctx.learns), bool(ctx.bound.weights.main_grads)
+        return ctx.bound, bool(ctx.bound.weights.main_grads)
 
     def planned(self, ctx: Any) -> None:
         vars(self)["_planned"] = ctx.bound.spec
@@ -157,7 +160,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return ctx.given if not ctx.into else [*ctx.given, *[to.tensor for to in ctx.into if to is not None]]
 
     def state_back(self, ctx: Any) -> Any:
-        return [None if to is None else to.overwrite for to in ctx.into]
+        return [None if to is None else (to.overwrite, to.tensor.dtype) for to in ctx.into]
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
         return obstacle(self._alone(basic_op_ctxs[0]), which)

@@ -223,7 +223,7 @@ class OneOpFn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Any, kwargs: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        own = OperationContext(requires_grad=True, needs_dx=True)
+        own = OperationContext()
         y = op.op_forward(own, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs)
         ctx.op = op
         ctx.save_for_backward(*own.to_save)
@@ -231,7 +231,7 @@ class OneOpFn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        own = OperationContext(requires_grad=True, needs_dx=True)
+        own = OperationContext()
         own.saved_tensors = ctx.saved_tensors
         dx, of_parameters = ctx.op.op_backward(own, grad)
         return None, None, dx, *of_parameters

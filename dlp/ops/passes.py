@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from dlp.ops.captured import Direction, Flat
+from dlp.ops.captured import Direction, Flat, Returned
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, tensor_of
 from dlp.parallel.linear.autograd import no_autocast, past_functorch
 from dlp.parallel.weight.local import held
@@ -65,6 +65,7 @@ class FuserPlan:
     ends               places of the ops that finish their backward behind its launches
     notes              what is not fused, and why
     asked              places of the ops that have an answer to what is asked in each call
+    without            those of the ops that need less than all gradients
     """
 
     forward: Sequence[Placed]
@@ -78,11 +79,13 @@ class FuserPlan:
     captured: tuple[Direction, Direction]
     asked: Mapping[str, Sequence[int]]
     num_parameters: Sequence[int]
+    without: Sequence[int]
 
 
 @dataclass
 class Run:
-    """One forward, and the backward that belongs to it. `ranges`: how many tensors each op saves."""
+    """One forward, and the backward that belongs to it. `ranges`: how many tensors each op saves; `captured`: how its launches
+    were, where they ran."""
 
     members: Members
     plan: FuserPlan
@@ -95,6 +98,7 @@ class Run:
     num_outputs: int = 1
     many_out: bool = False
     ranges: list[int] = field(default_factory=list)
+    captured: Returned | None = None
 
 
 def admitted(members: Members, placed: Placed, value: Value) -> Value:
@@ -132,9 +136,10 @@ def forward(run: Run, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor
     given = [*inputs, *extras]
     for i in plan.asked["reads"]:
         given += ops[i].reads(run.ctxs[i])
-    flat: Any = plan.captured[0].run(run.ctxs, run.bounds, given, (), compute)
-    for ctx in run.ctxs:
-        ctx.given = ()
+    flat: Any
+    flat, run.captured = plan.captured[0].run(run.ctxs, run.bounds, given, (), compute)
+    for i in plan.asked["reads"]:
+        run.ctxs[i].given = ()
     meta: Any = run.ctxs[0]
     run.num_outputs, run.many_out, run.ranges, count = meta.layout
     return flat[:count], flat[count:]
@@ -215,10 +220,10 @@ def backward(run: Run, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) 
     reads = [*grads, *saved]
     for i in plan.asked["reads_back"]:
         reads += ops[i].reads_back(run.ctxs[i])
-    there = tuple([tensor is not None for tensor in reads])
     given = [tensor for tensor in reads if tensor is not None]
+    there = () if len(given) == len(reads) else tuple([tensor is not None for tensor in reads])
     states = tuple([tuple(ops[i].state_back(run.ctxs[i])) for i in plan.ends])
-    found = plan.captured[1].run(run.ctxs, run.bounds, given, (there, states), compute)
+    found, _ = plan.captured[1].run(run.ctxs, run.bounds, given, (there, states), compute, run.captured)
     if plan.ends:
         _end(run, found)
     for ctx in run.ctxs:
@@ -292,7 +297,9 @@ class FuserFn(torch.autograd.Function):
             known.add(id(result))
         if dirty:
             ctx.mark_dirty(*dirty)
-        ctx.run, ctx.layouts = run, [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
+        ctx.run, ctx.layouts = run, ()
+        if run.plan.shards:
+            ctx.layouts = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
         ctx.like = [(result.shape, result.dtype, result.device) for result in results]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)

@@ -163,7 +163,9 @@ class _Groups:
         if not self.plain:
             return [_apart(module) for module in self.modules] == self.apart
         for owner, kind in self.owners:
-            if type(owner) is not kind or _hooks(owner):
+            if type(owner) is not kind or (
+                owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
+            ):
                 return False
         return True
 

@@ -69,9 +69,17 @@ def shape_key(tensor: Tensor) -> Key:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
 
 
-def shape_keys(tensors: Sequence[Tensor]) -> Key:
-    """`shape_key` of each, without a call for each."""
-    return tuple([(t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT, t.get_device()) for t in tensors])
+def shape_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
+    """`shape_key` of each, without a call for each; they lie on one device."""
+    found: list[Any] = [tensors[0].get_device(), *[address % ALIGNMENT for address in addresses]]
+    for tensor in tensors:
+        found += tensor.shape, tensor.stride(), tensor.dtype
+    return tuple(found)
+
+
+def layout_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
+    """The same of those whose shapes and dtypes are known."""
+    return *[address % ALIGNMENT for address in addresses], *[tensor.stride() for tensor in tensors]
 
 
 def layout_key(tensor: Tensor) -> Key:

@@ -77,12 +77,9 @@ class CapturedDirections:
 
     def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
         """What `run` returns, which reads the tensors given. `key`: a direction, and what it depends on."""
-        direction = key[0]
-        for session in self.sessions:  # captured launches read those in the table
-            if session.scales is not None and session.scales.values is not None:
-                return self._launched(direction, REGION, run)
-        if self.communicates and observer.counting():  # what launches send is seen as it is launched from here
-            return self._launched(direction, WATCHED, run)
+        direction, why = key[0], self.obstacle()
+        if why:
+            return self._launched(direction, why, run)
         found = self.found.get(key)
         if isinstance(found, CapturedLaunches):
             with self.ranges[direction]:
@@ -104,6 +101,15 @@ class CapturedDirections:
             return run()
         self.found[key] = made
         return made(given)
+
+    def obstacle(self) -> str:
+        """Why nothing that is captured may run now; empty: it may."""
+        for session in self.sessions:  # captured launches read the scales in the table
+            if session.scales is not None and session.scales.values is not None:
+                return REGION
+        if self.communicates and observer.counting():  # what launches send is seen as it is launched from here
+            return WATCHED
+        return ""
 
     def _kept_memory(self) -> list[Tensor]:
         kept = [memory for bound in self.bounds for memory in bound.kept_memory()]
