@@ -47,7 +47,8 @@ class Direction:
     def __init__(self, name: str, ops: str, why: str) -> None:
         self.name, self.ops, self.why, self.range = name, ops, why, f"{ops}.{name}"
         self.captured: CapturedDirections | None = None
-        self.returned: dict[Key, tuple[CapturedLaunches, Returned]] = {}
+        # by all that they depend on, and, of a backward, by less beside how the launches of its forward were
+        self.returned: dict[Key | None, tuple[CapturedLaunches, Returned]] = {}
 
     def run(
         self, ctxs: Sequence[Any], bounds: Sequence[Any], given: Sequence[Tensor], key: Key, compute: Callable[[], Flat],
@@ -59,16 +60,25 @@ class Direction:
         if not captured.possible[self.name]:
             return compute(), None
         addresses, reads, same = [tensor.data_ptr() for tensor in given], given, tuple[int, ...]()
-        kinds = shape_keys(given, addresses) if like is None else (like, *layout_keys(given, addresses))
+        everyone = addresses
         if len(set(addresses)) < len(addresses):
             distinct = dict(zip(addresses, given, strict=True))
             order = {address: i for i, address in enumerate(distinct)}
             same, reads = tuple([order[address] for address in addresses]), list(distinct.values())
             addresses = list(distinct)
         rounds = given[0].dtype is torch.float32 and multiplies_tf32(given[0])
-        key = (self.name, key, same, rounds, *kinds)
-        kept = self.returned.get(key)
-        if kept is not None and not captured.obstacle():
+        short = None if like is None else (like, key, same, rounds, *layout_keys(given, everyone))
+        kept = self.returned.get(short)
+        if kept is None:
+            key = (self.name, key, same, rounds, *shape_keys(given, everyone))
+            kept = self.returned.get(key)
+            if kept is not None and short is not None:
+                self.returned[short] = kept
+        if kept is not None:
+            why = captured.obstacle()
+            if why:
+                captured.passed[self.name] = why
+                return compute(), None
             launches, returned = kept
             with named_range(self.range):
                 return self._flat(ctxs, reads, launches(reads, addresses), returned), returned
