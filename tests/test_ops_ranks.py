@@ -172,19 +172,22 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
         assert_close(apart, added, 1e-6)
 
 
-def refused() -> str:
-    mesh = worker.mesh(dp_shard=1, tp=2)
-    try:
-        block(mesh["tp"], siblings=False)(values(1, M, H))
-    except ValueError as error:
-        return str(error)
-    return ""
+def refused() -> list[str]:
+    """Behind a linear of either class, and with ops between that keep the features."""
+    column = {"tensor_parallel_mode": "column", "tensor_parallel_group": worker.mesh(dp_shard=1, tp=2)["tp"]}
+    said = []
+    for linear in (ops.Linear, ops.BasicLinear):
+        for between in ([], [ops.Identity(), ops.MakeExtraOutput()]):
+            with pytest.raises(ValueError) as raised:
+                ops.Sequential(ops.RMSNorm(H), linear(H, FFN, **column), *between, ops.SwiGLU())
+            said.append(str(raised.value))
+    return said
 
 
 @pytest.mark.ranks(2)
 def test_one_tensor_in_halves_is_refused_where_tp_cuts_it(ranks: Any):
     for said in ranks(2).run(refused):
-        assert "make it siblings, Linear(in_features, (gate, up))" in said
+        assert all("make it siblings, Linear(in_features, (gate, up))" in each for each in said)
 
 
 class Residual(nn.Module):

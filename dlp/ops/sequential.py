@@ -12,8 +12,9 @@ from typing import Any, overload
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dlp.ops.basic.arithmetic import Reshape
 from dlp.ops.fuser import OperationFuser
-from dlp.ops.linear import Linear
+from dlp.ops.linear import BasicLinear
 from dlp.ops.op import FusibleOperation
 from dlp.ops.plans import SequencePlan, group_plan
 
@@ -198,12 +199,19 @@ def _fuser(run: list[tuple[str, FusibleOperation]]) -> OperationFuser:
     return OperationFuser(ops, names)
 
 
+def _makes_features(op: FusibleOperation) -> bool:
+    """Whether features behind it are others than those before it."""
+    return isinstance(op, BasicLinear | Reshape) or hasattr(op, "halves")
+
+
 def check_halves(ops: list[FusibleOperation], names: list[str]) -> None:
     """ValueError for one tensor that a gate cuts in halves where tp has cut it already: a rank would have the gate only."""
-    for before, gate in zip(ops, ops[1:], strict=False):
-        spec = before.core.spec if isinstance(before, Linear) else None
-        cut = spec is not None and spec.style.cut_dy == 1 and spec.tp > 1 and len(spec.members) == 1
-        if spec is not None and cut and hasattr(gate, "halves"):
+    for place, gate in enumerate(ops):
+        if not hasattr(gate, "halves"):
+            continue
+        before = next((op for op in reversed(ops[:place]) if _makes_features(op)), None)
+        spec = before.core.spec if isinstance(before, BasicLinear) else None
+        if spec is not None and spec.style.cut_dy == 1 and spec.tp > 1 and len(spec.members) == 1:
             raise ValueError(
                 f"{type(gate).__name__} behind {type(before).__name__}: tp {spec.tp} cuts its output, of which a rank would "
                 f"have the gate only; make it siblings, Linear(in_features, (gate, up))"
