@@ -178,3 +178,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except ValueError as error:
         sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}; choose another file or folder")

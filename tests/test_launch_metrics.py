@@ -22,6 +22,7 @@ from launch.plot import draw, labels, main, series, smooth, write_plot
 from launch.recorder import Recorder
 from launch.rundir import RunDir
 from launch.sections import Model
+from tests.command import command
 
 CPU = torch.device("cpu")
 
@@ -216,6 +217,9 @@ def test_plot_program(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none/metrics.jsonl: no metrics there, expected the folder of a run"):
         main([str(tmp_path / "none"), "--out", str(tmp_path / "b.png")])
     assert not (tmp_path / "b.png").exists()
+    missing = tmp_path / "nowhere" / "a.png"
+    refused = command("launch.plot", str(run), "--out", str(missing))
+    assert refused == (1, "", f"{missing}: No such file or directory; choose another file or folder\n")
 
 
 def test_series_and_labels(tmp_path: Path) -> None:
