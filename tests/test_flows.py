@@ -15,16 +15,17 @@ from dlp.quant.parameter import QuantizedParameter
 from tests.metrics import assert_bit_equal
 
 FROZEN = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
+FLOWS = [*((recipe, mode) for recipe in FROZEN for mode in ("weight_only", "dynamic")), ("fp8_current", "static")]
 LARGEST = {"nvfp4": 0.25}  # relative error; 0.06 for 8 bits
 
 
-def net() -> nn.Sequential:
+def net(width: int = 64) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64, bias=False)).bfloat16()
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width, bias=False)).bfloat16()
 
 
-def batch(seed: int = 1) -> torch.Tensor:
-    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def batch(seed: int = 1, width: int = 64) -> torch.Tensor:
+    return torch.randn(32, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def converted() -> nn.Module:

@@ -51,8 +51,11 @@ def _scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinear | No
         if isinstance(module, ParallelLinear):
             if (scale := scale_of(module.core)) is not None and isinstance(next(iter(module.core.weights)), HeldWeight):
                 yield f"{name}.{SCALE}", scale, module
-        elif isinstance(local := getattr(module, "weight", None), QuantizedParameter) and local.x_scale is not None:
-            yield f"{name}.{SCALE}", local.x_scale, None
+            continue
+        weight = getattr(module, "weight", None)
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if isinstance(local, QuantizedParameter) and local.x_scale is not None:
+            yield (f"{name}.{SCALE}" if name else SCALE), local.x_scale, None
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
