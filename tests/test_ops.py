@@ -583,6 +583,11 @@ def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pyte
     with pytest.raises(ValueError, match="give Quantize this recipe, or leave strict away"):
         linear(ops.Quantize(recipe="fp8_current", strict=True)(x))
     assert_close(handed + 1, x + 1, 0.1)
+    for recipe in ("fp8_block", "fp8_current"):  # not an op, but reads it alike
+        layer = dlp.Linear(128, 128, recipe=recipe)
+        y = layer(handed)
+        y.sum().backward()
+        assert_close(y, layer(x), 0.1 if recipe == "fp8_block" else 0.0, recipe)
     assert ops.Quantize()(x) is not None and type(ops.Quantize()(x)) is Tensor
 
 
@@ -597,6 +602,40 @@ def test_a_quantized_gradient_goes_back():
     second(y).sum().backward()
     assert seen == [ops.Handed]
     assert x.grad is not None and x.grad.isfinite().all() and x.grad.any()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["two sequences", "one"])
+def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
+    torch.manual_seed(0)
+    recipes = "fp8_block", "fp8_rowwise" if inside else "fp8_block"  # inside, each casts by its own
+    first = ops.Linear(128, 128, recipe=recipes[0], output="quantized")
+    second = ops.Linear(128, 128, recipe=recipes[1], grad_input="quantized")
+    plain = [ops.Linear(128, 128, recipe=recipe) for recipe in recipes]
+    for mine, other in zip((first, second), plain, strict=True):
+        other.load_state_dict(mine.state_dict())
+    found, seen, x = [], list[Any](), values(1, 128, 128)
+    for pair in ((first, second), plain):
+        given = x.clone().requires_grad_()
+        if inside:
+            y = ops.Sequential(*pair)(given)
+        else:
+            between = pair[0](given)
+            between.register_hook(lambda grad: seen.append(type(grad)))
+            seen.append(type(between))
+            y = pair[1](between)
+        y.backward(values(2, 128, 128))
+        assert given.grad is not None
+        found.append([y.detach(), given.grad, *[p.grad for layer in pair for p in layer.parameters()]])
+    for name, mine, other in zip(("y", "dx", "dw", "db", "dw", "db"), *found, strict=True):
+        if name == "db":  # the sums of what came, which was rounded
+            assert_close(mine, other, 0.05)
+        else:
+            assert_bit_equal(mine, other, name)
+    assert seen == ([] if inside else [ops.Handed, ops.Handed, Tensor, Tensor])
+    with pytest.raises(ValueError, match='output must be "values" or "quantized"; got \'fp8\''):
+        ops.Linear(8, 8, output="fp8")
+    with pytest.raises(ValueError, match="siblings go to a gate"):
+        ops.Linear(8, (8, 8), output="quantized")
 
 
 # What torch traces

@@ -172,6 +172,56 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
         assert_close(apart, added, 1e-6)
 
 
+def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str]]:
+    """Of token shards, x and dy that came quantized, with scales that tp ranks agreed on, and of the values; what is said of
+    scales that are a rank's own, and what travelled."""
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    group, rank, sent, found = mesh["tp"].get_group(), mesh["tp"].get_local_rank(), list[str](), list[Any]()
+    more = {"tensor_parallel_group": mesh["tp"], "sequence_parallel": True, "recipe": recipe, "bias": False}
+    start = core.BoundGather.start
+    core.BoundGather.start = lambda self, mine, lease=None: [  # type: ignore[method-assign]
+        sent.append(f"{self.tensor} {mine.format.name}"), start(self, mine, lease)][1]  # fmt: skip
+    try:
+        for handed in (True, False):
+            torch.manual_seed(0)
+            column = ops.Linear(H, 2 * H, tensor_parallel_mode="column", **more)
+            row = ops.Linear(2 * H, H, tensor_parallel_mode="row", **more)
+            quantize = ops.Quantize(True, True, recipe=recipe, strict=True, process_group=group)
+            x = ((1 + rank) * values(1 + rank, 128, H)).requires_grad_()
+            between = quantize(x) if handed else x
+            y = row(column(between))
+            y = quantize(y) if handed else y
+            dy = (1 + rank) * values(3 + rank, 128, H)
+            y.backward(dy)
+            assert not handed or type(between) is type(y) is ops.Handed
+            found.append({name: p.grad for name, p in (("dw", column.weight), ("dw'", row.weight))})
+    finally:
+        core.BoundGather.start = start  # type: ignore[method-assign]
+    try:
+        column(ops.Quantize(recipe=recipe, strict=True)(x))
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    return [{name: whole(grad) for name, grad in grads.items()} for grads in found], said, sent
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+def test_codes_that_came_are_gathered_as_they_are(recipe: str, ranks: Any):
+    for (handed, plain), said, sent in ranks(2).run(handed_over, recipe):
+        for name, grad in plain.items():
+            assert_bit_equal(handed[name], grad, name)
+        assert (
+            len(set(sent)) == 2
+            and sent[: len(sent) // 2] == sent[len(sent) // 2 :]
+            and not any("hp" in s for s in sent)
+        )
+        if recipe == "fp8_current":
+            assert "its ranks must share its scales" in said and "give Quantize process_group=" in said
+        else:  # a scale of each block is a rank's own
+            assert said == ""
+
+
 def refused() -> list[str]:
     """Behind a linear of either class, and with ops between that keep the features."""
     column = {"tensor_parallel_mode": "column", "tensor_parallel_group": worker.mesh(dp_shard=1, tp=2)["tp"]}

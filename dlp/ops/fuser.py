@@ -131,8 +131,8 @@ class OperationFuser:
             list[str](),
         )
         ways = [self._placed(fuse(which, ops, recipe, notes), which) for which in ("forward", "backward")]
-        dys = [None, *[op.grad_output_quantizer(ctx) for op, ctx in pairs[:-1]]]
-        xs = [*[op.input_quantizer(ctx) for op, ctx in pairs[1:]], None]
+        dys = _of_the_op_before(pairs, "grad_output_quantizer")
+        xs = _of_the_op_before(pairs[::-1], "input_quantizer")[::-1]
         captured = [
             Direction(which, f"{self.names[0]} to {self.names[-1]}", self._obstacle(which, way, ctxs))
             for which, way in zip(("forward", "backward"), ways, strict=True)
@@ -169,3 +169,12 @@ class OperationFuser:
             able = op.goes(which)
             placed += [Placed(op, places)] if able else [Placed(self.basic_ops[i], (i,)) for i in places]
         return placed
+
+
+def _of_the_op_before(pairs: Sequence[tuple[Any, Any]], ask: str) -> list[Any]:
+    """By op, the quantizers of the op before; one that hands on what it is given is looked through."""
+    found, last = list[Any](), None
+    for op, ctx in pairs:
+        found.append(last)
+        last = last if ask in op.looked_through else getattr(op, ask)(ctx)
+    return found

@@ -1,40 +1,52 @@
 """Handed: activations [..., C] that are quantized already, as a tensor, so that they travel between modules.
 
 A linear whose recipe casts x like this reads the operands as they are; anything else reads the decoded values. Its gradient is
-a plain tensor. Kept are both operands of one matrix [M, C], and which quantizers made them.
+a plain tensor. Kept are both operands of one matrix [M, C], which quantizers made them, and which ranks agreed on its scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from dlp.kernels.ops import LazyMatrix
 from dlp.parallel.casts import BOTH, Beside, CastPlan, Operands, cast, cast_plan
-from dlp.parallel.style import LOCAL
+from dlp.parallel.style import COLUMN_SP, LOCAL, ROW_SP
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand, Recipe
 
 
+class Making(NamedTuple):
+    """What made operands: by which quantizers, with scales that these ranks agreed on, None: this one alone. `strict`: nobody
+    may decode them to quantize once more."""
+
+    quantizers: Operand
+    group: ProcessGroup | None = None
+    strict: bool = False
+
+
 class Handed(Tensor):
-    """operands of values [M, C], made by `quantizers`; `strict`: nobody may decode them to quantize once more."""
+    """operands of values [M, C], and how they were made."""
 
     operands: Operands
-    quantizers: Operand
-    strict: bool
+    making: Making
 
     @staticmethod
-    def __new__(
-        cls, operands: Operands, quantizers: Operand, shape: Sequence[int], dtype: torch.dtype, strict: bool = False
-    ) -> Handed:
+    def __new__(cls, operands: Operands, making: Making, shape: Sequence[int], dtype: torch.dtype) -> Handed:
         device = operands.at(columnwise=False).payload.device
         made: Handed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.operands, made.quantizers, made.strict = operands, quantizers, strict
+        made.operands, made.making = operands, making
         return made
+
+    def rows(self) -> Handed:
+        """The same as [M, C]."""
+        shape = self.numel() // self.shape[-1], self.shape[-1]
+        return Handed(self.operands, self.making, shape, self.dtype)
 
     def tensor(self) -> Tensor:
         """The values, decoded."""
@@ -48,11 +60,12 @@ class Handed(Tensor):
         """detach, alias and views of the same shape keep the operands; whatever else reads the values decodes them."""
         if func in _SAME and isinstance(args[0], Handed):
             it = args[0]
-            return Handed(it.operands, it.quantizers, it.shape, it.dtype, it.strict)
+            return Handed(it.operands, it.making, it.shape, it.dtype)
         plain = tree_map(lambda value: value.tensor() if isinstance(value, Handed) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
+STYLE_THAT_GATHERS = {"x": COLUMN_SP, "dy": ROW_SP}
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view_as.default)
 
 
@@ -71,13 +84,22 @@ def why_not(recipe: Recipe, tensor: str) -> str | None:
     return None
 
 
-def quantized(rows: Tensor | LazyMatrix, shape: Sequence[int], recipe: Recipe, tensor: str, strict: bool) -> Handed:
-    """Values [M, C] as a recipe casts x or dy, both orientations; scales are this rank's."""
-    plan = cast_plan(LOCAL, recipe, tensor, BOTH, rows.shape[0])
+def quantized(
+    rows: Tensor | LazyMatrix,
+    shape: Sequence[int],
+    recipe: Recipe,
+    tensor: str,
+    group: ProcessGroup | None,
+    strict: bool,
+) -> Handed:
+    """Values [M, C] as a recipe casts x or dy, both orientations. `group`: the ranks that have the other tokens, and agree on
+    scales as those that gather x or dy do; None: scales are this rank's."""
+    row = LOCAL if group is None else STYLE_THAT_GATHERS[tensor]
+    plan = cast_plan(row, recipe, tensor, BOTH, rows.shape[0], group=group)
     (made,) = cast(plan, BOTH, [rows], [tensor], _nothing_beside)
     operand = recipe.of(tensor)
     assert operand is not None
-    return Handed(made, operand, shape, rows.dtype, strict)
+    return Handed(made, Making(operand, group, strict), shape, rows.dtype)
 
 
 def _nothing_beside(plan: CastPlan, *asked: Any) -> Beside:

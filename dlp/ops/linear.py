@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.ops.basic.bias import Bias, ReturnedBias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
-from dlp.ops.handed import Handed
+from dlp.ops.basic.quantize import HandOver
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
@@ -42,7 +42,7 @@ from dlp.parallel.linear.core import (
     waits,
 )
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec
+from dlp.parallel.linear.state import BoundSpec, accepted
 from dlp.parallel.model.autocast import active_spec
 from dlp.parallel.style import LOCAL, ParallelStyle
 from dlp.parallel.weight.local import check_whole, held
@@ -199,8 +199,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         if input_.dtype != ctx.dtype:
             self._take_weights(ctx, input_.dtype)
         x = input_
-        if is_handed(x) and not self._reads_as_it_is(x, bound, "x"):
-            x = x.tensor()
+        if is_handed(x):
+            x = accepted(bound, x, "x")
         weights, parts = ctx.given
         check_features(bound.spec, x, weights[0])
         save = ctx.requires_grad and any(ctx.learns)
@@ -209,32 +209,9 @@ class BasicLinear(BasicOperation, modules.Linear):
         ctx.x_shape, ctx.x_dtype = tuple(x.shape), x.dtype
         return tuple(ys)
 
-    def _reads_as_it_is(self, value: Any, bound: BoundSpec, tensor: str) -> bool:
-        """Whether what is quantized already is what this layer would make of it; else it is decoded and quantized once more,
-        and the plan notes it. ValueError where it is strict."""
-        spec = bound.spec
-        alone = spec.tp == 1 or spec.style.gathers != tensor
-        agreed = spec.amax_group is None and spec.recipe.amax_scope == "table"
-        own = value.quantizers
-        whole = not (own.rowwise.format.keeps_source or own.columnwise.format.keeps_source)
-        same = (
-            own == spec.recipe.of(tensor) and not spec.options.save_original_input and spec.prologue is None and whole
-        )
-        if same and alone and (agreed or spec.tp == 1):
-            return True
-        why = f"{spec.name}: {tensor} is quantized twice: " + (
-            f"it came as {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts it otherwise"
-            if not same else "its ranks must share its scales"
-        )  # fmt: skip
-        if value.strict:
-            raise ValueError(f"{why}; give Quantize this recipe, or leave strict away")
-        bound.session.note(why)
-        return False
-
     def _dy(self, grad: Any, bound: BoundSpec) -> Any:
-        if is_handed(grad) and self._reads_as_it_is(grad, bound, "dy"):
-            return Handed(grad.operands, grad.quantizers, (grad.numel() // grad.shape[-1], grad.shape[-1]), grad.dtype)
-        return rows_of(grad)
+        grad = accepted(bound, grad, "dy") if is_handed(grad) else grad
+        return grad.rows() if is_handed(grad) else rows_of(grad)
 
     def begin_backward(self, ctx: Any) -> None:
         bound, weights = ctx.bound, ctx.saved_tensors[: len(ctx.learns)]
@@ -331,13 +308,22 @@ def over(bound: BoundSpec, row: ParallelStyle, group: ProcessGroup | None) -> Bo
 class Linear(BasicLinear):
     """BasicLinear and Bias; row-parallel: BasicLinear, AllReduce or (`sequence_parallel`) ReduceScatter, Bias. Parameters are
     `weight` and `bias`, or weight_0, bias_0, ... of siblings. `return_bias`: the bias is not added, not by a row-parallel one
-    either, but is an extra output, one of each sibling."""
+    either, but is an extra output, one of each sibling. output, grad_input: "quantized" hands y to the next module, dx to the
+    one before, as this layer's recipe casts x and dy; a linear of the same sequence casts them itself, as it does anyway."""
+
+    output = grad_input = "values"  # of a converted one, too
 
     def __init__(
-        self, in_features: int, out_features: int | tuple[int, ...], bias: bool = True, **options: Any
-    ) -> None:
+        self, in_features: int, out_features: int | tuple[int, ...], bias: bool = True, *, output: str = "values",
+        grad_input: str = "values", **options: Any,
+    ) -> None:  # fmt: skip
+        for name, given in (("output", output), ("grad_input", grad_input)):
+            if given not in ("values", "quantized"):
+                raise ValueError(f'{name} must be "values" or "quantized"; got {given!r}')
+        if output == "quantized" and not isinstance(out_features, int):
+            raise ValueError(f'output="quantized" is of one out_features; got {out_features!r}: siblings go to a gate')
         super().__init__(in_features, out_features, bias=bias, **options)
-        self.biased = bias
+        self.biased, self.output, self.grad_input = bias, output, grad_input
 
     @property
     def reduced(self) -> bool:
@@ -357,7 +343,9 @@ class Linear(BasicLinear):
             elif self.biased:
                 behind.append(Bias.of(self))
                 vars(behind[-1])["part_of"] = self
-            found = vars(self)["_ops"] = (self, *behind)
+            behind += [HandOver(self, "forward")] if self.output == "quantized" else []
+            before = [HandOver(self, "backward")] if self.grad_input == "quantized" else []
+            found = vars(self)["_ops"] = (*before, self, *behind)
         return found
 
     def __getstate__(self) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class BasicOperation(FusibleOperation):
     none_grads = False
     launches = False
     token_rows: int | None = None  # of a token shard, once conversion has replicated it over tp
+    looked_through: tuple[str, ...] = ()  # by those who ask for these quantizers: it hands on what it is given
     part_of: Any = None  # a linear that does this itself where ops run one by one
 
     @property

@@ -150,6 +150,13 @@ class TransferPlan:
             return None
         return (quantizers.columnwise if gathered.columnwise else quantizers.rowwise).format
 
+    def sends_codes(self, tensor: str, agreed: ProcessGroup | None, group: ProcessGroup) -> bool:
+        """Whether operands of x or dy that exist, on whose scales some ranks have `agreed`, travel over a group as they are."""
+        routes = [*self.x, self.x_again] if tensor == "x" else self.dys
+        if any(any(route.there) for route in routes) or (tensor == "x" and self.kept == "values"):
+            return False
+        return agreed is group or not any(any(self.casts(route).agreed) for route in routes if any(route.here))
+
     def rows(self, tensor: str) -> int:
         """Of x, dy, y or dx on this rank."""
         return self.tokens if tensor in ("x", "dx") else self.y_tokens

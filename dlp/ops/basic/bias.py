@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dlp.kernels.launches import by_torch
 from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.ops.op import BasicOperation, Extras
-from dlp.ops.values import HANDED, LAZY, MANY, Value, each, joined, rows_of, tensor_of
+from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, joined, rows_of, tensor_of
 from dlp.parallel.weight.local import held
 
 
@@ -54,8 +54,9 @@ def _biased(x: Tensor, bias: Tensor) -> Tensor:
 class Bias(_Vectors):
     """x [..., size] + bias [size]. Backward takes the sums of columns in the cast behind it, where one follows."""
 
-    takes = frozenset({LAZY, MANY})
+    takes = frozenset({LAZY, MANY, HANDED})
     launches = True
+    looked_through = ("grad_output_quantizer",)
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -65,7 +66,7 @@ class Bias(_Vectors):
         vars(self)["where"] = ((self, "bias"),)
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        values, biases = each(input_), self.begin_sum(ctx)
+        values, biases = [one.tensor() if is_handed(one) else one for one in each(input_)], self.begin_sum(ctx)
         if len(values) != len(biases):
             raise ValueError(f"Bias: it has {len(biases)} vectors and is given {len(values)} tensors")
         return joined([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
@@ -81,7 +82,7 @@ class Bias(_Vectors):
             rows = rows_of(grad)
             summed = Summed(rows if made else stored(rows))
             sums.append(Later(summed, dtype))
-            passed.append(Produced(summed, grad.shape))
+            passed.append(grad if is_handed(grad) else Produced(summed, grad.shape))
         return joined(passed, grad_output), sums
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:

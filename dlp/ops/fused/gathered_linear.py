@@ -37,8 +37,8 @@ class GatheredLinear(InnerFused):
         biases = bias[0].begin_sum(basic_op_ctxs[2]) if bias else None
         if isinstance(input_, Produced):
             input_ = Produced(input_.matrix, input_.matrix.shape)
-        elif not is_handed(input_):
-            input_ = rows_of(input_)
+        else:
+            input_ = input_.rows() if is_handed(input_) else rows_of(input_)
         ys = [like_leading(y, shape) for y in linear.multiply(ctx, input_, self.bound(ctx), biases)]
         ctx.x_shape = shape
         return (tuple(ys) if len(ys) > 1 else ys[0]), [()] * len(self.basic_ops)

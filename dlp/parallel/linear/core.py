@@ -99,7 +99,7 @@ def run_forward(
 
     mine = operands_of(values)
     operand: Rowwise | None = mine.rowwise if mine is not None else None
-    if mine is None:
+    if mine is None or transfers.x[save].gathers:
         with named_range(f"{spec.name}.cast_x"):
             operand, _, mine = transfers.x[save].send(values, record)
     assert operand is not None
@@ -449,17 +449,18 @@ class BoundRoute:
         ]  # fmt: skip
 
     def send(self, values: Values, record: bool = True) -> Sent:
-        """Values [M/R, features] of this rank: cast what is cast of them, straight into leases, and start all transfers."""
-        route = self.route
+        """Values [M/R, features] of this rank: cast what is cast of them, straight into leases, and start all transfers; of
+        what came quantized, those of its operands."""
+        route, given = self.route, operands_of(values)
         leases: list[Lease | None] = [None] * len(self.gathers)
         into: list[QuantizedTensor | None] = [None, None]
-        if self.leases:
+        if self.leases and given is None:
             for i, gather in enumerate(self.gathers):
                 lease = leases[i] = gather.lease(values)
                 if lease is not None:
                     into[gather.columnwise] = lease.mine
-        mine = NOTHING
-        if self.casts is not None:
+        mine = given or NOTHING
+        if self.casts is not None and given is None:
             room = (into[0], into[1]) if self.leases else NOWHERE
             (mine,) = cast(self.casts, route.here, [values], self.owner, self.beside, record=record, into=room)
         rowwise: Rowwise | None = mine.rowwise

@@ -29,7 +29,7 @@ from dlp.parallel.linear.autograd import (
 )
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps, num_inputs
-from dlp.parallel.linear.state import BoundSpec, LayerState
+from dlp.parallel.linear.state import BoundSpec, LayerState, accepted
 from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
 from dlp.parallel.model.session import Session
 from dlp.parallel.style import shard_sizes, style
@@ -163,6 +163,7 @@ class LinearCore(LayerState):
         Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y comes in it."""
         if len(inputs) != self.bound.num_inputs or type(inputs[0]) is not Tensor or type(inputs[-1]) is not Tensor:
             check_inputs(self.spec, inputs)
+            inputs = self._accepted(inputs)
         if autocasts(inputs):
             with no_autocast(inputs):
                 return self(*in_autocast_dtype(inputs))
@@ -176,6 +177,11 @@ class LinearCore(LayerState):
             results: tuple[Tensor, ...] = apply_directly(call, sides, *inputs, *parameters)
             return results
         return tuple(forward(call, sides, inputs, parameters)[0])
+
+    def _accepted(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Tensors, of which those that came quantized are as this layer can take them."""
+        bound = self.bound if opaque() else active_spec(self)
+        return tuple([accepted(bound, x, "x") if hasattr(x, "operands") else x for x in inputs])
 
     def by_ops(self, inputs: tuple[Tensor, ...], prologue: Prologue | None = None) -> tuple[Tensor, ...]:
         """The same, for what traces or watches. `prologue`: in the place of the layer's own."""

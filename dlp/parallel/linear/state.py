@@ -231,6 +231,31 @@ def quantize(
     return cast(plan, orientations, values, owners, partial(beside, bound), record=record, into=into)
 
 
+def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
+    """x or dy that came quantized (`dlp.ops.Handed`): as it is, where this layer would have cast it alike, else decoded, with a
+    note. ValueError where it must not be decoded."""
+    spec, making = bound.spec, value.making
+    own, options = making.quantizers, spec.options
+    whole = not (own.rowwise.format.keeps_source or own.columnwise.format.keeps_source)
+    same = own == spec.recipe.of(tensor) and not options.save_original_input and spec.prologue is None and whole
+    shared = spec.tp == 1 or (spec.amax_group is None and spec.recipe.amax_scope == "table")
+    if same and shared and spec.style.gathers == tensor and spec.tp > 1:
+        rows = value.numel() // value.shape[-1]
+        plan = bound.transfers(rows) if tensor == "x" else bound.transfers_back(rows)
+        shared = plan.sends_codes(tensor, making.group, spec.tp_group)
+    if same and shared:
+        return value
+    why = f"{spec.name}: {tensor} is quantized twice: " + (
+        "its ranks must share its scales, and have whole blocks of it"
+        if same else f"it came as {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts it otherwise"
+    )  # fmt: skip
+    if making.strict:
+        way = "process_group=, the ranks that gather it" if same else "this recipe"
+        raise ValueError(f"{why}; give Quantize {way}, or leave strict away")
+    bound.session.note(why)
+    return value.tensor()
+
+
 @remembered
 def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool, rows: int) -> CastPlan:
     """`rows`: of the matrices, as many as tokens in x and dy."""
