@@ -534,15 +534,20 @@ def test_a_model_that_is_let_go_frees_its_memory(ranks, on):
     assert ranks(2).run(freed, on) == [[True] * 3] * 2
 
 
-def unattached() -> list[str]:
+def unattached() -> list[list[str]]:
+    """What is noted of an evaluation, and of a training."""
     mesh = worker.mesh(dp_shard=2)
     model = nn.Sequential(nn.Linear(32, 32)).to(worker.device())
     dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)
     dlp.fully_shard(model, mesh=mesh)
-    model(torch.ones(4, 32, device=worker.device()))
-    return sorted(session_of(model).noted)
+    noted = []
+    for training in (False, True):
+        with torch.set_grad_enabled(training):
+            model(torch.ones(4, 32, device=worker.device()))
+        noted.append(sorted(session_of(model).noted))
+    return noted
 
 
 @pytest.mark.ranks(2)
 def test_without_a_step_boundary_the_plan_says_what_travels(ranks):
-    assert ranks(2).run(unattached) == [["w is gathered in high precision: dlp.attach has not been called"]] * 2
+    assert ranks(2).run(unattached) == [[[], ["w is gathered in high precision: dlp.attach has not been called"]]] * 2

@@ -125,9 +125,9 @@ def _is_integer(reshard: Any) -> bool:
 
 @torch.compiler.disable
 def _before_attach(module: nn.Module, args: Any) -> None:
-    """Until there is a step boundary nothing is kept between calls, so values travel."""
+    """Until there is a step boundary nothing is kept between calls, so values travel; an evaluation never has one."""
     for weights in weights_in(module):
-        if not weights.layer.spec.recipe.w.keeps_source:
+        if torch.is_grad_enabled() and not weights.layer.spec.recipe.w.keeps_source:
             weights.layer.session.note("w is gathered in high precision: dlp.attach has not been called")
 
 
