@@ -48,6 +48,7 @@ from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
 Given = Values | Produced
+OPERANDS = "operands"  # what x or dy has that came quantized
 Rowwise = QuantizedTensor | Gather
 Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
 
@@ -97,7 +98,7 @@ def run_forward(
     transfers = _transfers(bound, x.shape)
     plan, reduce = transfers.plan, transfers.plan.fprop
 
-    mine = operands_of(values)
+    mine = getattr(values, OPERANDS, None)
     operand: Rowwise | None = mine.rowwise if mine is not None else None
     if mine is None or transfers.x[save].gathers:
         with named_range(f"{spec.name}.cast_x"):
@@ -184,7 +185,7 @@ def run_backward(
             sent = transfers.dy(wanted.dx, learns).send(rows[0])
             dy_rows, dy_cols = [sent.rowwise], [sent.columnwise]
         else:
-            given = [found for dy in rows if (found := operands_of(dy)) is not None]
+            given = [found for dy in rows if (found := getattr(dy, OPERANDS, None)) is not None]
             made = (
                 given if len(given) == len(rows) else quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
             )
@@ -342,12 +343,7 @@ def as_matrix(x: Given) -> Any:
     """[..., K] -> [M, K]."""
     if isinstance(x, Produced):
         return x.matrix
-    return x if isinstance(x, LazyMatrix) or hasattr(x, "operands") or x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
-def operands_of(x: Any) -> Operands | None:
-    """Those of x or dy that came quantized; None: it is to be cast."""
-    return getattr(x, "operands", None)
+    return x if isinstance(x, LazyMatrix) or hasattr(x, OPERANDS) or x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
@@ -451,7 +447,7 @@ class BoundRoute:
     def send(self, values: Values, record: bool = True) -> Sent:
         """Values [M/R, features] of this rank: cast what is cast of them, straight into leases, and start all transfers; of
         what came quantized, those of its operands."""
-        route, given = self.route, operands_of(values)
+        route, given = self.route, getattr(values, OPERANDS, None)
         leases: list[Lease | None] = [None] * len(self.gathers)
         into: list[QuantizedTensor | None] = [None, None]
         if self.leases and given is None:
