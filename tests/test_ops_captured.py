@@ -245,3 +245,23 @@ def test_a_forward_that_records_is_another_one():
     with torch.no_grad():
         model(torch.zeros(M, K, dtype=torch.bfloat16))
     assert len(model._groups_now()[0].plans) == 2
+
+
+class HandedOver(nn.Module):
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.quantize = ops.Sequential(ops.Quantize(recipe=recipe))
+        self.linear = ops.Sequential(ops.Linear(K, K, bias=False, recipe=recipe))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.quantize(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+def test_x_that_came_quantized_is_read_by_each_call_anew(recipe: str):
+    twins = slow_twins(recipe, HandedOver)
+    for seed in range(5):
+        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    found = recorded(twins.model[0].linear)
+    assert not any(isinstance(made, CapturedLaunches) for made in found["forward"])
+    assert any(isinstance(made, CapturedLaunches) for made in found["backward"])
