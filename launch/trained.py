@@ -44,14 +44,20 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
     parser.add_argument(
         "--quantize", metavar="RECIPE", help="hold the linears of all blocks as codes of this recipe only"
     )
-    parser.add_argument("--mode", choices=MODES, default=MODES[0], help=f"what quantizing makes of x [{MODES[0]}]")
+    parser.add_argument("--mode", choices=MODES, help=f"what quantizing makes of x [{MODES[0]}]")
     parser.add_argument(
-        "--calibration", type=count, default=8, metavar="N",
+        "--calibration", type=count, metavar="N",
         help="--mode static: so many batches of the training data give x its scales [8]",
     )  # fmt: skip
     parser.epilog = "Settings of its config are changed as for a run: --recipe bf16, --train.sequence 512, --mesh.tp 2."
     rest, changes = overrides.split(arguments)
-    return parser.parse_args(rest), changes
+    known = parser.parse_args(rest)
+    if known.mode and not known.quantize:
+        parser.error(f"--mode {known.mode} says how weights are quantized, and nothing is: add --quantize RECIPE")
+    if known.calibration and known.mode != "static":
+        parser.error(f"--calibration {known.calibration} is for static scales: add --quantize RECIPE --mode static")
+    known.mode, known.calibration = known.mode or MODES[0], known.calibration or 8
+    return known, changes
 
 
 def open_trained(path: Path, changes: Changes) -> Trained:

@@ -189,6 +189,19 @@ def test_no_batches_are_no_evaluation(option: str, tmp_path: Path, capsys: pytes
     assert said.endswith(f"argument {option}: expected an integer >= 1, got '0'\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--mode", "static"], "--mode static says how weights are quantized, and nothing is: add --quantize RECIPE"),
+        (["--quantize", "int8", "--calibration", "2"], "--calibration 2 is for static scales: add --quantize RECIPE"),
+    ],
+)
+def test_what_quantizing_would_read_is_not_passed_over(options, said, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main([str(tmp_path), *options])
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("program", ["launch.evaluate", "launch.generate"])
 def test_what_is_no_checkpoint_is_one_sentence(program: str, tmp_path: Path) -> None:
     prompt = ["--prompt", "x"] if program == "launch.generate" else []
