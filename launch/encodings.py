@@ -30,41 +30,20 @@ Wrap = Callable[[Tensor, Tensor], Tensor]  # codes and scales of whole blocks ->
 
 
 @dataclass(frozen=True)
-class Codes:
-    """What torchao.optim keeps one average as. `module`, `name`: of its tensor class; `packed`: how many codes are in one
-    element of `dtype`."""
+class Encoding:
+    """How torchao.optim keeps an average. `module`, `name`: of its tensor class; `block`: elements that share a scale;
+    `packed`: how many codes are in one element of `dtype`."""
 
     module: str
     name: str
+    block: int
     dtype: torch.dtype = torch.uint8
     packed: int = 1
-
-    def wrap(self, signed: bool, device: torch.device) -> Wrap:
-        module = importlib.import_module(self.module)
-        kind = getattr(module, self.name)
-        if self.name == "OptimStateFp8":
-            return lambda codes, scale: kind(codes, scale, torch.float32)
-        table = torch.tensor(module.get_qmap_signed() if signed else module.get_qmap_unsigned(), device=device)
-        if self.packed == 1:
-            return lambda codes, scale: kind(codes, scale, table, signed, torch.float32)
-        return lambda codes, scale: kind(codes, scale, table, signed, (self.packed * codes.numel(),), torch.float32)
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How an optimizer keeps both averages. `block`: elements that share a scale, in either."""
-
-    block: int
-    exp_avg: Codes
-    exp_avg_sq: Codes
-
-    def codes(self, average: str) -> Codes:
-        return self.exp_avg if average == "exp_avg" else self.exp_avg_sq
 
     @property
     def state_bytes(self) -> float:
         """Of both averages, for an element of a parameter."""
-        return sum(1 / self.codes(average).packed + 4 / self.block for average in AVERAGES)
+        return 2 * (1 / self.packed + 4 / self.block)
 
     def keeps_fp32(self, shape: Sequence[int], shards: Sequence[int]) -> str | None:
         """Why the averages of a parameter of this shape, whose dimensions are cut into so many shards, stay fp32; None: they
@@ -77,23 +56,28 @@ class Encoding:
             return f"rows of {row} elements on a rank, no multiple of {self.block}"
         return None
 
-    def zeros(self, parameter: Tensor, average: str) -> Average:
+    def zeros(self, parameter: Tensor) -> Average:
         """An average before the first step."""
         if self.keeps_fp32(parameter.shape, shards_of(parameter)) is not None:
             return torch.zeros_like(parameter)
-        kind = self.codes(average)
-        codes = _zeros(parameter, kind.packed, kind.dtype)
+        codes = _zeros(parameter, self.packed, self.dtype)
         return {"codes": codes, "scale": _zeros(parameter, self.block, torch.float32)}
 
+    def wrap(self, signed: bool, device: torch.device) -> Wrap:
+        module = importlib.import_module(self.module)
+        kind = getattr(module, self.name)
+        if self.name == "OptimStateFp8":
+            return lambda codes, scale: kind(codes, scale, torch.float32)
+        table = torch.tensor(module.get_qmap_signed() if signed else module.get_qmap_unsigned(), device=device)
+        if self.packed == 1:
+            return lambda codes, scale: kind(codes, scale, table, signed, torch.float32)
+        return lambda codes, scale: kind(codes, scale, table, signed, (self.packed * codes.numel(),), torch.float32)
 
-EIGHT = Codes("torchao.optim.subclass_8bit", "OptimState8bit")
-FOUR = Codes("torchao.optim.subclass_4bit", "OptimState4bit", packed=2)
-FP8 = Codes("torchao.optim.subclass_fp8", "OptimStateFp8", torch.float8_e4m3fn)
+
 ENCODINGS = {
-    "adamw8bit": Encoding(256, EIGHT, EIGHT),
-    "adamw8bit4bit": Encoding(128, EIGHT, FOUR),
-    "adamw4bit": Encoding(128, FOUR, FOUR),
-    "adamwfp8": Encoding(256, FP8, FP8),
+    "adamw8bit": Encoding("torchao.optim.subclass_8bit", "OptimState8bit", 256),
+    "adamw4bit": Encoding("torchao.optim.subclass_4bit", "OptimState4bit", 128, packed=2),
+    "adamwfp8": Encoding("torchao.optim.subclass_fp8", "OptimStateFp8", 256, torch.float8_e4m3fn),
 }
 
 
@@ -127,12 +111,11 @@ def flat(average: Average) -> Average:
     return {name: local_values(part).view(-1) for name, part in average.items()}
 
 
-def kind_of(codes: Tensor, scale: Tensor) -> Codes:
+def encoding_of(codes: Tensor, scale: Tensor) -> Encoding:
     """ValueError for codes that are of no encoding."""
     for encoding in ENCODINGS.values():
-        for kind in (encoding.exp_avg, encoding.exp_avg_sq):
-            if codes.dtype == kind.dtype and codes.numel() * kind.packed == scale.numel() * encoding.block:
-                return kind
+        if codes.dtype == encoding.dtype and codes.numel() * encoding.packed == scale.numel() * encoding.block:
+            return encoding
     raise ValueError(
         f"codes {list(codes.shape)} with scales {list(scale.shape)} are of no encoding in {list(ENCODINGS)}"
     )
@@ -141,7 +124,7 @@ def kind_of(codes: Tensor, scale: Tensor) -> Codes:
 def decoded(parts: Mapping[str, Tensor], signed: bool) -> Tensor:
     """The values [.., K] of an average that is whole here."""
     codes, scale = parts["codes"], parts["scale"]
-    wrap = kind_of(codes, scale).wrap(signed, codes.device)
+    wrap = encoding_of(codes, scale).wrap(signed, codes.device)
     values: Tensor = wrap(codes.view(-1), scale.view(-1)).dequantize()
     return values.view(*codes.shape[:-1], -1)
 
@@ -154,5 +137,5 @@ def write(average: Average, values: Tensor, signed: bool) -> None:
         values = distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
     own, local = flat(average), local_values(values).reshape(-1).to(like.device)
     if not isinstance(own, Tensor):
-        own = kind_of(own["codes"], own["scale"]).wrap(signed, like.device)(own["codes"], own["scale"])
+        own = encoding_of(own["codes"], own["scale"]).wrap(signed, like.device)(own["codes"], own["scale"])
     own.copy_(local)

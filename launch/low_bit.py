@@ -35,7 +35,7 @@ class LowBitAdamW(Optimizer):
         for group in self.param_groups:
             group["lr"] = torch.tensor(group["lr"], device=device)
         self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
-        self._wraps = {name: encoding.codes(name).wrap(signed, device) for name, signed in AVERAGES.items()}
+        self._wraps = {name: encoding.wrap(signed, device) for name, signed in AVERAGES.items()}
         self._step = compiled(step_of_one) if device.type == "cuda" else step_of_one
 
     def make_state(self) -> None:
@@ -48,7 +48,7 @@ class LowBitAdamW(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
-            state |= {name: self.encoding.zeros(parameter, name) for name in AVERAGES}
+            state |= {name: self.encoding.zeros(parameter) for name in AVERAGES}
         return state
 
     @torch.no_grad()

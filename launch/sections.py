@@ -140,7 +140,7 @@ class Train(Section):
     seed: int = setting(integer(">= 0"), "of the initial weights and the order of the data", 0)
     optimizer: str = setting(
         choice("adamw", "muon", *ENCODINGS),
-        "muon: for matrices of blocks; adamw8bit, adamw8bit4bit, adamw4bit, adamwfp8: averages in so many bits, by torchao",
+        "muon: for matrices of blocks; adamw8bit, adamw4bit, adamwfp8: averages in so many bits, by torchao",
         "adamw",
     )
     init_from: str | None = setting(

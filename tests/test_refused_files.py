@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from launch import generate, hf_folder, tokenizer
 from launch.config import ConfigError
 from launch.documents import saved_dataset
-from launch.encodings import kind_of
+from launch.encodings import encoding_of
 from launch.hf_config import read_config
 
 
@@ -43,7 +43,7 @@ def test_a_state_that_no_saved_dataset_has(tmp_path: Path):
 
 def test_codes_of_no_encoding():
     with pytest.raises(ValueError, match=r"codes \[3\] with scales \[2\] are of no encoding in "):
-        kind_of(torch.zeros(3, dtype=torch.uint8), torch.zeros(2))
+        encoding_of(torch.zeros(3, dtype=torch.uint8), torch.zeros(2))
 
 
 def test_temperatures_below_zero(tmp_path: Path):
