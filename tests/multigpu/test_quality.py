@@ -179,7 +179,7 @@ def test_a_small_study_runs_resumes_and_reports(ranks, tmp_path, capsys):
     ("arguments", "says"),
     [
         (["--recipes", "nvfp4", "nope"], "argument --recipes: invalid choice: 'nope'"),
-        (["--seeds", "0"], "--seeds 0: a study has one seed or more; leave it away for 3"),
+        (["--seeds", "0"], "argument --seeds: expected an integer >= 1, got '0'"),
     ],
 )
 def test_what_cannot_be_studied_is_refused_before_anything_is_made(arguments, says, tmp_path, capsys):
