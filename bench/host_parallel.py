@@ -250,7 +250,7 @@ def measure(
     ranks = list(range(dist.get_world_size()))
     real, alone = dist.group.WORLD, dist.new_group(ranks, backend="fake")
     assert real is not None
-    transport.ask_for(real)
+    transport.ask_for(real, device.type)
     moving = {name: passes(name, tokens, features, real, device) for name in subjects}
     whole = ratios(in_turns(moving, rounds))
     still = {  # FSDP has groups of its own

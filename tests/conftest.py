@@ -7,7 +7,8 @@
     @pytest.mark.parametrize("world", [2, 4])              # a parameter of this name counts as the mark
     def test_sums(ranks, world): ...
 
-Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each. With pytest-xdist
+Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each, with `--share-gpu` as well
+they share one (tests/shared_gpu.py). With pytest-xdist
 (`-n 2`) a worker runs all tests of as many ranks, so that a pool is started once: one those on 2 ranks, which leave half of
 a core idle while ranks wait for each other, another those on 4, those on 1, and then the rest.
 """
@@ -36,6 +37,7 @@ if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do with
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where multi-rank tests run")
+    parser.addoption("--share-gpu", action="store_true", help="with --device cuda: all ranks of a test on one GPU")
     parser.addoption(
         "--fast",
         action="store_true",
@@ -146,6 +148,12 @@ def device_type(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
+def share_gpu(request: pytest.FixtureRequest, device_type: str) -> bool:
+    """All ranks have one GPU: slowly, and without NCCL."""
+    return device_type == "cuda" and request.config.getoption("--share-gpu")
+
+
+@pytest.fixture(scope="session")
 def pools(device_type: str) -> Iterator[dict[int, Pool]]:
     pools: dict[int, Pool] = {}
     yield pools
@@ -154,7 +162,9 @@ def pools(device_type: str) -> Iterator[dict[int, Pool]]:
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, pools: dict[int, Pool], device_type: str) -> Callable[[int], Pool]:
+def ranks(
+    request: pytest.FixtureRequest, pools: dict[int, Pool], device_type: str, share_gpu: bool
+) -> Callable[[int], Pool]:
     """`ranks(n)`: the pool of n ranks, alive since an earlier test."""
     announced = world_of(request.node)
 
@@ -163,8 +173,8 @@ def ranks(request: pytest.FixtureRequest, pools: dict[int, Pool], device_type: s
             pytest.fail(
                 f"{request.node.name} asks for {world} ranks: mark it @pytest.mark.ranks({world})", pytrace=False
             )
-        if device_type == "cuda" and world > torch.cuda.device_count():
+        if device_type == "cuda" and not share_gpu and world > torch.cuda.device_count():
             pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
-        return pools.setdefault(world, Pool(world, device_type))
+        return pools.setdefault(world, Pool(world, device_type, share_gpu))
 
     return pool

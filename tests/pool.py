@@ -35,8 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from dlp.comm.mesh import build_mesh
+from tests import shared_gpu
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "shared": "cpu:gloo,cuda:gloo"}
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 GRACE = 0.5  # seconds that the other ranks have to report as well, once one has failed
 
@@ -66,7 +67,7 @@ class Worker:
 
 def device() -> torch.device:
     """Inside a worker: the device of this rank."""
-    on_gpu = "nccl" in dist.get_backend_config()
+    on_gpu = "cuda" in dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
@@ -88,11 +89,13 @@ def forking() -> ForkServerContext:
 
 
 class Pool:
-    """`world` ranks on gloo (device_type "cpu") or on NCCL and gloo, a GPU each ("cuda"); started by the first job."""
+    """`world` ranks on gloo (device_type "cpu"), or on NCCL and gloo with a GPU each ("cuda"); `share_gpu`: on gloo, with one
+    for all. Started by the first job."""
 
-    def __init__(self, world: int, device_type: str = "cpu") -> None:
+    def __init__(self, world: int, device_type: str = "cpu", share_gpu: bool = False) -> None:
         self.world = world
         self.device_type = device_type
+        self._backends = "shared" if share_gpu else device_type
         self._workers: list[Worker] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -140,25 +143,27 @@ class Pool:
         context = forking()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            args = (rank, self.world, self.device_type, directory, theirs)
+            args = (rank, self.world, self._backends, directory, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._workers.append(Worker(process, ours, directory / f"stacks-{rank}"))
 
 
-def _serve(rank: int, world: int, device_type: str, directory: Path, jobs: connection.Connection) -> None:
+def _serve(rank: int, world: int, backends: str, directory: Path, jobs: connection.Connection) -> None:
     """The life of a worker: it looks like a rank of torchrun, and runs jobs until an empty one or the end of pytest."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     with open(directory / f"stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        if device_type == "cuda":
-            torch.cuda.set_device(rank)
+        if backends == "shared":
+            shared_gpu.prepare()
+        if backends != "cpu":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # code that takes "cuda where there is one" must take the CPU
         dist.init_process_group(
-            BACKENDS[device_type],
+            BACKENDS[backends],
             init_method=f"file://{directory}/store",
             rank=rank,
             world_size=world,

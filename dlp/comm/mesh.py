@@ -205,7 +205,7 @@ def build_mesh(
     init_process_group(device_type)
     mesh = init_device_mesh(device_type, tuple(dims.sizes.values()), mesh_dim_names=AXES)
     if transport == MAPPED:
-        transports.ask_for(mesh[TP].get_group())
+        transports.ask_for(mesh[TP].get_group(), device_type)
     return mesh
 
 

@@ -337,12 +337,12 @@ def transport_of(group: ProcessGroup) -> Transport | None:
     return _OF_GROUP.get(group.group_name)
 
 
-def ask_for(group: ProcessGroup) -> None:
-    """Let transfers of a group of GPUs go through memory that its ranks map, where they can; `describe` says whether. Called by
-    all of its ranks, before the first layer that sends over it runs."""
+def ask_for(group: ProcessGroup, device_type: str) -> None:
+    """Let transfers of a group, whose ranks are on "cuda" or "cpu", go through memory that its ranks map, where they can;
+    `describe` says whether. Called by all of its ranks, before the first layer that sends over it runs."""
     name = group.group_name
     if name not in _OF_GROUP:
-        _WHY_NOT[name] = _obstacle(group)
+        _WHY_NOT[name] = _obstacle(group, device_type)
         _OF_GROUP[name] = None if _WHY_NOT[name] else _on_gpus(group)
 
 
@@ -351,9 +351,9 @@ def _on_gpus(group: ProcessGroup) -> Transport:
     return Transport(group, device, CudaSlot, Lane(device))
 
 
-def _obstacle(group: ProcessGroup) -> str:
+def _obstacle(group: ProcessGroup, device_type: str) -> str:
     """Why the ranks of a group do not push into each other's memory, the same on all ranks; empty: they do."""
-    if "cuda:nccl" not in dist.get_backend_config(group):
+    if device_type != "cuda":
         return "its ranks are on CPUs"
     if not 1 < group.size() <= RANKS:
         return f"it has {group.size()} ranks, of 2 to {RANKS}"
@@ -366,7 +366,7 @@ def _obstacle(group: ProcessGroup) -> str:
         if each[2]:
             return f"its rank {rank} has no kernels: {each[2]}"
     devices = {each[3] for each in all_of}
-    if len(devices) == group.size():  # else each rank sees a GPU of its own only, and mapping tells
+    if len(devices) == group.size():  # else each rank sees a GPU of its own only, or all share one, and mapping tells
         for a, b in permutations(sorted(devices), 2):
             if not torch.cuda.can_device_access_peer(a, b):
                 return f"cuda:{a} cannot reach the memory of cuda:{b}"
@@ -377,9 +377,14 @@ def describe(name: str, group: ProcessGroup) -> str:
     """How what a group of this name sends is carried, and why."""
     if transport_of(group) is not None:
         return f"transport: {name} pushes into memory that its ranks map; directions of its layers are captured"
-    backend = dist.get_backend(group)
-    calls = f"a captured direction calls {backend} between its launches"
-    return f"transport: {name} sends by {backend}, since {why_not(group)}; {calls}"
+    by = carrier(group)
+    calls = f"a captured direction calls {by} between its launches"
+    return f"transport: {name} sends by {by}, since {why_not(group)}; {calls}"
+
+
+def carrier(group: ProcessGroup) -> str:
+    """Whose collectives a group has: "nccl", beside which gloo carries what lies on CPUs, or "gloo"."""
+    return "nccl" if "nccl" in dist.get_backend_config(group) else "gloo"
 
 
 def why_not(group: ProcessGroup) -> str:

@@ -93,7 +93,7 @@ def sums_through_memory() -> list[Line]:
     if worker.device().type == "cpu":
         transport.use(group, Transport(group, worker.device(), SharedSlot))
     else:
-        transport.ask_for(group)
+        transport.ask_for(group, "cuda")
     try:
         y, moves = here.inputs(64, 256)(), transport.transport_of(group)
         assert moves is not None

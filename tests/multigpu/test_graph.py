@@ -136,7 +136,7 @@ def real(config: Config, mapped: bool) -> None:
     sizes = config.mesh
     mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
     if mapped:
-        transport.ask_for(mesh["tp"].get_group())
+        transport.ask_for(mesh["tp"].get_group(), "cuda")
     try:
         training.run(config)
     finally:

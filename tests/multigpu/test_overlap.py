@@ -54,7 +54,7 @@ def memory(group: dist.ProcessGroup, *names: str) -> Iterator[None]:
     """What these strategies need of it; others send by NCCL or gloo."""
     mapped = any(name.startswith("mapped") for name in names)
     if mapped and worker.device().type == "cuda":
-        transport.ask_for(group)
+        transport.ask_for(group, "cuda")
     elif mapped:
         transport.use(group, Transport(group, worker.device(), SharedSlot))
     try:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import pool as worker
+from tests import shared_gpu
 from tests.pool import RankError
 
 
@@ -47,6 +48,20 @@ def one_sleeps() -> None:
 
 def mesh_is_cached() -> bool:
     return worker.mesh(tp=2, dp_shard=1) is worker.mesh(dp_shard=1, tp=2)
+
+
+def sent_through_the_host() -> list[float]:
+    """To the next rank, two tensors, from the one before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sent, came = [torch.full((3,), 10.0 * rank + i) for i in range(2)], [torch.zeros(3) for _ in range(2)]
+    works = shared_gpu.staged([
+        *(dist.P2POp(dist.isend, part, group=dist.group.WORLD, group_peer=(rank + 1) % world) for part in sent),
+        *(dist.P2POp(dist.irecv, part, group=dist.group.WORLD, group_peer=(rank - 1) % world) for part in came),
+    ])  # fmt: skip
+    assert not any(part.any() for part in came), "it comes when it is awaited"
+    for work in works:
+        work.wait()
+    return [part.mean().item() for part in came]
 
 
 def random_and_threads() -> tuple[float, int]:
@@ -107,3 +122,8 @@ def test_jobs_start_from_the_same_seed_on_one_thread(ranks):
 @pytest.mark.ranks(2)
 def test_meshes_are_cached_in_the_worker(ranks):
     assert ranks(2).run(mesh_is_cached) == [True, True]
+
+
+@pytest.mark.ranks(2)
+def test_what_gloo_does_not_send_from_gpus_goes_through_the_host(ranks):
+    assert ranks(2).run(sent_through_the_host) == [[10.0, 11.0], [0.0, 1.0]]

@@ -77,7 +77,7 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
             elif on_cpu:
                 transport.use(group, Transport(group, worker.device(), PlayedSlot, lane))
             else:
-                transport.ask_for(group)
+                transport.ask_for(group, "cuda")
         all_layers = layers(draw, meshes)
         for turn in range(count):
             if mine.random() < 0.05:
@@ -110,7 +110,7 @@ def differences(seed: int, count: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_random_layers_in_random_order(ranks, device_type):
-    count = 40 if device_type == "cpu" else 3500
+def test_random_layers_in_random_order(ranks, device_type, share_gpu):
+    count = 40 if device_type == "cpu" else 200 if share_gpu else 3500
     for compared, different in ranks(2).run(differences, 1, count, timeout=600.0):
         assert compared == 3 * count and different == 0

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -138,9 +139,9 @@ def falls_behind(mine: random.Random) -> None:
 
 
 @pytest.mark.parametrize(("world", "count"), [(2, 500), (4, 125)])
-def test_random_transfers_arrive(ranks, device_type, world, count):
-    """1,000 and 250 operations; on GPUs ten times as many."""
-    times = count if device_type == "cpu" else 10 * count
+def test_random_transfers_arrive(ranks, device_type, share_gpu, world, count):
+    """1,000 and 250 operations; on GPUs of their own ten times as many."""
+    times = count if device_type == "cpu" or share_gpu else 10 * count
     assert ranks(world).run(random_operations, 1, times, timeout=600.0) == [0] * world
 
 
@@ -279,7 +280,7 @@ def test_an_agreement_waits_for_who_has_not_come():
 def described() -> list[str]:
     transport.destroy()
     before = transport.describe("tp", dist.group.WORLD)
-    transport.ask_for(dist.group.WORLD)
+    transport.ask_for(dist.group.WORLD, worker.device().type)
     said = [before, transport.describe("tp", dist.group.WORLD)]
     transport.destroy()
     return said
@@ -290,6 +291,14 @@ def test_a_group_says_how_it_sends_and_why(ranks, device_type):
     asked = "sends by gloo, since its ranks are on CPUs" if device_type == "cpu" else "pushes into memory"
     for before, after in ranks(2).run(described):
         assert "since nobody asked for mapped memory" in before and f"transport: tp {asked}" in after
+
+
+@pytest.mark.parametrize(("backends", "said"), [("cpu:gloo,cuda:nccl", "nccl"), ("cpu:gloo,cuda:gloo", "gloo")])
+def test_it_says_who_carries_cuda_tensors(backends: str, said: str):
+    group: Any = SimpleNamespace(group_name="")
+    with patch.object(dist, "get_backend_config", lambda group: backends):
+        line = transport.describe("tp", group)
+    assert f"sends by {said}, since" in line and f"calls {said} between its launches" in line
 
 
 def nan_and_inf() -> list[Tensor]:

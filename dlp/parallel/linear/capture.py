@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlp.comm import observer
-from dlp.comm.transport import transport_of, why_not
+from dlp.comm.transport import carrier, transport_of, why_not
 from dlp.kernels import captured
 from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.kernels.ranges import named_range
@@ -154,7 +153,7 @@ def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
     for gemm in gemms if communicates else ():
         strategy, mapped = getattr(spec.overlap, gemm), transport_of(spec.tp_group) is not None
         if not (strategy.launches_only if mapped else strategy.calls_only):
-            by = "" if mapped else f" by {dist.get_backend(spec.tp_group)}, since {why_not(spec.tp_group)}"
+            by = "" if mapped else f" by {carrier(spec.tp_group)}, since {why_not(spec.tp_group)}"
             return f"{gemm} is {strategy.name}, which sends step by step{by}"
     return ""
 
