@@ -106,7 +106,7 @@ class _Linear(nn.Module):
             plan, like = self.plan(x), Result(tuple(x.shape), x.dtype)
             y = plan.y(like, self.sizes[0])
             if self.shared.get("x") is not inputs[0]:
-                self.shared |= {"x": inputs[0], "kept": self.kept(plan, like, given)}
+                self.shared |= {"x": inputs[0], "kept": self.kept(plan, given)}
             made = torch.empty(y.shape, dtype=y.dtype, device="meta")
             self.count.point(made, *[kept for kept in self.shared["kept"] if all(kept is not each for each in given)])
             return made, self.shared["kept"]
@@ -114,13 +114,12 @@ class _Linear(nn.Module):
         y: Tensor = _Keep.apply(self.count, make, *inputs)
         return y
 
-    def kept(self, plan: TransferPlan, like: Result, given: Sequence[Tensor]) -> list[Tensor]:
+    def kept(self, plan: TransferPlan, given: Sequence[Tensor]) -> list[Tensor]:
         prologue = self.row.prologue
-        results = plan.saved(like, prologue is not None)
-        if prologue is not None:
-            results += [Result((plan.tokens,), torch.float32)] * prologue.keeps
-        kept = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in results]
-        return [*kept, *given] if prologue is not None else kept or [given[0]]
+        if prologue is None:
+            return plan.saved(given[0], False) or [given[0]]
+        factors = [torch.empty(plan.tokens, dtype=torch.float32, device="meta") for _ in range(prologue.keeps)]
+        return [*plan.saved(given[0], True), *factors, *given]
 
 
 class _Embedding(nn.Module):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 import dlp
 from dlp.kernels.ops import Produced, RmsNormed
@@ -14,6 +16,7 @@ from dlp.parallel.style import COLUMN, COLUMN_SP, LOCAL, ROW, ROW_SP, STYLES
 from dlp.parallel.transfer import Gathered, Reduction, Result, transfer_plan, x_tokens_of
 from dlp.quant import recipe as recipes
 from tests.cases import RECIPES
+from tests.emulated import emulation
 
 
 def test_what_a_column_parallel_layer_sends_of_x():
@@ -78,15 +81,23 @@ def test_who_agrees_is_part_of_the_plan():
     assert all(own.casts(route).agreed) and all(own.casts(route, arrived=True).agreed)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_plan_says_what_forward_returns_and_keeps(recipe):
-    for shape in ((96, 160), (2, 33, 160)):
-        layer, x = dlp.Linear(160, 64, recipe=recipe, dtype=torch.bfloat16), torch.randn(shape).bfloat16()
-        plan, given = layer.core.bound.transfers(x.numel() // 160), Result(x.shape, x.dtype)
-        still_to_be_made = Produced(RmsNormed(x.reshape(-1, 160), torch.ones(160), 1e-5), shape)
-        for values in (x, still_to_be_made):
-            ys, kept = run_forward(layer.core.bound, values, [layer.weight.detach()], [None], (), True, True)
-            assert [Result(y.shape, y.dtype) for y in ys] == [plan.y(given, 64)]
-            made = values is still_to_be_made
-            assert [Result(part.shape, part.dtype) for part in kept] == plan.saved(given, made)
-        assert plan.dx(160, x.dtype) == Result((x.numel() // 160, 160), x.dtype)
+@pytest.mark.parametrize(
+    ("recipe", "device"), [*[(recipe, "CPU") for recipe in RECIPES], ("fp8_block", "Hopper, emulated")]
+)
+def test_a_plan_says_what_forward_returns_and_keeps(recipe, device):
+    """Strides included, to which compiled code holds an op: scales lie there as GEMMs read them."""
+    with emulation() if device != "CPU" else nullcontext():
+        for shape in ((96, 160), (2, 33, 160)):
+            layer, x = dlp.Linear(160, 64, recipe=recipe, dtype=torch.bfloat16), torch.randn(shape).bfloat16()
+            plan, given = layer.core.bound.transfers(x.numel() // 160), Result(x.shape, x.dtype)
+            still_to_be_made = Produced(RmsNormed(x.reshape(-1, 160), torch.ones(160), 1e-5), shape)
+            for values in (x, still_to_be_made):
+                ys, kept = run_forward(layer.core.bound, values, [layer.weight.detach()], [None], (), True, True)
+                assert [Result(y.shape, y.dtype) for y in ys] == [plan.y(given, 64)]
+                made = values is still_to_be_made
+                assert [alike(part) for part in kept] == [alike(part) for part in plan.saved(x, made)]
+            assert plan.dx(160, x.dtype) == Result((x.numel() // 160, 160), x.dtype)
+
+
+def alike(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()

@@ -187,14 +187,14 @@ class TransferPlan:
         shape = x.shape[:-1] if self.style.gathers is None else (self.y_tokens,)
         return Result((*shape, out_features), self.result_dtype("fprop", x.dtype))
 
-    def saved(self, x: Result, made: bool) -> list[Result]:
-        """What forward keeps of x [..., K] for wgrad: the parts of an operand, or none where that is x itself, and no prologue
-        has `made` it."""
+    def saved(self, x: Tensor, made: bool) -> list[Tensor]:
+        """Uninitialised tensors like those that forward keeps of x [..., K] for wgrad, strides included: the parts of an
+        operand, or none where that is x itself, and no prologue has `made` it."""
         values = self.tokens, x.shape[-1]
         if self.kept == "values":
-            return [Result(values, x.dtype)] if made else []
+            return [x.new_empty(values)] if made else []
         shape, fmt = operand_shape(self.recipe, "x", values, self.kept == "columnwise"), self.recipe.x.columnwise.format
-        return list(map(Result, fmt.part_shapes(shape), fmt.part_dtypes(x.dtype)))
+        return list(fmt.empty(shape, dtype=x.dtype, device=x.device).parts)
 
     def dx(self, in_features: int, dtype: torch.dtype) -> Result:
         return Result((self.tokens, in_features), dtype)

@@ -39,6 +39,16 @@ def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, cas
 
 
 @pytest.mark.parametrize("recipe", BY_SCALES)
+def test_inductor_takes_the_ops_as_they_are(device: str, recipe: str):
+    """It holds what an op returns to the strides that were promised: scales lie as GEMMs read them."""
+    torch.compiler.reset()
+    twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
+    twins.model[0].compile(fullgraph=True)
+    for seed in range(2):
+        twins.step(forward_backward, seed)
+
+
+@pytest.mark.parametrize("recipe", BY_SCALES)
 def test_no_tokens_are_no_trouble(device: str, recipe: str):
     """An expert may be given none, in the midst of others that are given some."""
     twins = Twins(lambda: dlp.Linear(K, N, recipe=recipe), device=device)

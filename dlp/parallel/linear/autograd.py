@@ -394,14 +394,14 @@ def _linear_fwd_fake(
     inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """Shapes and dtypes only, of the plan, for torch.compile."""
+    """What the results are like, by the plan, for torch.compile, whose kernels hold them to their strides."""
     spec, x = spec_of(trace_id), inputs[0]
     tokens, like = x.numel() // x.shape[-1], Result(x.shape, x.dtype)
     plan = transfers(spec, tokens)
-    kept = plan.saved(like, spec.prologue is not None) if save else []
+    kept = plan.saved(x, spec.prologue is not None) if save else []
     if spec.prologue is not None and record:
-        kept += [Result((tokens,), torch.float32)] * spec.prologue.keeps
-    return _empty(x, [plan.y(like, w.shape[0]) for w in weights]), _empty(x, kept)
+        kept += [x.new_empty(tokens, dtype=torch.float32) for _ in range(spec.prologue.keeps)]
+    return _empty(x, [plan.y(like, w.shape[0]) for w in weights]), kept
 
 
 def _linear_bwd_fake(
