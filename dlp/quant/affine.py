@@ -62,12 +62,17 @@ def choose_qparams_affine_with_min_max(
     least = torch.finfo(low.dtype).smallest_normal if eps is None else eps
     low, high = low.clamp(max=0), high.clamp(min=0)
     if symmetric:
-        scale = (torch.maximum(-low, high) / (float(last - first) / 2)).clamp(min=least)
+        scale = _divided(torch.maximum(-low, high), (last - first) / 2).clamp(min=least)
         zero = torch.full_like(scale, int((last + first + 1) / 2))
     else:
-        scale = ((high - low) / float(last - first)).clamp(min=least)
+        scale = _divided(high - low, last - first).clamp(min=least)
         zero = (first - torch.round(low / scale)).clamp(first, last)
     return scale.to(scale_dtype or low.dtype), zero.to(zero_point_dtype)
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    """By a tensor: where torch divides by a number on a GPU, it multiplies by the reciprocal, which is off by a last bit."""
+    return x / torch.full_like(x, by)
 
 
 def quantize_affine(
