@@ -44,7 +44,8 @@ def quantized(quantizer, x: Tensor) -> QuantizedTensor:
 def operands(
     recipe: Recipe, which: str, rows: int, cols: int, contraction: int
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """A and B as a linear makes them: columnwise ones from a transposed view; grown to whole blocks where need be."""
+    """A and B as a linear makes them: columnwise ones from a transposed view; grown to whole blocks of both where need be."""
+    contraction += -contraction % max(quantizer.format.multiple[1] for quantizer in recipe.operands(which))
     generator = torch.Generator("cuda").manual_seed(rows + cols + contraction)
     made = []
     for lines, quantizer, side in zip((rows, cols), recipe.operands(which), GEMM_OPERANDS[which][1::2], strict=True):

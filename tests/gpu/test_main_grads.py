@@ -42,4 +42,4 @@ def test_sums_have_autograds_bits(device: str, recipe: str, sizes: int | tuple[i
             optimizer.step()
             optimizer.zero_grad()
     found = [made for made in programs(models["grad"])["backward"] if isinstance(made, CapturedLaunches)]
-    assert len(found) == 2, "with gradients to add to, and without"
+    assert len(found) == 3, "with a gradient to add to, before the boundary casts weights and after, and without one"

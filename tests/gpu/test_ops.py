@@ -116,6 +116,7 @@ def test_graphed_callables_train_as_they_do_without_a_graph(what: str, recipe: s
                 found += [y.detach().clone(), x.grad.clone()]  # type: ignore[union-attr]
             optimizer.step()
             if step == 1 and graphed:
+                del y  # its graph knows parameters on the stream that is current now
                 with dlp.graphing(model):
                     model[0] = torch.cuda.make_graphed_callables(model[0], (x.detach().clone().requires_grad_(),))
         if graphed:

@@ -66,7 +66,8 @@ def test_x_is_stored_only_where_the_plan_says_so(device, monkeypatch, name, reci
     made = prologue.load(name)
     (note,) = prologue_note(made, load(recipe), "cuda")
     assert ("in the cast of x" in note) == (recipe not in ("bf16", "nvfp4"))
-    kind, times = type(made.make("layer", *(t.detach() for t in inputs_of(name, 128, device, 0)))), []
+    x = made.make("layer", *(t.detach() for t in inputs_of(name, 128, device, 0)))
+    kind, times = type(x.matrix), []
     value = kind.value.func
     monkeypatch.setattr(kind, "value", property(lambda self: times.append(1) or value(self)))
     run(layer_of(recipe, device, prologue=name), name, True, 256, device, 0)
@@ -86,7 +87,7 @@ def test_bias_gradients_are_the_reference_s(device, dtype):
 
 def test_a_mutated_norm_is_noticed(device, monkeypatch):
     """What the comparison above is worth."""
-    monkeypatch.setattr(prologue.RmsNorm, "kept", lambda self, made: [made.rstd * 1.01])
+    monkeypatch.setattr(prologue.RmsNorm, "kept", lambda self, made: [made.matrix.rstd * 1.01])
     made, expected = (
         run(
             layer_of("fp8_current", device, **({"prologue": "rms_norm"} if fused else {})),

@@ -470,6 +470,9 @@ def graphing(model: nn.Module) -> Iterator[None]:
     A replay runs launches and no Python. What these read stays where it is, and the step boundary, outside of the graph, writes
     there: operands of weights and delayed scales. What Python decided, as a recipe, is in the graph for good.
 
+    Let go of what earlier passes returned, a loss say, before: autograd's nodes of parameters live as long as it does and keep
+    the stream they were made on, and CUDA refuses a capture for which the default stream would have to wait.
+
     Raises ValueError for delayed scales without `attach`, and before `convert` or `attach`.
     """
     session = session_of(model)
