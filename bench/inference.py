@@ -1,9 +1,11 @@
-"""Forward passes of a Llama over a batch of tokens: in bf16, and frozen in FP8, dynamic and static; tokens a second.
+"""Forward passes of a Llama over a batch of tokens: in bf16, and frozen in FP8, dynamic and static; tokens a second, as it
+is and with its blocks under torch.compile.
 
     python -m bench.inference                                               llama3_1b, 8192 tokens, one GPU
-    python -m bench.inference --config tiny --tokens 256 --repeats 2        on a CPU
+    python -m bench.inference --config tiny --tokens 256 --repeats 2 --ways eager          on a CPU
 
-Linears of blocks are frozen, the head is not. Exits with 1 where a frozen model is not `--least` times as fast as bf16.
+Linears of blocks are frozen, the head is not. Exits with 1 where a frozen model under torch.compile is not `--least` times
+as fast as bf16, compiled too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from launch.models.modules import Llama
 from launch.models.parallel import parallel_groups
 
 LAYERS = "layers.**"
+WAYS = ["eager", "compiled"]
 
 
 def make(config: Config, device: torch.device) -> Llama:
@@ -55,14 +58,19 @@ def _wait(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def measure(config: Config, mode: str, recipe: str, tokens: Tensor, repeats: int) -> float:
-    model = make(config, tokens.device)
+def measure(config: Config, mode: str, recipe: str, tokens: Tensor, repeats: int, ways: Sequence[str]) -> list[float]:
+    model, rates = make(config, tokens.device), []
     if mode == "static":
         with dlp.calibrate(model, LAYERS):
             model(tokens)
     if mode != "bf16":
         dlp.freeze(model, LAYERS, recipe, mode)  # type: ignore[arg-type]
-    return tokens_per_second(model, tokens, repeats)
+    for way in ways:
+        if way == "compiled":
+            for block in model.model.layers:
+                block.compile()
+        rates.append(tokens_per_second(model, tokens, repeats))
+    return rates
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,6 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: that of the config")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--least", type=float, default=0.0, help="times bf16")
     asked = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -79,13 +88,18 @@ def main(arguments: Sequence[str]) -> int:
     init_process_group(device.type)
     length = min(asked.sequence or config.train.sequence, asked.tokens)
     tokens = torch.randint(config.model.vocab, (asked.tokens // length, length), device=device)
+    ways = [way for way in WAYS if way in asked.ways]
     rates = {}
     for mode in ("bf16", "dynamic", "static"):
-        rates[mode] = measure(config, mode, asked.recipe, tokens, asked.repeats)
-        share = rates[mode] / rates["bf16"]
-        print(f"{mode:8}  {rates[mode]:12,.0f} tokens/s  {share:.2f} x bf16", flush=True)
+        rates[mode] = measure(config, mode, asked.recipe, tokens, asked.repeats, ways)
+        shares = [mine / bf16 for mine, bf16 in zip(rates[mode], rates["bf16"], strict=True)]
+        said = (
+            f"{way} {rate:12,.0f} tokens/s {share:.2f}"
+            for way, rate, share in zip(ways, rates[mode], shares, strict=True)
+        )
+        print(f"{mode:8}" + "  ".join(said), flush=True)
     shutdown()
-    return int(min(rates["dynamic"], rates["static"]) < asked.least * rates["bf16"])
+    return int(min(rates["dynamic"][-1], rates["static"][-1]) < asked.least * rates["bf16"][-1])
 
 
 if __name__ == "__main__":
