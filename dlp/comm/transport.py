@@ -406,10 +406,9 @@ def use(group: ProcessGroup, transport: Transport | None) -> None:
     _OF_GROUP[group.group_name] = transport
 
 
-def mapped_memory(group: ProcessGroup) -> list[Tensor]:
-    """What transfers of a group read and write on this rank so far."""
-    transport = _OF_GROUP.get(group.group_name)
-    return [] if transport is None else transport.memory
+def mapped_memory() -> list[Tensor]:
+    """What transfers read and write on this rank so far, of whatever group."""
+    return [memory for transport in _OF_GROUP.values() if transport is not None for memory in transport.memory]
 
 
 def start(group: ProcessGroup | None, kind: str = "", who: Who = NOBODY) -> None:

@@ -46,6 +46,16 @@ def mlp(recipe: str, group: Any, overlap: str) -> ops.Sequential:
     )
 
 
+def between_collectives(recipe: str, group: Any) -> ops.Sequential:
+    """The same of linears that are whole here, between collectives of a group that no linear knows."""
+    torch.manual_seed(0)
+    more: dict[str, Any] = {"recipe": recipe, "dtype": torch.bfloat16, "bias": False}
+    return ops.Sequential(
+        ops.RMSNorm(K), ops.AllGather(group.get_group()), ops.BasicLinear(K, (2 * K, 2 * K), **more), ops.SwiGLU(),
+        ops.BasicLinear(2 * K, K, **more), ops.ReduceScatter(group.get_group()),
+    )  # fmt: skip
+
+
 def states(model: ops.Sequential) -> dict[str, list[str]]:
     """What there is for each direction: the segments of what is captured, or why it is not."""
     found: dict[str, list[str]] = {}
@@ -58,13 +68,15 @@ def states(model: ops.Sequential) -> dict[str, list[str]]:
     return found
 
 
-def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool) -> list[Found]:
+def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool) -> list[Found]:
     """Through mapped memory, by collectives, and by collectives with nothing captured."""
     mesh, found = worker.mesh(dp_shard=1, tp=2), list[Found]()
     for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
         with device(), off, fusions_kept(none=basic), moved_by(mesh["tp"].get_group(), mapped):  # type: ignore[attr-defined]
-            model = mlp(recipe, mesh["tp"], overlap).to(worker.device())
-            for linear in (model[1], model[3]):
+            made = between_collectives(recipe, mesh["tp"]) if explicit else mlp(recipe, mesh["tp"], overlap)
+            model = made.to(worker.device())
+            linears = [each for each in model if isinstance(each, ops.BasicLinear)]
+            for linear in linears:
                 spec = linear.core.spec
                 linear.core.set_spec(replace(spec, options=replace(spec.options, delay_wgrad=delay)))
             results = list[Tensor]()
@@ -73,7 +85,7 @@ def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool) -> list[Found]
                 y = model(x)
                 y.backward(values(100 + seed + dist.get_rank(), *y.shape).to(worker.device()))
                 if delay:
-                    for linear in (model[1], model[3]):
+                    for linear in linears:
                         vars(linear)["dlp_session"] = linear.core.session  # of a layer by itself
                         assert dlp.backward_dw(linear) == len(linear.core.members)
                 results += [y.detach(), x.grad]
@@ -84,9 +96,11 @@ def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool) -> list[Found]
     return found
 
 
-def check(ranks: Any, recipe: str, overlap: str = "serial", delay: bool = False, basic: bool = False) -> Any:
+def check(
+    ranks: Any, recipe: str, overlap: str = "serial", delay: bool = False, basic: bool = False, explicit: bool = False
+) -> Any:
     """The bits of all three; returns the states and plans of a rank by way."""
-    for found in ranks(2).run(on_ranks, recipe, overlap, delay, basic):
+    for found in ranks(2).run(on_ranks, recipe, overlap, delay, basic, explicit):
         (*_, through_memory), (*_, by_calls), (*_, expected) = found
         for results in (through_memory, by_calls):
             for result, wanted in zip(results, expected, strict=True):
@@ -116,3 +130,10 @@ def test_chunks_are_captured_however_they_are_sent(ranks):
 def test_ops_that_communicate_by_themselves(ranks):
     (mapped, said), (calling, by_calls) = check(ranks, "bf16", basic=True)
     assert "op by op" not in said + by_calls, said + by_calls
+
+
+def test_collectives_of_the_users_send_through_mapped_memory(ranks):
+    """Of a group that the fused op alone knows."""
+    (mapped, said), _ = check(ranks, "fp8_current", explicit=True)
+    assert "L" in mapped["forward"] and "L" in mapped["backward"], mapped
+    assert "GatheredLinear" in said and "ReducedLinear" in said

@@ -122,10 +122,9 @@ class BoundSpec:
         return self.transfers(x_tokens_of(self.spec.style, self.spec.tp, dy_tokens))
 
     def kept_memory(self) -> list[Tensor]:
-        """What kernels of this layer read and write that is no operand; it stays where it is while `calls` do."""
-        groups = {group for group in (self.spec.group, self.spec.amax_group) if group is not None}
-        mapped = [span for group in groups for span in mapped_memory(group)]
-        return [*self.session.kept_memory(self.spec), *mapped]
+        """What kernels of this layer, and what is captured with it, read and write that is no operand; it stays where it is
+        while `calls` do."""
+        return [*self.session.kept_memory(self.spec), *mapped_memory()]
 
 
 def transfers(spec: LinearSpec, tokens: int) -> TransferPlan:
