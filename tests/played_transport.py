@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.slots import AGREED, HEADER, MAXIMA, MET, RANKS, SENT, UNREAD, USES, CudaSlot, SharedSlot
+from dlp.comm.slots import AGREED, HEADER, MAXIMA, MET, RANKS, SENT, UNREAD, USES, CudaSlot, Named, SharedSlot
 from dlp.kernels.launches import Lane
 
 PATIENCE = 60.0
@@ -80,8 +80,8 @@ LATE: dict[int, PlayedLane] = {}  # by stream
 
 
 class PlayedSlot(CudaSlot):
-    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int, lane: Lane) -> None:
-        shared = SharedSlot(nbytes, group, device, tag)
+    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: Lane) -> None:
+        shared = SharedSlot(nbytes, group, device, named)
         self.payload, self._shared = shared.payload, shared
         self._payloads = [payload.data_ptr() for payload in shared._payloads]
         self._table = torch.tensor([address - HEADER for address in self._payloads])
@@ -126,6 +126,7 @@ def begin_use(slots: Sequence[int], use: int, stream: int) -> None:
 def meet(slots: Sequence[int], use: int, stream: int) -> None:
     rank, others, headers = peers(slots)
     for peer in others:
+        assert not headers[peer][SENT + rank], f"rank {peer} did not await what rank {rank} sent before"
         headers[peer][SENT + rank] = use
     for peer in others:
         until(lambda peer=peer: headers[rank][SENT + peer] >= 1)
@@ -135,6 +136,7 @@ def meet(slots: Sequence[int], use: int, stream: int) -> None:
 def release_use(slots: Sequence[int], stream: int) -> None:
     rank, others, headers = peers(slots)
     for peer in others:
+        assert headers[peer][UNREAD + rank], f"rank {rank} releases what rank {peer} has not begun"
         headers[peer][UNREAD + rank] = 0
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import NamedTuple, Protocol
 
@@ -34,6 +34,9 @@ HEADER = 512  # bytes of a slot before its payload
 MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
 WAITS_FOR = ("has not read what was sent before", "has not sent its part", AGREES := "has not agreed")
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
+
+
+Named = Callable[[int], str]  # what the number says that a use of a slot began with
 
 
 class Place(NamedTuple):
@@ -80,7 +83,7 @@ class Slot(Protocol):
 class CudaSlot:
     """Between GPUs of one host."""
 
-    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int, lane: Lane) -> None:
+    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: Lane) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed._symmetric_memory import rendezvous
 
@@ -161,8 +164,9 @@ class SharedSlot:
     """The stand-in: processes of one machine map a file each. Everything happens at once, as on streams that are never
     behind."""
 
-    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, tag: int, lane: None = None) -> None:
-        self._rank, self._world, self._tag, self._uses = group.rank(), group.size(), tag, 0
+    def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: None = None) -> None:
+        self._rank, self._world, self._named, self._use, self._uses = group.rank(), group.size(), named, 0, 0
+        self._ranks = dist.get_process_group_ranks(group)
         names = [tempfile.mktemp(prefix="dlp-slot-", dir="/dev/shm") if self._rank == 0 else ""]
         dist.broadcast_object_list(names, group=group, group_src=0)
         files = [f"{names[0]}-{rank}" for rank in range(self._world)]
@@ -177,6 +181,7 @@ class SharedSlot:
                 os.unlink(file)
 
     def begin(self, use: int) -> None:
+        self._use = use
         self._await(self._released[self._rank], 0)
 
     def follow(self) -> None:
@@ -238,8 +243,8 @@ class SharedSlot:
         for peer in self._peers():
             while (seen := int(words[peer])) < self._uses:
                 if time.monotonic() > deadline:
-                    wait = Wait(self._rank, peer, what, 0)
-                    raise RuntimeError(too_long(wait, self._uses, seen, f"slot {self._tag}"))
+                    wait = Wait(self._rank, peer, what, self._use)
+                    raise RuntimeError(too_long(wait, self._uses, seen, self._named(self._use), self._ranks))
                 time.sleep(0)
 
 
@@ -256,9 +261,9 @@ def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
     return found
 
 
-def too_long(wait: Wait, wanted: int, seen: int, where: str) -> str:
-    """What is said of a wait that took longer than PATIENCE."""
+def too_long(wait: Wait, wanted: int, seen: int, where: str, ranks: Sequence[int]) -> str:
+    """What is said of a wait that took longer than PATIENCE. `ranks`: those of the group, in the world."""
     return (
-        f"rank {wait.a} of a group has waited {PATIENCE:g} s for its rank {wait.b}, which {WAITS_FOR[wait.what]} ({where}, use "
+        f"rank {ranks[wait.a]} has waited {PATIENCE:g} s for rank {ranks[wait.b]}, which {WAITS_FOR[wait.what]} ({where}, use "
         f"{wanted}, last seen {seen}): that rank has ended, hangs, or runs another layer"
     )

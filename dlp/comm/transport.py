@@ -95,7 +95,7 @@ class Transport:
     def _slot(self, size: int, kind: str, place: int, piece: int = 0) -> Slot:
         key = size, kind, place, piece
         if key not in self._slots:
-            self._slots[key] = self._make(size, self.group, self.device, len(self._slots), self._lane)
+            self._slots[key] = self._make(size, self.group, self.device, self._named, self._lane)
         return self._slots[key]
 
     def lease(
@@ -168,12 +168,15 @@ class Transport:
         awaited = WAITS_FOR[wait.what]
         what = f"agreement {wait.use}" if awaited == AGREES else self._named(wait.use)
         other = f", and is at {self._named(wait.other)}" if wait.other else ""
-        return f"{what}, a slot of {size} bytes: its rank {wait.a} waits for its rank {wait.b}, which {awaited}{other}"
+        a, b = (dist.get_process_group_ranks(self.group)[rank] for rank in (wait.a, wait.b))
+        return f"{what}, a slot of {size} bytes: rank {a} waits for rank {b}, which {awaited}{other}"
 
     def complaint(self) -> str | None:
         """Who has waited too long for whom in an agreement, once a GPU has ended its work for it; None: nobody."""
         found = next((found for slot in self.slots if (found := slot.complaint()) is not None), None)
-        return None if found is None else too_long(*found, self._named(found[0].use))
+        if found is None:
+            return None
+        return too_long(*found, self._named(found[0].use), dist.get_process_group_ranks(self.group))
 
     @property
     def slots(self) -> list[Slot]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -150,8 +151,10 @@ def test_pieces_end_between_blocks_tiles_and_waves(sizes: tuple[int, ...], cuts:
 class Noted:
     """A slot that notes what happens to it."""
 
-    def __init__(self, log: list[Any], nbytes: int, group: Any, device: Any, tag: int, lane: Any) -> None:
-        self.payload, self._log, self._tag = torch.zeros(nbytes, dtype=torch.uint8), log, tag
+    def __init__(
+        self, log: list[Any], tags: Iterator[int], nbytes: int, group: Any, device: Any, named: Any, lane: Any
+    ) -> None:
+        self.payload, self._log, self._tag = torch.zeros(nbytes, dtype=torch.uint8), log, next(tags)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self._log.append((name, self._tag, *(args[2:] if name == "push" else ())))
@@ -160,7 +163,7 @@ class Noted:
 def test_each_piece_is_awaited_by_itself_and_once():
     log: list[Any] = []
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    moves = Transport(group, torch.device("cpu"), partial(Noted, log))
+    moves = Transport(group, torch.device("cpu"), partial(Noted, log, count()))
     moves.start()
     gathering = moves.gathering((torch.ones(6, 4),), (0,)).send(((0, 2), (2, 4), (4, 6)))
     pushes = [place.offset for name, _, *rest in log if name == "push" for place in rest]

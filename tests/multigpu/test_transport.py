@@ -23,6 +23,7 @@ from dlp.comm.slots import CudaSlot, SharedSlot, Wait
 from dlp.comm.transport import WHOLE, Gathering, Transport
 from dlp.kernels import captured, ops
 from dlp.kernels.launches import Lane, recording
+from tests import played_transport
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.played_transport import PlayedLane, PlayedSlot
@@ -198,7 +199,7 @@ def told(ended: bool) -> str | None:
 
 @pytest.mark.ranks(2)
 def test_a_complaint_is_found_in_whatever_slot_it_is(ranks):
-    said = "rank 1 of a group has waited 600 s for its rank 0, which has not agreed (an agreement of down in backward, use 7, "
+    said = "rank 1 has waited 600 s for rank 0, which has not agreed (an agreement of down in backward, use 7, "
     for each in ranks(2).run(told, True):
         assert each.startswith(f"{said}last seen 6)")
     assert ranks(2).run(told, False) == [None] * 2
@@ -243,7 +244,7 @@ def who_waits(others: bool) -> list[list[str]]:
 @pytest.mark.ranks(2)
 def test_who_waits_for_whom_is_read_while_they_wait(ranks):
     """By layer, direction, transfer and piece."""
-    slot = "{} of down in forward, a slot of 65536 bytes: its rank {} waits for its rank {}, which {}"
+    slot = "{} of down in forward, a slot of 65536 bytes: rank {} waits for rank {}, which {}"
     found = ranks(2).run(who_waits, False)
     piece, whole = "piece 1 of transfer 1", "transfer 1"
     assert slot.format(piece, 0, 1, "has not sent its part") in found[0][0]
@@ -317,9 +318,10 @@ def test_an_agreement_is_the_largest_and_nan_is_larger_than_all(ranks):
 def one_stays_away() -> str:
     with patch.object(slots, "PATIENCE", 0.3):
         moves = make_transport()
+        moves.start("row")
         lease(moves, 1, [((4,), torch.float32, 0)]).gather().wait()
         moves.finish()
-        moves.start()
+        moves.start("row", ("down", "forward"))
         if moves.rank == 1:
             return ""
         try:
@@ -335,7 +337,7 @@ def test_a_rank_that_stays_away_is_named(ranks, device_type):
         pytest.skip("a wait that is too long ends the process: tests/gpu")
     said, _ = ranks(2).run(one_stays_away)
     assert (
-        "rank 0 of a group has waited 0.3 s for its rank 1, which has not sent its part (slot 0, use 2, last seen 1)"
+        "rank 0 has waited 0.3 s for rank 1, which has not sent its part (transfer 1 of down in forward, use 2, last seen 1)"
         in said
     )
 
@@ -453,3 +455,14 @@ def mapped_memory() -> list[int]:
 def test_memory_does_not_grow_with_use(ranks):
     for sizes in ranks(2).run(mapped_memory):
         assert sizes == [1 << 16, 1 << 18, 1 << 16], "of transfers, and of a piece"
+
+
+def test_a_flag_that_nobody_awaited_is_noticed_where_transfers_are_played():
+    headers = torch.zeros(2, slots.HEADER // 4, dtype=torch.int32)
+    mine, its = (header.data_ptr() for header in headers)
+    words = (mine, its, *[0] * (slots.RANKS - 2), 0, 2)
+    with pytest.raises(AssertionError, match="rank 0 releases what rank 1 has not begun"):
+        played_transport.release_use(words, 0)
+    headers[1, slots.SENT] = 5
+    with pytest.raises(AssertionError, match="rank 1 did not await what rank 0 sent before"):
+        played_transport.meet(words, 6, 0)
