@@ -172,17 +172,20 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
         assert_close(apart, added, 1e-6)
 
 
-def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str]]:
+def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str], list[list[str]]]:
     """Of token shards, x and dy that came quantized, with scales that tp ranks agreed on, and of the values; what is said of
-    scales that are a rank's own, and what travelled."""
+    scales that are a rank's own, what travelled, and what the linears cast of each."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group, rank, sent, found = mesh["tp"].get_group(), mesh["tp"].get_local_rank(), list[str](), list[Any]()
+    casts: list[list[str]] = []
     more = {"tensor_parallel_group": mesh["tp"], "sequence_parallel": True, "recipe": recipe, "bias": False}
-    start = core.BoundGather.start
+    start, cast = core.BoundGather.start, core.cast
+    core.cast = lambda plan, *given, **more: [casts[-1].append(plan.tensor), cast(plan, *given, **more)][1]
     core.BoundGather.start = lambda self, mine, lease=None: [  # type: ignore[method-assign]
         sent.append(f"{self.tensor} {mine.format.name}"), start(self, mine, lease)][1]  # fmt: skip
     try:
         for handed in (True, False):
+            casts.append([])
             torch.manual_seed(0)
             column = ops.Linear(H, 2 * H, tensor_parallel_mode="column", **more)
             row = ops.Linear(2 * H, H, tensor_parallel_mode="row", **more)
@@ -196,19 +199,20 @@ def handed_over(recipe: str) -> tuple[list[dict[str, Tensor]], str, list[str]]:
             assert not handed or type(between) is type(y) is ops.Handed
             found.append({name: p.grad for name, p in (("dw", column.weight), ("dw'", row.weight))})
     finally:
-        core.BoundGather.start = start  # type: ignore[method-assign]
+        core.BoundGather.start, core.cast = start, cast  # type: ignore[method-assign]
     try:
         column(ops.Quantize(recipe=recipe, strict=True)(x))
         said = ""
     except ValueError as error:
         said = str(error)
-    return [{name: whole(grad) for name, grad in grads.items()} for grads in found], said, sent
+    return [{name: whole(grad) for name, grad in grads.items()} for grads in found], said, sent, casts
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 def test_codes_that_came_are_gathered_as_they_are(recipe: str, ranks: Any):
-    for (handed, plain), said, sent in ranks(2).run(handed_over, recipe):
+    for (handed, plain), said, sent, casts in ranks(2).run(handed_over, recipe):
+        assert casts == [["x"], ["x", "x", "dy"]], "of what is gathered, what came quantized is cast by nobody"
         for name, grad in plain.items():
             assert_bit_equal(handed[name], grad, name)
         assert (

@@ -3,8 +3,8 @@
     rms_norm   layer(x, weight)    x * rstd * weight         x [..., K], weight [K]
     swiglu     layer(gate, up)     silu(gate) * up           gate, up [..., K]
 
-A `QuantizedTensor` does not travel on an autograd edge, so a norm or an activation that is to run inside the cast of x has
-to run inside the linear: forward makes the matrix on the way to its operands (`ops.LazyMatrix`), backward turns dx into the
+The cast of x belongs to the linear, whose recipe and ranks it follows, so a norm or an activation that is to run inside of it
+runs inside the linear: forward makes the matrix on the way to its operands (`ops.LazyMatrix`), backward turns dx into the
 gradients of what was given. Kept for that are the tensors given and, of RMSNorm, rstd. The bits are those of `ops.rms_norm`
 or `ops.swiglu` before a linear without prologue.
 """
