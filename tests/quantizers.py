@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlp.quant.quantizer import KeepHighPrecision, Origin, Quantizer, ScaleSlot
-from dlp.quant.recipe import load, names
+from dlp.quant.recipe import load
 from dlp.quant.tensor import QuantizedTensor
+from tests.cases import RECIPES as NAMES
 from tests.metrics import assert_bit_equal
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -26,7 +27,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "mxfp8": [{"scale_rounding": "floor"}, {"enable_2d_quantization": True, "fp8_format": "HYBRID"}],
     "nvfp4": [{"disable_rht": True}, {"disable_stochastic_rounding": True, "disable_2d_quantization": True}],
 }
-RECIPES = [load(name, **options) for name in names() for options in ({}, *OPTIONS.get(name, []))]
+RECIPES = [load(name, **options) for name in NAMES for options in ({}, *OPTIONS.get(name, []))]
 SIDES = [(operand, side) for operand in ("x", "w", "dy") for side in ("rowwise", "columnwise")]
 QUANTIZERS = list({getattr(getattr(r, o), side): None for r in RECIPES for o, side in SIDES})  # each once
 PLAIN = [q for q in QUANTIZERS if q.reduces == () and q != KeepHighPrecision()]

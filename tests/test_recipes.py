@@ -29,7 +29,7 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 from tests.command import command
 from tests.metrics import relative_error
 
-STOCK = ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_rowwise", "int8", "mxfp8", "nvfp4"]
+STOCK = ["bf16", "fp8_block", "fp8_current", "fp8_delayed", "fp8_rowwise", "int8", "mxfp8", "nvfp4", "qat"]
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -83,7 +83,7 @@ def test_which_columnwise_operands_are_derived():
     everything = ["x", "w", "dy"]
     assert derived == {
         "bf16": everything, "fp8_current": everything, "fp8_delayed": everything, "fp8_rowwise": [], "mxfp8": [],
-        "fp8_block": ["w"], "nvfp4": ["w"], "int8": [],
+        "fp8_block": ["w"], "nvfp4": ["w"], "int8": [], "qat": everything,
     }  # fmt: skip
     assert load("mxfp8", enable_2d_quantization=True).w.derived
     assert not load("nvfp4", disable_2d_quantization=True).w.derived

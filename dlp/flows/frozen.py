@@ -21,6 +21,7 @@ from dlp.parallel.model.boundary import layer_modules, match_layers
 from dlp.parallel.weight.held import HeldWeight
 from dlp.parallel.weight.local import num_axes
 from dlp.quant import recipe as recipes
+from dlp.quant.fake import deployed
 from dlp.quant.fp8 import Fp8Tensor, static
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, caps_of
 from dlp.quant.recipe import Operand, Recipe, both
@@ -94,7 +95,7 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
     """
     names, modules = match_layers(model, pattern, "freeze"), layer_modules(model)
     made = recipes.as_recipe(recipe)
-    chosen = {name: made.for_layer(name) for name in names}
+    chosen = {name: deployed(made.for_layer(name)) for name in names}
     for name in names:
         check_mode(chosen[name], mode, name)
         _check(name, modules, mode, names)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from dlp.flows.frozen import SCALE, Mode, cast_of_x, check_mode
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.quant import recipe as recipes
+from dlp.quant.fake import deployed
 from dlp.quant.parameter import QuantizedParameter
 
 Filter = Callable[[nn.Module, str], bool]
@@ -47,7 +48,8 @@ def quantize_(
         _check_plain(model)
         raise ValueError("quantize_ has nothing to quantize: the model has no nn.Linear that filter_fn lets through")
     owners = _owners(model)
-    weights = {name: _quantized(name, module, made.for_layer(name), mode, owners) for name, module in chosen.items()}
+    casts = {name: deployed(made.for_layer(name)) for name in chosen}
+    weights = {name: _quantized(name, module, casts[name], mode, owners) for name, module in chosen.items()}
     for name, weight in weights.items():
         chosen[name].weight = nn.Parameter(weight, requires_grad=False)
     return model

@@ -34,8 +34,10 @@ from dlp.parallel.linear.core import (
     NO_FINISH,
     Finish,
     GradsWanted,
+    keeps_x,
     leave_wgrads,
     num_left,
+    reads_w,
     run_backward,
     run_forward,
     to_save,
@@ -203,7 +205,7 @@ class BasicLinear(BasicOperation, modules.Linear):
             x = accepted(bound, x, "x")
         weights, parts = ctx.given
         check_features(bound.spec, x, weights[0])
-        save = ctx.requires_grad and any(ctx.learns)
+        save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.learns))
         ys, kept = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
         ctx.save_for_backward(*weights, *to_save([x], kept, save))
         ctx.x_shape, ctx.x_dtype = tuple(x.shape), x.dtype
@@ -221,7 +223,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         if bound.weights.main_grads and not self._waits(ctx):
             into = bound.weights.targets(range(len(weights)), weights)
             ctx.into = tuple([to if learns else None for to, learns in zip(into, ctx.learns, strict=False)])
-        if not ctx.needs_dx:
+        if not reads_w(bound.spec.recipe, ctx.needs_dx, any(ctx.learns)):
             ctx.given = ()
         elif ctx.sides is not None:
             ctx.given = ctx.sides.columnwise

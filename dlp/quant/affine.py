@@ -84,9 +84,21 @@ def quantize_affine(
     holds = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     if codes[0] < holds.min or codes[1] > holds.max:
         raise ValueError(f"codes of {codes[0]} to {codes[1]} do not fit {dtype}: ask for dtype=torch.uint8, or others")
+    return _rounded(x, block, scale, zero_point).clamp(*codes).reshape(x.shape).to(dtype)
+
+
+def clipped_affine(
+    x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, codes: tuple[int, int]
+) -> Tensor:  # fmt: skip
+    """Where `quantize_affine` clips: bool of x's shape, true where x is rounded to no code, as for what is not finite."""
+    made = _rounded(x, block, scale, zero_point)
+    return ((made >= codes[0]) & (made <= codes[1])).logical_not().reshape(x.shape)
+
+
+def _rounded(x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Codes before they are clipped, as `_blocked`."""
     inverse = 1.0 / _spread(scale, x, block)
-    made = torch.round(_blocked(x, block) * inverse) + _spread(zero_point, x, block)
-    return made.clamp(*codes).reshape(x.shape).to(dtype)
+    return torch.round(_blocked(x, block) * inverse) + _spread(zero_point, x, block)
 
 
 def dequantize_affine(

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import lcm
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dlp.quant import affine
+from dlp.quant.quantizer import QuantizerCaps
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 
@@ -146,6 +147,7 @@ class IntScaling:
     symmetric: bool = True
     narrow: bool = False
     epsilon: float = 0.0
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(clips=True)
 
     def __post_init__(self) -> None:
         if self.narrow and not self.symmetric:
@@ -185,6 +187,11 @@ class IntScaling:
         codes = affine.quantize_affine(x, block, scale_inv, zero, self.codes)
         parts = (pack(codes, self.bits), scale_inv, zero)[: len(self.format.parts)]
         return self.format.fill(out, *[part.contiguous() for part in parts])  # x may lie transposed
+
+    def clipped(self, x: Tensor, amax: Tensor | None) -> Tensor:
+        """Where the cast of x clips a code: bool [rows, contraction]."""
+        x = x.float()
+        return affine.clipped_affine(x, self.format.block, *self._chosen(x, amax), self.codes)
 
     def _chosen(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
         """scale_inv and zero point of each row or group of x."""

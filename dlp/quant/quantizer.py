@@ -109,6 +109,8 @@ class QuantizerCaps:
     pure           its methods only run ops of `dlp.kernels.ops` and depend on nothing but their arguments, so that their
                    launches may be captured and launched again
     lazy           they take an `ops.LazyMatrix` for x, a matrix that a cast makes on its way
+    clips          a method `clipped(x, amax)`: where a cast of x leaves the codes, bool like x; training on decoded values
+                   (`dlp.quant.fake`) passes no gradient there
     """
 
     one_read: bool = False
@@ -121,6 +123,7 @@ class QuantizerCaps:
     op: str = ""
     pure: bool = False
     lazy: bool = False
+    clips: bool = False
 
     def of_casts(self) -> QuantizerCaps:
         """What is left where something is done around each cast: what the casts take and are."""
@@ -131,6 +134,7 @@ METHODS = {
     "one_read": ("both", "observe_both"),
     "one_launch": ("batch",),
     "values": ("values",),
+    "clips": ("clipped",),
 }  # by what declares them
 ARGUMENTS = {"slot": "slot", "origin": "at", "flag": "flag"}  # of casts, by what declares them
 _PLAIN = QuantizerCaps()

@@ -132,6 +132,11 @@ class Format:
         return None
 
     @property
+    def clips(self) -> bool:
+        """The last part says where codes were clipped, bool like the values: no gradient passes there."""
+        return False
+
+    @property
     def elements_per_code(self) -> int:
         """Elements along the contraction in one entry of the payload."""
         return 1

@@ -27,7 +27,16 @@ from dlp.kernels import gemms
 from dlp.kernels.captured import ALIGNMENT
 from dlp.kernels.table import runs_kernels
 from dlp.parallel.linear.capture import BACKWARD, FORWARD, LIMIT, CapturedDirections, Key, of_layer
-from dlp.parallel.linear.core import GradsWanted, layer_backward, layer_forward, leave_wgrads, to_save, waits
+from dlp.parallel.linear.core import (
+    GradsWanted,
+    keeps_x,
+    layer_backward,
+    layer_forward,
+    leave_wgrads,
+    reads_w,
+    to_save,
+    waits,
+)
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
 from dlp.parallel.model.autocast import check_compiled
@@ -91,7 +100,7 @@ class BoundCall:
     """A layer, called with tensors like those at hand: what does not change between such calls. It holds no tensors.
 
     first            the place of the first weight among the arguments of `DirectLinearFn`
-    differentiable   there will be a backward; `save`: with a wgrad
+    differentiable   there will be a backward; `save`: one that reads x
     layouts          of parameters that are DTensors
     captured         its directions, as launches
     """
@@ -102,8 +111,9 @@ class BoundCall:
         self.everyone = range(self.count)
         self.x_shape, self.x_dtype = x.shape, x.dtype
         learns = [p is not None and p.requires_grad for p in parameters]
-        self.differentiable = record and (any(given.requires_grad for given in inputs) or any(learns))
-        self.save = self.differentiable and any(learns[: self.count])
+        needs_dx = any(given.requires_grad for given in inputs)
+        self.differentiable = record and (needs_dx or any(learns))
+        self.save = self.differentiable and keeps_x(bound.spec.recipe, needs_dx, any(learns[: self.count]))
         self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
         self.distributed = any(layout is not None for layout in self.layouts)
         self.captured = of_layer(bound, x)
@@ -295,14 +305,15 @@ def _gradients(
     else:
         bound.session.in_layer_backward(bound)
         parts: Sequence[Tensor] = ()
-        if wanted.dx and sides is not None:
+        reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
+        if reads_weights and sides is not None:
             parts = sides.columnwise_of(used)
-        elif wanted.dx:
+        elif reads_weights:
             parts = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
         if call.captured.possible[BACKWARD]:
             key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
             key += tuple(map(shape_key, parts)) if sides is None else ()
-            reads = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
+            reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
             if into:
                 key += tuple([None if to is None else (*shape_key(to.tensor), to.overwrite) for to in into])
                 reads += [to.tensor for to in into if to is not None]
@@ -372,10 +383,11 @@ def linear_bwd(
     bound, wanted = bound_of(spec_id), _wanted(flags, dtype)
     bound.session.in_layer_backward(bound)
     used = wanted.used
-    parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if wanted.dx else ()
+    reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
+    parts = _parts(bound, used, weights, cached, dtype, columnwise=True, record=True) if reads_weights else ()
     key = (*wanted, *map(shape_key, (*dys, *saved, *weights, *parts)))
     run = partial(layer_backward, bound, dys, saved, weights, parts, wanted)
-    reads = [*dys, *saved, *((parts or weights) if wanted.dx else ())]
+    reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
     grads = _captured_of(bound, dys[0]).backward(key, run, reads)
     bound.session.scales = None
     return leave_wgrads(bound, wanted, weights, grads) if bound.spec.options.delay_wgrad else grads

@@ -45,6 +45,7 @@ from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import ASKED, WIRES, Gathered, Reduction, Route, TransferPlan
 from dlp.parallel.weight.base import Target
 from dlp.quant.gemm import Gemm
+from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import Format, QuantizedTensor
 
 Given = Values | Produced
@@ -86,7 +87,7 @@ def run_forward(
 
     x         [..., K], as it is, or still to be made, or with `operands`
     weights   w_i [N_i, K] and biases b_i [N_i] of this rank; parts: of their rowwise operands, none: they are cast here
-    save      there will be a wgrad
+    save      backward will read x (`keeps_x`)
     record    gradients are enabled, so amaxes count for delayed scales
     finish    of the one member there is, where its y is not reduced
     returns   y_i [..., N_i] (token shards [M/R, N_i] where x is gathered or y scattered), and what is kept for backward: the
@@ -143,6 +144,16 @@ def layer_forward(
     return ys, [*kept, *(prologue.kept(x) if record else ())]
 
 
+def keeps_x(recipe: Recipe, dx: bool, dw: bool) -> bool:
+    """Whether a backward that makes these gradients reads what forward kept of x: for dw, and to see where x was clipped."""
+    return dw or (dx and recipe.x.columnwise.format.clips)
+
+
+def reads_w(recipe: Recipe, dx: bool, dw: bool) -> bool:
+    """Whether a backward that makes these gradients reads weights: for dx, and to see where w was clipped."""
+    return dx or (dw and recipe.w.columnwise.format.clips)
+
+
 def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> list[Tensor]:
     """What backward reads of a forward that was called with `inputs` and returned `kept`: parts of x, or x itself; where a
     prologue made x, then what that keeps, and what it was given."""
@@ -192,10 +203,12 @@ def run_backward(
             dy_rows, dy_cols = zip(*made, strict=True)
 
     dx: Tensor | Pending[Tensor] | None = None
+    ws: list[QuantizedTensor] = []
+    if reads_w(spec.recipe, wanted.dx, learns):
+        ws = _weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
     if wanted.dx:
         options = spec.recipe.dgrad
         dtype = options.out_dtype or wanted.dtype
-        ws = _weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
         gemms = [Gemm("dgrad", w, dtype if len(rows) == 1 else torch.float32, options=options) for w in ws]
         if finish is not NO_FINISH:
             gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
@@ -208,14 +221,15 @@ def run_backward(
         keep = waits(spec.options.delay_wgrad, wanted.dx)
         x = _here(x_col, bound, keep)
         targets = into or [None] * len(weights)
-        for dy, w, needed, target in zip(dy_cols, weights, wanted.dw, targets, strict=True):
+        clips = [q.parts[-1].t() if q.format.clips else None for q in ws] or [None] * len(weights)
+        for dy, w, needed, target, clipped in zip(dy_cols, weights, wanted.dw, targets, clips, strict=True):
             if needed:
                 assert dy is not None
                 dy = _here(dy, bound, keep)
                 if keep:
                     later += dy.parts
                     continue
-                dw = contract_gemm(bound, dy, x, w.shape, w.dtype, finish.alpha, target)
+                dw = contract_gemm(bound, dy, x, w.shape, w.dtype, finish.alpha, target, clipped)
                 grads += [dw] if target is None else []
         later += x.parts if keep else ()
     grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
@@ -225,6 +239,10 @@ def run_backward(
 
     whole = trimmed(arrived(dx), weights[0].shape[1])
     transport.finish(spec.group)
+    fmt = spec.recipe.x.columnwise.format
+    if fmt.clips:
+        clipped = fmt.wrap(saved).parts[-1]
+        whole = whole.masked_fill_(trimmed(clipped.t() if plan.kept == "columnwise" else clipped, whole.shape[1]), 0)
     if spec.recipe.dx is not None:
         whole = _through_format(bound, "dx", spec.members[0], whole)
     whole = whole if whole.dtype == wanted.dtype else rounded(whole, wanted.dtype)
@@ -315,25 +333,30 @@ def _run(a: Rowwise, gemm: Gemm) -> Tensor:
 
 def contract_gemm(
     bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype,
-    alpha: float = 1.0, into: Target | None = None,
+    alpha: float = 1.0, into: Target | None = None, clipped: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """wgrad, where tokens are contracted: dy columnwise [N, M], x columnwise [K, M], which may be padded -> the gradient of a
-    weight of this shape [N, K] and dtype, one GEMM over all tokens; written to `into`, where that is given."""
+    weight of this shape [N, K] and dtype, one GEMM over all tokens; written to `into`, where that is given; zero where the
+    weight was `clipped`, bool [N, K], which may be padded."""
     options = bound.spec.recipe.wgrad
     gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
     with named_range(f"{bound.spec.name}.wgrad"):
-        return _wgrad(gemm, dy, shape, dtype, into)
+        return _wgrad(gemm, dy, shape, dtype, into, clipped)
 
 
-def _wgrad(gemm: Gemm, dy: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype, into: Target | None) -> Tensor:
+def _wgrad(
+    gemm: Gemm, dy: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype, into: Target | None, clipped: Tensor | None
+) -> Tensor:  # fmt: skip
     options, x = gemm.options, gemm.b
-    whole = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape)
+    whole = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape) and clipped is None
     if into is not None and whole and options.out_dtype in (None, into.tensor.dtype):
         out = None if into.overwrite else into.tensor
         written = into.tensor if into.overwrite else None
         return replace(gemm, out_dtype=into.tensor.dtype, accumulate=out, out=written)(dy)
     dw = trimmed(gemm(dy), shape[1], shape[0])
     dw = dw if dw.dtype == dtype else rounded(dw, dtype)
+    if clipped is not None:
+        dw = dw.masked_fill_(trimmed(clipped, shape[1], shape[0]), 0)
     if into is None:
         return dw
     return into.tensor.copy_(dw) if into.overwrite else into.tensor.add_(dw)

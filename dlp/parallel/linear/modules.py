@@ -27,6 +27,7 @@ from dlp.parallel.linear.autograd import (
     no_autocast,
     opaque,
 )
+from dlp.parallel.linear.core import keeps_x
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps, num_inputs
 from dlp.parallel.linear.state import BoundSpec, LayerState, accepted
@@ -198,7 +199,8 @@ class LinearCore(LayerState):
                 given, weights, biases, cached, bound.spec_id, bound.trace_id, False, record
             )
             return tuple(ys)
-        save = any(w.requires_grad for w in weights)
+        needs_dx, learns = (any(t.requires_grad for t in given) for given in (inputs, weights))
+        save = keeps_x(bound.spec.recipe, needs_dx, learns)
         results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
             bound.spec_id, bound.trace_id, len(inputs), len(weights), save, record, bound.spec.options.delay_wgrad, *inputs,
             *weights, *biases, *cached,

@@ -390,7 +390,7 @@ def _mixed(recipe: Recipe) -> Iterator[str]:
     for which in GEMMS:
         formats = [quantizer.format for quantizer in recipe.operands(which)]
         a, _, b, _ = GEMM_OPERANDS[which]
-        kept = [fmt.keeps_source for fmt in formats]
+        kept = [fmt.gemm_kind == "hp" for fmt in formats]
         if kept[0] != kept[1]:
             name, fmt = ((b, formats[1]), (a, formats[0]))[kept[1]]
             yield f"{which} decodes {name} ({fmt.name}): the other operand is in high precision"

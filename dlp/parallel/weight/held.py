@@ -35,6 +35,7 @@ from dlp.parallel.linear.state import quantize, unflatten
 from dlp.parallel.weight.base import LayerWeights, Values, weights_in
 from dlp.parallel.weight.local import LocalWeight, local_values, placeholder, show
 from dlp.quant import recipe as recipes
+from dlp.quant.fake import is_fake
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Recipe
 
@@ -122,6 +123,11 @@ class HeldWeight(LocalWeight):
         if self.parameter.is_meta:
             raise ValueError(
                 f"{name}: quantized_model_init quantizes values, and the meta device has none; name a device"
+            )
+        if is_fake(self.recipe):
+            raise ValueError(
+                f"{name}: {self.recipe} trains values, of which a held weight has none; leave quantized_model_init out, or "
+                f"hold what training made (dlp.freeze)"
             )
         if any(caps_of(quantizer).slot for quantizer in (self.recipe.w.rowwise, self.recipe.w.columnwise)):
             raise ValueError(

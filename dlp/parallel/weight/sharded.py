@@ -340,7 +340,7 @@ class ShardedWeight(MemberWeight):
             )
 
     def _dtype(self, layout: ShardLayout) -> torch.dtype:
-        return self.rows.shard().dtype if self.rows.from_master and layout is VALUES else self.rows.dtype
+        return self.rows.shard().dtype if self.rows.from_master and _holds_values(layout.format) else self.rows.dtype
 
     def _fetch(self, layout: ShardLayout) -> QuantizedTensor:
         """Gather one orientation now."""
@@ -357,7 +357,14 @@ class ShardedWeight(MemberWeight):
 
 def _kept_in(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
     """A high-precision operand in the dtype that GEMMs multiply."""
-    return QuantizedTensor(q.format, (q.payload.to(dtype),)) if q.format.keeps_source else q
+    if not _holds_values(q.format) or q.payload.dtype == dtype:
+        return q
+    return QuantizedTensor(q.format, (q.payload.to(dtype), *q.parts[1:]))
+
+
+def _holds_values(fmt: Format) -> bool:
+    """In the dtype of their source."""
+    return fmt.parts[0].dtype is None
 
 
 def _as_wire(part: Tensor) -> Tensor:

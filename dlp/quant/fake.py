@@ -1,0 +1,103 @@
+"""Fake quantization: operands that hold, in high precision, the values that the codes of another quantizer stand for.
+
+Such an operand may be transposed, whatever its scales span, so the columnwise one is the rowwise one: dgrad and wgrad read the
+values that fprop reads. Where the quantizer clips, the operand has a second part that says where: no gradient passes there,
+elsewhere it passes straight through the rounding. Both parts move alike, so tp, token shards and FSDP need nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.quant.quantizer import Quantizer, Wrapped, caps_of
+from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.tensor import Format, HighPrecision, Part, QuantizedTensor, Shape
+
+
+@dataclass(frozen=True)
+class Decoded(HighPrecision):
+    """`values` of `inner`, in the dtype of their source, which they are not; where `clips`, bool `clipped` of their shape."""
+
+    inner: Format
+    clips: bool = False
+    keeps_source = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"decoded {self.inner.name}"
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
+        return (*HighPrecision.parts, Part("clipped", torch.bool, rows=0, contraction=1))[: 1 + self.clips]
+
+    @property
+    def block(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.inner.block
+
+    def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        return (shape,) * len(self.parts)
+
+    def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
+        return QuantizedTensor(self, tuple([part.t() for part in q.parts]))
+
+
+_format = cache(Decoded)  # one of its kind
+
+
+@dataclass(frozen=True)
+class FakeQuantized(Wrapped):
+    """Casts to `inner`, then back to the dtype of x. Its casts along both dimensions are one: use it for both orientations.
+
+    Rows that end in a part of a block are cast with zeros behind. Raises ValueError for a quantizer that scales by history, and
+    for one whose values are rotated.
+    """
+
+    def __post_init__(self) -> None:
+        fmt = self.inner.format
+        if caps_of(self.inner).slot is not None:
+            raise ValueError(
+                f"{self.inner} scales by history, and fake quantization by what is at hand: choose current scales"
+            )
+        if fmt.basis:
+            raise ValueError(
+                f"{fmt.name} rotates what it holds, and fake quantization multiplies values: leave the rotation out"
+            )
+
+    @cached_property
+    def format(self) -> Format:
+        return _format(self.inner.format, caps_of(self.inner).clips)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return self.inner.observe(self.inner.format.padded(x))
+
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, **how: Any
+    ) -> QuantizedTensor:
+        padded = self.inner.format.padded(x)
+        parts = [self.inner.cast(padded, amax, **how).dequantize(x.dtype)]
+        if self.format.clips:
+            clipping: Any = self.inner
+            parts.append(clipping.clipped(padded, amax))
+        return self.format.fill(out, *[part[: x.shape[0], : x.shape[1]].contiguous() for part in parts])
+
+
+def is_fake(recipe: Recipe) -> bool:
+    """Whether something in it is fake-quantized."""
+    return any(isinstance(quantizer, FakeQuantized) for quantizer in recipe.quantizers())
+
+
+def deployed(recipe: Recipe) -> Recipe:
+    """The recipe that a fake-quantized one stands for, forward: codes where it has their values. Another is itself."""
+
+    def codes(quantizer: Quantizer) -> Quantizer:
+        return quantizer.inner if isinstance(quantizer, FakeQuantized) else quantizer
+
+    def both(operand: Operand) -> Operand:
+        return Operand(codes(operand.rowwise), codes(operand.columnwise))
+
+    return replace(recipe, x=both(recipe.x), w=both(recipe.w)) if is_fake(recipe) else recipe

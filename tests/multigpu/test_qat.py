@@ -1,0 +1,88 @@
+"""Recipe qat over ranks: what one rank computes, and the same gradients clipped, under tp, token shards and FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dlp.quant.integers import IntScaling
+from tests import pool as worker
+from tests.cases import EPSILON, STYLE_KEYS, LinearCase
+from tests.metrics import assert_bit_equal, relative_error
+from tests.multigpu.test_linear import compare, make_full, over_ranks, sharded, unsharded
+from tests.shardnet import backward, shardnet, tensors, train
+
+STYLES = [key for key in STYLE_KEYS if key[0] != "local"]
+
+
+def against_one_rank(cases: list[LinearCase]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Per case: the errors against one rank, and the gradients that are zero elsewhere than there."""
+    found = []
+    for case in cases:
+        full = make_full(case)
+        actual, expected = sharded(case, full), unsharded(case, full)
+        zeros = [{n: (t == 0).float() for n, t in each.items() if n[:2] in ("dx", "dw")} for each in (actual, expected)]
+        assert all((expected[f"dw{i}"] == 0).any() for i in range(case.siblings)), "something is clipped"
+        others = [name for name, error in compare(case, *zeros).items() if not error.equal]
+        found.append((compare(case, actual, expected), others))
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_tp_computes_what_one_rank_does(ranks):
+    cases = [
+        LinearCase(
+            key, "qat", dtype, bias=True, siblings=1 if key[0] == "row" else 2, batch=2, sequence=12, amax_scope="all"
+        )
+        for key in STYLES
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for case, of_ranks in zip(cases, zip(*ranks(2).run(against_one_rank, cases), strict=True), strict=True):
+        for name in of_ranks[0][0]:
+            error = over_ranks([errors[name] for errors, _ in of_ranks])
+            assert error <= EPSILON[case.dtype], f"{case} {name}: {error:.2e}"
+        assert all(not others for _, others in of_ranks), f"{case}: {of_ranks[0][1]} clipped elsewhere"
+
+
+def trained(sizes: dict[str, int], steps: int, keywords: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, whole parameters and gradients after so many steps and another microbatch."""
+    mesh = worker.mesh(**sizes)
+    model = shardnet("qat", mesh, size=64, **keywords)
+    return [*train(model, mesh, range(steps)), backward(model, mesh, 9)], tensors(model)
+
+
+@pytest.mark.ranks(2)
+def test_fsdp_moves_what_is_clipped_with_the_values(ranks):
+    def run(steps: int, **keywords: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        return ranks(2).run(trained, {"dp_shard": 2}, steps, keywords)[0]
+
+    found, alone = run(0)[1], ranks(1).run(trained, {}, 0, {})[0][1]
+    for name in [name for name in found if name.endswith(".grad")]:
+        assert relative_error(2 * found[name], alone[name]) < 2e-2, f"{name}, which ranks average"
+    losses, found = run(1)
+    for name in [name for name in found if name.endswith(("gate.weight", "up.weight", "down.weight"))]:
+        grad, clipped = found[f"{name}.grad"], IntScaling(4, 32).clipped(found[name].bfloat16(), None)
+        assert 0.003 < clipped.float().mean() < 0.03
+        assert not grad[clipped].any() and (grad[~clipped] != 0).float().mean() > 0.99, name
+    same, others = run(1, quantized_gather=False)
+    assert same == losses
+    for name, tensor in found.items():
+        assert_bit_equal(others[name], tensor, name)
+    found = run(1, quantize_from_master=True)[1]
+    for name in [name for name in found if name.endswith("down.weight")]:
+        grad, clipped = found[f"{name}.grad"], IntScaling(4, 32).clipped(found[name], None)
+        assert not grad[clipped].any(), f"{name}, whose codes are of values that were not rounded to bf16 first"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_compiled_blocks_compute_the_same_bits(ranks, sizes):
+    (losses, found), (same, others) = (
+        ranks(2).run(trained, sizes, 1, {"compiled": how})[0] for how in ("", "aot_eager")
+    )
+    assert same == losses
+    for name, tensor in found.items():
+        assert_bit_equal(others[name], tensor, name)

@@ -1,0 +1,206 @@
+"""Recipe qat on one rank: the values of codes forward, and gradients that stop where a code was clipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlp
+from dlp.quant import affine
+from dlp.quant.fake import FakeQuantized
+from dlp.quant.fp8 import DelayedScaling
+from dlp.quant.integers import IntScaling
+from dlp.quant.nvfp4 import Nvfp4Scaling
+from tests.metrics import assert_bit_equal
+
+K, N, M = 64, 48, 24
+NAMES = ("y", "dx", "dw", "db")
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, w, b, dy. The zero point of one token lies half a code off, so that its largest value is rounded past the codes; so is
+    the largest of each group of w where that is positive."""
+    made = torch.Generator().manual_seed(0)
+    x, w, b, dy = (torch.randn(shape, generator=made) for shape in ((M, K), (N, K), (N,), (M, N)))
+    x[0] = x[0].clamp(-1, 1)
+    x[0, :2] = torch.tensor([127.5, -127.5])
+    return x.to(dtype), w.to(dtype), b.to(dtype), dy.to(dtype)
+
+
+def layer(recipe: Any, w: Tensor, b: Tensor, **options: Any) -> dlp.Linear:
+    made = dlp.Linear(K, N, True, recipe=recipe, dtype=w.dtype, **options)
+    made.load_state_dict({"weight": w, "bias": b})
+    return made
+
+
+def results(module: Any, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(dy)
+    return dict(zip(NAMES, (y.detach(), x.grad, module.weight.grad, module.bias.grad), strict=True))
+
+
+def straight(t: Tensor, scaling: Any) -> Tensor:
+    """The values of the codes of t, in its dtype, of which autograd knows clamp alone: by hand, for integers."""
+    if not isinstance(scaling, IntScaling):
+        padded = scaling.format.padded(t.detach())
+        values = scaling.cast(padded, scaling.observe(padded)).dequantize(t.dtype)[: t.shape[0], : t.shape[1]]
+        return t + (values - t).detach()
+    padded = scaling.format.padded(t).float()
+    blocks, codes = padded.unflatten(1, (-1, scaling.group or padded.shape[1])), scaling.codes
+    scale, zero = affine.choose_qparams_affine(blocks.detach(), (1, 1, 0), codes, symmetric=scaling.symmetric)
+    raw = blocks / scale + zero  # the quotient's gradient is that of the product below, inverted
+    rounded = raw + (torch.round(blocks.detach() * (1 / scale)) + zero - raw).detach()
+    return ((rounded.clamp(*codes) - zero) * scale).flatten(1)[:, : t.shape[1]].to(t.dtype)
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "clips"),
+    [
+        ("int4 group 32", "int8 token", (1, 40)),
+        ("int3 group 24", "int8 token", (1, 40)),  # of which 64 columns are no multiple
+        ("int8 channel", "none", (0, 10)),
+        ("none", "int5 token", (1, 0)),
+        ("mxfp8", "fp8_rowwise", (0, 0)),
+        ("nvfp4", "nvfp4", (0, 0)),
+        ("fp8_block", "fp8_current", (0, 0)),
+    ],
+)
+def test_gradients_are_straight_through_but_where_a_code_is_clipped(weight, activation, clips):
+    recipe = dlp.recipe("qat", weight=weight, activation=activation)
+    x, w, b, dy = tensors()
+    found = results(layer(recipe, w, b), x, dy)
+
+    x, w, b = (t.requires_grad_() for t in (x, w, b))
+    fake = [
+        t if not isinstance(q, FakeQuantized) else straight(t, q.inner)
+        for t, q in zip((x, w), recipe_casts(recipe), strict=True)
+    ]
+    y = nn.functional.linear(*fake, b)
+    y.backward(dy)
+    for name, expected in zip(NAMES, (y.detach(), x.grad, w.grad, b.grad), strict=True):
+        torch.testing.assert_close(
+            found[name], expected, rtol=2e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    for name, least in zip(("dx", "dw"), clips, strict=True):
+        expected = {"dx": x, "dw": w}[name].grad == 0
+        assert_bit_equal(found[name] == 0, expected, name)
+        assert expected.sum() >= least and (least or not expected.any())
+
+
+def recipe_casts(recipe: dlp.Recipe) -> tuple[Any, Any]:
+    return recipe.x.rowwise, recipe.w.rowwise
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 0)])
+def test_is_torchaos_fake_quantized_linear(bits, group):
+    """y to the last bit; of gradients torchao takes (g * scale) * (1 / scale), a unit or two in the last place away."""
+    qat, configs = (
+        pytest.importorskip("torchao.quantization.qat.linear"),
+        pytest.importorskip("torchao.quantization.qat"),
+    )
+    of_w = {"group_size": group} if group else {"granularity": "per_channel"}
+    theirs = qat.FakeQuantizedLinear(
+        K, N, True, configs.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+        configs.IntxFakeQuantizeConfig(getattr(torch, f"int{bits}"), is_symmetric=True, **of_w),
+    )  # fmt: skip
+    x, w, b, dy = tensors()
+    theirs.load_state_dict({"weight": w, "bias": b}, strict=False)
+    weight = f"int{bits} group {group}" if group else f"int{bits} channel"
+    ours = layer(dlp.recipe("qat", weight=weight), w, b)
+    found, expected = results(ours, x, dy), results(theirs, x, dy)
+    assert_bit_equal(found["y"], expected["y"])
+    for name in ("dx", "dw", "db"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-5)
+        assert_bit_equal(found[name] == 0, expected[name] == 0, name)
+    assert (found["dw"] == 0).sum() >= 10 and (found["dx"] == 0).sum() == 1
+
+
+@pytest.mark.parametrize("learns", ["x", "w"])
+def test_one_of_the_gradients_alone(learns):
+    x, w, b, dy = tensors()
+    whole = results(layer("qat", w, b), x, dy)
+    one = layer("qat", w, b)
+    one.weight.requires_grad_(learns == "w")
+    given = x.clone().requires_grad_(learns == "x")
+    one(given).backward(dy)
+    assert_bit_equal(given.grad if learns == "x" else one.weight.grad, whole["dx" if learns == "x" else "dw"])
+    traced = layer("qat", w, b)
+    traced.weight.requires_grad_(learns == "w")
+    given = x.clone().requires_grad_(learns == "x")
+    traced.core.by_ops((given,))[0].backward(dy)
+    assert_bit_equal(given.grad if learns == "x" else traced.weight.grad, whole["dx" if learns == "x" else "dw"])
+
+
+@pytest.mark.parametrize("main_grads", ["off", "grad"])
+def test_a_step_boundary_casts_and_microbatches_add_up(main_grads):
+    x, w, b, dy = tensors()
+    whole = results(layer("qat", w, b), x, dy)
+    model = nn.Sequential(layer("qat", w, b))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    dlp.attach(model, optimizer, main_grads=main_grads)
+    model(x)  # says what dtype weights are cast for
+    dlp.end_step(model)
+    for _ in range(2):
+        model(x).backward(dy)
+    assert model[0].core.weights.parts is not None and model[0].core.weights.in_use()
+    torch.testing.assert_close(model[0].weight.grad, 2 * whole["dw"], rtol=1e-6, atol=1e-5)
+    assert_bit_equal(model[0].weight.grad == 0, whole["dw"] == 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    given = x.clone().requires_grad_()
+    model(given).backward(dy)
+    moved = results(layer("qat", model[0].weight.detach().clone(), model[0].bias.detach().clone()), x, dy)
+    assert_bit_equal(given.grad, moved["dx"])
+    assert_bit_equal(model[0].weight.grad, moved["dw"], "the casts are those of the weight that has moved")
+
+
+def test_compiled_and_as_an_op():
+    x, w, b, dy = tensors()
+    whole = results(layer("qat", w, b), x, dy)
+    torch.compiler.reset()
+    model = layer("qat", w, b)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    given = x.clone().requires_grad_()
+    compiled(given).backward(dy)
+    torch.compiler.reset()
+    assert_bit_equal(given.grad, whole["dx"])
+    assert_bit_equal(model.weight.grad, whole["dw"])
+    op, given = dlp.ops.Linear(K, N, recipe="qat"), x.clone().requires_grad_()
+    op.load_state_dict({"weight": w, "bias": b})
+    both = dlp.ops.Sequential(dlp.ops.MakeExtraOutput(in_place=True), op)
+    y, residual = both(given)
+    torch.autograd.backward((y, residual), (dy, torch.ones_like(x)))
+    torch.testing.assert_close(given.grad, whole["dx"] + 1)
+    assert_bit_equal(op.weight.grad, whole["dw"])
+
+
+def test_what_cannot_be_done_is_refused():
+    for scaling, why in (
+        (DelayedScaling("e4m3"), "scales by history, and fake quantization by what is at hand"),
+        (Nvfp4Scaling(rht=True), "rotates what it holds"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            FakeQuantized(scaling)
+    with pytest.raises(
+        ValueError, match=r'qat: weight must be "int4 group 32", .*none, or one of .*; got \'int4 token\''
+    ):
+        dlp.recipe("qat", weight="int4 token")
+    with pytest.raises(ValueError, match=r"qat: activation must be .*; got 'qat'"):
+        dlp.recipe("qat", activation="qat")
+    with pytest.raises(ValueError, match="Linear: qat passes no gradient where a code of x was clipped"):
+        dlp.Linear(K, N, recipe="qat", save_original_input=True)
+    with pytest.raises(
+        ValueError, match=r"0: qat passes no gradient where a code of w was clipped, .*leave delay_wgrad out"
+    ):
+        dlp.make_plan(
+            nn.Sequential(nn.Linear(K, N)), [dlp.LayerGroup("all", "**", recipe="qat", delay_wgrad=True)], tp=1
+        )
+    with (
+        pytest.raises(ValueError, match="Linear: qat trains values, of which a held weight has none"),
+        dlp.quantized_model_init(),
+    ):
+        dlp.Linear(K, N, recipe="qat")
