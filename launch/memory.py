@@ -22,7 +22,8 @@ import torch
 
 from dlp import Plan
 from dlp.comm.mesh import DP_SHARD, MAPPED, TP
-from dlp.comm.transport import LEAST, MAXIMA, slot_bytes
+from dlp.comm.slots import MAXIMA, mapped_bytes
+from dlp.comm.transport import LEAST, slot_bytes
 from dlp.parallel.casts import operand_shape
 from dlp.parallel.model.plan import table
 from dlp.parallel.model.rows import LayerPlan, ParameterPlan
@@ -201,7 +202,7 @@ class _Estimate:
     def _symmetric(self) -> float:
         """Slots that ranks of tp map (`dlp.comm.transport`), at most: of each style and size one for each transfer of a
         direction, of which there are at most two, in the activations' dtype, or quantized in as few as four bits; one of
-        the least size for each further piece of a gather; and one for agreements."""
+        the least size for each further piece of a gather; and one for agreements. Each is mapped in whole granules."""
         ranks = self.load.ranks(TP)
         if ranks == 1 or transport_name(self.config.mesh.transport, self.load.dims, self.plan.device_type) != MAPPED:
             return 0.0
@@ -212,7 +213,8 @@ class _Estimate:
         }  # fmt: skip
         chosen = {(row.style, name) for row in self.plan.layers for name in strategies(row)}
         pieces = sum(int(name.partition(":")[2] or 1) - 1 for _, name in chosen)
-        return float(2 * sum(size for _, size in sizes) + pieces * LEAST + slot_bytes(2 * 4 * MAXIMA * ranks))
+        others = pieces * mapped_bytes(LEAST) + mapped_bytes(2 * 4 * MAXIMA * ranks)
+        return float(2 * sum(mapped_bytes(size) for _, size in sizes) + others)
 
     # What comes
 

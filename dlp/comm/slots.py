@@ -31,6 +31,7 @@ from dlp.kernels.launches import Lane, await_mark, launch, new_event
 PATIENCE = 600.0  # seconds that a rank waits for another, which may be compiling or saving
 RANKS = 32  # at most so many share a slot
 HEADER = 512  # bytes of a slot before its payload
+PAD, GRANULE = 16 << 10, 2 << 20  # bytes: what torch adds to memory that it maps, about; it is mapped in whole granules
 MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
 WAITS_FOR = ("has not read what was sent before", "has not sent its part", AGREES := "has not agreed")
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
@@ -246,6 +247,11 @@ class SharedSlot:
                     wait = Wait(self._rank, peer, what, self._use)
                     raise RuntimeError(too_long(wait, self._uses, seen, self._named(self._use), self._ranks))
                 time.sleep(0)
+
+
+def mapped_bytes(nbytes: int) -> int:
+    """What a slot for so many bytes takes on a GPU."""
+    return -(-(HEADER + nbytes + PAD) // GRANULE) * GRANULE
 
 
 def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
