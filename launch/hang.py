@@ -13,17 +13,15 @@ compiles, is what the others wait for. Then each rank also tells who waits for w
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-MAIN = threading.main_thread().ident
-READING = 5.0  # seconds that reading what hangs may take
+from dlp.comm.watch import READING, frame_of_main, within
+
 SLOW = 6.0  # times as long may a rank stand still in what is known to be slow
 OF_A_STEP = 3.0  # of the steps before, may one take in which nothing is seen to move
 # When a rank moved, and told; how long it may stand still; where; who waits for whom.
@@ -40,31 +38,6 @@ class Place(NamedTuple):
 
     def patience(self, after: float) -> float:
         return SLOW * after if self.slow else max(after, OF_A_STEP * self.step)
-
-
-def frame_of_main() -> tuple[str, int]:
-    """The innermost Python frame of the main thread, in words, and its instruction."""
-    frame = sys._current_frames().get(MAIN or 0)
-    if frame is None:
-        return "nowhere", 0
-    code = frame.f_code
-    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})", frame.f_lasti
-
-
-def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
-    """What `ask` returns, on a thread of its own; a line that says so where it fails or takes longer."""
-    found = [f"what GPUs wait for could not be read in {seconds:g} s"]
-
-    def read() -> None:
-        try:
-            found[:] = ask()
-        except RuntimeError as error:
-            found[:] = [f"what GPUs wait for cannot be read: {str(error).splitlines()[0]}"]
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return list(found)
 
 
 class HangWatch:

@@ -21,7 +21,8 @@ with the rest, so whoever reads a slot while devices hang can tell which of them
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import permutations
 from math import prod
 from zlib import crc32
@@ -34,6 +35,7 @@ from torch.distributed import ProcessGroup
 from dlp.comm import observer
 from dlp.comm.collectives import Parts, Pending, fields, record
 from dlp.comm.slots import AGREED, AGREES, MAXIMA, RANKS, WAITS_FOR, CudaSlot, Place, Slot, Wait, too_long
+from dlp.comm.watch import Watch
 from dlp.kernels import loader
 from dlp.kernels.launches import Lane, is_recording
 
@@ -55,6 +57,7 @@ class Transport:
         self._slots: dict[tuple[int, str, int, int], Slot] = {}
         self._kind, self._who, self._used, self._transfers = "", NOBODY, list[Slot](), 0
         self._numbers, self._names = dict[tuple[Who, int, int], int](), dict[int, str]()
+        self._named = partial(_name_of, self._names, self.rank)
 
     def start(self, kind: str = "", who: Who = NOBODY) -> None:
         """A direction of a layer begins. Those of one kind share slots."""
@@ -88,9 +91,6 @@ class Transport:
             self._numbers[key] = crc32(said.encode()) % (2**30 - 1) + 1
             self._names[self._numbers[key]] = said
         return self._numbers[key]
-
-    def _named(self, number: int) -> str:
-        return self._names.get(number, f"what rank {self.rank} has not run yet ({number})")
 
     def _slot(self, size: int, kind: str, place: int, piece: int = 0) -> Slot:
         key = size, kind, place, piece
@@ -164,6 +164,11 @@ class Transport:
         """Who has not done what others of this group wait for."""
         return [self._told(size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits()]
 
+    def own_waits(self) -> list[str]:
+        """What this rank waits for."""
+        every = ((size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits())
+        return [self._told(size, wait) for size, wait in every if wait.a == self.rank]
+
     def _told(self, size: int, wait: Wait) -> str:
         awaited = WAITS_FOR[wait.what]
         what = f"agreement {wait.use}" if awaited == AGREES else self._named(wait.use)
@@ -186,6 +191,11 @@ class Transport:
     def memory(self) -> list[Tensor]:
         """What launches read and write of it on this rank; it stays where it is."""
         return [span for slot in self._slots.values() for span in slot.spans()]
+
+
+def _name_of(names: Mapping[int, str], rank: int, number: int) -> str:
+    """What a number stands for on this rank of a group."""
+    return names.get(number, f"what rank {rank} has not run yet ({number})")
 
 
 class Gathering:
@@ -351,7 +361,9 @@ def ask_for(group: ProcessGroup, device_type: str) -> None:
 
 def _on_gpus(group: ProcessGroup) -> Transport:
     device = torch.device("cuda", torch.cuda.current_device())
-    return Transport(group, device, CudaSlot, Lane(device))
+    made = Transport(group, device, CudaSlot, Lane(device))
+    Watch(made).start()
+    return made
 
 
 def _obstacle(group: ProcessGroup, device_type: str) -> str:

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from launch.hang import HangWatch, Place, within
+from dlp.comm.watch import within
+from launch.hang import HangWatch, Place
 
 pytestmark = pytest.mark.slow
 

@@ -225,6 +225,7 @@ def who_waits(others: bool) -> list[list[str]]:
             time.sleep(0.05)
             dist.barrier()
             found.append(transport.waits())
+            assert moves.own_waits() == [said for said in found[-1] if f"bytes: rank {moves.rank} waits" in said]
             dist.barrier()
 
         if moves.rank == 0:
