@@ -21,6 +21,7 @@ from dlp.comm import transport
 from dlp.kernels import captured, codes, cuda, cuda_producers, gemms, loader, ops, reference, table, wire
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import autograd
+from tests import bound
 from tests.played_transport import STEPS
 
 ALIGNMENT = 64  # of memory on the CPU
@@ -102,7 +103,7 @@ class Plan:
 
 
 class Program:
-    """csrc/program.cpp, where every number of a step that lies in some memory is an address."""
+    """csrc/program.cpp: what csrc says is an address lies in some memory, and moves with it."""
 
     def __init__(self, steps: Any, memory: Sequence[tuple[int, int, int, int]], bases: int) -> None:
         self.steps, self.memory, self.bases, self.runs = list(steps), list(memory), bases, 0
@@ -111,13 +112,15 @@ class Program:
         assert len(bases) == self.bases
         self.runs += 1
         for name, arguments, lane in self.steps:
-            moved = self._moved(arguments, bases)
-            (moved[0].run if name == "gemm" else getattr(Module, name))(*moved[name == "gemm" :], lane or stream)
+            run, *words = arguments if name == "gemm" else (getattr(Module, name), *arguments)
+            kinds = (True,) * len(words) if name == "gemm" else bound.addresses()[name]
+            moved = [self._moved(word, kind, bases) for word, kind in zip(words, kinds, strict=True)]
+            (run.run if name == "gemm" else run)(*moved, lane or stream)
 
-    def _moved(self, value: Any, bases: Sequence[int]) -> Any:
-        if isinstance(value, tuple):
-            return tuple(self._moved(each, bases) for each in value)
-        if type(value) is not int or value < PIECE:
+    def _moved(self, value: Any, kind: bound.Kind, bases: Sequence[int]) -> Any:
+        if isinstance(kind, frozenset):
+            return tuple(self._moved(each, i in kind, bases) for i, each in enumerate(value))
+        if not kind or not value:
             return value
         for address, size, base, offset in self.memory:
             if address <= value < address + size:

@@ -145,9 +145,9 @@ def push_part(part: int, to: int, pitch: int, width: int, height: int, stream: i
         ctypes.memmove(to + row * pitch, part + row * width, width)
 
 
-def copy_rows(source: int, pitch: int, to: int, width: int, height: int, stream: int) -> None:
+def copy_rows(source: int, pitch: int, to: int, to_pitch: int, width: int, height: int, stream: int) -> None:
     for row in range(height):
-        ctypes.memmove(to + row * width, source + row * pitch, width)
+        ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
 
 
 def new_event() -> int:

@@ -124,7 +124,8 @@ def copied_rows(x: Tensor) -> Tensor:
     """[rows, n], adjacent elements in each row, the rows at any distance -> the same, contiguous."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    launch("copy_rows", x, x.data_ptr(), x.stride(0) * x.itemsize, out.data_ptr(), width * x.itemsize, rows)
+    nbytes = width * x.itemsize
+    launch("copy_rows", x, x.data_ptr(), x.stride(0) * x.itemsize, out.data_ptr(), nbytes, nbytes, rows)
     return out
 
 
@@ -132,7 +133,7 @@ def place_rows(x: Tensor, out: Tensor) -> None:
     """x [rows, ...], contiguous -> `out`, of its size, whose rows begin at any distance."""
     width = x.nbytes // len(x)
     distance = out.stride(0) * out.itemsize
-    launch("push_part", x, x.data_ptr(), out.data_ptr(), distance, width, len(x))
+    launch("copy_rows", x, x.data_ptr(), width, out.data_ptr(), distance, width, len(x))
 
 
 def side_by_side(whole: Tensor, dim: int) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlp.kernels import cuda_codes, ops, reference
+from dlp.kernels import captured, cuda_codes, ops, reference
 from dlp.kernels.ops import DelayedSlots
 from tests.gpu.inputs import CODES, DTYPES, random_sizes, values
 from tests.metrics import assert_bit_equal
@@ -151,3 +151,17 @@ def test_sums_are_in_order(device, poisoned, dtype):
             there[-1] = 7
             cuda_codes.sum_in_order(there, out, (contributions - 1, own))
             assert_bit_equal(out.cpu(), reference.sum_in_order(x), f"{contributions} {size}, the last apart")
+
+
+def test_copies_that_are_launched_again_go_where_results_lie_now(device):
+    def rearranged(x: Tensor, whole: Tensor) -> list[Tensor]:
+        rows = cuda_codes.end_to_end([x, whole])
+        return [rows, cuda_codes.side_by_side(whole, 1), cuda_codes.copied_rows(x[:, :3])]
+
+    given = [torch.full((4, 5), -1.0, device=device), torch.full((2, 3, 4), -1.0, device=device)]
+    made = captured.record(lambda: rearranged(*given), given, [])
+    for seed in range(2):
+        x, whole = (torch.randn(each.shape, generator=torch.Generator().manual_seed(seed)).to(device) for each in given)
+        want = [torch.cat([x.flatten(), whole.flatten()]), torch.cat([*whole], 1), x[:, :3]]
+        for found, expected in zip(made([x, whole]), want, strict=True):
+            assert torch.equal(found, expected)

@@ -260,8 +260,9 @@ void bind_transport(pybind11::module_& m) {
     bind_step(m, "push_part", [](uintptr_t from, int64_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream) {
         copy_part(from, width, uintptr_t(to), to_pitch, width, height, stream);
     });
-    bind_step(m, "copy_rows", [](uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t width, int64_t height, Stream stream) {
-        copy_part(from, from_pitch, to, width, width, height, stream);
+    bind_step(m, "copy_rows", [](uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height,
+                                 Stream stream) {
+        copy_part(from, from_pitch, to, to_pitch, width, height, stream);
     });
     m.def("new_event", &new_event);
     bind_step(m, "mark", [](int64_t event, Stream stream) { mark(event, stream); });

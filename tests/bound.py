@@ -1,0 +1,38 @@
+"""Which numbers of a launch are addresses, by the types that csrc gives its arguments: a program exchanges those alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import dlp.kernels
+
+CSRC = Path(dlp.kernels.__file__).parent / "csrc"
+Kind = bool | frozenset[int]  # of an argument: whether it is an address, or which words of it are
+_STRUCT = re.compile(r"struct (\w+)[^{]*\{(?:(?!\nstruct).)*?static constexpr uint32_t addresses = ([^;]+);", re.DOTALL)
+_STEP = re.compile(r'bind_step\(m, "(\w+)",\s*\[\w*\]\(([^)]*)\)')
+TRANSPOSE = (frozenset({0, 5}), False)  # its lambda is made by a function
+
+
+def _words(said: str, agreed: int = 8) -> frozenset[int]:
+    """`words(0, 5)`, a mask of the first `2 * kAgreed`, or none."""
+    if said.startswith("words"):
+        return frozenset(map(int, re.findall(r"\d+", said)))
+    return frozenset(range(2 * agreed)) if "kAgreed" in said else frozenset()
+
+
+@functools.cache
+def addresses() -> dict[str, tuple[Kind, ...]]:
+    """Of each step of a program, by name, the kinds of its arguments without the stream."""
+    sources = [(CSRC / name).read_text() for name in ("kernels.h", "steps.h")]
+    masks = {name: _words(said) for source in sources for name, said in _STRUCT.findall(source)}
+    found: dict[str, tuple[Kind, ...]] = {"transpose_bytes": TRANSPOSE, "transpose_nibbles": TRANSPOSE}
+    for name, arguments in _STEP.findall((CSRC / "bindings.cpp").read_text()):
+        types = [re.sub(r"const |&| \w+$", "", each.strip()) for each in arguments.split(",")]
+        assert types[-1] == "Stream", f"{name}: {types}"
+        jobs = [masks.get(re.sub(r"Words<(\w+)>", r"\1", each)) for each in types[:-1]]
+        found[name] = tuple(
+            each == "uintptr_t" if job is None else job for each, job in zip(types[:-1], jobs, strict=True)
+        )
+    return found
