@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,24 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
 
     alone = nn.Sequential(dlp.Linear(K, K, bias=False, recipe=recipe))
     found = calls(mlp(recipe)), calls(alone)
-    assert found[0] < 1.75 * found[1], f"{found}: an op that has no answer is asked in every call"
+    assert found[0] < 1.4 * found[1], f"{found}: ops are asked in every call what a FuserCall knows"
+
+
+def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
+    """Whoever offloads what is saved may bring it back with other strides."""
+
+    def back(saved: Tensor) -> Tensor:
+        return saved.t().contiguous().t() if saved.dim() == 2 else saved.clone()
+
+    def run(model: nn.Module, seed: int) -> dict[str, Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), back) if seed > 3 else nullcontext():
+            return forward_backward(model, seed, (M,))
+
+    twins = slow_twins("fp8_current")
+    for model in (twins.model, twins.other):
+        model[0][0].float()
+    for seed in range(7):
+        twins.step(run, seed)
 
 
 def test_a_forward_that_records_is_another_one():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from dlp.kernels.captured import CapturedLaunches, NotPlain
 from dlp.kernels.launches import is_recording
 from dlp.kernels.ranges import named_range
 from dlp.ops.context import OWN
-from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, shape_key, shape_keys
+from dlp.parallel.linear.autograd import multiplies_tf32, shape_key, shape_keys
 from dlp.parallel.linear.capture import SEEN, CapturedDirections
 
 Flat = list[Tensor | None]
@@ -31,13 +31,28 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """Of captured launches: the place of each flat result, and the shapes of those that are seen in another; of each context,
-    the places of what was written to, and what the ops have set in it beside tensors."""
+    """Of captured launches: the place of each flat result, and the shapes of those that are seen in another; the places of what
+    was written to; and of each context, what its op has set in it beside tensors."""
 
     places: list[Place]
     shapes: list[tuple[int, Shape]]
-    dirty: tuple[tuple[int, ...], ...]
+    dirty: tuple[int, ...]
     attributes: tuple[dict[str, Any], ...]
+
+    def flat(self, made: Sequence[Tensor], reads: Sequence[Tensor]) -> Flat:
+        """Results that launches made, and tensors that they were given, as the ops return them."""
+        flat = [None if at is None else made[at] if at >= 0 else reads[-1 - at] for at in self.places]
+        for i, shape in self.shapes:
+            flat[i] = flat[i].view(shape)  # type: ignore[union-attr]
+        return flat
+
+
+class Kept(NamedTuple):
+    """Captured launches, which are good for as long as their directions are."""
+
+    directions: CapturedDirections
+    launches: CapturedLaunches
+    returned: Returned
 
 
 class Direction:
@@ -47,41 +62,42 @@ class Direction:
     def __init__(self, name: str, ops: str, why: str) -> None:
         self.name, self.ops, self.why, self.range = name, ops, why, f"{ops}.{name}"
         self.captured: CapturedDirections | None = None
-        # by all that they depend on, and, of a backward, by less beside how the launches of its forward were
-        self.returned: dict[Key | None, tuple[CapturedLaunches, Returned]] = {}
+        self.returned: dict[Key, Kept] = {}  # by all that they depend on
+
+    def again(
+        self, kept: Kept, bounds: Sequence[Any], reads: Sequence[Tensor], addresses: Sequence[int]
+    ) -> Flat | None:
+        """What launches return that were captured of tensors like these; None: they may not run."""
+        directions, launches, returned = kept
+        for bound in bounds:
+            if bound.calls.get(self) is not directions:
+                return None
+        why = directions.obstacle()
+        if why:
+            directions.passed[self.name] = why
+            return None
+        with named_range(self.range):
+            return returned.flat(launches(reads, addresses), reads)
 
     def run(
-        self, ctxs: Sequence[Any], bounds: Sequence[Any], given: Sequence[Tensor], key: Key, compute: Callable[[], Flat],
-        like: Returned | None = None,
-    ) -> tuple[Flat, Returned | None]:  # fmt: skip
-        """What `compute` returns, which reads the tensors given, and how its launches were, where they ran. `key`: what it
-        depends on beside them; `like`: of the forward that belongs to it, which says the shapes of all that is given."""
-        captured = self._captured(bounds, given[0])
+        self, ctxs: Sequence[Any], bounds: Sequence[Any], reads: Sequence[Tensor], addresses: Sequence[int], key: Key,
+        compute: Callable[[], Flat],
+    ) -> tuple[Flat, Kept | None]:  # fmt: skip
+        """What `compute` returns, which reads these tensors, and its launches, where they ran. `key`: what it depends on beside
+        these tensors."""
+        captured = self._captured(bounds, reads[0])
         if not captured.possible[self.name]:
             return compute(), None
-        addresses, reads, same = [tensor.data_ptr() for tensor in given], given, tuple[int, ...]()
-        everyone = addresses
-        if len(set(addresses)) < len(addresses):
-            distinct = dict(zip(addresses, given, strict=True))
-            order = {address: i for i, address in enumerate(distinct)}
-            same, reads = tuple([order[address] for address in addresses]), list(distinct.values())
-            addresses = list(distinct)
-        rounds = given[0].dtype is torch.float32 and multiplies_tf32(given[0])
-        short = None if like is None else (like, key, same, rounds, *layout_keys(given, everyone))
-        kept = self.returned.get(short)
-        if kept is None:
-            key = (self.name, key, same, rounds, *shape_keys(given, everyone))
-            kept = self.returned.get(key)
-            if kept is not None and short is not None:
-                self.returned[short] = kept
+        rounds = reads[0].dtype is torch.float32 and multiplies_tf32(reads[0])
+        key = (self.name, key, rounds, *shape_keys(reads, addresses))
+        kept = self.returned.get(key)
         if kept is not None:
-            why = captured.obstacle()
-            if why:
-                captured.passed[self.name] = why
+            flat = self.again(kept, bounds, reads, addresses)
+            if flat is None:
                 return compute(), None
-            launches, returned = kept
-            with named_range(self.range):
-                return self._flat(ctxs, reads, launches(reads, addresses), returned), returned
+            for ctx, own in zip(ctxs, kept.returned.attributes, strict=True):
+                vars(ctx).update(own)
+            return flat, kept
         found = captured.found.get(key)
         if isinstance(found, str) and found is not SEEN:
             return compute(), None
@@ -107,22 +123,10 @@ class Direction:
         made = captured.run(key, reads, run)
         if by_ops:
             return by_ops[0], None
-        captured_now = captured.found[key]
-        assert isinstance(captured_now, CapturedLaunches)
-        self.returned[key] = captured_now, noted[0]
-        return self._flat(ctxs, reads, made, noted[0]), noted[0]
-
-    @staticmethod
-    def _flat(ctxs: Sequence[Any], reads: Sequence[Tensor], made: Sequence[Tensor], returned: Returned) -> Flat:
-        """Results that launches made, and tensors that they were given, as the ops return them."""
-        for ctx, dirty, own in zip(ctxs, returned.dirty, returned.attributes, strict=True):
-            vars(ctx).update(own)
-            if dirty:
-                ctx.dirty = tuple([reads[at] for at in dirty])
-        flat = [None if at is None else made[at] if at >= 0 else reads[-1 - at] for at in returned.places]
-        for i, shape in returned.shapes:
-            flat[i] = flat[i].view(shape)  # type: ignore[union-attr]
-        return flat
+        recorded = captured.found[key]
+        assert isinstance(recorded, CapturedLaunches)
+        kept = self.returned[key] = Kept(captured, recorded, noted[0])
+        return noted[0].flat(made, reads), kept
 
     def _captured(self, bounds: Sequence[Any], x: Tensor) -> CapturedDirections:
         kept = self.captured
@@ -154,16 +158,16 @@ class Direction:
 
 def _written(
     ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[dict[str, Any], ...]]:
+) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
     """What the ops have left in their contexts: tensors that they were given and wrote to, and attributes. NotPlain for other
     tensors."""
-    dirty, attributes = [], []
+    dirty, attributes = list[int](), []
     for ctx, had in zip(ctxs, before, strict=True):
         own = {name: value for name, value in vars(ctx).items() if name not in had and name not in OWN}
         if any(isinstance(value, Tensor) for value in own.values()):
             raise NotPlain("an op keeps a tensor that it does not save")
         attributes.append(own)
-        dirty.append(tuple([_given(tensor, reads) for tensor in ctx.dirty]))
+        dirty += [_given(tensor, reads) for tensor in ctx.dirty]
     return tuple(dirty), tuple(attributes)
 
 

@@ -11,9 +11,9 @@ Saved = Tensor | None | Callable[[], Tensor]
 
 
 class OperationContext:
-    """requires_grad: there will be a backward; needs_dx: it makes the gradient of the op's input; own: its parameters, when
-    it begins; given: tensors of this pass alone, dropped behind it; left: what a backward leaves to `end_backward`; shared:
-    addresses of gradients that several outputs have. Attributes of an op's own hold what is no tensor and the same for every
+    """requires_grad: there will be a backward; needs_dx: it makes the gradient of the op's input; given: tensors of this pass
+    alone, dropped behind it; left: what a backward leaves to `end_backward`; shared: addresses of gradients that several
+    outputs have. Attributes of an op's own hold what is no tensor and the same for every
     call with tensors of these shapes."""
 
     requires_grad = True
@@ -23,7 +23,6 @@ class OperationContext:
     dirty: tuple[Tensor, ...] = ()
     given: tuple[Any, ...] = ()
     left: Sequence[Tensor] = ()
-    own: Sequence[Tensor] = ()
     shared: Set[int] = frozenset()
 
     def save_for_backward(self, *tensors: Saved) -> None:

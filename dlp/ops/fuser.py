@@ -8,24 +8,27 @@ training, dtype, the fusions there are. A recipe that returns finds its plan aga
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dlp.ops.calls import FuserCall, FuserPlan, LinearCall, Pass, Placed, layouts_of, once
 from dlp.ops.captured import Direction
-from dlp.ops.context import OperationContext
 from dlp.ops.fusions import REGISTERED, fuse
-from dlp.ops.passes import FuserPlan, Members, Placed, Run, apply_fused, forward
+from dlp.ops.passes import Members, apply_fused, forward
 from dlp.ops.traced import one_by_one
 from dlp.ops.values import each
-from dlp.parallel.linear.autograd import no_autocast, opaque
+from dlp.parallel.linear.autograd import multiplies_tf32, no_autocast, opaque, shape_keys
+from dlp.parallel.linear.capture import LIMIT
 from dlp.parallel.linear.modules import autocasts, in_autocast_dtype
+from dlp.parallel.model.autocast import active_spec
+from dlp.parallel.weight.local import held, num_axes
 
 Ops = Sequence[Any]
-NONE: dict[str, Any] = {}
+PLAIN = (Tensor, nn.Parameter)
 
 
 class OperationFuser:
@@ -36,13 +39,12 @@ class OperationFuser:
         self.basic_ops, self.names = self.members.ops, self.members.names
         self.num_extra_inputs = sum(self.members.extra_inputs)
         self.num_extra_outputs = sum(self.members.extra_outputs)
-        self.asked = {
-            name: [i for i, op in enumerate(self.basic_ops) if op.overrides(name)]
-            for name in ("begin", "state", "op_parameters")
-        }
-        self.linears = [i for i, op in enumerate(self.basic_ops) if hasattr(op, "core")]
-        self.no_kwargs: Sequence[Mapping[str, Any]] = [NONE] * len(self.basic_ops)
+        ops = self.basic_ops
+        self.owners = [i for i, op in enumerate(ops) if op._parameters or op.overrides("op_parameters")]
+        self.linears = [(at, i, ops[i]) for at, i in enumerate(self.owners) if hasattr(ops[i], "core")]
+        self.states = [op for op in ops if op.overrides("state")]
         self.plans: dict[Any, FuserPlan] = {}
+        self.calls: dict[Any, FuserCall] = {}
         self.last: FuserPlan | None = None
 
     def __call__(
@@ -56,50 +58,86 @@ class OperationFuser:
                 f"ops take {self.num_extra_inputs} extra inputs{' (of ' + ', '.join(takers) + ')' if takers else ''}; got "
                 f"{len(extra_inputs)}: pass those of all ops, in their order"
             )
-        kwargs = basic_op_kwargs or self.no_kwargs
         if opaque():
-            return one_by_one(self, x, extra_inputs, kwargs)
+            return one_by_one(self, x, extra_inputs, basic_op_kwargs or self.members.no_kwargs)
+        kwargs = basic_op_kwargs if basic_op_kwargs is not None and any(basic_op_kwargs) else None
         inputs = each(x)
-        for given in (*inputs, *extra_inputs):
-            if isinstance(given, DTensor):
-                name = self.names[0] if given in inputs else "an extra input"
-                raise TypeError(
-                    f"{name}: it is a DTensor, but ops read this rank's plain tensor; pass to_local() of it"
-                )
         if autocasts(inputs):
             with no_autocast(inputs):
                 return self._run(tuple(in_autocast_dtype(inputs)), isinstance(x, tuple), extra_inputs, kwargs)
         return self._run(inputs, isinstance(x, tuple), extra_inputs, kwargs)
 
     def _run(
-        self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]
-    ) -> Any:
-        record, dtype = torch.is_grad_enabled(), inputs[0].dtype
-        others, own, ctxs = self.asked["op_parameters"], list[Sequence[Tensor]](), list[Any]()
-        for i, op in enumerate(self.basic_ops):
-            ctxs.append(OperationContext())
-            own.append(op.op_parameters() if op._parameters or i in others else ())
-        for i in self.asked["begin"]:
-            ctxs[i].own = own[i]
-            self.basic_ops[i].begin(ctxs[i], dtype, record)
-        tensors = (*inputs, *chain.from_iterable(own), *extra_inputs)
-        plan = self._plan(ctxs, own, tensors, record)
-        for i in plan.without:
-            ctxs[i].requires_grad, ctxs[i].needs_dx = plan.learns[i], plan.needs_dx[i]
-        bounds = [ctxs[i].bound for i in self.linears]
-        run = Run(self.members, plan, ctxs, kwargs, many, len(inputs), plan.num_parameters, bounds)
-        results = apply_fused(run, *tensors) if plan.learns[-1] else forward(run, tensors)[0]
-        outputs, extra = tuple(results[: run.num_outputs]), tuple(results[run.num_outputs :])
-        y = outputs if run.many_out else outputs[0]
+        self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor],
+        kwargs: Sequence[Mapping[str, Any]] | None,
+    ) -> Any:  # fmt: skip
+        record, ops = torch.is_grad_enabled(), self.basic_ops
+        own = [ops[i].op_parameters() for i in self.owners]
+        tensors = [*inputs, *chain.from_iterable(own), *extra_inputs]
+        bounds, sides, scales, parts = list[Any](), list[Any](), list[Any](), list[Sequence[Tensor]]()
+        key: list[Any] = [REGISTERED.version, record, many, *map(len, own), *[op.training for op in ops]]
+        for _, _, op in self.linears:
+            bound = active_spec(op.core)
+            bound.session.begin_forward(bound, record)
+            its, read = op.operands(bound, inputs[0].dtype, record)
+            bounds.append(bound)
+            scales.append(bound.session.scales)
+            sides.append(its)
+            parts.append(read)
+            key += bound, bool(bound.weights.main_grads), its and its.number
+        key += [op.state() for op in self.states]
+        given = [tensor if type(tensor) in PLAIN else held(tensor) for tensor in tensors]
+        all_read = [*given, *chain.from_iterable(parts)]
+        addresses = [tensor.data_ptr() for tensor in all_read]
+        key += shape_keys(all_read if None in sides else given, addresses)
+        key += [tensor.requires_grad for tensor in tensors]
+        key += [(type(tensor), num_axes(tensor)) for tensor in tensors if type(tensor) not in PLAIN]
+        reads, distinct, same = once(all_read, addresses)
+        asked = (*key, same, multiplies_tf32(inputs[0]))
+        call = self.calls.get(asked)
+        new = call is None
+        if call is None:
+            call = self._new_call(own, tensors, bounds, many, len(inputs))
+        run = Pass(call, record, scales, sides, given, parts, reads, distinct, same, kwargs)
+        if new:
+            call.follow(self._plan(run, own, tensors))
+            run.ctxs = None  # which say now what is needed
+            if len(self.calls) >= LIMIT:
+                self.calls.clear()
+            self.calls[asked] = call
+        self.last = call.plan
+        results = apply_fused(run, *tensors) if call.plan.learns[-1] else forward(run, tensors)[0]
+        count, many_out, _, _ = run.layout
+        outputs, extra = tuple(results[:count]), tuple(results[count:])
+        y = outputs if many_out else outputs[0]
         return (y, *extra) if extra else y
+
+    def _new_call(
+        self, own: Sequence[Sequence[Any]], tensors: Sequence[Any], bounds: Sequence[Any], many: bool, num_inputs: int
+    ) -> FuserCall:  # fmt: skip
+        """Without its plan. TypeError for activations that are DTensors."""
+        firsts = [*accumulate(map(len, own), initial=num_inputs)]
+        for place in (*range(num_inputs), *range(firsts[-1], len(tensors))):
+            if isinstance(tensors[place], DTensor):
+                name = self.names[0] if place < num_inputs else "an extra input"
+                raise TypeError(
+                    f"{name}: it is a DTensor, but ops read this rank's plain tensor; pass to_local() of it"
+                )
+        linears = []
+        for (at, place, op), bound in zip(self.linears, bounds, strict=True):
+            op.whole(bound)
+            weights = slice(firsts[at], firsts[at + 1])
+            linears.append(LinearCall(op, place, bound, weights, [t.requires_grad for t in tensors[weights]]))
+        return FuserCall(self.members, linears, tensors[0].dtype, many, num_inputs, layouts_of(tensors))
 
     # Plans
 
-    def _plan(self, ctxs: Sequence[Any], own: Sequence[Any], tensors: Sequence[Any], record: bool) -> FuserPlan:
-        needs = tuple([record and tensor.requires_grad for tensor in tensors])
+    def _plan(self, run: Pass, of_owners: Sequence[Any], tensors: Sequence[Any]) -> FuserPlan:
+        needs = tuple([run.record and tensor.requires_grad for tensor in tensors])
         key = (
-            REGISTERED.version, record, needs, *map(type, tensors), tensors[0].dtype, tensors[0].device,
-            *[op.training for op in self.basic_ops], *[self.basic_ops[i].state(ctxs[i]) for i in self.asked["state"]],
+            REGISTERED.version, run.record, needs, *map(type, tensors), tensors[0].dtype, tensors[0].device,
+            *[op.training for op in self.basic_ops], *[op.state() for op in self.states],
+            *[(each.bound, bool(each.bound.weights.main_grads)) for each in run.call.linears],
         )  # fmt: skip
         found = self.plans.get(key)
         if found is None:
@@ -108,8 +146,10 @@ class OperationFuser:
                     f"{self.names[0]} and the ops behind it have not run like this before (recipe, dtype, "
                     f"gradients), and would be fused anew inside of a CUDA graph: run them once before its capture"
                 )
-            found = self.plans[key] = self._make_plan(ctxs, own, needs)
-        self.last = found
+            own: list[Sequence[Any]] = [()] * len(self.basic_ops)
+            for i, its in zip(self.owners, of_owners, strict=True):
+                own[i] = its
+            found = self.plans[key] = self._make_plan(run.contexts(), own, needs)
         return found
 
     def _make_plan(self, ctxs: Sequence[Any], own: Sequence[Any], needs: Sequence[bool]) -> FuserPlan:
@@ -137,22 +177,14 @@ class OperationFuser:
             Direction(which, f"{self.names[0]} to {self.names[-1]}", self._obstacle(which, way, ctxs))
             for which, way in zip(("forward", "backward"), ways, strict=True)
         ]
-        ends = [i for i, (op, ctx) in enumerate(pairs) if learns[i] and op.ends(ctx)]
-        asked = {
-            name: [
-                i
-                for i, (op, its) in enumerate(zip(ops, own, strict=True))
-                if op.overrides(name) or its or "tp_sums" in vars(op)
-            ]
-            for name in ("reads", "reads_back", "begin_backward")
-        }
-        for name in ("reads_back", "begin_backward"):
-            asked[name] = [i for i in asked[name] if learns[i]]
-        shards = [op for op, its in zip(ops, own, strict=True) if any(isinstance(p, DTensor) for p in its)]
+        for ctx, its in zip(ctxs, needs_dx, strict=True):
+            ctx.needs_dx = its
         return FuserPlan(
-            ways[0], ways[1], needs_dx, learns, list(zip(dys, xs, strict=True)), shards, ends, notes,
-            (captured[0], captured[1]), asked, [len(its) for its in own],
-            [i for i, both in enumerate(zip(learns, needs_dx, strict=True)) if not all(both)],
+            ways[0], ways[1], needs_dx, learns, list(zip(dys, xs, strict=True)),
+            [op for op, its in zip(ops, own, strict=True) if any(isinstance(p, DTensor) for p in its)],
+            [vars(op)["tp_sums"] for op, learned in zip(ops, learns, strict=True) if learned and "tp_sums" in vars(op)],
+            [i for _, i, op in self.linears if learns[i] and op.ends(ctxs[i])],
+            notes, (captured[0], captured[1]), [len(its) for its in own],
         )  # fmt: skip
 
     def _obstacle(self, which: str, way: Sequence[Placed], ctxs: Sequence[Any]) -> str:

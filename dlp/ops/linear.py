@@ -37,7 +37,6 @@ from dlp.parallel.linear.core import (
     keeps_x,
     leave_wgrads,
     num_left,
-    reads_w,
     run_backward,
     run_forward,
     to_save,
@@ -45,7 +44,6 @@ from dlp.parallel.linear.core import (
 )
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, accepted
-from dlp.parallel.model.autocast import active_spec
 from dlp.parallel.style import LOCAL, ParallelStyle
 from dlp.parallel.weight.local import check_whole, held
 from dlp.quant.recipe import Recipe
@@ -113,34 +111,22 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     # Asked by the fuser
 
-    def begin(self, ctx: Any, dtype: torch.dtype, record: bool) -> None:
-        ctx.bound, ctx.record = active_spec(self.core), record
-        ctx.bound.session.begin_forward(ctx.bound, record)
-        ctx.scales = ctx.bound.session.scales
-        self._take_weights(ctx, dtype)
-        ctx.own = ()
-
-    def _take_weights(self, ctx: Any, dtype: torch.dtype) -> None:
-        bound, parameters = ctx.bound, ctx.own or self.op_parameters()
-        sides = self.core.weights.kept(bound, dtype)
-        weights, learns = list[Tensor](), list[bool]()
+    def whole(self, bound: BoundSpec) -> list[Tensor]:
+        """This rank's weights. RuntimeError where FSDP has resharded them."""
+        parameters = self.op_parameters()
         for parameter in parameters:
             if bound.spec.group is not None or isinstance(parameter, DTensor):
                 check_whole(parameter, bound.spec.num_axes, bound.spec.name)
-                weights.append(held(parameter))
-            else:
-                weights.append(parameter)
-            learns.append(parameter.requires_grad)
-        ctx.dtype, ctx.sides, ctx.learns = dtype, sides, learns
-        parts: Sequence[Tensor]
-        if sides is not None:
-            parts = sides.rowwise
-        else:
-            parts = bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=ctx.record)
-        ctx.given = weights, parts
+        return [held(parameter) for parameter in parameters]
 
-    def state(self, ctx: Any) -> Any:
-        return ctx.bound, bool(ctx.bound.weights.main_grads)
+    def operands(self, bound: BoundSpec, dtype: torch.dtype, record: bool) -> tuple[Any, Sequence[Tensor]]:
+        """For x of this dtype, the operands of the weights that were there before the pass, if there are some, and the parts
+        that forward reads."""
+        sides = self.core.weights.kept(bound, dtype)
+        if sides is not None:
+            return sides, sides.rowwise
+        weights = self.whole(bound)
+        return None, bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=record)
 
     def planned(self, ctx: Any) -> None:
         vars(self)["_planned"] = ctx.bound.spec
@@ -153,16 +139,6 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     def grad_output_quantizer(self, ctx: Any) -> Any:
         return ctx.bound.spec.recipe.of("dy")
-
-    def reads(self, ctx: Any) -> Sequence[Tensor]:
-        weights, parts = ctx.given
-        return [*weights, *parts]
-
-    def reads_back(self, ctx: Any) -> Sequence[Tensor]:
-        return ctx.given if not ctx.into else [*ctx.given, *[to.tensor for to in ctx.into if to is not None]]
-
-    def state_back(self, ctx: Any) -> Any:
-        return [None if to is None else (to.overwrite, to.tensor.dtype) for to in ctx.into]
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
         return obstacle(self._alone(basic_op_ctxs[0]), which)
@@ -199,7 +175,8 @@ class BasicLinear(BasicOperation, modules.Linear):
                 f"{bound.spec.name}: it reads one tensor and is given {len(input_)}: join siblings by SwiGLU or GEGLU"
             )
         if input_.dtype != ctx.dtype:
-            self._take_weights(ctx, input_.dtype)
+            ctx.dtype, (ctx.sides, parts) = input_.dtype, self.operands(ctx.bound, input_.dtype, ctx.record)
+            ctx.given = ctx.given[0], parts
         x = input_
         if is_handed(x):
             x = accepted(bound, x, "x")
@@ -215,31 +192,32 @@ class BasicLinear(BasicOperation, modules.Linear):
         grad = accepted(bound, grad, "dy") if is_handed(grad) else grad
         return grad.rows() if is_handed(grad) else rows_of(grad)
 
-    def begin_backward(self, ctx: Any) -> None:
-        bound, weights = ctx.bound, ctx.saved_tensors[: len(ctx.learns)]
-        bound.session.scales = ctx.scales
-        bound.session.in_layer_backward(bound)
-        ctx.into = ()
-        if bound.weights.main_grads and not self._waits(ctx):
-            into = bound.weights.targets(range(len(weights)), weights)
-            ctx.into = tuple([to if learns else None for to, learns in zip(into, ctx.learns, strict=False)])
-        if not reads_w(bound.spec.recipe, ctx.needs_dx, any(ctx.learns)):
-            ctx.given = ()
-        elif ctx.sides is not None:
-            ctx.given = ctx.sides.columnwise
-        else:
-            ctx.given = bound.weights.read(
-                bound, range(len(weights)), weights, ctx.x_dtype, columnwise=True, record=True
-            )
+    def operands_back(self, ctx: Any) -> Sequence[Tensor]:
+        """The parts that backward reads, where there are none from before."""
+        weights = ctx.saved_tensors[: len(ctx.learns)]
+        read: Sequence[Tensor] = ctx.bound.weights.read(
+            ctx.bound, range(len(weights)), weights, ctx.x_dtype, columnwise=True, record=True
+        )
+        return read
+
+    def targets(self, ctx: Any) -> tuple[Any, ...]:
+        """By weight, where its wgrad is written; none: all are autograd's."""
+        weights = ctx.saved_tensors[: len(ctx.learns)]
+        if not ctx.bound.weights.main_grads or self._waits(ctx):
+            return ()
+        into = ctx.bound.weights.targets(range(len(weights)), weights)
+        return tuple([to if learns else None for to, learns in zip(into, ctx.learns, strict=False)])
 
     def _waits(self, ctx: Any) -> bool:
         return waits(ctx.bound.spec.options.delay_wgrad, ctx.needs_dx)
 
     def ends(self, ctx: Any) -> bool:
+        """Whether `end_backward` has something to do."""
         return bool(ctx.bound.weights.main_grads) or self._waits(ctx)
 
     def end_backward(self, ctx: Any, grads: list[Tensor | None], left: Sequence[Tensor]) -> None:
-        """Wgrads that wait are left to `backward_dw`, and those that are written elsewhere said to be there."""
+        """A backward has ended, captured or not, with these gradients of the weights: those that are written elsewhere are said
+        to be there, and what it has `left` for wgrads that wait goes to `backward_dw`."""
         for i in ctx.written:
             main = ctx.bound.weights.main_grads[i]
             assert main is not None

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from dlp.ops.context import OperationContext
 from dlp.ops.fuser import OperationFuser
 from dlp.ops.values import Value, each
-from dlp.parallel.weight.local import held
 
 Extras = Sequence[Sequence[Tensor | None]]
 
@@ -118,17 +117,8 @@ class BasicOperation(FusibleOperation):
 
     # What a fuser asks beside: ops with a linear's core, or with quantizers, have answers of their own
 
-    def begin(self, ctx: Any, dtype: torch.dtype, record: bool) -> None:
-        """A forward begins, with an input of this dtype, with gradients or not: what happens at each call, captured or not."""
-
-    def begin_backward(self, ctx: Any) -> None:
-        """The same for a backward. RuntimeError where gradients that are parts of sums over tp would not be summed."""
-        sums = vars(self).get("tp_sums")
-        if sums is not None:
-            sums.check_announced()
-
-    def state(self, ctx: Any) -> Any:
-        """What plans depend on."""
+    def state(self) -> Any:
+        """What plans depend on beside linears."""
         return None
 
     def planned(self, ctx: Any) -> None:
@@ -146,29 +136,9 @@ class BasicOperation(FusibleOperation):
         """Those of what it casts of its gradient."""
         return None
 
-    def reads(self, ctx: Any) -> Sequence[Tensor]:
-        """The tensors that forward reads beside input and extra inputs."""
-        return [held(parameter) for parameter in self.op_parameters()]
-
-    def reads_back(self, ctx: Any) -> Sequence[Tensor]:
-        """Those that backward reads beside gradients and what was saved."""
-        return [held(parameter) for parameter in self.op_parameters()]
-
-    def state_back(self, ctx: Any) -> Sequence[Any]:
-        """What launches of a backward that `ends` depend on beside the plan and tensors."""
-        return ()
-
     def overrides(self, name: str) -> bool:
         """Whether it answers this question in its own way: the others are not asked with every call."""
         return getattr(type(self), name) is not getattr(BasicOperation, name)
-
-    def ends(self, ctx: Any) -> bool:
-        """Whether `end_backward` has something to do."""
-        return False
-
-    def end_backward(self, ctx: Any, grads: list[Tensor | None], left: Sequence[Tensor]) -> None:
-        """A backward has ended, captured or not, with these gradients of parameters, which this may change; `left`: tensors
-        like those that it has put in `ctx.left`."""
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
         return "" if self.launches else "it computes by torch"

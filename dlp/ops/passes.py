@@ -7,19 +7,21 @@ captured   a direction of which all is launches runs as one native call from its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from dlp.ops.captured import Direction, Flat, Returned
+from dlp.ops.calls import FuserCall, Pass, Placed, once
+from dlp.ops.captured import Flat, Kept
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, tensor_of
-from dlp.parallel.linear.autograd import no_autocast, past_functorch
+from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, past_functorch
 from dlp.parallel.weight.local import held
+
+NONE: dict[str, Any] = {}
 
 
 class Members:
@@ -30,6 +32,7 @@ class Members:
         self.names = list(names or (f"op {i} ({type(op).__name__})" for i, op in enumerate(self.ops)))
         self.extra_inputs = [op.num_extra_inputs for op in self.ops]
         self.extra_outputs = [op.num_extra_outputs for op in self.ops]
+        self.no_kwargs = [NONE] * len(self.ops)
         self.none_grads = [none for op in self.ops for none in [op.none_grads] * op.num_extra_outputs]
 
     def check_count(self, place: int, what: str, found: int, expected: int) -> None:
@@ -46,59 +49,6 @@ class Members:
         if self.named:
             error.add_note(f"in {names}")
         return error
-
-
-class Placed(NamedTuple):
-    """An op of one direction, and the places of its basic ops."""
-
-    op: Any
-    places: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class FuserPlan:
-    """What one state of a fuser runs.
-
-    needs_dx, learns   by basic op: whether the gradient of its input, whether any of it or before it is needed
-    quantizers         by basic op: those that will cast its dx (of the op before) and its y (of the op behind)
-    shards             ops that read their own parameters, some of which are DTensors
-    ends               places of the ops that finish their backward behind its launches
-    notes              what is not fused, and why
-    asked              places of the ops that have an answer to what is asked in each call
-    without            those of the ops that need less than all gradients
-    """
-
-    forward: Sequence[Placed]
-    backward: Sequence[Placed]
-    needs_dx: Sequence[bool]
-    learns: Sequence[bool]
-    quantizers: Sequence[tuple[Any, Any]]
-    shards: Sequence[Any]
-    ends: Sequence[int]
-    notes: Sequence[str]
-    captured: tuple[Direction, Direction]
-    asked: Mapping[str, Sequence[int]]
-    num_parameters: Sequence[int]
-    without: Sequence[int]
-
-
-@dataclass
-class Run:
-    """One forward, and the backward that belongs to it. `ranges`: how many tensors each op saves; `captured`: how its launches
-    were, where they ran."""
-
-    members: Members
-    plan: FuserPlan
-    ctxs: list[Any]
-    kwargs: Sequence[Mapping[str, Any]]
-    many_in: bool
-    num_inputs: int
-    num_parameters: Sequence[int]
-    bounds: Sequence[Any]
-    num_outputs: int = 1
-    many_out: bool = False
-    ranges: list[int] = field(default_factory=list)
-    captured: Returned | None = None
 
 
 def admitted(members: Members, placed: Placed, value: Value) -> Value:
@@ -123,31 +73,45 @@ def _single(takes: frozenset[str], value: Any) -> Any:
 # Forward
 
 
-def forward(run: Run, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs and extra outputs, and what the ops save, flat."""
-    plan, ops = run.plan, run.members.ops
-    inputs = tensors[: run.num_inputs]
-    extras = tensors[run.num_inputs + sum(run.num_parameters) :]
+def forward(run: Pass, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The outputs and extra outputs, what the ops save, flat, and the inputs that they have written to."""
+    call, reads, flat = run.call, run.reads, None
+    kept = None if run.kwargs is not None else call.forward
+    if kept is not None:
+        flat = call.plan.captured[0].again(kept, call.bounds, reads, run.addresses)
+    if flat is None:
+        flat, kept = _forward_by_ops(run, tensors)
+    if kept is None:
+        dirty = [tensor for ctx in run.ctxs or () for tensor in ctx.dirty]
+    else:
+        run.returned, dirty = kept.returned, [reads[at] for at in kept.returned.dirty]
+        run.layout = kept.returned.attributes[0]["layout"]
+    count = run.layout[3]
+    return flat[:count], flat[count:], dirty  # type: ignore[return-value]
+
+
+def _forward_by_ops(run: Pass, tensors: Sequence[Any]) -> tuple[Flat, Kept | None]:
+    """The same, flat, and the launches that did it, if they were captured."""
+    call, ctxs = run.call, run.contexts()
+    inputs, extras = tensors[: call.num_inputs], tensors[call.num_inputs + sum(call.plan.num_parameters) :]
 
     def compute() -> Flat:
-        with _Local(plan.shards):
+        with _Local(call.plan.shards):
             return _forward_ops(run, inputs, extras)
 
-    given = [*inputs, *extras]
-    for i in plan.asked["reads"]:
-        given += ops[i].reads(run.ctxs[i])
-    flat: Any
-    flat, run.captured = plan.captured[0].run(run.ctxs, run.bounds, given, (), compute)
-    for i in plan.asked["reads"]:
-        run.ctxs[i].given = ()
-    meta: Any = run.ctxs[0]
-    run.num_outputs, run.many_out, run.ranges, count = meta.layout
-    return flat[:count], flat[count:]
+    if run.kwargs is not None:
+        return compute(), None
+    flat, kept = call.plan.captured[0].run(ctxs, call.bounds, run.reads, run.addresses, (run.same,), compute)
+    if kept is not None and kept is not call.forward:
+        call.forward = kept
+        call.back.clear()
+    return flat, kept
 
 
-def _forward_ops(run: Run, inputs: Sequence[Any], extras: Sequence[Tensor]) -> Flat:
-    plan, members, ctxs = run.plan, run.members, run.ctxs
-    value: Value = tuple(inputs) if run.many_in else inputs[0]
+def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> Flat:
+    plan, members, ctxs = run.call.plan, run.call.members, run.contexts()
+    kwargs = run.kwargs or members.no_kwargs
+    value: Value = tuple(inputs) if run.call.many else inputs[0]
     given, by_op = iter(extras), []
     for count in members.extra_inputs:
         by_op.append([next(given) for _ in range(count)])
@@ -160,7 +124,7 @@ def _forward_ops(run: Run, inputs: Sequence[Any], extras: Sequence[Tensor]) -> F
                 [ctxs[i] for i in placed.places], value,
                 basic_op_extra_inputs=[by_op[i] for i in placed.places],
                 prev_op_grad_output_quantizer=plan.quantizers[first][0],
-                next_op_input_quantizer=plan.quantizers[last][1], basic_op_kwargs=[run.kwargs[i] for i in placed.places],
+                next_op_input_quantizer=plan.quantizers[last][1], basic_op_kwargs=[kwargs[i] for i in placed.places],
             )  # fmt: skip
         except Exception as error:
             raise members.at(placed.places, error) from None
@@ -178,7 +142,7 @@ def _forward_ops(run: Run, inputs: Sequence[Any], extras: Sequence[Tensor]) -> F
         saved += [tensor() if callable(tensor) and not isinstance(tensor, Tensor) else tensor for tensor in kept]
         ctx.to_save = ()
     meta: Any = ctxs[0]
-    meta.layout = len(outputs), isinstance(value, tuple), ranges, len(results)
+    meta.layout = run.layout = len(outputs), isinstance(value, tuple), ranges, len(results)
     return [*results, *saved]
 
 
@@ -203,58 +167,108 @@ class _Local:
 # Backward
 
 
-def backward(run: Run, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Flat:
+def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Flat:
     """The gradients of inputs, parameters and extra inputs."""
-    plan, ops = run.plan, run.members.ops
-    at = 0
-    for ctx, count in zip(run.ctxs, run.ranges, strict=True):
+    call = run.call
+    plan, given, parts, known = call.plan, [*grads, *saved], list[Sequence[Tensor]](), not (run.moved or call.plan.ends)
+    for i, linear, reads in call.learning:
+        session, sides = linear.bound.session, run.sides[i]
+        session.scales = run.scales[i]
+        session.in_layer_backward(linear.bound)
+        its: Sequence[Tensor] = ()
+        if reads and sides is not None:
+            its = sides.columnwise
+        elif reads:
+            its = linear.op.operands_back(_saved(run, saved)[linear.place])
+            known = known and not its
+        parts.append(its)
+        given += its
+    for sums in plan.sums:
+        sums.check_announced()
+    every = [tensor for tensor in given if tensor is not None]
+    there = () if len(every) == len(given) else tuple([tensor is not None for tensor in given])
+    addresses = [tensor.data_ptr() for tensor in every]
+    flat, short = None, None
+    if known and run.returned is not None:
+        own = [grad for grad in grads if grad is not None]
+        distinct, its_addresses, same = once(every, addresses)
+        short = there, same, multiplies_tf32(every[0]), *layout_keys(own, addresses[: len(own)])
+        kept = call.back.get(short)
+        if kept is not None:
+            flat = plan.captured[1].again(kept, call.bounds, distinct, its_addresses)
+    if flat is None:
+        ctxs = _saved(run, saved)
+        for (_, linear, _), its in zip(call.learning, parts, strict=True):
+            ctxs[linear.place].given = its
+        flat, kept = _backward_by_ops(run, grads, there, every, addresses)
+        if kept is not None and short is not None:
+            call.back[short] = kept
+    for _, linear, _ in call.learning:
+        linear.bound.session.scales = None
+    return flat
+
+
+def _saved(run: Pass, saved: Sequence[Tensor]) -> list[Any]:
+    """The contexts of the ops, with what these have saved."""
+    ctxs, at = run.contexts(), 0
+    for ctx, count in zip(ctxs, run.layout[2], strict=True):
         ctx.saved_tensors = tuple(saved[at : at + count])
         at += count
-    for i in plan.asked["begin_backward"]:
-        ops[i].begin_backward(run.ctxs[i])
+    return ctxs
+
+
+def _backward_by_ops(
+    run: Pass, grads: Sequence[Tensor | None], there: tuple[bool, ...], given: Sequence[Tensor], addresses: Sequence[int]
+) -> tuple[Flat, Kept | None]:  # fmt: skip
+    """The gradients, of contexts that have what was saved, and the launches that made them, if they were captured. `given`: all
+    that is read but gradients that wgrads are added to."""
+    call, ctxs, plan, states = run.call, run.contexts(), run.call.plan, list[Any]()
+    for _, linear, _ in call.learning:
+        ctx = ctxs[linear.place]
+        ctx.into = linear.op.targets(ctx) if linear.place in plan.ends else ()
+        states += [None if to is None else (to.overwrite, to.tensor.dtype) for to in ctx.into]
+        given = [*given, *[to.tensor for to in ctx.into if to is not None]]
+    addresses = [*addresses, *[tensor.data_ptr() for tensor in given[len(addresses) :]]]
 
     def compute() -> Flat:
         with _Local(plan.shards):
-            return _backward_ops(run, grads)
+            return _backward_ops(run, ctxs, grads)
 
-    reads = [*grads, *saved]
-    for i in plan.asked["reads_back"]:
-        reads += ops[i].reads_back(run.ctxs[i])
-    given = [tensor for tensor in reads if tensor is not None]
-    there = () if len(given) == len(reads) else tuple([tensor is not None for tensor in reads])
-    states = tuple([tuple(ops[i].state_back(run.ctxs[i])) for i in plan.ends])
-    found, _ = plan.captured[1].run(run.ctxs, run.bounds, given, (there, states), compute, run.captured)
+    reads, addresses, same = once(given, addresses)
+    flat, kept = plan.captured[1].run(ctxs, call.bounds, reads, addresses, (there, same, *states), compute)
     if plan.ends:
-        _end(run, found)
-    for ctx in run.ctxs:
+        _end(call, ctxs, flat)
+    for ctx in ctxs:
         ctx.saved_tensors = ctx.given = ()
-    return found
+    return flat, kept
 
 
-def _end(run: Run, found: Flat) -> None:
-    """What ops do behind the launches of a backward; takes what they have left off the gradients."""
-    first = run.num_inputs + sum(run.num_parameters) + sum(run.members.extra_inputs)
-    left, at = iter(found[first:]), run.num_inputs
+def _end(call: FuserCall, ctxs: Sequence[Any], found: Flat) -> None:
+    """What linears do behind the launches of a backward; takes what they have left off the gradients."""
+    plan, members = call.plan, call.members
+    first = call.num_inputs + sum(plan.num_parameters) + sum(members.extra_inputs)
+    left, at = iter(found[first:]), call.num_inputs
     del found[first:]
-    for i, count in enumerate(run.num_parameters):
-        if i in run.plan.ends:
-            ctx, grads = run.ctxs[i], found[at : at + count]
-            run.members.ops[i].end_backward(ctx, grads, [next(left) for _ in range(ctx.num_left)])
+    for i, count in enumerate(plan.num_parameters):
+        if i in plan.ends:
+            ctx, grads = ctxs[i], found[at : at + count]
+            members.ops[i].end_backward(ctx, grads, [next(left) for _ in range(ctx.num_left)])
             found[at : at + count] = grads
         at += count
 
 
-def _backward_ops(run: Run, grads: Sequence[Tensor | None]) -> Flat:
-    plan, members, ctxs = run.plan, run.members, run.ctxs
-    value: Value = tuple(grads[: run.num_outputs]) if run.many_out else grads[0]
-    of_extra, by_op = iter(grads[run.num_outputs :]), []
+def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]) -> Flat:
+    plan, members = run.call.plan, run.call.members
+    outputs, many, _, _ = run.layout
+    value: Value = tuple(grads[:outputs]) if many else grads[0]
+    of_extra, by_op = iter(grads[outputs:]), []
     for count in members.extra_outputs:
         by_op.append([next(of_extra) for _ in range(count)])
     addresses = [grad.data_ptr() for grad in grads if grad is not None]
     shared = {address for address in addresses if addresses.count(address) > 1}
     for ctx in ctxs:
         ctx.shared = shared
-    of_parameters: list[Sequence[Any]] = [[None] * count for count in run.num_parameters]
+    of_parameters: list[Sequence[Any]] = [[None] * count for count in plan.num_parameters]
     of_inputs: list[Sequence[Any]] = [[None] * count for count in members.extra_inputs]
     for placed in reversed(plan.backward):
         if not any(plan.learns[i] for i in placed.places):
@@ -270,7 +284,7 @@ def _backward_ops(run: Run, grads: Sequence[Tensor | None]) -> Flat:
             members.check_count(i, "gradients of parameters", len(its), len(of_parameters[i]))
             members.check_count(i, "gradients of extra inputs", len(more), len(of_inputs[i]))
             of_parameters[i], of_inputs[i] = its, more
-    dxs: list[Any] = [None] * run.num_inputs
+    dxs: list[Any] = [None] * run.call.num_inputs
     if plan.needs_dx[0]:
         dxs = [tensor_of(one) for one in each(value)]
     left: list[Tensor] = []
@@ -285,25 +299,22 @@ class FuserFn(torch.autograd.Function):
     """`apply(run, *inputs, *parameters, *extra inputs)` -> outputs and extra outputs."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, *tensors: Any) -> tuple[Tensor, ...]:
-        results, saved = forward(run, tensors)
-        dirty = [tensor for each in run.ctxs for tensor in each.dirty]
-        for each_ctx in run.ctxs:
-            each_ctx.dirty = ()
-        outs, known = list[Tensor](), {*map(id, tensors)}
-        clean = {*map(id, dirty)}
-        for result in results:  # an output is no input, nor another output, unless it was written to
-            outs.append(result.view_as(result) if id(result) in known and id(result) not in clean else result)
+    def forward(ctx: Any, run: Pass, *tensors: Any) -> tuple[Tensor, ...]:
+        results, saved, dirty = forward(run, tensors)
+        run.drop()
+        known, clean = {*map(id, tensors)}, {*map(id, dirty)}
+        for i, result in enumerate(results):  # an output is no input, nor another output, unless it was written to
+            if id(result) in known and id(result) not in clean:
+                results[i] = result.view_as(result)
             known.add(id(result))
         if dirty:
             ctx.mark_dirty(*dirty)
-        ctx.run, ctx.layouts = run, ()
-        if run.plan.shards:
-            ctx.layouts = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
+        ctx.run = run
         ctx.like = [(result.shape, result.dtype, result.device) for result in results]
+        run.moved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        return tuple(outs)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -315,14 +326,16 @@ class FuserFn(torch.autograd.Function):
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    run: Run = ctx.run
-    takes_none = [False] * run.num_outputs + run.members.none_grads
-    given = [
-        grad if grad is not None or none else torch.zeros(like[0], dtype=like[1], device=like[2])
-        for grad, none, like in zip(grads, takes_none, ctx.like, strict=True)
-    ]
-    found: list[Any] = list(backward(run, given, ctx.saved_tensors))
-    for place, layout in enumerate(ctx.layouts):
+    run: Pass = ctx.run
+    call = run.call
+    if any([grad is None for grad in grads]):
+        takes_none = [False] * run.layout[0] + call.members.none_grads
+        grads = tuple([
+            grad if grad is not None or none else torch.zeros(like[0], dtype=like[1], device=like[2])
+            for grad, none, like in zip(grads, takes_none, ctx.like, strict=True)
+        ])  # fmt: skip
+    found: list[Any] = backward(run, grads, ctx.saved_tensors)
+    for place, layout in enumerate(call.layouts):
         if layout is not None and found[place] is not None:
             found[place] = DTensor(found[place], layout, requires_grad=False)
     return None, *[grad if need else None for grad, need in zip(found, ctx.needs_input_grad[1:], strict=True)]

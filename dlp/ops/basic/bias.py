@@ -33,9 +33,6 @@ class _Vectors(BasicOperation):
     def op_parameters(self) -> Sequence[Tensor]:
         return [module._parameters[name] for module, name in self.where]
 
-    def reads_back(self, ctx: Any) -> Sequence[Tensor]:
-        return ()
-
     def biases(self) -> list[Tensor]:
         """What this rank has of them."""
         return [held(parameter) for parameter in self.op_parameters()]

@@ -57,9 +57,6 @@ class _Norm(BasicOperation):
         weight = self.weight
         return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
 
-    def reads_back(self, ctx: Any) -> Sequence[Tensor]:
-        return ()  # its weight is saved
-
     def rows(self, input_: Value) -> Tensor:
         """x [M, C]. ValueError for another C."""
         self.check(input_)

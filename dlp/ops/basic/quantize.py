@@ -47,7 +47,7 @@ class Quantize(BasicOperation):
         asked = own if region is None or not region.enabled else region.recipe or own
         return None if asked is None else asked.for_layer("quantize")
 
-    def state(self, ctx: Any) -> Any:
+    def state(self) -> Any:
         return self.chosen()
 
     def _handed(self, value: Value, recipe: Recipe | None, tensor: str) -> Value:

@@ -23,6 +23,7 @@ and adds in one rounding, where autograd has two. A backward that takes gradient
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -41,6 +42,7 @@ from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
 
+_NUMBERS = itertools.count(1)
 MAIN_GRADS = ("off", "grad", "main_grad")
 
 
@@ -229,10 +231,11 @@ class MemberWeight:
 
 
 class WeightParts:
-    """Flat parts of the persistent operands of a layer's weights, by orientation. `calls`: what reads them and keeps to their
-    addresses (see `dlp.parallel.linear.autograd`)."""
+    """Flat parts of the persistent operands of a layer's weights, by orientation. `number`: no others have it; `calls`: what
+    reads them and keeps to their addresses (see `dlp.parallel.linear.autograd`)."""
 
     def __init__(self, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
+        self.number = next(_NUMBERS)
         self.parts, self._sizes, both = parts, sizes, sum(sizes)
         self.rowwise = [part for i, part in enumerate(parts) if i % both < sizes[0]]
         self._columnwise = [part for i, part in enumerate(parts) if i % both >= sizes[0]]
