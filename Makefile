@@ -43,8 +43,10 @@ fidelity: $(READY) ## gradients of every recipe beside bf16's and an independent
 	$(NEEDS)
 	@$(PYTHON) -m launch.gradient_fidelity $(ARGS)
 
-# A worker runs all tests on as many ranks, the next one those on more or fewer, or on none (tests/conftest.py).
-SPREAD := -n auto --maxprocesses 4 --dist loadgroup
+# A worker takes file by file, as tests/conftest.py orders them. Bytecode is kept, whatever the shell says: compiling the tests
+# anew is half of what starting a worker takes.
+SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+test test-fast: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"
 	$(NEEDS) pytest hypothesis xdist

@@ -8,9 +8,9 @@
     def test_sums(ranks, world): ...
 
 Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each, with `--share-gpu` as well
-they share one (tests/shared_gpu.py). With pytest-xdist
-(`-n 2`) a worker runs all tests of as many ranks, so that a pool is started once: one those on 2 ranks, which leave half of
-a core idle while ranks wait for each other, another those on 4, those on 1, and then the rest.
+they share one (tests/shared_gpu.py). With pytest-xdist (`-n 2 --dist loadfile --no-loadscope-reorder`) a worker takes file by
+file, so that what tests of a file share is made once, those that take long first. Each worker has pools of its own: half of the
+suite's time is spent on 2 ranks, more than one worker's part.
 """
 
 from __future__ import annotations
@@ -134,11 +134,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available() and not config.getoption("--emulated"):
         items[:] = without_a_device(items)
     for item in items:
-        if world_of(item):
-            item.add_marker(pytest.mark.xdist_group(f"ranks {world_of(item)}"))
-            if item.get_closest_marker("ranks") is None:
-                item.add_marker(pytest.mark.ranks(world_of(item)))
+        if world_of(item) and item.get_closest_marker("ranks") is None:
+            item.add_marker(pytest.mark.ranks(world_of(item)))
     items.sort(key=world_of)
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        long = {item.path for item in items if world_of(item) or item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (item.path not in long, item.path))
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from launch.config import Config
 from tests import training
 from tests.pool import forking
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]  # a group of two is begun before single tests
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 30, 5
