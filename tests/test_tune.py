@@ -16,6 +16,7 @@ from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, load
 from launch.config import load as load_config
 from launch.shapes import of_config
+from tests.command import Done, command
 from tests.emulated import OnGpu
 from tests.quantizers import matrix, quantize
 
@@ -266,8 +267,18 @@ def test_the_number_of_ranks_is_what_was_said(
     assert commands == [["-m", "launch.shapes", *rest, "--world", ranks, "--json"]]
 
 
-def test_a_config_that_is_refused(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusals: list[Done] = []
+
+    def run(command_line: list[str], **_: Any) -> Any:
+        refusals.append(command(*command_line[2:]))
+        return type("Done", (), {"returncode": refusals[0].code})
+
+    monkeypatch.setattr(tune.subprocess, "run", run)
     with pytest.raises(SystemExit) as left:
         tune.main(["tiny", "--world=3"])
-    said = capfd.readouterr()
-    assert left.value.code == 2 and "world size 3" in said.err and said.err.count("\n") == 1 and said.out == ""
+    (refused,), said = refusals, capsys.readouterr()
+    assert left.value.code == 2 and "world size 3" in refused.err and refused.err.count("\n") == 1
+    assert refused.out == said.out == said.err == ""
