@@ -121,15 +121,10 @@ OVER_TP = {
     ],
 }
 OVER_DATA = {
-    "fsdp in both orientations at once": [
+    "fsdp in both orientations at once, with a quantized head": [
         *OVER_DP,
         *WHOLE_BLOCKS,
         "--train.checkpointing=full",
-        "--groups.default.recipe=mxfp8",
-    ],
-    "fsdp with a quantized head": [
-        *OVER_DP,
-        *WHOLE_BLOCKS,
         "--groups.default.match=['**']",
         "--groups.default.recipe=mxfp8",
     ],
@@ -144,11 +139,16 @@ OVER_DATA = {
         "--groups.default.match=['**']",
         "--groups.default.recipe={name='nvfp4', high_precision=['dgrad']}",
     ],
-    "fsdp of values in fp32": [*OVER_DP, "--mesh.quantized_gather=false", "--train.dtype=fp32"],
     "fsdp and the world agrees": [*OVER_DP, "--mesh.amax_group=world"],
-    "fsdp of values and the world agrees": [*OVER_DP, "--mesh.quantized_gather=false", "--mesh.amax_group=world"],
-    "fsdp and scales of one rank": [
+    "fsdp of values in fp32 and the world agrees": [
         *OVER_DP,
+        "--mesh.quantized_gather=false",
+        "--train.dtype=fp32",
+        "--mesh.amax_group=world",
+    ],
+    "fsdp with gradients in bf16 and scales of one rank": [
+        *OVER_DP,
+        "--mesh.grad_wire=bf16",
         "--mesh.sequence_parallel=false",
         "--groups.default.recipe={name='fp8_delayed', reduce_amax=false}",
     ],
@@ -157,7 +157,6 @@ OVER_DATA = {
         "--mesh.grad_wire=fp8",
         "--groups.default.recipe=fp8_block",
     ],
-    "fsdp with gradients in bf16": [*OVER_DP, "--mesh.grad_wire=bf16"],
     "replicas that agree": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1", "--mesh.amax_group=world"],
 }
 CASES = OVER_TP | {case: [TWO_BLOCKS, *options] for case, options in OVER_DATA.items()}
