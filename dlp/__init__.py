@@ -12,6 +12,7 @@ from dlp.comm.mesh import build_mesh
 # quantized for forward passes
 from dlp.flows.calibrate import calibrate
 from dlp.flows.codes import load_quantized_state_dict, quantized_state_dict
+from dlp.flows.export import export
 from dlp.flows.frozen import freeze
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
@@ -43,7 +44,7 @@ from dlp.quant.recipe import load as recipe
 __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
     "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate",
-    "check_scales", "convert", "cross_entropy", "end_step", "freeze", "fully_shard", "gather_tokens", "graphing",
+    "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphing",
     "load_quantized_state_dict", "load_state_dict", "make_plan", "not_finite", "ops", "quantize_",
     "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "scatter_tokens",
     "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",

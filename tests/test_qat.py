@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -117,6 +118,38 @@ def test_is_torchaos_fake_quantized_linear(bits, group):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-5)
         assert_bit_equal(found[name] == 0, expected[name] == 0, name)
     assert (found["dw"] == 0).sum() >= 10 and (found["dx"] == 0).sum() == 1
+
+
+def test_what_was_trained_is_what_torchao_converts():
+    """Training, export and `quantize_` by dlp and by torchao: y before is y after."""
+    x, w, b, dy = tensors()
+    model, plain = nn.Sequential(layer("qat", w, b)), nn.Sequential(nn.Linear(K, N))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    dlp.attach(model, optimizer)
+    model(x).backward(dy)
+    optimizer.step()
+    with torch.no_grad():
+        y = model(x)
+        for into, why in (
+            (nn.Sequential(nn.Linear(K, N, bias=False)), "model has 0.bias, which into lacks"),
+            (
+                nn.Sequential(nn.Linear(K, N, dtype=torch.bfloat16)),
+                r"0.weight is torch.float32 .*, and in `into` torch.bfloat16",
+            ),
+            (nn.Sequential(nn.Linear(K, N, device="meta")), "on meta: make that alike, with memory"),
+            (nn.Sequential(layer("bf16", w, b)), "0 to be written is a layer of dlp"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                dlp.export(model, into)
+        assert dlp.export(model, plain) is plain
+        assert_bit_equal(plain[0].weight, model[0].weight)
+        ours = dlp.quantize_(copy.deepcopy(plain), "qat", mode="dynamic")
+        assert_bit_equal(ours(x), y)
+        dlp.freeze(model, "**", "qat", mode="dynamic")
+        assert_bit_equal(model(x), y)
+        ao = pytest.importorskip("torchao.quantization")
+        config = ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=ao.PerGroup(32))
+        assert_bit_equal(dlp.quantize_(plain, config)(x), y)
 
 
 @pytest.mark.parametrize("learns", ["x", "w"])

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import dlp
 from dlp.quant.integers import IntScaling
 from tests import pool as worker
 from tests.cases import EPSILON, STYLE_KEYS, LinearCase
@@ -74,6 +76,73 @@ def test_fsdp_moves_what_is_clipped_with_the_values(ranks):
     for name in [name for name in found if name.endswith("down.weight")]:
         grad, clipped = found[f"{name}.grad"], IntScaling(4, 32).clipped(found[name], None)
         assert not grad[clipped].any(), f"{name}, whose codes are of values that were not rounded to bf16 first"
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)).to(worker.device())
+
+
+def exported(sizes: dict[str, int], sequence_parallel: bool) -> str:
+    """QAT on a mesh, its values in a plain model, quantized there: y is what it was; and codes that go to another mesh."""
+    mesh, model = worker.mesh(**sizes), mlp()
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(worker.device())
+    styles, options = (("up", "0", "column"), ("down", "2", "row")), {"sequence_parallel": sequence_parallel}
+    groups = [dlp.LayerGroup(name, match, style=style, **options) for name, match, style in styles]
+    dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="qat"), *groups], mesh, batch=(1, 32))
+    dlp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dlp.attach(model, optimizer)
+    mine = dlp.scatter_tokens(x, mesh["tp"]) if sequence_parallel else x
+    model(mine).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        y = model(mine)
+        y = dlp.gather_tokens(y, mesh["tp"]) if sequence_parallel else y
+        plain = dlp.export(model, mlp())
+        assert type(plain[0]) is nn.Linear and not torch.equal(plain[0].weight, mlp()[0].weight)
+        dlp.quantize_(plain, "qat", mode="dynamic")
+        found = plain(x)
+        if "tp" not in sizes:
+            assert_bit_equal(found, y)
+        assert relative_error(found, y) < 2e-6
+        state, other = dlp.quantized_state_dict(plain), mlp()
+        dlp.convert(other, [dlp.LayerGroup("all", "**", recipe="qat"), *groups], mesh, batch=(1, 32))
+        dlp.freeze(other, "**", "qat", mode="dynamic")  # codes of its own first values
+        dlp.load_quantized_state_dict(other, state)
+        y = other(mine)
+        assert relative_error(dlp.gather_tokens(y, mesh["tp"]) if sequence_parallel else y, found) < 2e-6
+        with pytest.raises(ValueError, match="export: 0 holds codes and no values"):
+            dlp.export(other, mlp())
+    return "0.weight.codes" if state["0.weight.codes"].shape == (128, 32) else "?"
+
+
+@pytest.mark.ranks(2)
+def test_training_export_and_codes_have_one_y(ranks):
+    for sizes, sequence_parallel in (({"tp": 2}, True), ({"tp": 2}, False), ({"dp_shard": 2}, False)):
+        assert ranks(2).run(exported, sizes, sequence_parallel) == ["0.weight.codes"] * 2
+
+
+def cut_groups() -> str:
+    tp = worker.mesh(tp=2)["tp"]
+    dlp.ColumnParallelLinear(96, 96, tp=tp, recipe="qat")
+    with pytest.raises(
+        ValueError, match=r"qat trains for codes of whole tensors, and ROW leaves 48 in_features of w to each"
+    ):
+        dlp.RowParallelLinear(96, 96, tp=tp, recipe="qat")
+    layer = dlp.RowParallelLinear(96, 96, tp=tp, recipe="mxfp8")
+    with pytest.raises(ValueError, match="ROW leaves 48 in_features of w"):
+        dlp.set_recipe(layer, "**", "qat")
+    group = dlp.LayerGroup("all", "**", style="row", recipe={"name": "qat", "weight": "none", "activation": "mxfp8"})
+    with pytest.raises(ValueError, match=r"0: qat.* ROW leaves 48 in_features of x .* the 32 in a block"):
+        dlp.make_plan(nn.Sequential(nn.Linear(96, 96)), [group], tp=2)
+    return "refused"
+
+
+@pytest.mark.ranks(2)
+def test_tp_does_not_cut_groups(ranks):
+    assert ranks(2).run(cut_groups) == ["refused"] * 2
 
 
 @pytest.mark.slow

@@ -335,6 +335,7 @@ class Linear(ParallelLinear):
             self.register_parameter(member.weight, place(full.weight, mesh, spec.style.shard_dim))
             self.register_parameter(member.bias, place(full.bias, mesh, bias_dim) if bias else None)
         self.core = LinearCore(spec, session, owners)
+        self.core.weights.check(self.core.spec.recipe)
         session.cores.append(self.core)
         self.tp_partial = partial_names(spec, owners)
 

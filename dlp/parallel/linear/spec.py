@@ -7,7 +7,7 @@ under is a `BoundSpec` (`dlp.parallel.linear.state`). Changing a layer's recipe 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from dlp.parallel import overlap as overlaps
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.overlap import Overlap
 from dlp.parallel.style import ParallelStyle
+from dlp.quant.fake import is_fake
 from dlp.quant.quantizer import SlotOptions, caps_of
 from dlp.quant.recipe import GEMMS, OPERANDS, RESULTS, Recipe
 from dlp.quant.tensor import Format
@@ -216,6 +217,22 @@ def check_extras(
             f"{layer}: prologue {prologue.name} makes x in its cast and stores it nowhere, so save_original_input = true has "
             f"nothing to keep; leave one of them out"
         )
+
+
+def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequence[int], tp: int) -> None:
+    """ValueError where tp cuts blocks of x or w, and a recipe trains for the codes that they have as a whole. `shape`: of the
+    whole weight [N, K]."""
+    if tp == 1 or not is_fake(recipe):
+        return
+    features = ("out_features", "in_features")
+    for tensor, cut in (("w", style.shard_dim), ("x", style.cut_x if style.cut_x == 1 else None)):
+        fmt = getattr(recipe, tensor).rowwise.format
+        if cut is not None and not fmt.concatenates(cut, shape[cut] // tp):
+            raise ValueError(
+                f"{layer}: {recipe} trains for codes of whole tensors, and {style.name} leaves {shape[cut] // tp} "
+                f"{features[cut]} of {tensor} to each of {tp} ranks, no multiple of the {fmt.block[cut]} in a block of "
+                f"{fmt.name}; choose smaller blocks, a smaller tp, or another style for this layer"
+            )
 
 
 def num_inputs(spec: LinearSpec) -> int:

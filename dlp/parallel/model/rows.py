@@ -27,7 +27,7 @@ from dlp.parallel.auto import AUTO, NO_TABLE, NO_TOKENS, NOTHING, SERIAL, Asked,
 from dlp.parallel.casts import BOTH, cast_plan
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.prologue import Prologue
-from dlp.parallel.linear.spec import LayerOptions, check_extras, check_recipe
+from dlp.parallel.linear.spec import LayerOptions, check_blocks, check_extras, check_recipe
 from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.parallel.transfer import ASKED, transfer_plan
@@ -178,6 +178,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
     local = shard_sizes(row, *shape, tp, name)
     recipe = recipes.as_recipe(chosen.recipe or "bf16").for_layer(name)
     check_recipe(name, row.gathers, recipe)
+    check_blocks(name, recipe, row, shape, tp)
     prologue = prologues.load(chosen.prologue)
     if prologue is not None:
         prologue.check(name, row, tp)

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.comm.amax import agree
 from dlp.parallel.casts import Cast, CastBatch
-from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.spec import LinearSpec, check_blocks
 from dlp.parallel.linear.state import BoundSpec
 from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
@@ -222,6 +222,16 @@ class MemberWeight:
     @property
     def name(self) -> str:
         return self.bound.spec.members[self.index]
+
+    @property
+    def stored(self) -> Tensor | None:
+        raise NotImplementedError
+
+    def check(self, recipe: Recipe) -> None:
+        """Values can be cast by any recipe, and travel where codes of them cannot; but see `check_blocks`."""
+        spec, stored = self.bound.spec, self.stored
+        if stored is not None:
+            check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
 
     def serves(self, spec: LinearSpec) -> bool:
         return False

@@ -19,7 +19,6 @@ from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, operand_shape
 from dlp.parallel.linear.state import Operands, flatten, quantize, unflatten, weight_casts
 from dlp.parallel.weight.base import Layer, LayerWeights, Member, MemberWeight, Use, Values
 from dlp.quant.quantizer import Wanted
-from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
 
 
@@ -93,9 +92,6 @@ class LocalWeight(MemberWeight):
         moved = [(old, new) for old, new in zip(self.parts, parts, strict=True) if old.data_ptr() != new.data_ptr()]
         if moved:
             torch._foreach_copy_([old for old, _ in moved], [new for _, new in moved])
-
-    def check(self, recipe: Recipe) -> None:
-        """Values can be cast by any recipe."""
 
     def drop(self, *, retyped: bool = False) -> None:
         self.parts = []

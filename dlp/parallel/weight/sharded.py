@@ -192,9 +192,6 @@ class ShardedWeight(MemberWeight):
     def stored(self) -> Tensor:
         return self._stored()
 
-    def check(self, recipe: Recipe) -> None:
-        """What cannot travel as a recipe says travels as values."""
-
     def drop(self, *, retyped: bool = False) -> None:
         """Rows are cast anew before they are next gathered, and may travel otherwise. The dtype of x is nothing to them."""
         if not retyped:

@@ -1,0 +1,53 @@
+"""export: what training has made of a model's values, whole, in the plain model that it was converted from.
+
+    plain = dlp.export(model, build())              nn.Linears, on every rank
+    dlp.quantize_(plain, "qat", mode="dynamic")     the codes that a qat recipe trained for; or a config of torchao
+
+From any mesh: whatever lies on several ranks is gathered.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dlp.parallel.linear.modules import ParallelLinear
+from dlp.parallel.model.convert import whole_state_dict
+from dlp.parallel.weight.held import HeldWeight
+
+Plain = TypeVar("Plain", bound=nn.Module)
+
+
+@torch.no_grad()
+def export(model: nn.Module, into: Plain) -> Plain:
+    """Parameters and buffers of a model, converted and sharded in any way, into the same model as it was before; returns that.
+    All ranks call it, and each holds the whole model.
+
+    into    made anew by the code that made `model`: with its names, shapes and dtypes, and layers of torch alone
+
+    Raises ValueError, before anything is written, for layers of dlp in `into`, for what differs, and for layers of `model` that
+    hold codes, whose values are gone (`dlp.quantized_state_dict` has their codes).
+    """
+    for name, module in into.named_modules():
+        if getattr(module, "dlp_made", None) is not None:
+            raise ValueError(
+                f"export: {name or 'the model'} to be written is a layer of dlp; make it anew, and do not convert it"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear) and any(isinstance(weight, HeldWeight) for weight in module.core.weights):
+            raise ValueError(f"export: {name} holds codes and no values; save them by dlp.quantized_state_dict")
+    whole, wanted = whole_state_dict(model), into.state_dict()
+    for name in sorted(whole.keys() ^ wanted.keys()):
+        has, lacks = ("model", "into") if name in whole else ("into", "model")
+        raise ValueError(f"export: {has} has {name}, which {lacks} lacks: make `into` by the code that made the model")
+    for name, tensor in wanted.items():
+        ours = whole[name]
+        if isinstance(tensor, Tensor) and (tensor.is_meta or (ours.shape, ours.dtype) != (tensor.shape, tensor.dtype)):
+            raise ValueError(
+                f"export: {name} is {ours.dtype} {tuple(ours.shape)}, and in `into` {tensor.dtype} {tuple(tensor.shape)} on "
+                f"{tensor.device}: make that alike, with memory"
+            )
+    into.load_state_dict(whole)
+    return into
