@@ -50,7 +50,7 @@ class NotMade:
 
     format: ClassVar[Format] = Nothing()
     reduces: ClassVar[tuple[int, ...]] = ()
-    caps: ClassVar[QuantizerCaps] = QuantizerCaps(flag=True)
+    caps: ClassVar[QuantizerCaps] = QuantizerCaps(flag=True, pure=True)
 
     def observe(self, x: Tensor) -> Tensor | None:
         return None

@@ -156,7 +156,8 @@ class SlotUse(NamedTuple):
 
 
 class ScalingState:
-    """The delayed scales of one model. `forward`, `agreed`: bool [slots], as `SlotUse` says of each.
+    """The delayed scales of one model. `forward`, `agreed`: bool [slots], as `SlotUse` says of each; `unread`: where amaxes go
+    that do not count.
 
     From one step boundary to the next, staging begins with the amaxes of the weights that the first of them cast.
     """
@@ -166,6 +167,7 @@ class ScalingState:
         uses = [slots[name] for name in self.table.names]
         self.forward = torch.tensor([use.forward for use in uses], dtype=torch.bool).to(device)
         self.agreed = torch.tensor([use.agreed for use in uses], dtype=torch.bool).to(device)
+        self.unread = torch.zeros((), device=device)
         self.any_agreed = any(use.agreed for use in uses)
         self._cast_by_forward = frozenset(name for name, use in slots.items() if use.forward)
         self._begin_anew()
@@ -183,7 +185,7 @@ class ScalingState:
     @property
     def memory(self) -> list[Tensor]:
         """What casts read and write."""
-        return [self.table.scale, self.table.staging]
+        return [self.table.scale, self.table.staging, self.unread]
 
     def slot(self, name: str, record: bool, scales: ForwardScales | None = None) -> ScaleSlot:
         """What a cast of one tensor reads and writes. `record`: its amax counts. `scales`: those of the forward that runs,
@@ -193,7 +195,7 @@ class ScalingState:
         slot = self._views.get(name)
         if slot is None:
             slot = self._views[name] = self.table.slot(name)
-        return slot if record else ScaleSlot(slot.scale, torch.zeros_like(slot.staging))
+        return slot if record else ScaleSlot(slot.scale, self.unread)
 
     def hold(self, behind: Hashable) -> ForwardScales:
         """For a forward that runs now; see `ForwardScales`."""
@@ -272,4 +274,4 @@ class ForwardScales:
         """What a cast reads once the table has changed; its amax has counted."""
         assert self.values is not None
         scale = self.values[self.state.table.index(name)]
-        return ScaleSlot(scale, torch.zeros_like(scale))
+        return ScaleSlot(scale, self.state.unread)
