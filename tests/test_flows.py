@@ -8,10 +8,15 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import dlp
 from dlp.flows.codes import load_quantized_state_dict
+from dlp.kernels import captured as kernels_captured
+from dlp.parallel.linear.capture import describe
+from dlp.parallel.weight.base import weights_in
 from dlp.quant.parameter import QuantizedParameter
+from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
 
 FROZEN = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
@@ -54,6 +59,32 @@ def test_freeze_holds_rowwise_codes(recipe, mode):
     parts = model[0].core.weights.parts
     assert len(parts.parts) == len(parts.rowwise), "no columnwise operand"
     assert model[0].weight.isnan().all() and not model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+@torch.no_grad()
+def test_frozen_layers_are_captured_and_equal_blocks_share_a_graph(mode, monkeypatch):
+    """On an emulated device. What is frozen before its first forward compiles as well as what is not."""
+    with emulation():
+        model = nn.Sequential(*[converted() for _ in range(3)])
+        if mode == "static":
+            with dlp.calibrate(model):
+                model(batch())
+        dlp.freeze(model, "**", "fp8_current", mode)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels_captured, "possible", lambda x: False)
+            expected = [model(batch(seed)) for seed in range(4)]
+        for weights in weights_in(model):
+            weights.dtype = None  # as before the first forward
+        torch.compiler.reset()
+        counters.clear()
+        for block in model:
+            block.compile(backend="aot_eager", fullgraph=True)
+        for seed in range(4):
+            assert_bit_equal(model(batch(seed)), expected[seed])
+        # one for each linear of a block, and one more where x has come in this dtype before
+        assert counters["stats"]["unique_graphs"] <= 4
+        assert "forward: captured in 6 layers" in describe(model), describe(model)
 
 
 @pytest.mark.parametrize("observer", ["max", "average", "mse", lambda window: window.amax(0) * 1.5])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -664,6 +665,22 @@ def test_compiled_code_is_one_graph():
     dlp.set_recipe(model, "*", "bf16")
     optimizer.step()
     same(run(model), run(mlp_like(model)), 1e-5)
+
+
+def test_equal_blocks_share_a_graph():
+    """One in the first step, one more for operands that the step boundary has cast, however many blocks there are."""
+    torch.compiler.reset()
+    counters.clear()
+    blocks = [ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H, recipe="fp8_delayed")) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dlp.attach(model, optimizer)
+    for block in blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        run(model)
+        optimizer.step()
+    assert counters["stats"]["unique_graphs"] <= 3
 
 
 def test_what_watches_sees_ops_one_by_one():

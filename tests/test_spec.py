@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 
 import dlp
+from dlp.parallel.linear import state
 from dlp.parallel.linear.prologue import load as load_prologue
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps
-from dlp.parallel.linear.state import bound_of, spec_of
+from dlp.parallel.linear.state import bound_of, spec_of, trace_with
 from dlp.parallel.style import COLUMN_SP
 from dlp.quant.recipe import load
 from tests.cases import RECIPES
@@ -51,3 +52,19 @@ def test_equal_specs_share_a_trace_and_no_state():
         getattr(stands, each) == getattr(one.spec, each) for each in ("style", "recipe", "tp", "options", "prologue")
     )
     assert int(one.spec_id) != int(two.spec_id) and bound_of(two.spec_id) is two and one.session is not two.session
+
+
+def test_a_trace_is_named_by_what_it_stands_for(monkeypatch):
+    """In whatever order a process meets specs: inductor finds graphs on disk by these names, and takes them as they are."""
+
+    def names(of: list[str]) -> dict[str, int]:
+        monkeypatch.setattr(state, "_TRACES", {})
+        return {recipe: dlp.Linear(64, 64, recipe=recipe).core.bound.trace_id for recipe in of}
+
+    first, again = names(RECIPES), names(RECIPES[::-1])
+    assert first == again and len(set(first.values())) == len(RECIPES)
+    normed = trace_with(first["fp8_block"], "rms_norm", ("eps", 1e-6))
+    assert normed == trace_with(again["fp8_block"], "rms_norm", ("eps", 1e-6)) not in first.values()
+    assert (
+        normed == dlp.Linear(64, 64, recipe="fp8_block", prologue={"name": "rms_norm", "eps": 1e-6}).core.bound.trace_id
+    )

@@ -264,9 +264,9 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """All of a `Linear`, its sum and its bias too."""
-        return self.with_prologue(None, (x,))
+        return self.with_prologue((), (x,))
 
-    def with_prologue(self, prologue: Any, given: Sequence[Tensor]) -> Any:
+    def with_prologue(self, prologue: tuple[Any, ...], given: Sequence[Tensor]) -> Any:
         ys = self.core.by_ops(tuple(given), prologue)
         return ys if len(ys) > 1 else ys[0]
 

@@ -112,7 +112,7 @@ class BasicOperation(FusibleOperation):
         return OneOpFn.apply(self, kwargs, x, *self.op_parameters())
 
     def as_prologue(self, x: Any, behind: Any) -> Any:
-        """(prologue, what it is given), where the linear behind can run this op in its cast; else None."""
+        """((name, *options), what it is given), where the linear behind can run this op in its cast; else None."""
         return None
 
     # What a fuser asks beside: ops with a linear's core, or with quantizers, have answers of their own

@@ -19,7 +19,7 @@ from dlp.kernels.launches import by_torch
 from dlp.kernels.reference import ACTIVATIONS
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import LAZY, MANY, Value, each, rows_of, tensor_of
-from dlp.parallel.linear.prologue import SwiGlu, gate_gradients, gated
+from dlp.parallel.linear.prologue import gate_gradients, gated
 
 
 class _Activation(BasicOperation):
@@ -116,7 +116,7 @@ class SwiGLU(_Gate):
 
     def as_prologue(self, x: Any, behind: Any) -> Any:
         takes = hasattr(behind, "with_prologue") and isinstance(x, tuple) and len(x) == 2
-        return (SwiGlu(), x) if takes else None
+        return (("swiglu",), x) if takes else None
 
 
 class GEGLU(_Gate):

@@ -16,7 +16,7 @@ from dlp.kernels import ops
 from dlp.kernels.launches import by_torch
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import LAZY, Value, rows_of, tensor_of
-from dlp.parallel.linear.prologue import RmsNorm, norm_gradients
+from dlp.parallel.linear.prologue import norm_gradients
 
 
 def _plus_one(x: Tensor, *, out: Tensor) -> None:
@@ -93,7 +93,7 @@ class RMSNorm(_Norm):
 
     def as_prologue(self, x: Any, behind: Any) -> Any:
         takes = hasattr(behind, "with_prologue") and isinstance(x, Tensor)
-        return (RmsNorm(self.eps), (x, self.scale())) if takes else None
+        return (("rms_norm", ("eps", self.eps)), (x, self.scale())) if takes else None
 
 
 class LayerNorm(_Norm):

@@ -38,7 +38,7 @@ from dlp.parallel.linear.core import (
     waits,
 )
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
-from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers
+from dlp.parallel.linear.state import BoundSpec, bound_of, spec_of, transfers, under_trace
 from dlp.parallel.model.autocast import check_compiled
 from dlp.parallel.transfer import Result, x_tokens_of
 from dlp.parallel.weight.base import Target, WeightParts
@@ -365,6 +365,7 @@ def linear_fwd(
     """`layer_forward` as an op."""
     bound = bound_of(spec_id)
     check_compiled(bound)
+    bound = under_trace(bound, trace_id)
     check_features(bound.spec, inputs[0], weights[0])
     bound.session.begin_forward(bound, record)
     parts = _parts(bound, range(len(weights)), weights, cached, inputs[0].dtype, columnwise=False, record=record)
@@ -380,7 +381,7 @@ def linear_bwd(
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """`layer_backward` as an op; `flags`: of `flags_of`."""
-    bound, wanted = bound_of(spec_id), _wanted(flags, dtype)
+    bound, wanted = under_trace(bound_of(spec_id), trace_id), _wanted(flags, dtype)
     bound.session.in_layer_backward(bound)
     used = wanted.used
     reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))

@@ -7,7 +7,6 @@ where the weights are, and is shared by siblings: layers that read the same x an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -28,9 +27,8 @@ from dlp.parallel.linear.autograd import (
     opaque,
 )
 from dlp.parallel.linear.core import keeps_x
-from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps, num_inputs
-from dlp.parallel.linear.state import BoundSpec, LayerState, accepted
+from dlp.parallel.linear.state import LayerState, accepted, trace_with
 from dlp.parallel.model.autocast import LayerRuns, active_region, active_spec
 from dlp.parallel.model.session import Session
 from dlp.parallel.style import shard_sizes, style
@@ -184,38 +182,25 @@ class LinearCore(LayerState):
         bound = self.bound if opaque() else active_spec(self)
         return tuple([accepted(bound, x, "x") if hasattr(x, "operands") else x for x in inputs])
 
-    def by_ops(self, inputs: tuple[Tensor, ...], prologue: Prologue | None = None) -> tuple[Tensor, ...]:
-        """The same, for what traces or watches. `prologue`: in the place of the layer's own."""
+    def by_ops(self, inputs: tuple[Tensor, ...], prologue: tuple[Any, ...] = ()) -> tuple[Tensor, ...]:
+        """The same, for what traces or watches. `prologue`: in the place of the layer's own, as `trace_with` takes it."""
         bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
-        if prologue is not None:  # compiled code is of one trace: another recipe compiles anew
-            bound = self.bound_with(bound, prologue) if bound.trace_id >= 0 else bound
+        trace = trace_with(bound.trace_id, *prologue) if prologue else bound.trace_id
         kept, weights, biases = self.weights.kept(bound, inputs[0].dtype), self.weight_tensors(), self.biases()
         cached = [] if kept is None else kept.parts
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):
             # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
             given = list(inputs)
-            ys, _ = torch.ops.dlp.linear_fwd(
-                given, weights, biases, cached, bound.spec_id, bound.trace_id, False, record
-            )
+            ys, _ = torch.ops.dlp.linear_fwd(given, weights, biases, cached, bound.spec_id, trace, False, record)
             return tuple(ys)
         needs_dx, learns = (any(t.requires_grad for t in given) for given in (inputs, weights))
         save = keeps_x(bound.spec.recipe, needs_dx, learns)
         results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
-            bound.spec_id, bound.trace_id, len(inputs), len(weights), save, record, bound.spec.options.delay_wgrad, *inputs,
+            bound.spec_id, trace, len(inputs), len(weights), save, record, bound.spec.options.delay_wgrad, *inputs,
             *weights, *biases, *cached,
         )  # fmt: skip
         return results
-
-    @torch.compiler.assume_constant_result
-    def bound_with(self, bound: BoundSpec, prologue: Prologue) -> BoundSpec:
-        """A spec of this layer, with a prologue."""
-        found: BoundSpec | None = bound.cache.get(prologue)
-        if found is None:
-            found = bound.cache[prologue] = BoundSpec(
-                replace(bound.spec, prologue=prologue), bound.session, bound.weights
-            )
-        return found
 
     def sibling(self, index: int, *inputs: Tensor) -> Tensor:
         """y of one member. The first call with an x computes all; the others, which must bring the same x, collect. One

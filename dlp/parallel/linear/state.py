@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial, wraps
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from dlp.comm.transport import mapped_memory
 from dlp.parallel.casts import BOTH, NOWHERE, Beside, Cast, CastPlan, Operands, Orientations, Values, cast, cast_plan
+from dlp.parallel.linear.prologue import Prologue
+from dlp.parallel.linear.prologue import load as load_prologue
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
 from dlp.parallel.model.session import Session, cannot_pickle
 from dlp.parallel.transfer import TransferPlan, transfer_plan, x_tokens_of
@@ -84,8 +87,7 @@ class BoundSpec:
         number, spec = next(_NUMBERS), self.spec
         _BOUND[number] = self
         self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
-        self.trace_id = _TRACES.setdefault((spec.style, spec.recipe, spec.tp, spec.options, spec.prologue), number)
-        _SPEC_OF_TRACE.setdefault(self.trace_id, spec)
+        self.trace_id = _trace_of(spec)
         self.num_inputs = num_inputs(spec)
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
@@ -144,6 +146,40 @@ def bound_of(spec_id: Tensor) -> BoundSpec:
 def spec_of(trace_id: int) -> LinearSpec:
     """One that stands for all specs of a trace."""
     return _SPEC_OF_TRACE[trace_id]
+
+
+def _trace_of(spec: LinearSpec) -> int:
+    """A hash of what it stands for, not a count: inductor keeps compiled graphs on disk and finds them by such constants, and
+    another process, of other recipes or another version of this package, must not take what was compiled for other shapes."""
+    key = spec.style, spec.recipe, spec.tp, spec.options, spec.prologue
+    if key not in _TRACES:
+        digest = sha256(repr(key).encode() + _sources())
+        _TRACES[key] = int.from_bytes(digest.digest()[:7], "little")
+        _SPEC_OF_TRACE[_TRACES[key]] = spec
+    return _TRACES[key]
+
+
+@cache
+def _sources() -> bytes:
+    """Of this package."""
+    files = sorted(Path(__file__).parents[2].rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).digest()
+
+
+@torch.compiler.assume_constant_result
+def trace_with(trace_id: int, prologue: str, *options: tuple[str, Any]) -> int:
+    """Of the specs of a trace, but with this prologue. A function of constants, so that equal blocks share a graph."""
+    return _trace_of(replace(spec_of(trace_id), prologue=load_prologue({"name": prologue, **dict(options)})))
+
+
+def under_trace(bound: BoundSpec, trace_id: int) -> BoundSpec:
+    """The same under a trace of its own, or of its own but for a prologue (`trace_with`)."""
+    return bound if bound.trace_id == trace_id else _with_prologue(bound, spec_of(trace_id).prologue)
+
+
+@remembered
+def _with_prologue(bound: BoundSpec, prologue: Prologue | None) -> BoundSpec:
+    return BoundSpec(replace(bound.spec, prologue=prologue), bound.session, bound.weights)
 
 
 class LayerState:

@@ -322,7 +322,12 @@ class LayerWeights:
             return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
         if self.dtype != dtype:  # the next step boundary casts for it
             self.dtype = dtype
-            self.drop(retyped=True)
+            for weight in self.members:
+                weight.drop(retyped=True)
+            if not all(
+                weight.parts for weight in self.members
+            ):  # without `collect`: a trace would hold on to tensors by id
+                self.parts = None
         return self.parts
 
     def read(
@@ -359,10 +364,10 @@ class LayerWeights:
         for weight in self.members:
             weight.check(recipe)
 
-    def drop(self, *, retyped: bool = False) -> None:
+    def drop(self) -> None:
         """Forget casts, see `Weight.drop`."""
         for weight in self.members:
-            weight.drop(retyped=retyped)
+            weight.drop()
         self.collect()
         tell(self.members)
 
