@@ -15,7 +15,7 @@ _STEP = re.compile(r'bind_step\(m, "(\w+)",\s*\[\w*\]\(([^)]*)\)')
 TRANSPOSE = (frozenset({0, 5}), False)  # its lambda is made by a function
 
 
-def _words(said: str, agreed: int = 8) -> frozenset[int]:
+def words(said: str, agreed: int = 8) -> frozenset[int]:
     """`words(0, 5)`, a mask of the first `2 * kAgreed`, or none."""
     if said.startswith("words"):
         return frozenset(map(int, re.findall(r"\d+", said)))
@@ -26,7 +26,7 @@ def _words(said: str, agreed: int = 8) -> frozenset[int]:
 def addresses() -> dict[str, tuple[Kind, ...]]:
     """Of each step of a program, by name, the kinds of its arguments without the stream."""
     sources = [(CSRC / name).read_text() for name in ("kernels.h", "steps.h")]
-    masks = {name: _words(said) for source in sources for name, said in _STRUCT.findall(source)}
+    masks = {name: words(said) for source in sources for name, said in _STRUCT.findall(source)}
     found: dict[str, tuple[Kind, ...]] = {"transpose_bytes": TRANSPOSE, "transpose_nibbles": TRANSPOSE}
     for name, arguments in _STEP.findall((CSRC / "bindings.cpp").read_text()):
         types = [re.sub(r"const |&| \w+$", "", each.strip()) for each in arguments.split(",")]

@@ -1,0 +1,38 @@
+"""What a program exchanges in each run is what the structs of csrc hold pointers in."""
+
+from __future__ import annotations
+
+import re
+
+from tests import bound
+
+OF_SLOTS = {"Waiting", "SlotBases"}  # of memory that ranks map, and of the host: it stays where it is
+
+
+def pointers(body: str) -> frozenset[int]:
+    """Which words of a struct are pointers. Each field is a word, but a Matrix, which has five, and arrays of kAgreed."""
+    found, word = set[int](), 0
+    for field in re.sub(r"//.*|const ", "", body).split(";")[:-1]:
+        kind, names = re.fullmatch(r"\s*(\w+)(.*)", field, re.DOTALL).groups()  # type: ignore[union-attr]
+        for name in names.split(","):
+            count = 8 if "[kAgreed]" in name else 1
+            found |= {word} if kind == "Matrix" else set(range(word, word + count)) if "*" in name else set()
+            word += 5 if kind == "Matrix" else count
+    return frozenset(found)
+
+
+def test_every_pointer_of_a_job_is_an_address():
+    source = (bound.CSRC / "kernels.h").read_text()
+    jobs = dict(re.findall(r"struct (\w+) \{(.*?)\n\};", source, re.DOTALL))
+    named = {name: body for name, body in jobs.items() if "addresses = " in body and name not in OF_SLOTS}
+    assert len(named) > 20
+    for name, body in named.items():
+        fields, said = body.split("static constexpr uint32_t addresses = ")
+        assert pointers(fields) == bound.words(said.strip("; \n")), name
+
+
+def test_all_steps_are_read():
+    steps = bound.addresses()
+    assert len(steps) == (bound.CSRC / "bindings.cpp").read_text().count('bind_step(m, "')
+    assert steps["copy_rows"] == (True, False, True, False, False, False), "from and to"
+    assert steps["push_part"] == (True, False, False, False, False), "a peer's memory stays where it is"
