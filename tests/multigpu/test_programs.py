@@ -178,6 +178,58 @@ def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, 
             assert_bit_equal(result, expected)
 
 
+def in_a_graph(kind: str, recipe: str, overlap: str) -> list[tuple[Tensor, Tensor]]:
+    """y, dx and dw of a layer over two tp ranks, replayed by a CUDA graph on other values, beside those of launches; both
+    through one piece of mapped memory, in turns."""
+    mesh, found = worker.mesh(tp=2), list[tuple[Tensor, Tensor]]()
+    with moved_by(mesh["tp"].get_group(), True):
+        torch.manual_seed(0)
+        made = dlp.RowParallelLinear if kind == "row" else dlp.ColumnParallelLinear
+        layer = made(2 * K, N, dtype=torch.bfloat16, tp=mesh["tp"], recipe=recipe, sequence_parallel=True,
+                     overlap=overlap).to(worker.device())  # fmt: skip
+        (weight,) = layer.parameters()
+        x = torch.zeros((2 * M, K) if kind == "row" else (M, 2 * K), device="cuda").bfloat16().requires_grad_()
+        dy = torch.zeros((M, N) if kind == "row" else (2 * M, N // 2), device="cuda").bfloat16()
+
+        def step() -> list[Tensor]:
+            x.grad = weight.grad = None
+            y = layer(x)
+            y.backward(dy)
+            return [y.detach(), x.grad, weight.grad._local_tensor]  # type: ignore[list-item,union-attr]
+
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+            torch.cuda.synchronize()
+            dist.barrier()
+            with torch.cuda.graph(graph, stream=stream):
+                results = step()
+            for seed in range(6):
+                with torch.no_grad():
+                    x.copy_(values(10 * seed + dist.get_rank(), *x.shape))
+                    dy.copy_(values(100 + 10 * seed + dist.get_rank(), *dy.shape))
+                graph.replay()
+                replayed = [result.clone() for result in results]
+                found += zip(replayed, [result.clone() for result in step()], strict=True)
+            torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["serial", "chunked", "chunked:2"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_directions_in_a_cuda_graph(ranks, device_type: str, kind: str, recipe: str, overlap: str):
+    """What ranks tell each other is part of the graph, and counts on where launches have left it."""
+    if device_type != "cuda":
+        pytest.skip("needs GPUs: CUDA graphs")
+    for pairs in ranks(2).run(in_a_graph, kind, recipe, overlap):
+        assert len(pairs) == 18
+        for replayed, launched in pairs:
+            assert_bit_equal(replayed, launched)
+
+
 PACKAGE = f"{Path(dlp.__file__).parent}{os.sep}"
 
 
