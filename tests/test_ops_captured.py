@@ -63,6 +63,20 @@ def test_captured_ops_give_the_bits_of_the_ops(recipe: str, attached: bool):
         assert any(isinstance(made, CapturedLaunches) for made in found[direction]), found[direction]
 
 
+def test_an_op_that_torch_computes_is_called_alone():
+    """Of a sum, nothing is launched by kernels of this package: its one segment is a call."""
+    alone, x, extra = ops.AddExtraInput(), torch.randn(M, K), torch.randn(M, K)
+    fuser = ops.Sequential(alone)
+    for model in (alone, fuser):
+        for _ in range(4):
+            a, b = x.clone().requires_grad_(), extra.clone().requires_grad_()
+            y = model(a, b)
+            y.backward(x)
+            assert torch.equal(y, x + extra) and torch.equal(a.grad, x) and torch.equal(b.grad, x)
+    forward = [made for made in recorded(fuser)["forward"] if isinstance(made, CapturedLaunches)]
+    assert [made.segments for made in forward] == ["C"]
+
+
 @pytest.mark.parametrize("swapped", ["**", "0.1"], ids=["all", "another layer"])
 def test_a_swap_forgets_what_was_captured(swapped: str):
     """The table of scales moves for all layers."""

@@ -103,6 +103,7 @@ class CapturedLaunches:
             raise NotPlain(str(error)) from None
         self.segments = "".join(kind for kind, _ in found)
         self._steps: list[Any] = [step for _, step in found]
+        self._launch: Any = self._steps[0] if self.segments == "L" else None
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
         """Tensors like those recorded -> the results. `addresses`: of these tensors, where they are known."""
@@ -112,8 +113,8 @@ class CapturedLaunches:
         stream = stream_of(given[0])
         if self._multiplies:
             bases.append(gemms.workspace(given[0].get_device(), stream))
-        if len(self._steps) == 1:
-            self._steps[0](bases, stream)
+        if self._launch is not None:
+            self._launch(bases, stream)
         else:
             self._run_all(bases, stream, [*given, *made])
         results = made[: self._count]
