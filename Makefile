@@ -45,7 +45,7 @@ fidelity: $(READY) ## gradients of every recipe beside bf16's and an independent
 
 # A worker takes file by file, as tests/conftest.py orders them. Bytecode is kept, whatever the shell says: compiling the tests
 # anew is half of what starting a worker takes.
-SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test test-fast: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run the tests, multi-rank ones on gloo: ARGS="-k groups"

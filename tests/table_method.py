@@ -62,15 +62,15 @@ def decode(codes: Codes, element: str) -> Floats:
 def scale_from_amax(amax: Floats, largest: float, power_of_two: bool, epsilon: float, inf_scale: float) -> Floats:
     """The multiplier of every amax, written without the shortcuts of the vectorised rule."""
     scales = []
-    for value in amax.astype(np.float32):
-        value = np.float32(epsilon) if value < np.float32(epsilon) else value
-        if value == 0 or not np.isfinite(value):
-            scales.append(np.float32(1))
-            continue
-        with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):
+        for value in amax.astype(np.float32):
+            value = np.float32(epsilon) if value < np.float32(epsilon) else value
+            if value == 0 or not np.isfinite(value):
+                scales.append(np.float32(1))
+                continue
             scale = np.float32(largest) / value
-        scale = np.float32(inf_scale) if np.isinf(scale) else scale
-        scales.append(np.float32(2.0 ** np.floor(np.log2(np.float64(scale)))) if power_of_two else scale)
+            scale = np.float32(inf_scale) if np.isinf(scale) else scale
+            scales.append(np.float32(2.0 ** np.floor(np.log2(np.float64(scale)))) if power_of_two else scale)
     return np.array(scales, dtype=np.float32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,7 @@ class Ran:
         return self.words
 
 
+@functools.cache
 def listed(recipe: str, device: str, dtype: str) -> dict[str, dict[str, Any]]:
     """A GEMM of each kind in a layer of the recipe, as `launch.shapes` lists it."""
     recipes = [part for name in ("default", "edges") for part in (f"--groups.{name}.recipe", recipe)]

@@ -51,7 +51,7 @@ def trained(config: Config) -> tuple[list[float], list[int], Accumulation]:
 
 CASES = {
     2: ["--mesh.tp=1", "--train.micro_batch=2", "--train.dtype=fp32", "--recipe=bf16"],
-    4: ["--train.micro_batch=1", "--train.dtype=fp32", "--recipe=bf16"],
+    4: ["--train.micro_batch=1", "--train.global_batch=4", "--train.dtype=fp32", "--recipe=bf16"],
 }
 REPLICAS = ["--mesh.tp=1", "--train.micro_batch=2", "--mesh.dp_replicate=2", "--mesh.dp_shard=1"]
 

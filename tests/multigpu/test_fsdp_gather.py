@@ -176,6 +176,11 @@ def plain_training(model: Net, mesh: DeviceMesh) -> list[float]:
     return [*train(model, mesh, range(2)), backward(model, mesh, 98), backward(model, mesh, 99)]
 
 
+def one_step(model: Net, mesh: DeviceMesh) -> list[float]:
+    """Enough where nothing is compared."""
+    return train(model, mesh, range(1))
+
+
 def accumulation(model: Net, mesh: DeviceMesh) -> list[float]:
     """Three microbatches, between which weights stay gathered and gradients are not reduced."""
     losses = []
@@ -268,8 +273,9 @@ def loading(model: Net, mesh: DeviceMesh) -> list[float]:
 
 SCENARIOS: dict[str, Scenario] = {
     "loading": loading,
-    "plain": plain_training, "accumulation": accumulation, "recomputation": recomputation, "frozen": frozen,
-    "recomputation inside": recomputation_inside, "swaps": swaps, "in flight": swaps_in_flight, "regions": regions,
+    "plain": plain_training, "one step": one_step, "accumulation": accumulation, "recomputation": recomputation,
+    "frozen": frozen, "recomputation inside": recomputation_inside, "swaps": swaps, "in flight": swaps_in_flight,
+    "regions": regions,
 }  # fmt: skip
 
 
@@ -338,7 +344,7 @@ def test_uneven_and_empty_shards(ranks, recipe, world):
     if travels:
         first, *_ = both_ways(ranks, world, "plain", recipe, {"dp_shard": world}, size=9)
     else:
-        first, *_ = ranks(world).run(scenario, "plain", recipe, {"dp_shard": world}, True, {"size": 9})
+        first, *_ = ranks(world).run(scenario, "one step", recipe, {"dp_shard": world}, True, {"size": 9})
         assert all(torch.isfinite(value).all() for value in first["tensors"].values())
     refused = set(first["why"].values())
     assert (refused == {None}) == travels, refused
@@ -389,7 +395,7 @@ def test_options_that_concern_weights(ranks, recipe, options, why):
     if why is None:
         first, *_ = both_ways(ranks, world, "plain", recipe, SIZES[world], options=options)
     else:  # what travels are values in any case
-        first, *_ = ranks(world).run(scenario, "plain", recipe, SIZES[world], True, {"options": options})
+        first, *_ = ranks(world).run(scenario, "one step", recipe, SIZES[world], True, {"options": options})
     assert set(first["why"].values()) == {why}
 
 

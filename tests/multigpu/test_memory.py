@@ -15,7 +15,7 @@ SMALL = [
     "--model.head_dim=64", "--model.vocab=512", "--train.sequence=16", "--train.global_batch=4",
     "--train.micro_batch=1", "--train.compile=false", "--train.checkpointing=none",
 ]  # fmt: skip
-MESHES = {"tp": ["--mesh.tp=2"], "fsdp": ["--mesh.tp=1"]}
+MESHES = {"tp": ["--mesh.tp=2", "--train.global_batch=2"], "fsdp": ["--mesh.tp=1"]}  # two microbatches
 
 
 def counted(config: Config) -> dict[str, tuple[float, float]]:
