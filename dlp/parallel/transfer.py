@@ -266,14 +266,15 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
 
 
 def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
-    """x itself, where wgrad reads it in high precision or it travels so. Rowwise, an operand that travels again in backward
-    and whose payload may be transposed on arrival."""
+    """x itself, where wgrad reads it in high precision or it travels so. Rowwise, an operand whose payload may be transposed
+    when it is read: on arrival, if it travels again in backward, or by a view."""
     derived, gathered = recipe.derives("x", tokens), style.gathers == "x"
     if recipe.x.columnwise.format.keeps_source:
         return "values"
     if gathered and obstacle(recipe, "x", not derived, tokens) is not None:
         return "values"
-    return "rowwise" if derived and gathered else "columnwise"
+    by_view = recipe.x.rowwise.format.gemm_kind == HP.gemm_kind
+    return "rowwise" if derived and (gathered or by_view) else "columnwise"
 
 
 def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:

@@ -55,6 +55,11 @@ class Operand:
         """The columnwise operand is the transposed rowwise one: same quantizer, and its payload may be transposed."""
         return self.rowwise == self.columnwise and self.rowwise.format.transposable
 
+    @cached_property
+    def clips(self) -> bool:
+        """It says where codes were clipped, and no gradient passes there (`Format.clips`)."""
+        return self.rowwise.format.clips and self.columnwise.format.clips
+
     @property
     def keeps_source(self) -> bool:
         """Nothing is quantized: both orientations are the values."""

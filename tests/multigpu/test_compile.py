@@ -197,7 +197,8 @@ COLUMN, ROW = ColumnParallelLinear, RowParallelLinear
 OPS = [  # each style in two recipes, one of which has parts that a check of aliases cannot compare; mxfp8 in odd blocks
     (Linear, False, "bf16", 64), (Linear, False, "mxfp8", 40), (COLUMN, False, "fp8_current", 64),
     (COLUMN, False, "mxfp8", 40), (COLUMN, True, "bf16", 64), (COLUMN, True, "mxfp8", 40), (ROW, False, "bf16", 64),
-    (ROW, False, "fp8_current", 64), (ROW, True, "fp8_current", 64), (ROW, True, "mxfp8", 40),
+    (ROW, False, "fp8_current", 64), (ROW, True, "fp8_current", 64), (ROW, True, "mxfp8", 40), (Linear, False, "qat", 64),
+    (COLUMN, True, "qat", 64),
 ]  # fmt: skip
 
 

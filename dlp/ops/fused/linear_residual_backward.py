@@ -40,7 +40,7 @@ def why_not(residual: Any, linear: Any) -> str | None:
         or spec.recipe.dgrad.out_dtype is not None
         or len(linear.core.members) > 1
         or linear.pads
-        or spec.recipe.x.columnwise.format.clips
+        or spec.recipe.x.clips
     ):
         return "dx is finished behind its GEMM"
     return None

@@ -146,12 +146,12 @@ def layer_forward(
 
 def keeps_x(recipe: Recipe, dx: bool, dw: bool) -> bool:
     """Whether a backward that makes these gradients reads what forward kept of x: for dw, and to see where x was clipped."""
-    return dw or (dx and recipe.x.columnwise.format.clips)
+    return dw or (dx and recipe.x.clips)
 
 
 def reads_w(recipe: Recipe, dx: bool, dw: bool) -> bool:
     """Whether a backward that makes these gradients reads weights: for dx, and to see where w was clipped."""
-    return dx or (dw and recipe.w.columnwise.format.clips)
+    return dx or (dw and recipe.w.clips)
 
 
 def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> list[Tensor]:
@@ -221,7 +221,7 @@ def run_backward(
         keep = waits(spec.options.delay_wgrad, wanted.dx)
         x = _here(x_col, bound, keep)
         targets = into or [None] * len(weights)
-        clips = [q.parts[-1].t() if q.format.clips else None for q in ws] or [None] * len(weights)
+        clips = [q.parts[-1].t() for q in ws] if spec.recipe.w.clips else [None] * len(weights)
         for dy, w, needed, target, clipped in zip(dy_cols, weights, wanted.dw, targets, clips, strict=True):
             if needed:
                 assert dy is not None
@@ -239,10 +239,9 @@ def run_backward(
 
     whole = trimmed(arrived(dx), weights[0].shape[1])
     transport.finish(spec.group)
-    fmt = spec.recipe.x.columnwise.format
-    if fmt.clips:
-        clipped = fmt.wrap(saved).parts[-1]
-        whole = whole.masked_fill_(trimmed(clipped.t() if plan.kept == "columnwise" else clipped, whole.shape[1]), 0)
+    if spec.recipe.x.clips:
+        clipped = spec.recipe.x.rowwise.format.wrap(saved).parts[-1]
+        whole = whole.masked_fill_(trimmed(clipped, whole.shape[1]), 0)
     if spec.recipe.dx is not None:
         whole = _through_format(bound, "dx", spec.members[0], whole)
     whole = whole if whole.dtype == wanted.dtype else rounded(whole, wanted.dtype)
@@ -544,7 +543,7 @@ class BoundTransfers:
             return columnwise
         kept = self.bound.spec.recipe.x.columnwise.format.wrap(saved)
         if not self.x_again.gathers:
-            return kept
+            return kept.transpose() if self.plan.kept == "rowwise" else kept
         gather = self.x_again.gathers[0]
         started = gather.start(kept)
         return started.whole if gather.columnwise else partial(_transposed, started)

@@ -202,12 +202,12 @@ def check_extras(
             f"{layer}: {recipe} quantizes y, and return_bias = true leaves y without its bias, whose sum would not be what "
             f"was quantized; leave return_bias out, or the recipe's quantizer of y"
         )
-    if options.save_original_input and recipe.x.columnwise.format.clips:
+    if options.save_original_input and recipe.x.clips:
         raise ValueError(
             f"{layer}: {recipe} passes no gradient where a code of x was clipped, which forward keeps with its values; leave "
             f"save_original_input out"
         )
-    if options.delay_wgrad and recipe.w.columnwise.format.clips:
+    if options.delay_wgrad and recipe.w.clips:
         raise ValueError(
             f"{layer}: {recipe} passes no gradient where a code of w was clipped, which a wgrad that waits would read of a "
             f"weight that may have changed; leave delay_wgrad out"
