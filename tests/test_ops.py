@@ -683,15 +683,23 @@ def test_equal_blocks_share_a_graph():
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-def test_what_watches_sees_ops_one_by_one():
+@pytest.mark.parametrize("norm", [ops.RMSNorm, ops.LayerNorm])
+@pytest.mark.parametrize("gate", [ops.SwiGLU, ops.GEGLU])
+def test_what_watches_sees_ops_one_by_one(norm: type[nn.Module], gate: type[nn.Module]):
+    """Norms and gates as prologues of the linears behind them."""
+    given = []
+
     class Watched(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given.extend([len(args[0])] if func is torch.ops.dlp.linear_fwd.default else [])
             return func(*args, **(kwargs or {}))
 
-    model = mlp("fp8_current")
+    linears = [ops.Linear(H, sizes, recipe="fp8_current") for sizes in ((H, H), H)]
+    model = ops.Sequential(norm(H), linears[0], gate(), linears[1])
     expected = run(model)
     with Watched():
         same(run(model), expected, 0.02)
+    assert given == [1 + len(list(model[0].parameters())), 2]
 
 
 # Modules made of ops

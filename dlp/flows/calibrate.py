@@ -121,7 +121,7 @@ def _x_of(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     spec = module.core.spec if isinstance(module, ParallelLinear) else None
     if spec is None or spec.prologue is None:
         return x.reshape(-1, x.shape[-1])
-    return ops.stored(spec.prologue.make(spec.name, x, inputs[1].detach()).matrix)
+    return ops.stored(spec.prologue.make(spec.name, *[given.detach() for given in inputs]).matrix)
 
 
 @torch.no_grad()

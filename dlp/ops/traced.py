@@ -1,6 +1,6 @@
 """Ops one by one, for what traces or watches: torch.compile, dispatch modes, fake tensors.
 
-Each op runs `plain`, code that autograd differentiates by itself, and a linear its two opaque ops. A norm or an activation
+Each op runs `plain`, code that autograd differentiates by itself, and a linear its two opaque ops. A norm or a gate
 right before a linear runs as its prologue, in the cast of it. So a graph holds no fuser, and `fullgraph=True` holds.
 """
 

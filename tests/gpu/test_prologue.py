@@ -17,7 +17,7 @@ from dlp.parallel.model.rows import prologue_note
 from dlp.quant.recipe import load
 from tests.cases import BY_SCALES
 from tests.metrics import assert_bit_equal
-from tests.multigpu.test_prologue import Before
+from tests.multigpu.test_prologue import GATES, Before
 from tests.twins import check_used
 
 RECIPES, WIDTH, STEPS = BY_SCALES, 256, 4
@@ -26,8 +26,8 @@ RECIPES, WIDTH, STEPS = BY_SCALES, 256, 4
 def inputs_of(name: str, tokens: int, device: str, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     first, second = (torch.randn(tokens, WIDTH, generator=generator).bfloat16().to(device) for _ in range(2))
-    second = second if name == "swiglu" else second[0].float()
-    return [first.requires_grad_(), second.requires_grad_()]
+    beside = [second] if name in GATES else list(second[:2].float())[: len(prologue.PROLOGUES[name].reads) - 1]
+    return [first.requires_grad_(), *[each.requires_grad_() for each in beside]]
 
 
 def layer_of(recipe: str, device: str, **options: Any) -> Linear:
@@ -65,10 +65,10 @@ def test_a_prologue_has_the_bits_of_its_producer(device, name, recipe, tokens):
 def test_x_is_stored_only_where_the_plan_says_so(device, monkeypatch, name, recipe):
     made = prologue.load(name)
     (note,) = prologue_note(made, load(recipe), "cuda")
-    assert ("in the cast of x" in note) == (recipe not in ("bf16", "nvfp4"))
+    assert ("in the cast of x" in note) == (made.in_cast and recipe not in ("bf16", "nvfp4"))
     x = made.make("layer", *(t.detach() for t in inputs_of(name, 128, device, 0)))
     kind, times = type(x.matrix), []
-    value = kind.value.func
+    value = kind.value.fget if isinstance(kind.value, property) else kind.value.func
     monkeypatch.setattr(kind, "value", property(lambda self: times.append(1) or value(self)))
     run(layer_of(recipe, device, prologue=name), name, True, 256, device, 0)
     assert bool(times) == ("apart" in note)

@@ -1,10 +1,11 @@
-"""A linear with a prologue gives the bits of `ops.rms_norm` or `ops.swiglu` followed by the same linear without one: y and
-every gradient, for every recipe and style; and lies within a bound of fp64."""
+"""A linear with a prologue gives the bits of what makes its x, `ops.rms_norm` and so on, followed by the same linear without
+one: y and every gradient, for every recipe and style; and lies within a bound of fp64."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,43 +31,53 @@ STYLES = {  # world, class, sequence parallelism
     "rms_norm": [(1, "local", False), (2, "column", False), (2, "column", True), (2, "local", True)],
     "swiglu": [(1, "local", False), (2, "row", False), (2, "row", True), (2, "column", True)],
 }
-CASES = [(name, *style) for name, styles in STYLES.items() for style in styles]
+MORE = {"layer_norm": [(1, "local", False), (2, "column", True)], "geglu": [(2, "row", True)]}
+CASES = [(name, *style, recipe) for name, styles in STYLES.items() for style in styles for recipe in BY_SCALES]
+CASES += [(name, *style, "fp8_current") for name, styles in MORE.items() for style in styles]
+GATES = {
+    "swiglu": (ops.swiglu, ops.swiglu_backward),
+    "geglu": (partial(ops.gated, name="gelu"), partial(ops.gated_backward, name="gelu")),
+}
 
 
 class Before(torch.autograd.Function):
     """The producer as a function of its own."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, first: Tensor, second: Tensor) -> Tensor:
-        rows = first.reshape(-1, first.shape[-1])
-        if name == "swiglu":
-            made, kept = ops.swiglu(rows, second.reshape(rows.shape)), []
+    def forward(ctx: Any, name: str, first: Tensor, *beside: Tensor) -> Tensor:
+        rows, kept = first.reshape(-1, first.shape[-1]), []
+        if name in GATES:
+            made = GATES[name][0](rows, beside[0].reshape(rows.shape))
         else:
-            made, *kept = ops.rms_norm(rows, second, EPS)
-        ctx.name = name
-        ctx.save_for_backward(first, second, *kept)
+            made, *kept = (ops.rms_norm if name == "rms_norm" else ops.layer_norm)(rows, *beside, EPS)
+        ctx.name, ctx.dtypes, ctx.count = name, [each.dtype for each in beside], 1 + len(beside)
+        ctx.save_for_backward(first, *beside, *kept)
         return made.view(first.shape)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> Any:
-        first, second, *kept = ctx.saved_tensors
+        (first, *beside), kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         shape = (-1, first.shape[-1])
-        if ctx.name == "swiglu":
-            grads = ops.swiglu_backward(dx.reshape(shape), first.reshape(shape), second.reshape(shape))
+        dx, x = dx.reshape(shape), first.reshape(shape)
+        if ctx.name in GATES:
+            grads = GATES[ctx.name][1](dx, x, beside[0].reshape(shape))
+        elif ctx.name == "rms_norm":
+            grads = ops.rms_norm_backward(dx, x, beside[0], *kept)
         else:
-            grads = ops.rms_norm_backward(dx.reshape(shape), first.reshape(shape), second, *kept)
-        return None, grads[0].view(first.shape), grads[1].to(second.dtype).view(second.shape)
+            grads = ops.layer_norm_backward(dx, x, beside[0], *kept)
+        more = [grad.to(each.dtype).view(each.shape) for grad, each in zip(grads[1:], beside, strict=True)]
+        return None, grads[0].view(first.shape), *more
 
 
 def inputs_of(name: str, tokens: int, dtype: torch.dtype, shard: int) -> list[Tensor]:
     """What the producer is given, of this rank: features that are whole, or its own."""
     generator = torch.Generator().manual_seed(3 + shard)
     first = 2 * torch.randn(tokens, WIDTH, generator=generator)
-    second = torch.randn(tokens, WIDTH, generator=generator) if name == "swiglu" else torch.linspace(0.5, 1.5, WIDTH)
-    return [
-        first.to(worker.device(), dtype).requires_grad_(),
-        second.to(worker.device(), dtype if name == "swiglu" else torch.float32).requires_grad_(),
-    ]
+    beside, its = [torch.randn(tokens, WIDTH, generator=generator)], dtype
+    if name not in GATES:
+        beside, its = [torch.linspace(0.5, 1.5, WIDTH), torch.linspace(-1, 1, WIDTH)], torch.float32
+    given = [first.to(dtype), *[each.to(its) for each in beside[: 1 + (name == "layer_norm")]]]
+    return [each.to(worker.device()).requires_grad_() for each in given]
 
 
 def layer_of(kind: str, sequence_parallel: bool, recipe: Any, dtype: torch.dtype, **options: Any) -> Linear:
@@ -102,7 +113,7 @@ def fused_and_before(
         "none": contextlib.nullcontext,
         "rstd": lambda: patch.object(prologue.RmsNorm, "kept", lambda self, x: [x.matrix.rstd * 1.01]),
         "gradients": lambda: patch.object(
-            type(prologue.load(name)), "gradients", lambda self, dx, kept, *given: [dx, given[1]]
+            type(prologue.load(name)), "gradients", lambda self, dx, kept, *given: [dx, *given[1:]]
         ),
     }
     for fused in (False, True):
@@ -115,8 +126,7 @@ def fused_and_before(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", BY_SCALES)
-@pytest.mark.parametrize(("name", "world", "kind", "sequence_parallel"), CASES)
+@pytest.mark.parametrize(("name", "world", "kind", "sequence_parallel", "recipe"), CASES)
 def test_a_prologue_has_the_bits_of_its_producer(ranks, name, world, kind, sequence_parallel, recipe):
     """Also of tokens that no block holds."""
     for tokens in (TOKENS, 40):
@@ -126,7 +136,8 @@ def test_a_prologue_has_the_bits_of_its_producer(ranks, name, world, kind, seque
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
-    ("name", "mutation"), [("rms_norm", "rstd"), ("rms_norm", "gradients"), ("swiglu", "gradients")]
+    ("name", "mutation"),
+    [("rms_norm", "rstd"), ("rms_norm", "gradients"), ("swiglu", "gradients"), ("layer_norm", "gradients")],
 )
 def test_the_comparison_notices_a_change(ranks, name, mutation):
     (equal,) = ranks(1).run(fused_and_before, name, "local", False, "fp8_current", TOKENS, mutation)
@@ -142,8 +153,14 @@ def against_fp64(name: str) -> list[float]:
     found = run(layer, inputs, inputs)
     plain = [getattr(tensor, "_local_tensor", tensor).detach() for tensor in (*inputs, *layer.parameters())]
     wide = [tensor.double().requires_grad_() for tensor in plain]
-    first, second, weight, bias = wide
-    made = F.silu(first) * second if name == "swiglu" else F.rms_norm(first, (WIDTH,), second, EPS)
+    *given, weight, bias = wide
+    plainly = {
+        "rms_norm": lambda x, weight: F.rms_norm(x, (WIDTH,), weight, EPS),
+        "layer_norm": lambda x, weight, bias: F.layer_norm(x, (WIDTH,), weight, bias, EPS),
+        "swiglu": lambda gate, up: F.silu(gate) * up,
+        "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    }
+    made = plainly[name](*given)
     y = made @ weight.t() + bias
     torch.manual_seed(7)
     expected = torch.autograd.grad(y, wide, torch.randn_like(y, dtype=torch.float32).double())
@@ -167,8 +184,9 @@ def test_a_prologue_saves_what_it_was_given_and_the_operand_of_x(name, recipe):
 
     x, gate = (torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     alone = bytes_of(Linear(64, 64, recipe=recipe, dtype=torch.bfloat16), [x])
-    beside = 2 * x.nbytes if name == "swiglu" else x.nbytes + 128 * 4 + 64 * 4
-    given = [x, gate if name == "swiglu" else torch.ones(64, requires_grad=True)]
+    vectors = [torch.ones(64, requires_grad=True) for _ in range(len(prologue.PROLOGUES[name].reads) - 1)]
+    given = [x, *([gate] if name in GATES else vectors)]
+    beside = 2 * x.nbytes if name in GATES else x.nbytes + len(vectors) * (128 * 4 + 64 * 4)
     assert bytes_of(Linear(64, 64, recipe=recipe, prologue=name, dtype=torch.bfloat16), given) - alone == beside
 
 
@@ -208,9 +226,13 @@ def test_what_a_prologue_refuses():
         ValueError, match=r"prologue rms_norm reads x \[..., 8\] and weight \[8\]; got a weight of shape"
     ):
         norm(x, x)
+    with pytest.raises(
+        ValueError, match=r"and weight \[8\] and bias \[8\], in one dtype; got a bias of shape \(8,\) in torch.bf"
+    ):
+        Linear(8, 8, prologue="layer_norm")(x, x[0], x[0].bfloat16())
     with pytest.raises(ValueError, match="prologue swiglu reads gate and up of one shape and dtype; got"):
         gated(x, x[:2])
-    with pytest.raises(ValueError, match="unknown prologue 'silu': it is one of rms_norm, swiglu"):
+    with pytest.raises(ValueError, match="unknown prologue 'silu': it is one of rms_norm, layer_norm, swiglu, geglu"):
         Linear(8, 8, prologue="silu")
     with pytest.raises(ValueError, match="prologue swiglu has no option eps"):
         Linear(8, 8, prologue={"name": "swiglu", "eps": 1e-5})

@@ -70,6 +70,7 @@ def _joined(*halves: Tensor, out: Tensor) -> None:
 
 class _Gate(BasicOperation):
     act: str
+    prologue: str | None = None  # that does the same
     takes = frozenset({LAZY, MANY})
     launches = True
 
@@ -104,6 +105,10 @@ class _Gate(BasicOperation):
         dx = torch.empty_like(rows_of(saved[0]), memory_format=torch.contiguous_format)
         return by_torch(_joined, dx, *[rows_of(grad.tensor()) for grad in grads]).view(saved[0].shape), ()
 
+    def as_prologue(self, x: Any, behind: Any) -> Any:
+        fits = self.prologue is not None and isinstance(x, tuple) and len(x) == 2
+        return ((self.prologue,), x) if fits and hasattr(behind, "with_prologue") else None
+
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         gate, up = self.halves(x)
         return (ACTIVATIONS[self.act](gate.float())[0] * up.float()).to(gate.dtype)
@@ -112,17 +117,13 @@ class _Gate(BasicOperation):
 class SwiGLU(_Gate):
     """silu(gate) * up."""
 
-    act = "silu"
-
-    def as_prologue(self, x: Any, behind: Any) -> Any:
-        takes = hasattr(behind, "with_prologue") and isinstance(x, tuple) and len(x) == 2
-        return (("swiglu",), x) if takes else None
+    act, prologue = "silu", "swiglu"
 
 
 class GEGLU(_Gate):
     """gelu(gate) * up."""
 
-    act = "gelu"
+    act, prologue = "gelu", "geglu"
 
 
 class ReGLU(_Gate):

@@ -16,7 +16,7 @@ from dlp.kernels import ops
 from dlp.kernels.launches import by_torch
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import LAZY, Value, rows_of, tensor_of
-from dlp.parallel.linear.prologue import norm_gradients
+from dlp.parallel.linear.prologue import layer_norm_gradients, norm_gradients
 
 
 def _plus_one(x: Tensor, *, out: Tensor) -> None:
@@ -29,6 +29,7 @@ class _Norm(BasicOperation):
     launches = True
     takes = frozenset({LAZY})
     biased = False
+    prologue: str  # that does the same
 
     def __init__(
         self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, zero_centered_gamma: bool = False,
@@ -57,6 +58,11 @@ class _Norm(BasicOperation):
         weight = self.weight
         return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
 
+    def as_prologue(self, x: Any, behind: Any) -> Any:
+        if not (hasattr(behind, "with_prologue") and isinstance(x, Tensor)):
+            return None
+        return (self.prologue, ("eps", self.eps)), (x, self.scale(), *([self.bias] if self.biased else []))
+
     def rows(self, input_: Value) -> Tensor:
         """x [M, C]. ValueError for another C."""
         self.check(input_)
@@ -70,6 +76,8 @@ class _Norm(BasicOperation):
 
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight."""
+
+    prologue = "rms_norm"
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_made(), self.eps), input_.shape)
@@ -91,15 +99,12 @@ class RMSNorm(_Norm):
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return F.rms_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.eps)
 
-    def as_prologue(self, x: Any, behind: Any) -> Any:
-        takes = hasattr(behind, "with_prologue") and isinstance(x, Tensor)
-        return (("rms_norm", ("eps", self.eps)), (x, self.scale())) if takes else None
-
 
 class LayerNorm(_Norm):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
 
     biased = True
+    prologue = "layer_norm"
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         x, weight = self.rows(input_), self.scale_made()
@@ -110,8 +115,8 @@ class LayerNorm(_Norm):
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = ops.layer_norm_backward(ops.stored(rows_of(grad_output)), x, weight, mean, rstd)
-        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype), ops.rounded(dbias, weight.dtype)]
+        dx, dweight, dbias = layer_norm_gradients(rows_of(grad_output), x, weight, mean, rstd)
+        return dx.view(ctx.shape), [dweight, dbias]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return F.layer_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.bias.to(x.dtype), self.eps)

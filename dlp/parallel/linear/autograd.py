@@ -163,8 +163,8 @@ def call_of(
         alike = [None if p is None else (num_axes(p), p.dtype, p.requires_grad) for p in parameters]
     x = inputs[0]
     key = (bound, record, x.requires_grad, *shape_key(x), *alike, multiplies_tf32(x))
-    if len(inputs) > 1:
-        key += (inputs[1].requires_grad, *shape_key(inputs[1]))
+    for beside in inputs[1:]:
+        key += (beside.requires_grad, *shape_key(beside))
     found: BoundCall | None = calls.get(key)
     if found is None:
         spec = bound.spec

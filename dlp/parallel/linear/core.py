@@ -139,7 +139,7 @@ def layer_forward(
     prologue = bound.spec.prologue
     if prologue is None:
         return run_forward(bound, inputs[0], weights, biases, parts, save, record)
-    x = prologue.make(bound.spec.name, inputs[0], inputs[1])
+    x = prologue.make(bound.spec.name, *inputs)
     ys, kept = run_forward(bound, x, weights, biases, parts, save, record)
     return ys, [*kept, *(prologue.kept(x) if record else ())]
 
@@ -259,8 +259,8 @@ def layer_backward(
     kept = len(saved) - prologue.keeps - len(prologue.reads)
     made = run_backward(bound, dys, saved[:kept], weights, parts, wanted, into=into)
     if wanted.dx:
-        *beside, first, second = saved[kept:]
-        made[:1] = prologue.gradients(made[0], beside, first, second)
+        given = kept + prologue.keeps
+        made[:1] = prologue.gradients(made[0], saved[kept:given], *saved[given:])
     return made
 
 

@@ -160,7 +160,13 @@ class LinearCore(LayerState):
         """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says).
 
         Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y comes in it."""
-        if len(inputs) != self.bound.num_inputs or type(inputs[0]) is not Tensor or type(inputs[-1]) is not Tensor:
+        count = len(inputs)
+        if (
+            count != self.bound.num_inputs
+            or count > 2
+            or type(inputs[0]) is not Tensor
+            or type(inputs[-1]) is not Tensor
+        ):
             check_inputs(self.spec, inputs)
             inputs = self._accepted(inputs)
         if autocasts(inputs):
@@ -283,7 +289,7 @@ class Linear(ParallelLinear):
     """y = x @ weight.T + bias, whole on every rank. x [..., in_features] -> [..., out_features].
 
     `prologue`: what makes x in the cast of it: "rms_norm", or {"name": "rms_norm", "eps": ...}, of layer(x, weight);
-    "swiglu" of layer(gate, up). The gradients go to what the layer is called with.
+    "layer_norm" of layer(x, weight, bias); "swiglu" and "geglu" of layer(gate, up). The gradients go to what it is called with.
     `return_bias`: forward returns (y, bias) where whoever is called next adds the bias; siblings a tuple of each.
     `save_original_input`: x itself is kept for wgrad, and quantized again in backward.
     """

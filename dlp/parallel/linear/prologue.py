@@ -1,12 +1,14 @@
 """Prologues: what makes a linear's x from what the layer is given, so that x itself need not be stored.
 
-    rms_norm   layer(x, weight)    x * rstd * weight         x [..., K], weight [K]
-    swiglu     layer(gate, up)     silu(gate) * up           gate, up [..., K]
+    rms_norm     layer(x, weight)         x * rstd * weight                    x [..., K], weight [K]
+    layer_norm   layer(x, weight, bias)   (x - mean) * rstd * weight + bias    x [..., K], weight and bias [K]
+    swiglu       layer(gate, up)          silu(gate) * up                      gate, up [..., K]
+    geglu        layer(gate, up)          gelu(gate) * up                      gate, up [..., K]
 
 The cast of x belongs to the linear, whose recipe and ranks it follows, so a norm or an activation that is to run inside of it
 runs inside the linear: forward makes the matrix on the way to its operands (`ops.LazyMatrix`), backward turns dx into the
-gradients of what was given. Kept for that are the tensors given and, of RMSNorm, rstd. The bits are those of `ops.rms_norm`
-or `ops.swiglu` before a linear without prologue.
+gradients of what was given. Kept for that are the tensors given and, of norms, rstd and mean. The bits are those of what makes
+x, `ops.rms_norm` and so on, before a linear without prologue.
 """
 
 from __future__ import annotations
@@ -18,35 +20,38 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from dlp.kernels import ops
+from dlp.kernels.lazy_activations import IN_CASTS
 from dlp.parallel.style import ParallelStyle
 
 Matrix = Tensor | ops.LazyMatrix
 
 
 class Prologue(Protocol):
-    """Frozen. `reads`: the two tensors that the layer is called with, of which the first is like x; `keeps`: how many
-    further ones backward needs."""
+    """Frozen. `reads`: the tensors that the layer is called with, of which the first is like x; `keeps`: how many further ones
+    backward needs; `in_cast`: casts that can make x do."""
 
     @property
     def name(self) -> str: ...
     @property
-    def reads(self) -> tuple[str, str]: ...
+    def reads(self) -> tuple[str, ...]: ...
     @property
     def keeps(self) -> int: ...
+    @property
+    def in_cast(self) -> bool: ...
 
     def check(self, layer: str, style: ParallelStyle, tp: int) -> None:
         """ValueError where the layer cannot have it."""
         ...
 
-    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.Produced:
-        """What was given -> x [..., K]. ValueError where they do not fit."""
+    def make(self, layer: str, *given: Tensor) -> ops.Produced:
+        """What was given -> x [..., K]. ValueError where these do not fit."""
         ...
 
     def kept(self, x: Any) -> list[Tensor]:
         """What backward needs beside what was given; `x`: what `make` returned, after its casts."""
         ...
 
-    def gradients(self, dx: Tensor, kept: Sequence[Tensor], first: Tensor, second: Tensor) -> list[Tensor]:
+    def gradients(self, dx: Tensor, kept: Sequence[Tensor], *given: Tensor) -> list[Tensor]:
         """dx [..., K] -> the gradients of what was given, in its shapes and dtypes."""
         ...
 
@@ -67,6 +72,14 @@ def norm_gradients(
     return dx.view(x.shape), ops.rounded(dweight, weight.dtype)
 
 
+def layer_norm_gradients(
+    dy: Matrix, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy [M, K] of `LayerNormed` -> dx like x, dweight and dbias in the dtype of the weight."""
+    dx, dweight, dbias = ops.layer_norm_backward(ops.stored(dy), rows(x), weight, mean, rstd)
+    return dx.view(x.shape), ops.rounded(dweight, weight.dtype), ops.rounded(dbias, weight.dtype)
+
+
 def gated(gate: Tensor, up: Tensor, act: str) -> ops.Produced:
     """act(gate) * up, of [..., K] each."""
     pair = rows(gate), rows(up)
@@ -80,34 +93,73 @@ def gate_gradients(dh: Matrix, gate: Tensor, up: Tensor, act: str) -> tuple[ops.
 
 
 @dataclass(frozen=True)
-class RmsNorm:
-    """x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps) of each row."""
+class _Norm:
+    """Over the features of a row."""
 
     eps: float = 1e-5
-    name: ClassVar[str] = "rms_norm"
-    reads: ClassVar[tuple[str, str]] = "x", "weight"
-    keeps: ClassVar[int] = 1
+    name: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]]
 
     def check(self, layer: str, style: ParallelStyle, tp: int) -> None:
         if style.cut_x == 1 and tp > 1:
             raise ValueError(
-                f"{layer}: prologue rms_norm takes the mean over all features, and {style.name} cuts them over tp {tp}; norm "
-                f"before the layer, or make it column-parallel"
+                f"{layer}: prologue {self.name} takes the mean over all features, and {style.name} cuts them over tp {tp}; "
+                f"norm before the layer, or make it column-parallel"
             )
 
-    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.Produced:
-        if second.shape != first.shape[-1:]:
-            raise ValueError(
-                f"{layer}: prologue rms_norm reads x [..., {first.shape[-1]}] and weight [{first.shape[-1]}]; got a weight "
-                f"of shape {tuple(second.shape)}"
-            )
-        return ops.Produced(ops.RmsNormed(rows(first), second, self.eps), first.shape)
+    def check_vectors(self, layer: str, x: Tensor, *vectors: Tensor) -> None:
+        """ValueError for a weight or bias of another norm."""
+        for name, vector in zip(self.reads[1:], vectors, strict=True):
+            if vector.shape != x.shape[-1:] or vector.dtype != vectors[0].dtype:
+                said = " and ".join(f"{each} [{x.shape[-1]}]" for each in self.reads[1:])
+                alike = ", in one dtype" if len(vectors) > 1 else ""
+                raise ValueError(
+                    f"{layer}: prologue {self.name} reads x [..., {x.shape[-1]}] and {said}{alike}; got a {name} of shape "
+                    f"{tuple(vector.shape)} in {vector.dtype}"
+                )
+
+
+@dataclass(frozen=True)
+class RmsNorm(_Norm):
+    """x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps) of each row."""
+
+    name: ClassVar[str] = "rms_norm"
+    reads: ClassVar[tuple[str, ...]] = "x", "weight"
+    keeps: ClassVar[int] = 1
+    in_cast: ClassVar[bool] = True
+
+    def make(self, layer: str, *given: Tensor) -> ops.Produced:
+        self.check_vectors(layer, *given)
+        x, weight = given
+        return ops.Produced(ops.RmsNormed(rows(x), weight, self.eps), x.shape)
 
     def kept(self, x: Any) -> list[Tensor]:
         return [x.matrix.rstd]
 
-    def gradients(self, dx: Tensor, kept: Sequence[Tensor], first: Tensor, second: Tensor) -> list[Tensor]:
-        return list(norm_gradients(rows(dx), first, second, kept[0]))
+    def gradients(self, dx: Tensor, kept: Sequence[Tensor], *given: Tensor) -> list[Tensor]:
+        return list(norm_gradients(rows(dx), *given, *kept))
+
+
+@dataclass(frozen=True)
+class LayerNorm(_Norm):
+    """(x - mean) * rstd * weight + bias, rstd = 1 / sqrt(var(x) + eps) of each row."""
+
+    name: ClassVar[str] = "layer_norm"
+    reads: ClassVar[tuple[str, ...]] = "x", "weight", "bias"
+    keeps: ClassVar[int] = 2
+    in_cast: ClassVar[bool] = False  # no kernel does both
+
+    def make(self, layer: str, *given: Tensor) -> ops.Produced:
+        self.check_vectors(layer, *given)
+        x, weight, bias = given
+        return ops.Produced(ops.LayerNormed(rows(x), weight, bias, self.eps), x.shape)
+
+    def kept(self, x: Any) -> list[Tensor]:
+        return [x.matrix.mean, x.matrix.rstd]
+
+    def gradients(self, dx: Tensor, kept: Sequence[Tensor], *given: Tensor) -> list[Tensor]:
+        x, weight, _ = given
+        return list(layer_norm_gradients(rows(dx), x, weight, *kept))
 
 
 @dataclass(frozen=True)
@@ -115,28 +167,41 @@ class SwiGlu:
     """silu(gate) * up."""
 
     name: ClassVar[str] = "swiglu"
-    reads: ClassVar[tuple[str, str]] = "gate", "up"
+    act: ClassVar[str] = "silu"
+    reads: ClassVar[tuple[str, ...]] = "gate", "up"
     keeps: ClassVar[int] = 0
+    in_cast: ClassVar[bool] = True
 
     def check(self, layer: str, style: ParallelStyle, tp: int) -> None:
         """It is the same on any shard."""
 
-    def make(self, layer: str, first: Tensor, second: Tensor) -> ops.Produced:
-        if second.shape != first.shape or second.dtype != first.dtype:
+    def make(self, layer: str, *given: Tensor) -> ops.Produced:
+        gate, up = given
+        if up.shape != gate.shape or up.dtype != gate.dtype:
             raise ValueError(
-                f"{layer}: prologue swiglu reads gate and up of one shape and dtype; got {first.dtype} {tuple(first.shape)} "
-                f"and {second.dtype} {tuple(second.shape)}"
+                f"{layer}: prologue {self.name} reads gate and up of one shape and dtype; got {gate.dtype} {tuple(gate.shape)} "
+                f"and {up.dtype} {tuple(up.shape)}"
             )
-        return gated(first, second, "silu")
+        return gated(gate, up, self.act)
 
     def kept(self, x: Any) -> list[Tensor]:
         return []
 
-    def gradients(self, dx: Tensor, kept: Sequence[Tensor], first: Tensor, second: Tensor) -> list[Tensor]:
-        return [grad.tensor() for grad in gate_gradients(rows(dx), first, second, "silu")]
+    def gradients(self, dx: Tensor, kept: Sequence[Tensor], *given: Tensor) -> list[Tensor]:
+        gate, up = given
+        return [grad.tensor() for grad in gate_gradients(rows(dx), gate, up, self.act)]
 
 
-PROLOGUES = {"rms_norm": RmsNorm, "swiglu": SwiGlu}
+@dataclass(frozen=True)
+class GeGlu(SwiGlu):
+    """gelu(gate) * up, GELU by tanh."""
+
+    name: ClassVar[str] = "geglu"
+    act: ClassVar[str] = "gelu"
+    in_cast: ClassVar[bool] = IN_CASTS
+
+
+PROLOGUES: dict[str, Any] = {made.name: made for made in (RmsNorm, LayerNorm, SwiGlu, GeGlu)}
 
 
 def load(asked: str | Mapping[str, Any] | Prologue | None) -> Prologue | None:

@@ -27,8 +27,8 @@ class LayerFields(LayerOptions):
     sequence_parallel  whether the layer's tokens are cut over tp
     siblings           whether layers that read the same x become one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
-    prologue           what makes x in the layer's own cast, of the two tensors that it is then called with: "rms_norm",
-                       {"name": "rms_norm", "eps": ...} or "swiglu"
+    prologue           what makes x in the layer's own cast, of the tensors that it is then called with: "rms_norm" or
+                       {"name": "rms_norm", "eps": ...}, "layer_norm", "swiglu", "geglu"
     return_bias        forward returns (y, bias): y without the bias, which who is called next adds
     convert            False: the modules that match are left out with all that is in them: they run their own code, whole on
                        every tp rank. True: a linear of a class of its own is converted all the same, without its forward

@@ -439,7 +439,11 @@ def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -
     along = all(
         way.format.block[0] <= 1 and way.format.parts[0].dtype in ACTIVATION_CODES for way in (x.rowwise, x.columnwise)
     )
-    where = "in the cast of x, from bf16 activations" if by_kernel and one_cast and along else "apart, before x is cast"
+    where = (
+        "in the cast of x, from bf16 activations"
+        if prologue.in_cast and by_kernel and one_cast and along
+        else "apart, before x is cast"
+    )
     return (f"prologue {prologue.name}({', '.join(prologue.reads)}) runs {where}",)
 
 
