@@ -20,6 +20,7 @@ from dlp.comm.slots import SharedSlot
 from dlp.comm.transport import Transport
 from dlp.parallel import tune
 from dlp.parallel.transfer import WIRES
+from dlp.quant import recipe as recipes
 from launch import stop
 from tests import pool as worker
 from tests.cases import RECIPES
@@ -83,7 +84,7 @@ def every_kind() -> list[Line]:
 def test_every_kind_runs(ranks):
     (lines, _) = ranks(2).run(every_kind)
     assert {line.kind for line in lines} == set(KINDS)
-    assert {line.name for line in lines if line.kind == "gather"} == {"torch bf16", *RECIPES}
+    assert {line.name for line in lines if line.kind == "gather"} == {"torch bf16", *recipes.names()}
 
 
 def sums_through_memory() -> list[Line]:
