@@ -41,6 +41,8 @@ from dlp.kernels.launches import (
 
 ALIGNMENT = 512  # bytes, that of torch's allocations on CUDA
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
+# Of (shape, strides, dtype), on the current device: what compiled code of torch allocates by, without the dispatcher.
+_EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
 _FIXED = -1
 Make = Callable[[], Tensor]
 Range = tuple[int, int]  # an address, and how many bytes lie there
@@ -87,7 +89,7 @@ class CapturedLaunches:
         self._make = [_maker(result, whole) for result, whole in zip(results, outs, strict=True)]
         device = given[0].device
         if self.between:
-            self._make.append(partial(torch.empty_strided, (self.between,), (1,), dtype=torch.uint8, device=device))
+            self._make.append(partial(_EMPTY[device.type], (self.between,), (1,), torch.uint8))
         self._count, self._multiplies = len(results), any(name == GEMM for name, _, _ in launched)
         arena, space = len(given) + len(outs), len(given) + len(self._make)
         memory = [(*_span(tensor), base, 0) for base, tensor in enumerate([*given, *outs])]
@@ -107,10 +109,10 @@ class CapturedLaunches:
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
         """Tensors like those recorded -> the results. `addresses`: of these tensors, where they are known."""
+        stream = stream_of(given[0])  # they lie on the current device
         made = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
         bases += [tensor.data_ptr() for tensor in made]
-        stream = stream_of(given[0])
         if self._multiplies:
             bases.append(gemms.workspace(given[0].get_device(), stream))
         if self._launch is not None:
@@ -215,13 +217,11 @@ def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]
 
 def _maker(result: Tensor, whole: Tensor) -> Make:
     """What makes a tensor like a result, with the memory behind it."""
+    empty, shape, stride, dtype = _EMPTY[result.device.type], tuple(result.shape), result.stride(), result.dtype
     if _span(result) == _span(whole):
-        return partial(
-            torch.empty_strided, tuple(result.shape), result.stride(), dtype=result.dtype, device=result.device
-        )
-    size, shape, stride = whole.numel(), tuple(result.shape), result.stride()
-    flat = partial(torch.empty_strided, (size,), (1,), dtype=result.dtype, device=result.device)
-    return lambda: flat().as_strided(shape, stride)
+        return partial(empty, shape, stride, dtype)
+    size = whole.numel()
+    return lambda: empty((size,), (1,), dtype).as_strided(shape, stride)
 
 
 def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
