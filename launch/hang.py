@@ -7,7 +7,7 @@ word grows old.
 
 The run hangs when every rank has stood still for longer than it may where it is (`Place.patience`): one rank that moves, or
 compiles, is what the others wait for. Then each rank also tells who waits for whom in memory that GPUs map
-(`dlp.comm.transport`), which it reads beside what hangs.
+(`dlp.comm.mapped`), which it reads beside what hangs.
 """
 
 from __future__ import annotations

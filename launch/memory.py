@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from dlp import Plan
+from dlp.comm.mapped import LEAST, slot_bytes
 from dlp.comm.mesh import DP_SHARD, MAPPED, TP
 from dlp.comm.slots import MAXIMA, mapped_bytes
-from dlp.comm.transport import LEAST, slot_bytes
 from dlp.parallel.casts import operand_shape
 from dlp.parallel.model.plan import table
 from dlp.parallel.model.rows import LayerPlan, ParameterPlan
@@ -200,7 +200,7 @@ class _Estimate:
         return copy + sum(made)
 
     def _symmetric(self) -> float:
-        """Slots that ranks of tp map (`dlp.comm.transport`), at most: of each style and size one for each transfer of a
+        """Slots that ranks of tp map (`dlp.comm.mapped`), at most: of each style and size one for each transfer of a
         direction, of which there are at most two, in the activations' dtype, or quantized in as few as four bits; one of
         the least size for each further piece of a gather; and one for agreements. Each is mapped in whole granules."""
         ranks = self.load.ranks(TP)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.slots import AGREED, HEADER, MAXIMA, MET, RANKS, SENT, UNREAD, USES, CudaSlot, Named, SharedSlot
+from dlp.comm.slots import AGREED, HEADER, MAXIMA, MET, RANKS, SENT, UNREAD, USES, CudaSlot, Named
 from dlp.kernels.launches import Lane
+from tests.shared_slot import SharedSlot
 
 PATIENCE = 60.0
 EVENTS = itertools.count(1)

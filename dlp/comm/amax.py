@@ -25,7 +25,7 @@ _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignmen
 
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """fp32 tensors of any shapes, the same shapes on all ranks -> their elementwise maxima over `group`: by one kernel
-    where its ranks map each other's memory (`dlp.comm.transport`), by one all-reduce elsewhere.
+    where its ranks map each other's memory (`dlp.comm.mapped`), by one all-reduce elsewhere.
 
     The inputs are left as they are. Every rank of the group must call it, one with an empty shard too.
     """

@@ -6,7 +6,7 @@ A step sends what has been written until then, so it may start while the parts o
 what arrives is used rank by rank. All ranks start the same exchanges in the same order, one after the other.
 
 By NCCL and gloo; steps are calls between launches (`dlp.kernels.launches.call`), so that what they belong to can be captured.
-Where ranks map each other's memory, `dlp.comm.transport` does this by copies.
+Where ranks map each other's memory, `dlp.comm.mapped` does this by copies.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def build_mesh(
 
     Starts the process group when there is none. `device_type`: "cpu" or "cuda", by default cuda where there is one.
     `transport`: what carries what layers send over tp: "nccl", or "mapped", memory that the GPUs of a host map from each
-    other (`dlp.comm.transport`), where they can. Raises ValueError, before any group is started, when the sizes do not multiply
+    other (`dlp.comm.mapped`), where they can. Raises ValueError, before any group is started, when the sizes do not multiply
     to the world size, or for another transport.
     """
     if transport not in TRANSPORTS:

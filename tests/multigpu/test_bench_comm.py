@@ -16,8 +16,7 @@ from bench.host_parallel import PLAIN
 from bench.parallel_subjects import shape_of, subject
 from dlp.comm import transport
 from dlp.comm.collectives import reduce_scatter
-from dlp.comm.slots import SharedSlot
-from dlp.comm.transport import Transport
+from dlp.comm.mapped import Transport
 from dlp.parallel import tune
 from dlp.parallel.transfer import WIRES
 from dlp.quant import recipe as recipes
@@ -25,6 +24,7 @@ from launch import stop
 from tests import pool as worker
 from tests.cases import RECIPES
 from tests.metrics import relative_error
+from tests.shared_slot import SharedSlot
 
 pytestmark = pytest.mark.slow
 

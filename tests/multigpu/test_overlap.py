@@ -25,9 +25,8 @@ from torch import Tensor
 
 from dlp.comm import observer, transport
 from dlp.comm.amax import agree
+from dlp.comm.mapped import Transport
 from dlp.comm.mesh import ParallelDims
-from dlp.comm.slots import SharedSlot
-from dlp.comm.transport import Transport
 from dlp.parallel import casts
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.casts import ROWWISE
@@ -43,6 +42,7 @@ from tests import pool as worker
 from tests.cases import EPSILON, IN_STYLES, STYLE_KEYS, LinearCase, linear_cases, matrix, style_id
 from tests.metrics import relative_error
 from tests.multigpu.test_linear import Full, build, cut, make_full, run, whole_partials
+from tests.shared_slot import SharedSlot
 
 
 def strategy(name: str) -> Overlap:

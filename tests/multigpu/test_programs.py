@@ -20,7 +20,7 @@ from torch import Tensor
 
 import dlp
 from dlp.comm import transport
-from dlp.comm.transport import Transport
+from dlp.comm.mapped import Transport
 from dlp.parallel.linear.capture import describe, obstacle
 from dlp.parallel.linear.spec import LayerOptions
 from dlp.parallel.overlap.chunked import Chunked

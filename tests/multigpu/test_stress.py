@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.comm import transport
-from dlp.comm.transport import Transport
+from dlp.comm.mapped import Transport
 from dlp.quant.recipe import GEMMS, names
 from tests import pool as worker
 from tests.emulated import emulation

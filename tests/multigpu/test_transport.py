@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlp.comm import slots, transport
-from dlp.comm.slots import CudaSlot, SharedSlot, Wait
-from dlp.comm.transport import WHOLE, Gathering, Transport
+from dlp.comm.mapped import Transport
+from dlp.comm.slots import CudaSlot, Wait
+from dlp.comm.transfers import WHOLE, Gathering
 from dlp.kernels import captured, ops
 from dlp.kernels.launches import Lane, recording
 from tests import played_transport
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.played_transport import PlayedLane, PlayedSlot
+from tests.shared_slot import SharedSlot
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 

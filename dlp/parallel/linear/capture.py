@@ -1,7 +1,7 @@
 """A direction of a linear as captured launches.
 
 A layer that casts and multiplies by kernels of this package, and communicates through memory that ranks map
-(`dlp.comm.transport`) or not at all, launches the same for tensors of the same shapes; only addresses differ. So does one that
+(`dlp.comm.mapped`) or not at all, launches the same for tensors of the same shapes; only addresses differ. So does one that
 communicates by collectives, which are called between its launches. Such a direction is captured (`dlp.kernels.captured`):
 
     first call      the functions of `linear_fn`, as everywhere else; plans, workspaces and tables come to be

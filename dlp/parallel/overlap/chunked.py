@@ -12,7 +12,7 @@ in rank order, as `serial` does. A contraction that is gathered (wgrad's) arrive
 send of it, begins earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM. Cuts lie between blocks of the format,
 and where there are rows enough between tiles of a GEMM, so there may be fewer.
 
-Shards travel through memory that ranks map (`dlp.comm.transport`); elsewhere, over several hosts and between CPU ranks, by
+Shards travel through memory that ranks map (`dlp.comm.mapped`); elsewhere, over several hosts and between CPU ranks, by
 sends and receives, whole.
 """
 
@@ -34,7 +34,9 @@ from torch.distributed import ProcessGroup
 from dlp.comm import collectives
 from dlp.comm.collectives import Parts, Pending, ReduceCodec
 from dlp.comm.exchange import DirectExchange, by_distance
-from dlp.comm.transport import WHOLE, Cuts, Gathering, Transport, transport_of
+from dlp.comm.mapped import Transport
+from dlp.comm.transfers import WHOLE, Cuts, Gathering
+from dlp.comm.transport import transport_of
 from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent, Work
 from dlp.quant.gemm import Gemm

@@ -4,7 +4,7 @@
                     gemm │ reduce ──────►
 
 Collectives are asynchronous all the same, so a gather started early (wgrad's, before dgrad runs) and a reduction awaited
-late (dgrad's, after wgrad) run under the GEMM between. Of a group with a transport (`dlp.comm.transport`), transfers are
+late (dgrad's, after wgrad) run under the GEMM between. Of a group with a transport (`dlp.comm.mapped`), transfers are
 launches like others, so that a direction can be captured as a whole.
 """
 
@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import collectives
 from dlp.comm.collectives import Parts, Pending, ReduceCodec
-from dlp.comm.transport import Transport, transport_of
+from dlp.comm.mapped import Transport
+from dlp.comm.transport import transport_of
 from dlp.kernels.ops import rounded
 from dlp.parallel.overlap import Sent, Work
 from dlp.quant.gemm import Gemm
