@@ -56,6 +56,14 @@ class PlayedLane(Lane):
         if self._failed:
             raise self._failed[0]
 
+    def stands(self) -> None:
+        """Wait until it has done all that waits for nobody: for a tenth of a second nothing more."""
+        done, since = -1, 0.0
+        while time.monotonic() - since < 0.1:
+            if done != self._done:
+                done, since = self._done, time.monotonic()
+            time.sleep(0.01)
+
     def end(self) -> None:
         """Its thread ends; what it has been given is dropped."""
         if LATE.pop(self.stream, None):
