@@ -39,7 +39,8 @@ class PlayedLane(Lane):
         self.marks: dict[int, int] = {}  # what had been given when an event was marked last
         if late:
             LATE[self.stream] = self
-            threading.Thread(target=self._work, daemon=True).start()
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
 
     def give(self, job: Callable[[], None]) -> None:
         with self._changed:
@@ -57,12 +58,9 @@ class PlayedLane(Lane):
             raise self._failed[0]
 
     def stands(self) -> None:
-        """Wait until it has done all that waits for nobody: for a tenth of a second nothing more."""
-        done, since = -1, 0.0
-        while time.monotonic() - since < 0.1:
-            if done != self._done:
-                done, since = self._done, time.monotonic()
-            time.sleep(0.01)
+        """Wait until it has done all, or waits for a peer."""
+        while self._done < self._given and self._thread.ident not in BLOCKED:
+            time.sleep(0.001)
 
     def end(self) -> None:
         """Its thread ends; what it has been given is dropped."""
@@ -86,6 +84,7 @@ class PlayedLane(Lane):
 
 
 LATE: dict[int, PlayedLane] = {}  # by stream
+BLOCKED = set[int | None]()  # threads that wait for a peer
 
 
 class PlayedSlot(CudaSlot):
@@ -115,8 +114,10 @@ def bases(slots: int, world: int) -> list[int]:
 def until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not done():
+        BLOCKED.add(threading.get_ident())
         assert time.monotonic() < deadline, "a rank waits for another"
         time.sleep(0)
+    BLOCKED.discard(threading.get_ident())
 
 
 def peers(slots: Sequence[int]) -> tuple[int, list[int], list[Any]]:

@@ -224,7 +224,10 @@ def who_waits(others: bool) -> list[list[str]]:
         leased, found = lease(moves, 1, parts), []
 
         def look() -> None:
-            lane.stands()
+            if on_cpu:
+                lane.stands()
+            else:
+                time.sleep(0.05)
             dist.barrier()
             found.append(transport.waits())
             assert moves.own_waits() == [said for said in found[-1] if f"bytes: rank {moves.rank} waits" in said]
