@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dlp
+from bench.linear_subjects import TINY
 from dlp import ops
 
 Run = Callable[[], None]
@@ -191,16 +192,24 @@ def milliseconds(runs: Mapping[str, Run], host: bool = False) -> dict[str, float
     return {name: statistics.median(its) for name, its in times.items()}
 
 
-def host_times(recipe: str) -> dict[str, float]:
-    """Of the four-op MLP and of one linear, tiny ones."""
-    size, x = 128, torch.randn(128, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    with torch.device("cuda"):
+def tiny(recipe: str, device: str) -> dict[str, nn.Module]:
+    """The four-op MLP and one linear, whose weights a step boundary has cast, as in all steps of a training but the first."""
+    size = TINY[-1]
+    with torch.device(device):
         modules = {"MLP": mlp(size, size, recipe, None), "linear": dlp.Linear(size, size, recipe=recipe)}
-    runs = {}
-    for name, module in modules.items():
+        x = torch.randn(TINY[:2], dtype=torch.bfloat16)
+    for module in modules.values():
         module.bfloat16()
         dlp.attach(module, torch.optim.SGD(module.parameters(), 0.0))
-        runs[name] = step(module, x, torch.randn_like(x), nullcontext, {})
+        module(x)
+        dlp.end_step(module)
+    return modules
+
+
+def host_times(recipe: str) -> dict[str, float]:
+    """Of these modules, forward and backward."""
+    x = torch.randn(TINY[:2], device="cuda", dtype=torch.bfloat16).requires_grad_()
+    runs = {name: step(each, x, torch.randn_like(x), nullcontext, {}) for name, each in tiny(recipe, "cuda").items()}
     return milliseconds(runs, host=True)
 
 

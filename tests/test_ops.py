@@ -21,6 +21,7 @@ import dlp
 from bench import ops as bench
 from dlp import ops
 from dlp.parallel.linear import core
+from dlp.parallel.linear.state import cores
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 
@@ -771,3 +772,8 @@ def test_the_subjects_of_the_benchmark_compute_the_same(kind: str):
     assert_close(apart(x, **more), fused(x, **more), 1e-6)
     plain = (bench.PlainMlp if kind == "mlp" else bench.PlainLayer)(1024, 64)
     assert plain(x, **more).shape == fused(x, **more).shape
+
+
+def test_the_host_is_measured_between_two_steps():
+    for name, module in bench.tiny("fp8_current", "cpu").items():
+        assert all(each.weights.parts is not None for each in cores(module)), f"{name}: passes cast its weights"
