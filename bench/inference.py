@@ -2,10 +2,11 @@
 is and with its blocks under torch.compile.
 
     python -m bench.inference                                               llama3_1b, 8192 tokens, one GPU
+    python -m bench.inference --layers "**"                                 its head in FP8, too
     python -m bench.inference --config tiny --tokens 256 --repeats 2 --ways eager          on a CPU
 
-Linears of blocks are frozen, the head is not. Exits with 1 where a frozen model under torch.compile is not `--least` times
-as fast as bf16, compiled too.
+Linears of blocks are frozen, the head is not, unless `--layers` says so. Exits with 1 where a frozen model under torch.compile
+is not `--least` times as fast as bf16, compiled too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from launch.models.initial import init_weights
 from launch.models.modules import Llama
 from launch.models.parallel import parallel_groups
 
-LAYERS = "layers.**"
 WAYS = ["eager", "compiled"]
 
 
@@ -58,18 +58,20 @@ def _wait(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def measure(config: Config, mode: str, recipe: str, tokens: Tensor, repeats: int, ways: Sequence[str]) -> list[float]:
+def measure(config: Config, mode: str, asked: argparse.Namespace, tokens: Tensor) -> list[float]:
     model, rates = make(config, tokens.device), []
     if mode == "static":
-        with dlp.calibrate(model, LAYERS):
+        with dlp.calibrate(model, asked.layers):
             model(tokens)
     if mode != "bf16":
-        dlp.freeze(model, LAYERS, recipe, mode)  # type: ignore[arg-type]
-    for way in ways:
+        dlp.freeze(model, asked.layers, asked.recipe, mode)  # type: ignore[arg-type]
+    for way in WAYS:
+        if way not in asked.ways:
+            continue
         if way == "compiled":
             for block in model.model.layers:
                 block.compile()
-        rates.append(tokens_per_second(model, tokens, repeats))
+        rates.append(tokens_per_second(model, tokens, asked.repeats))
     return rates
 
 
@@ -77,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="llama3_1b")
     parser.add_argument("--recipe", default="fp8_current")
+    parser.add_argument("--layers", default="layers.**", help="pattern of names of what is frozen; **: the head, too")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: that of the config")
     parser.add_argument("--repeats", type=int, default=20)
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     ways = [way for way in WAYS if way in asked.ways]
     rates = {}
     for mode in ("bf16", "dynamic", "static"):
-        rates[mode] = measure(config, mode, asked.recipe, tokens, asked.repeats, ways)
+        rates[mode] = measure(config, mode, asked, tokens)
         shares = [mine / bf16 for mine, bf16 in zip(rates[mode], rates["bf16"], strict=True)]
         said = (
             f"{way} {rate:12,.0f} tokens/s {share:.2f}"
