@@ -82,9 +82,11 @@ def _mesh(dp_replicate: int, dp_shard: int, tp: int) -> DeviceMesh:
 
 
 def forking() -> ForkServerContext:
-    """Processes of this context have imported torch, dlp and launch when they begin, if pytest runs in the repository."""
+    """Processes of this context have imported torch, its compilers, dlp and launch when they begin, if pytest runs in the
+    repository."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "tests.training"])
+    compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]  # a second of each that compiles
+    context.set_forkserver_preload(["pytest", "tests.training", *compilers])
     return context
 
 

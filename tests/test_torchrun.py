@@ -31,7 +31,7 @@ from tests.pool import forking
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-STEPS, EVERY = 30, 5
+STEPS, EVERY = 20, 3
 SETTINGS = [f"--train.steps={STEPS}", f"--checkpoint.every={EVERY}", "--train.eval_every=1000", "--model.fused=true"]
 LONG = 240.0  # seconds; ends a test that hangs
 
