@@ -9,7 +9,8 @@
     nn        nn.Linear, F.rms_norm and F.silu in bf16 under torch.compile
     te        `te.ops.Sequential`, `LayerNormMLP`, `TransformerLayer` of Transformer Engine, where it is installed
 
-Subjects take turns; shown are medians over rounds of forward and backward, and the ratio of each to `unfused`.
+Subjects take turns; shown are medians over rounds of forward, backward and dlp's step boundary, which casts its weights, and
+the ratio of each to `unfused`. Host times are of a pass between two step boundaries.
 """
 
 from __future__ import annotations
@@ -135,13 +136,16 @@ def te_subjects(kind: str, hidden: int, ffn: int, recipe: str) -> dict[str, tupl
     return {"te LayerNormMLP": (te.LayerNormMLP(hidden, ffn, **shared), region), "te.ops": (sequence, region)}
 
 
-def step(module: nn.Module, x: Tensor, dy: Tensor, region: Callable[[], Any], more: Mapping[str, Any]) -> Run:
-    """Forward and backward."""
+def step(module: nn.Module, x: Tensor, dy: Tensor, region: Callable[[], Any], more: Mapping[str, Any],
+         boundary: Callable[[nn.Module], Any] | None = None) -> Run:  # fmt: skip
+    """Forward, backward, and a step boundary."""
 
     def run() -> None:
         with region():
             y = module(x, **more)
         y.backward(dy)
+        if boundary is not None:
+            boundary(module)
         for parameter in module.parameters():
             parameter.grad = None
         x.grad = None
@@ -161,7 +165,7 @@ def subjects(kind: str, hidden: int, ffn: int, recipe: str, tokens: int, group: 
             module = make(hidden, ffn, recipe, group).bfloat16()
             module = module if change is not None else unfused(module)
             dlp.attach(module, torch.optim.SGD(module.parameters(), 0.0))
-            found[name] = step(module, x, dy, nullcontext, more)
+            found[name] = step(module, x, dy, nullcontext, more, dlp.end_step)
         if group is None:
             plain = (PlainMlp if kind == "mlp" else PlainLayer)(hidden, ffn).bfloat16()
             found["nn + compile, bf16"] = step(torch.compile(plain), x, dy, nullcontext, more)  # type: ignore[arg-type]
