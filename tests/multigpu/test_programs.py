@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dlp.parallel.overlap.chunked import Chunked
 from tests import pool as worker
 from tests.emulated import emulation
 from tests.metrics import assert_bit_equal
+from tests.order import in_order
 from tests.played_transport import PlayedLane, PlayedSlot
 from tests.shardnet import shardnet, tensors, train
 from tests.twins import K, M, N, compiles, forward_backward, programs, values, without_programs
@@ -71,16 +72,20 @@ def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
 @contextmanager
 def moved_by(group: dist.ProcessGroup, mapped: bool, late: float = 0.0) -> Iterator[None]:
     """Transfers of a group of GPUs through memory that they map, or of CPU ranks as if they were GPUs, with a lane that is
-    `late`; or by collectives."""
+    `late`, and in order; or by collectives."""
     lane = PlayedLane(late)
+    checked: AbstractContextManager[None] = nullcontext()
     if not mapped:
         transport.use(group, None)
     elif worker.device().type == "cuda":
         transport.ask_for(group, "cuda")
     else:
-        transport.use(group, Transport(group, worker.device(), PlayedSlot, lane))
+        moves = Transport(group, worker.device(), PlayedSlot, lane)
+        transport.use(group, moves)
+        checked = in_order(moves)
     try:
-        yield
+        with checked:
+            yield
     finally:
         transport.destroy()
         lane.end()
