@@ -28,6 +28,7 @@ from dlp.parallel.casts import operand_shape
 from dlp.parallel.model.plan import table
 from dlp.parallel.model.rows import LayerPlan, ParameterPlan
 from dlp.parallel.traffic.predict import Workload, linear_weights, predicting, travels_as
+from dlp.quant.recipe import Recipe
 from launch.accumulate import Accumulation
 from launch.activations import REST, Saved, saved_by
 from launch.build import meta_model
@@ -200,21 +201,30 @@ class _Estimate:
         return copy + sum(made)
 
     def _symmetric(self) -> float:
-        """Slots that ranks of tp map (`dlp.comm.mapped`), at most: of each style and size one for each transfer of a
-        direction, of which there are at most two, in the activations' dtype, or quantized in as few as four bits; one of
-        the least size for each further piece of a gather; and one for agreements. Each is mapped in whole granules."""
+        """Slots that ranks of tp map (`dlp.comm.mapped`), at most: of each row of the table of styles, and size, one for each
+        transfer of a direction, of which there are at most two; one of the least size for each further piece of the gather that
+        is read piece by piece; and one for agreements. Each is mapped in whole granules."""
         ranks = self.load.ranks(TP)
         if ranks == 1 or transport_name(self.config.mesh.transport, self.load.dims, self.plan.device_type) != MAPPED:
             return 0.0
+        linears = [(row, parameter) for row, parameter in self.linears.values() if row.style in ("column", "row")]
         sizes = {
-            (row.style, slot_bytes(parameter.shape[row.style != "row"] * self.load.tokens * self.wide >> narrower))
-            for row, parameter in self.linears.values() if row.style in ("column", "row")
-            for narrower in range(1 if row.recipe.x.keeps_source else 3)
+            (row.row.name, slot_bytes(int(parameter.shape[row.style != "row"] * self.load.tokens * width)))
+            for row, parameter in linears for width in self._sent_widths(row.recipe)
         }  # fmt: skip
-        chosen = {(row.style, name) for row in self.plan.layers for name in strategies(row)}
+        chosen = {(row.row.name, name) for row, _ in linears for name in strategies(row)}
         pieces = sum(int(name.partition(":")[2] or 1) - 1 for _, name in chosen)
         others = pieces * mapped_bytes(LEAST) + mapped_bytes(2 * 4 * MAXIMA * ranks)
         return float(2 * sum(mapped_bytes(size) for _, size in sizes) + others)
+
+    def _sent_widths(self, recipe: Recipe) -> set[float]:
+        """Bytes that an element of what travels may take: in the activations' dtype, in that of results, quantized in as few
+        as four bits."""
+        summed = recipe.fprop, recipe.dgrad
+        widths = {float(self.wide), *(float(each.out_dtype.itemsize) for each in summed if each.out_dtype)}
+        if not recipe.x.keeps_source or any(each.wire != "hp" for each in summed):
+            widths |= {self.wide / 2, self.wide / 4}
+        return widths
 
     # What comes
 

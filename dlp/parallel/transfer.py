@@ -75,6 +75,11 @@ class Gathered(NamedTuple):
         """Along which dimension of the operand shards concatenate."""
         return int(bool(self.columnwise))
 
+    @property
+    def at_once(self) -> bool:
+        """Whether it is read when all of it is here: what wgrad contracts, and values that are cast then."""
+        return self.gemm == "wgrad" or self.columnwise is None
+
 
 @dataclass(frozen=True)
 class Route:

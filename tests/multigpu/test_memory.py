@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from bench import memory as bench_memory
+from dlp.comm import transport
+from dlp.comm.mapped import Transport
+from dlp.comm.slots import mapped_bytes
 from launch.config import Config, load
+from launch.fits import planned
 from tests import pool as worker
+from tests.shared_slot import SharedSlot
 
 SMALL = [
     "--model.layers=2", "--model.hidden=256", "--model.ffn=512", "--model.heads=4", "--model.kv_heads=2",
@@ -31,5 +36,28 @@ def counted(config: Config) -> dict[str, tuple[float, float]]:
 def test_what_stays_was_planned(ranks, mesh, recipe):
     config = load("tiny", [*SMALL, *MESHES[mesh], f"--recipe={recipe}"])
     for found in ranks(2).run(counted, config):
-        for name, (real, planned) in found.items():
-            assert planned == pytest.approx(real, rel=0.01, abs=2048), name
+        for name, (real, predicted) in found.items():
+            assert predicted == pytest.approx(real, rel=0.01, abs=2048), name
+
+
+def mapped(config: Config) -> int:
+    """Bytes of the slots of a run, as GPUs map them."""
+    mesh = worker.mesh(tp=2)
+    moves = Transport(mesh["tp"].get_group(), worker.device(), SharedSlot)
+    transport.use(moves.group, moves)
+    bench_memory.measure("", config, mesh, 2, torch.device(worker.device()))
+    transport.destroy()
+    return sum(mapped_bytes(slot.payload.nbytes) for slot in moves.slots)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_no_more_is_mapped_than_was_planned(ranks, device_type):
+    """Of dy two orientations travel, of which one is read piece by piece; scales are agreed on: all slots that there can be."""
+    if device_type == "cuda":
+        pytest.skip("played on CPU ranks")
+    options = ["--mesh.transport=mapped", "--recipe=nvfp4", "--groups.default.overlap=chunked:4", "--model.layers=1"]
+    config = load("tiny", [*SMALL, *MESHES["tp"], *options])
+    (bound,) = set(planned(config, 2, "sm_90").memory.rows["symmetric memory"].values())  # type: ignore[union-attr]
+    for found in ranks(2).run(mapped, config):
+        assert found == bound

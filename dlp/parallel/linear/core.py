@@ -425,7 +425,8 @@ class BoundGather:
 
     def __init__(self, bound: BoundSpec, tensor: str, gathered: Gathered, fmt: Format | None) -> None:
         self.bound, self.tensor, self.dim, self.columnwise = bound, tensor, gathered.dim, bool(gathered.columnwise)
-        self.overlap: Overlap = getattr(bound.spec.overlap, gathered.gemm)
+        overlap: Overlap = getattr(bound.spec.overlap, gathered.gemm)
+        self.overlap = overlap.at_once if gathered.at_once else overlap
         self.group, self.format, self.gemm = bound.spec.tp_group, fmt, gathered.gemm
         self.leased = gathered.leased and fmt is not None and not fmt.keeps_source
         self.range = f"{bound.spec.name}.gather_{tensor}"

@@ -82,6 +82,11 @@ class Overlap(Protocol):
     launches_only: bool
     calls_only: bool
 
+    @property
+    def at_once(self) -> Overlap:
+        """The one for what is read when all of it has arrived, of which nothing needs to arrive before the rest."""
+        ...
+
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,

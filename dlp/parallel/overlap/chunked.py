@@ -6,11 +6,11 @@
 
 A gathered operand is multiplied own rows first, then in the order in which shards are sent. Of a result that is summed
 over ranks, each rank's rows are computed, sent to it at once, and its own come last; contributions are summed in fp32
-in rank order, as `serial` does. A contraction that is gathered (wgrad's) arrives the same way and is contracted as one.
+in rank order, as `serial` does. A contraction that is gathered (wgrad's) arrives the same way, and is contracted as one.
 
 `chunked:2` cuts what goes to or comes from each other rank in two (`pieces`), so that the first GEMM on it, or the first
-send of it, begins earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM. Cuts lie between blocks of the format,
-and where there are rows enough between tiles of a GEMM, so there may be fewer.
+send of it, begins earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM, and what is contracted is not cut. Cuts
+lie between blocks of the format, and where there are rows enough between tiles of a GEMM, so there may be fewer.
 
 Shards travel through memory that ranks map (`dlp.comm.mapped`); elsewhere, over several hosts and between CPU ranks, by
 sends and receives, whole.
@@ -155,8 +155,7 @@ def _arriving(mine: QuantizedTensor, group: ProcessGroup, gathering: Gathering, 
 
 
 def _cuts_of(mine: QuantizedTensor, dims: Sequence[int | None], chunks: int) -> Cuts:
-    """A shard's rows, as they arrive: at once where it is gathered along the contraction, or where rows of a part do not lie
-    together."""
+    """A shard's rows, as they arrive: at once where rows of a part do not lie together."""
     rows = mine.shape[0]
     return pieces(rows, chunks, unit_of(mine.format)) if {*dims} <= {0, None} else ((0, rows),)
 
@@ -198,6 +197,10 @@ class Chunked:
     @property
     def name(self) -> str:
         return "chunked" if self.chunks == 1 else f"chunked:{self.chunks}"
+
+    @property
+    def at_once(self) -> Chunked:
+        return Chunked()
 
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,

@@ -58,6 +58,10 @@ class Serial:
     launches_only = True  # where ranks map each other's memory
     calls_only = True  # elsewhere
 
+    @property
+    def at_once(self) -> Serial:
+        return self
+
     def lease(
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,
