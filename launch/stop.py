@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -24,12 +25,13 @@ CAUSE_FIRST = 2.0  # seconds; torchrun tells first from second by whole ones
 
 
 class StopFlag:
-    """`requested` after a SIGTERM, once `watch()` was called; `beat()` at every step boundary, saves included."""
+    """`requested` after a SIGTERM, once `watch()` was called; `beat()` at every step boundary, saves included. `waits`: who
+    waits for whom in memory that GPUs map, asked where a run comes to no boundary any more; it returns in seconds."""
 
-    def __init__(self, patience: float = PATIENCE) -> None:
+    def __init__(self, patience: float = PATIENCE, waits: Callable[[], list[str]] = list) -> None:
         self.requested = False
         self.signalled = False  # the same, without the main thread, which may wait in a collective
-        self._patience = patience
+        self._patience, self._waits = patience, waits
         self._beat = time.monotonic()
 
     def beat(self) -> None:
@@ -55,9 +57,8 @@ class StopFlag:
         self.beat()
         while time.monotonic() - self._beat < self._patience:
             time.sleep(0.2)
-        print(
-            f"no step boundary within {self._patience:g} s of SIGTERM, as when a peer is gone; leaving", file=sys.stderr
-        )
+        said = "; ".join(["as when a peer is gone", *self._waits()])
+        print(f"no step boundary within {self._patience:g} s of SIGTERM, {said}; leaving", file=sys.stderr)
         leave(128 + signal.SIGTERM)
 
 

@@ -9,6 +9,7 @@ What cannot work is refused on the way, before the first step, in one sentence. 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import dlp
 from dlp.comm import transport
 from dlp.comm.mesh import TP, ranks_of_host, shutdown, world_size
+from dlp.comm.watch import READING, within
 from dlp.kernels.table import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
@@ -99,7 +101,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
 
 def train(config: Config) -> None:
     """This rank's whole run, however it ends."""
-    stop = StopFlag()
+    stop = StopFlag(waits=partial(within, READING, transport.waits))
     stop.watch()
     try:
         mesh = make_mesh(config)

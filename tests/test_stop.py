@@ -28,7 +28,7 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 LOOP = """
-flag = stop.StopFlag(patience=1.0)
+flag = stop.StopFlag(patience=1.0, waits=lambda: ["rank 0 waits for rank 1"])
 flag.watch()
 print("ready", flush=True)
 for _ in range({tenths}):
@@ -49,7 +49,8 @@ def test_a_run_that_hangs_after_sigterm_is_ended():
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
-    assert (out, err) == ("", "no step boundary within 1 s of SIGTERM, as when a peer is gone; leaving\n")
+    said = "no step boundary within 1 s of SIGTERM, as when a peer is gone"
+    assert (out, err) == ("", f"{said}; rank 0 waits for rank 1; leaving\n")
 
 
 def test_ctrl_c_ends_a_rank_without_a_word():
