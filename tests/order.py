@@ -43,9 +43,9 @@ class Launch(NamedTuple):
 class Taken(list[Launch]):
     """By one rank. A kernel touches what it asks for, and writes what changes then."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transports: Sequence[Transport]) -> None:
         super().__init__()
-        self._rank, self._world, self._transport = transport.rank, transport.world, transport
+        self._rank, self._world, self._transports = transports[0].rank, transports[0].world, transports
         self._asked = list[Tensor]()
 
     def at(self, at: Callable[..., Tensor], *what: Any) -> Tensor:
@@ -83,7 +83,7 @@ class Taken(list[Launch]):
         """With the addresses and slots that all ranks know them by."""
         slots = [
             (base, HEADER + slot.payload.nbytes, (i * RANKS + owner + 1 << SLOT) - base)
-            for i, slot in enumerate(self._transport.slots)
+            for i, slot in enumerate(slot for transport in self._transports for slot in transport.slots)
             for owner, base in enumerate(slot._bases[: self._world])  # type: ignore[attr-defined]
         ]
         number = {base: i // self._world for i, (base, *_) in enumerate(slots)}
@@ -123,9 +123,9 @@ TOUCHED = {
 
 
 @contextmanager
-def take(transport: Transport) -> Iterator[Taken]:
-    """Inside `emulation()`, from the first use of a transport on."""
-    taken, module, gemm = Taken(transport), emulated.Module, emulated.Plan.run
+def take(*transports: Transport) -> Iterator[Taken]:
+    """Inside `emulation()`, from the first use of transports of the same ranks on."""
+    taken, module, gemm = Taken(transports), emulated.Module, emulated.Plan.run
     with ExitStack() as patches:
         put = lambda *what: patches.enter_context(patch.object(*what))  # noqa: E731
         put(emulated, "at", partial(taken.at, emulated.at))
@@ -137,13 +137,13 @@ def take(transport: Transport) -> Iterator[Taken]:
 
 
 @contextmanager
-def in_order(transport: Transport) -> Iterator[None]:
-    """Inside `emulation()`, all ranks of a transport launch nothing in disorder, from its first use on."""
-    with take(transport) as taken:
+def in_order(*transports: Transport) -> Iterator[None]:
+    """The same, where no rank may launch anything in disorder."""
+    with take(*transports) as taken:
         yield
-    every: list[Any] = [None] * transport.world
-    dist.all_gather_object(every, taken.named_alike(), transport.group)
-    found = disorder(every) if transport.rank == 0 else []
+    every: list[Any] = [None] * transports[0].world
+    dist.all_gather_object(every, taken.named_alike(), transports[0].group)
+    found = disorder(every) if transports[0].rank == 0 else []
     assert not found, "\n".join(found)
 
 

@@ -7,7 +7,7 @@ import functools
 import random
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from dlp.comm.mapped import Transport
 from dlp.quant.recipe import GEMMS, names
 from tests import pool as worker
 from tests.emulated import emulation
+from tests.order import in_order
 from tests.played_transport import PlayedLane, PlayedSlot
 from tests.twins import values, without_programs
 
@@ -70,7 +71,8 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
         found.extend([torch.cat([y.detach().flatten() for y in ys]), x.grad, torch.cat(grads)])  # type: ignore[list-item]
         layer.zero_grad()
 
-    with emulation() if on_cpu else nullcontext():
+    with ExitStack() as checked:
+        checked.enter_context(emulation() if on_cpu else nullcontext())
         for group, lane in zip([mesh["tp"].get_group() for mesh in meshes], lanes, strict=True):
             if not mapped:
                 transport.use(group, None)
@@ -78,6 +80,9 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
                 transport.use(group, Transport(group, worker.device(), PlayedSlot, lane))
             else:
                 transport.ask_for(group, "cuda")
+        if mapped and on_cpu:
+            both = [transport.transport_of(mesh["tp"].get_group()) for mesh in meshes]
+            checked.enter_context(in_order(*both))  # type: ignore[arg-type]
         all_layers = layers(draw, meshes)
         for turn in range(count):
             if mine.random() < 0.05:
