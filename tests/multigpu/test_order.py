@@ -25,7 +25,7 @@ def moved() -> list[Launch]:
         x = torch.ones(moves.world, 64)
         with order.take(moves) as taken:
             moves.start()
-            leased = moves.lease([(4, 64)], [torch.float32], [0])
+            leased = moves.lease([(2 * len(x), 64)], [torch.float32], [0])
             cuda_codes.place_rows(torch.cat([x, x]), leased.mine[0])
             moves.kept(leased.send(((0, 2), (2, 4))).all_parts())
             amax = cuda_codes.copied_rows(x[:1, :1])
