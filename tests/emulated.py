@@ -77,12 +77,13 @@ class Plan:
     def choose(self, candidate: int) -> None: ...
 
     def run(self, *arguments: int) -> None:
-        a, b, d, a_scale, b_scale, bias, _, _, _, _ = arguments
+        a, b, d, a_scale, b_scale, bias, alpha, _, _, _ = arguments
         types, (rows, cols, contraction), strides = self.words[:4], self.words[4:7], self.words[7:10]
         left = self._operand(a, types[0], rows, contraction, strides[0], self.words[10], a_scale, self.words[12])
         right = self._operand(b, types[1], cols, contraction, strides[1], self.words[11], b_scale, self.words[13])
         out = at(d, (rows, cols), TYPES[types[2]], (strides[2], 1))
         made = left @ right.t()
+        made = made * at(alpha, (), torch.float32) if alpha else made
         made = made + at(bias, (cols,), TYPES[types[3]]).float() if bias else made
         out.copy_(made + out.float() if self.words[14] else made)
 
@@ -96,6 +97,8 @@ class Plan:
             return values
         if mode == gemms.TENSOR:
             return values * at(scale, (), torch.float32)
+        if mode == gemms.ROWWISE:
+            return values * at(scale, (lines, 1), torch.float32)
         shape = cuda.block_scale_shape(lines, along, tile=mode == gemms.BLOCK_2D, gemm_layout=True)
         scales = at(scale, shape, torch.float32)
         lies = scales.repeat_interleave(128, 0)[:lines] if mode == gemms.BLOCK_2D else scales.t()[:lines]
@@ -340,7 +343,9 @@ def emulation(module: Any = Module) -> Iterator[None]:
         (transport, "_OF_GROUP", {}),
         (captured, "ALIGNMENT", ALIGNMENT), (autograd, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
-    for name, step in STEPS.items():
+    from tests.emulated_casts import CASTS  # which writes by `at`
+
+    for name, step in {**STEPS, **CASTS}.items():
         patches.append((Module, name, step))
     with pytest.MonkeyPatch.context() as patch:
         for where, name, value in patches:

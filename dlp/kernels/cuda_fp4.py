@@ -70,17 +70,18 @@ def _words(job: Nvfp4Job, tile: bool) -> Words:
     return *words, _scalar(job.flag, "flag")
 
 
-def _draw_words(draw: PhiloxState | None) -> Words:
+def _draw_words(draw: PhiloxState | None, x: Tensor) -> Words:
     if draw is None:
         return (0,) * 7
-    if draw.counter.dtype != torch.int64 or draw.counter.dim() or not draw.counter.is_cuda or draw.column % 16:
+    counter = draw.counter
+    if counter.dtype != torch.int64 or counter.dim() or counter.device != x.device or draw.column % 16:
         raise ValueError(
-            f"random bits are drawn by an int64 [] counter on the GPU, from a multiple of 16 columns on; got "
-            f"{draw.counter.dtype} {list(draw.counter.shape)} on {draw.counter.device}, column {draw.column}"
+            f"random bits are drawn by an int64 [] counter on {x.device}, from a multiple of 16 columns on; got "
+            f"{counter.dtype} {list(counter.shape)} on {counter.device}, column {draw.column}"
         )
     seed, tensor = draw.key
     across = -(-draw.total_columns // 16)
-    return draw.counter.data_ptr(), draw.row, draw.column // 16, across, draw.direction, seed & WORD, tensor & WORD
+    return counter.data_ptr(), draw.row, draw.column // 16, across, draw.direction, seed & WORD, tensor & WORD
 
 
 def cast_nvfp4(
@@ -94,7 +95,7 @@ def cast_nvfp4(
     random bits of each orientation come from, None rounds to nearest; `source`: of cuda_producers."""
     module = loader.load()
     words, tiles = _words(job, False), _tiles(job.x, module.TILE)
-    draw, draw_t = (_draw_words(draw) for draw in draws)
+    draw, draw_t = (_draw_words(draw, job.x) for draw in draws)
     launch("cast_nvfp4_1d", job.x, words, 0, 1, tiles, job.x.dtype == torch.float32, rht, draw, draw_t, source)
 
 
@@ -117,5 +118,5 @@ def cast_nvfp4_batch(jobs: Sequence[Nvfp4Job], *, tile: bool) -> Batch:
     words, tiles = [_words(job, tile) for job in jobs], [_tiles(job.x, module.TILE) for job in jobs]
     if tile:
         return _batch(module.cast_nvfp4_2d, len(words[0]), [_one_amax(row) for row in words], tiles, jobs, wide)
-    nothing = _draw_words(None)
+    nothing = _draw_words(None, jobs[0].x)
     return _batch(module.cast_nvfp4_1d, len(words[0]), words, tiles, jobs, wide, False, nothing, nothing, MATRIX)

@@ -171,8 +171,9 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
 
 
 LATE = [  # each kind and recipe, whose directions are then not run with a lane in time
-    ("siblings", "fp8_current"), ("column", "bf16"), ("column", "fp8_delayed"), ("column", "fp8_block"),
-    ("row", "bf16"), ("row", "fp8_current"), ("row", "fp8_block"),
+    ("siblings", "fp8_current"), ("column", "bf16"), ("column", "fp8_delayed"), ("column", "fp8_block"), ("column", "nvfp4"),
+    ("siblings", "mxfp8"), ("row", "bf16"), ("row", "fp8_current"), ("row", "fp8_block"), ("row", "fp8_rowwise"),
+    ("row", "mxfp8"), ("row", "nvfp4"),
 ]  # fmt: skip
 DIRECTIONS = [
     (kind, recipe, sp) for kind in ("column", "siblings", "row") for recipe in RECIPES for sp in (False, True)
@@ -322,8 +323,10 @@ def test_sums_are_packed_and_unpacked_inside(ranks, kind: str, codec: str):
             assert_bit_equal(result, expected)
 
 
-@pytest.mark.parametrize("overlap", ["serial", "chunked", "chunked:2"])
-@pytest.mark.parametrize(("kind", "recipe"), LATE)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "overlap"),
+    [(*each, overlap) for overlap in ("serial", "chunked:2") for each in LATE] + [("column", "bf16", "chunked")],
+)
 def test_a_lane_that_is_late_reads_what_was_there(ranks, kind: str, recipe: str, overlap: str):
     """Before launches are captured and after: what a lane reads stays until the current stream has waited for it, though it
     does nothing before somebody waits. The bits are those of what is sent otherwise."""

@@ -27,7 +27,15 @@ from tests.played_transport import PlayedLane, PlayedSlot
 from tests.twins import values, without_programs
 
 FEATURES = 256
-EMULATED = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")  # on CPU ranks; GPUs run all
+EMULATED = (
+    "bf16",
+    "fp8_current",
+    "fp8_delayed",
+    "fp8_block",
+    "fp8_rowwise",
+    "mxfp8",
+    "nvfp4",
+)  # on CPU ranks; GPUs run all
 STRATEGIES = ("serial", "chunked", "chunked:2")
 
 
