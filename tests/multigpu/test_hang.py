@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import sys
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from dlp.comm.watch import within
+from dlp.comm import transport
+from dlp.comm.mapped import Transport
+from dlp.comm.watch import READING, within
 from launch.hang import HangWatch, Place
+from launch.stop import StopFlag
+from tests import pool as worker
+from tests.emulated import emulation
+from tests.played_transport import PlayedLane, PlayedSlot
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +83,38 @@ def test_reading_what_hangs_does_not_hang():
 @pytest.mark.ranks(2)
 def test_waiting_for_a_rank_that_works_is_no_hang(ranks, tmp_path):
     assert ranks(2).run(watched, f"works {tmp_path}", True)[0] is None
+
+
+def killed_inside(file: Path) -> None:
+    """Rank 1 is killed within a transfer; rank 0, to which torchrun then sends a SIGTERM, writes what it says to a file."""
+    with emulation():
+        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
+        transport.use(dist.group.WORLD, moves)
+        StopFlag(0.5, partial(within, READING, transport.waits)).watch()
+        moves.start("row", ("down", "forward"))
+        leased = moves.lease([(4, 4)], [torch.float32], [0])
+        if moves.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with file.open("w") as sys.stderr:
+            leased.send().others()
+
+
+def test_who_waits_for_a_rank_that_was_killed_says_so_and_ends(tmp_path, device_type):
+    if device_type == "cuda":
+        pytest.skip("played on CPU ranks")
+    pool, file = worker.Pool(2), tmp_path / "said"
+    pool._start()
+    survivor, victim = pool._workers
+    for rank in (survivor, victim):
+        rank.jobs.send_bytes(pickle.dumps((killed_inside, (file,))))
+    victim.process.join(30)
+    while not file.exists():
+        time.sleep(0.01)
+    os.kill(survivor.process.pid or 0, signal.SIGTERM)
+    survivor.process.join(10)
+    assert (survivor.process.exitcode, victim.process.exitcode) == (128 + signal.SIGTERM, -signal.SIGKILL)
+    awaited = (
+        "transfer 1 of down in forward, a slot of 65536 bytes: rank 0 waits for rank 1, which has not sent its part"
+    )
+    assert file.read_text().startswith(f"no step boundary within 0.5 s of SIGTERM, as when a peer is gone; {awaited}; ")
+    pool.kill()
