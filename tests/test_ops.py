@@ -24,6 +24,7 @@ from dlp.parallel.linear import core
 from dlp.parallel.linear.state import cores
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
+from tests.ops_programs import PROGRAMS, LearnableScale, ScaleAdd, fuse_scale_add
 
 H, FFN, M = 32, 64, 32
 NAMES = ("y", "dx")
@@ -160,24 +161,6 @@ def test_a_gradient_that_nobody_has_is_none(used: str):
     assert x.grad is not None and x.grad.any()
 
 
-class LearnableScale(ops.BasicOperation):
-    """A user's: an fp32 scalar times the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def op_forward(
-        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
-        ctx.save_for_backward(input_, self.scale)
-        return self.scale * input_
-
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        x, scale = ctx.saved_tensors
-        return scale * grad_output, [torch.inner(x.reshape(-1), grad_output.reshape(-1)).reshape(())]
-
-
 def test_a_basic_op_of_the_users():
     model = ops.Sequential(ops.RMSNorm(H), LearnableScale(), ops.Linear(H, H))
     model[1].scale.data.fill_(3.0)
@@ -198,28 +181,6 @@ def test_a_basic_op_of_the_users():
         },
     )  # type: ignore[dict-item]
     assert_close(LearnableScale()(x), x, 0)
-
-
-class ScaleAdd(ops.FusedOperation):
-    """A user's: ConstantScale, then AddExtraInput, forward only."""
-
-    runs = 0
-
-    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **rest: Any) -> Any:
-        ScaleAdd.runs += 1
-        return torch.add(basic_op_extra_inputs[1][0], input_, alpha=self.basic_ops[0].scale), [(), ()]
-
-
-def fuse_scale_add(fused: Sequence[Any], *, recipe: Any) -> list[Any]:
-    out, left = [], list(fused)
-    while left:
-        window = left[:2]
-        if len(window) == 2 and isinstance(window[0], ops.ConstantScale) and isinstance(window[1], ops.AddExtraInput):
-            out.append(ScaleAdd(window))
-            left = left[2:]
-        else:
-            out.append(left.pop(0))
-    return out
 
 
 @fusions_kept()
@@ -415,9 +376,15 @@ def test_gradients_are_added_where_they_are(mode: str):
         assert_bit_equal(found.grad if main is None else main, expected.grad)
 
 
-def test_recomputation_gives_the_same_bits():
-    model = mlp("fp8_current")
+@pytest.mark.parametrize("program", PROGRAMS)
+@fusions_kept()
+def test_recomputation_gives_the_same_bits(program: str):
+    """The bits of the first run, twice."""
+    ops.register_forward_fusion(fuse_scale_add, prepend=True)
+    torch.manual_seed(0)
+    model = PROGRAMS[program]()
     expected = run(model)
+    run(_Recomputed(model))
     found = run(_Recomputed(model))
     for name, tensor in expected.items():
         assert_bit_equal(found.get(name, found.get(name.replace("d", "dinner.", 1))), tensor, name)  # type: ignore[arg-type]

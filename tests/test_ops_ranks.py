@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
@@ -17,6 +18,7 @@ from tests import pool as worker
 from tests.cases import RECIPES
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
+from tests.ops_programs import PROGRAMS, WIDTH, codes_only
 
 H, FFN, M = 64, 128, 64
 
@@ -289,6 +291,40 @@ def test_a_sharded_and_converted_sequence_trains(recipe: str, ranks: Any):
     for name, tensor in expected.items():
         assert_close(found[0][name], tensor, 1e-5 if recipe == "bf16" else 0.05, name)
         assert_bit_equal(found[0][name], found[1][name], name)
+
+
+def programs_on_shards() -> list[str]:
+    """What is not equal to the bits of one rank, of programs whose parts are sharded, and run again in backward."""
+    mesh, wrong = worker.mesh(dp_shard=2, tp=1), list[str]()
+    for name, program in PROGRAMS.items():
+        torch.manual_seed(0)
+        model, alone = program(), program()
+        alone.load_state_dict(model.state_dict())
+        if codes_only(model):
+            with pytest.raises(ValueError, match=r"Linear: its weight is held as codes only, .* by ignored_params"):
+                dlp.fully_shard(model, mesh=mesh)
+        for part in (*model.children(), model):
+            dlp.fully_shard(part, mesh=mesh, ignored_params=codes_only(model))
+        found = []
+        for each in (model, alone):
+            steps = [parameter for parameter in each.parameters() if parameter not in codes_only(each)]
+            dlp.attach(each, optimizer := torch.optim.SGD(steps, 0.01))
+            for _ in range(2):
+                optimizer.zero_grad()
+                x = values(1, M, WIDTH).requires_grad_()
+                y = checkpoint(each, x, use_reentrant=False) if each is model else each(x)
+                y.backward(values(2, *y.shape))
+                optimizer.step()
+            grads = {key: whole(p.grad) for key, p in each.named_parameters() if p.grad is not None}
+            found.append({"y": y.detach(), "dx": x.grad} | grads)
+        its, expected = found
+        wrong += [f"{name} {key}" for key in expected if key not in its or not torch.equal(its[key], expected[key])]
+    return wrong
+
+
+@pytest.mark.ranks(2)
+def test_programs_of_users_run_on_shards_and_again_in_backward(ranks: Any):
+    assert ranks(2).run(programs_on_shards) == [[], []]
 
 
 class OnShards(nn.Module):

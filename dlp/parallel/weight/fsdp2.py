@@ -18,7 +18,7 @@ All that is private in FSDP2 is touched in this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -37,7 +37,7 @@ from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.parallel.model.session import Session, in_backward
 from dlp.parallel.transfer import WIRES
 from dlp.parallel.weight.base import LayerWeights, Weight, refresh, tell, weights_in
-from dlp.parallel.weight.local import LocalWeight, ManagedWeight, placeholder, show
+from dlp.parallel.weight.local import LocalWeight, ManagedWeight, is_placeholder, placeholder, show
 from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
 
@@ -72,6 +72,7 @@ def fully_shard(
     """
     dims = ParallelDims.from_mesh(mesh)
     _check_order(module)
+    _check_values(module, fsdp2_keywords.get("ignored_params") or ())
     fsdp2_keywords = _with_integer(module, dims.dp_shard, quantize_from_master, fsdp2_keywords)
     for layer in [weights.layer for weights in weights_in(module)]:
         if layer.spec.options.delay_wgrad:
@@ -94,6 +95,17 @@ def _check_order(module: nn.Module) -> None:
     attached = next((layer.spec.name for layer in layers if layer.session.attached), None)
     if attached is not None:
         raise ValueError(f"{attached}: dlp.fully_shard comes before dlp.attach, which has been called on this model")
+
+
+def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    """ValueError for a weight of which there are codes only."""
+    left = {*map(id, ignored)}
+    for weights in weights_in(module):
+        if any(is_placeholder(stored) and id(stored) not in left for stored in weights.stored()):
+            raise ValueError(
+                f"{weights.layer.spec.name}: its weight is held as codes only, which FSDP cannot cut; make the layer outside "
+                f"of dlp.quantized_model_init, or leave its weights whole on each rank, by ignored_params"
+            )
 
 
 def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:

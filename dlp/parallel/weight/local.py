@@ -202,6 +202,10 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
 
 
+def is_placeholder(parameter: Tensor) -> bool:
+    return 0 in local_values(parameter).stride()
+
+
 def show(parameter: Tensor, tensor: Tensor) -> None:
     """Let a parameter hold this tensor on this rank; the parameter itself stays, a backward may be on its way to it."""
     if isinstance(parameter, DTensor):
