@@ -50,10 +50,11 @@ def folder(config: Config) -> Path:
     return Path(config.run.dir) / "checkpoints"
 
 
+SWAP = "--groups.default.swap=[{at_step = 3, recipe = 'fp8_current'}]"
 MESHES = [
     pytest.param(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
     pytest.param(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
-    pytest.param(4, ["--train.checkpointing=full"], id="dp2-tp2-recomputed"),
+    pytest.param(4, ["--train.checkpointing=full", "--recipe=qat", SWAP], id="dp2-tp2-recomputed-qat-swapped"),
     pytest.param(2, ["--mesh.tp=1", "--mesh.dp_replicate=2", "--recipe=bf16"], id="replicated2-bf16"),
 ]
 
