@@ -110,6 +110,20 @@ def test_compiles(recipe):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_x_and_y_are_in_the_dtype_of_autocast_and_what_is_inside_is_not(recipe):
+    layer, x = linear(recipe)
+    wide, x = x.float().requires_grad_(), x.requires_grad_()
+    torch.compiler.reset()
+    for each in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = each(wide)
+            (dx,) = torch.autograd.grad(y.sum(), wide)
+        assert_bit_equal(y, layer(x))
+        assert_bit_equal(dx, torch.autograd.grad(layer(x).sum(), x)[0].float())
+    torch.compiler.reset()
+
+
 def test_a_history_is_refused():
     delayed, current = recipes.load("fp8_delayed"), recipes.load("fp8_current")
     with pytest.raises(ValueError, match="scales by history"):

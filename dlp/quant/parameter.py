@@ -98,8 +98,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype, ctx.use, ctx.biased = x.dtype, use, bias is not None
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast would have a product of x in its dtype."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+
+
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     """dx by the decoded weight, and the gradient of the bias; codes have none."""
+    if autocasts(dy):
+        with torch.autocast(dy.device.type, enabled=False):
+            return _backward(ctx, dy)
     needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
     dx = dy @ decoded(list(ctx.saved_tensors), dy.dtype, ctx.use) if needs_x else None
     db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_bias else None
@@ -185,7 +193,10 @@ class QuantizedParameter(Tensor):
         return (made.t() if self.turned else made).reshape(self.shape)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] -> y [..., N]."""
+        """x [..., K] -> y [..., N] in the dtype of x, or that of torch.autocast, which does not touch what is inside."""
+        if autocasts(x):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.linear(x.to(torch.get_autocast_dtype(x.device.type)), bias)
         y: Tensor = quantized_linear(x, list(self.parts), self.x_scale, bias, _number(self.use))
         return y
 
