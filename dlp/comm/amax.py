@@ -37,7 +37,7 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
             return transport.agree(observed)
         if is_recording():
             flat = end_to_end(observed)
-            for work in call(partial(_start, group), flat):
+            for work in call(partial(_start_maxima, group), flat):
                 work.wait()
         elif len(observed) == 1:
             return [_reduced(observed[0].clone(), group)]
@@ -55,6 +55,6 @@ def _reduced(maxima: Tensor, group: ProcessGroup) -> Tensor:
     return maxima
 
 
-def _start(group: ProcessGroup, maxima: Tensor) -> list[Any]:
+def _start_maxima(group: ProcessGroup, maxima: Tensor) -> list[Any]:
     work = group.allreduce([maxima], _MAX)
     return [] if work is None else [work]

@@ -58,7 +58,7 @@ class DirectExchange:
         sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
         received = [part[source] for part in self.arrived if part[source].numel()]
         if sent:
-            self._works[source] = call(partial(_start, self.group, to, source), *sent, *received)
+            self._works[source] = call(partial(_start_steps, self.group, to, source), *sent, *received)
 
     def wait(self, source: int) -> None:
         """Order the current stream after the arrival of what rank `source` sent. Every rank's is awaited."""
@@ -66,7 +66,7 @@ class DirectExchange:
             work.wait()
 
 
-def _start(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
+def _start_steps(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
     """Send the first half of these to one rank, and receive the other from another one."""
     half = len(tensors) // 2
     sends = [dist.P2POp(dist.isend, part, group=group, group_peer=to) for part in tensors[:half]]

@@ -13,8 +13,8 @@ from dlp.kernels import cuda_codes
 from tests import order
 from tests import pool as worker
 from tests.emulated import emulation
-from tests.order import Launch
 from tests.played_transport import PlayedLane, PlayedSlot
+from tests.touched import Launch, take
 
 
 def moved() -> list[Launch]:
@@ -23,7 +23,7 @@ def moved() -> list[Launch]:
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
         x = torch.ones(moves.world, 64)
-        with order.take(moves) as taken:
+        with take(moves) as taken:
             moves.start()
             leased = moves.lease([(2 * len(x), 64)], [torch.float32], [0])
             cuda_codes.place_rows(torch.cat([x, x]), leased.mine[0])

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,14 @@ def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
 def moved_by(group: dist.ProcessGroup, mapped: bool, late: float = 0.0) -> Iterator[None]:
     """Transfers of a group of GPUs through memory that they map, or of CPU ranks as if they were GPUs, with a lane that is
     `late`, and in order; or by collectives."""
-    lane = PlayedLane(late)
-    checked: AbstractContextManager[None] = nullcontext()
-    if not mapped:
-        transport.use(group, None)
-    elif worker.device().type == "cuda":
+    lane, on_gpu = PlayedLane(late), worker.device().type == "cuda"
+    moves = [Transport(group, worker.device(), PlayedSlot, lane)] if mapped and not on_gpu else []
+    if mapped and on_gpu:
         transport.ask_for(group, "cuda")
     else:
-        moves = Transport(group, worker.device(), PlayedSlot, lane)
-        transport.use(group, moves)
-        checked = in_order(moves)
+        transport.use(group, moves[0] if moves else None)
     try:
-        with checked:
+        with nullcontext() if on_gpu else in_order(*moves):
             yield
     finally:
         transport.destroy()

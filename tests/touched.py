@@ -1,0 +1,181 @@
+"""What launches on the played device touch: of each its stream, and the bytes that it reads and writes.
+
+    take       inside, launches and collectives are taken down, whoever makes them; `named_alike`: as all ranks would
+
+A kernel touches the tensors that it asks for by address, and writes those that change. A meeting and an agreement are two
+each: until the peers have been told, and once they have told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm import amax, collectives, exchange
+from dlp.comm.mapped import Transport
+from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, USES
+from tests import bound, emulated
+from tests.played_transport import STEPS, bases, header, new_event
+
+Spans = Any  # int64 [n, 2]: the first byte of each, and the one behind its last
+NONE = np.empty((0, 2), dtype=np.int64)
+CALLS = -1  # the stream of collectives
+SLOT, RANK = 40, 56  # bits of an address: above them the slot it lies in and whose, or the rank of other memory
+
+
+class Launch(NamedTuple):
+    """`of`: the event or the slot of what waits or tells."""
+
+    name: str
+    stream: int
+    of: int = 0
+    reads: Spans = NONE
+    writes: Spans = NONE
+
+
+class Taken(list[Launch]):
+    """By one rank."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        super().__init__()
+        self._rank, self._world, self._transports = dist.get_rank(), dist.get_world_size(), transports
+        self._asked = list[Tensor]()
+
+    def at(self, at: Callable[..., Tensor], *what: Any) -> Tensor:
+        self._asked.append(at(*what))
+        return self._asked[-1]
+
+    def run(self, name: str, kernel: Callable[..., None], *arguments: Any) -> None:
+        self._asked = []
+        kernel(*arguments)
+        *words, stream = arguments
+        if name in TOUCHED:
+            self.append(Launch(name, stream, 0, *TOUCHED[name](*words)))
+        elif name == "agree":
+            self += self._agreed(stream, *words)
+        elif name in STEPS:
+            of = words[0] if "mark" in name else words[0][self._rank]
+            self += (Launch(each, stream, of) for each in ((name, "met") if name == "meet" else (name,)))
+        else:
+            both = [[each for each in self._asked if bool(each._version) is written] for written in (False, True)]
+            self.append(Launch(name, stream, 0, *(joined(map(spans, each)) for each in both)))
+
+    def call(self, start: Callable[..., list[Any]], group: ProcessGroup, *given: Any) -> list[Any]:
+        """A collective, on a stream of its own: it follows the current one, which awaits its works."""
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        before, after = new_event(), new_event()
+        self.append(Launch("mark", 0, before))
+        self.append(Launch("await_mark", CALLS, before))
+        touched = (joined(map(spans, each)) for each in CALLED[start.__name__][1](tensors))
+        self.append(Launch(start.__name__, CALLS, 0, *touched))
+        self.append(Launch("mark", CALLS, after))
+        awaited = partial(self.append, Launch("await_mark", 0, after))
+        return [Awaited(work, awaited) for work in start(group, *given)]
+
+    def _agreed(self, stream: int, table: int, words: Sequence[int], waiting: Sequence[int]) -> list[Launch]:
+        slots, lengths = bases(table, self._world), words[2 * AGREED : 3 * AGREED]
+        half = HEADER + header(slots[self._rank])[USES] % 2 * self._world * MAXIMA * 4
+        its = lambda first: joined(block(words[first + i], 4 * count) for i, count in enumerate(lengths))  # noqa: E731
+        part = lambda owner, of: block(slots[owner] + half + of * MAXIMA * 4, 4 * sum(lengths))  # noqa: E731
+        peers = [peer for peer in range(self._world) if peer != self._rank]
+        pushed = joined(part(peer, self._rank) for peer in peers)
+        came = joined(part(self._rank, peer) for peer in peers)
+        slot = slots[self._rank]
+        return [Launch("agree", stream, slot, its(0), pushed), Launch("agreed", stream, slot, came, its(AGREED))]
+
+    def named_alike(self) -> list[Launch]:
+        """With the addresses and slots that all ranks know them by."""
+        slots = [
+            (base, HEADER + slot.payload.nbytes, (i * RANKS + owner + 1 << SLOT) - base)
+            for i, slot in enumerate(slot for transport in self._transports for slot in transport.slots)
+            for owner, base in enumerate(slot._bases[: self._world])  # type: ignore[attr-defined]
+        ]
+        number = {base: i // self._world for i, (base, *_) in enumerate(slots)}
+
+        def alike(of: Spans) -> Spans:
+            by = np.full((len(of), 1), self._rank + 1 << RANK)
+            for base, size, moved in slots:
+                by[(of[:, 0] >= base) & (of[:, 0] < base + size)] = moved
+            return of + by
+
+        return [Launch(*each[:2], number.get(each.of, each.of), *map(alike, each[3:])) for each in self]
+
+
+class Awaited(NamedTuple):
+    """The work of a collective."""
+
+    work: Any
+    taken: Callable[[], None]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.taken()
+
+
+def block(at: int, width: int, height: int = 1, pitch: int = 0) -> Spans:
+    first = at + pitch * np.arange(height if width else 0)[:, None]
+    return np.concatenate([first, first + width], 1)
+
+
+def spans(tensor: Tensor) -> Spans:
+    """One for each row that does not follow the one before it."""
+    width, starts = tensor.itemsize, np.zeros(min(1, tensor.numel()), dtype=np.int64)
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if step * tensor.itemsize == width:
+            width *= size
+        else:
+            starts = np.add.outer(starts, step * tensor.itemsize * np.arange(size)).reshape(-1)
+    return (tensor.data_ptr() + starts)[:, None] + np.array([0, width])
+
+
+def joined(every: Iterable[Spans]) -> Spans:
+    return np.concatenate([NONE, *every])
+
+
+TOUCHED = {
+    "push_part": lambda part, to, pitch, width, height: (block(part, width * height), block(to, width, height, pitch)),
+    "copy_rows": lambda part, pitch, to, to_pitch, width, height: (
+        block(part, width, height, pitch), block(to, width, height, to_pitch),
+    ),
+}  # fmt: skip
+
+
+def gathered(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """A part that lies where it is gathered is not written."""
+    written = [(part, piece) for whole, part in zip(tensors[::2], tensors[1::2], strict=True)
+               for piece in whole.chunk(len(whole) // len(part) if len(part) else 1)]  # fmt: skip
+    return list(tensors[1::2]), [piece for part, piece in written if piece.data_ptr() != part.data_ptr()]
+
+
+def halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+
+
+CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # what is read and what is written
+    "_start_gathers": (collectives, gathered), "_start_exchange": (collectives, lambda each: (each[1:], each[:1])),
+    "_start_steps": (exchange, halves), "_start_maxima": (amax, lambda each: ((), each)),
+}  # fmt: skip
+
+
+@contextmanager
+def take(*transports: Transport) -> Iterator[Taken]:
+    """Inside `emulation()`, from the first use of transports of all ranks on."""
+    taken, module, gemm = Taken(transports), emulated.Module, emulated.Plan.run
+    with ExitStack() as patches:
+        put = lambda *what: patches.enter_context(patch.object(*what))  # noqa: E731
+        put(emulated, "at", partial(taken.at, emulated.at))
+        put(emulated.Plan, "run", lambda plan, *words: taken.run("gemm", partial(gemm, plan), *words))
+        for name, (where, _) in CALLED.items():
+            put(where, name, partial(taken.call, getattr(where, name)))
+        for name in {*bound.addresses(), *STEPS} - {"new_event"}:
+            if hasattr(module, name):
+                put(module, name, staticmethod(partial(taken.run, name, getattr(module, name))))
+        yield taken
