@@ -264,6 +264,10 @@ def autocast(
     calibrating           with enabled=False: record the amaxes that delayed scaling will need
     amax_reduction_group  the ranks that share scales; it must contain the tp group of sequence-parallel layers
     """
+    if torch.compiler.is_dynamo_compiling():
+        raise ValueError(
+            "dlp.autocast does not reach into torch.compile: set recipes by layer groups or dlp.set_recipe"
+        )
     chosen = None if recipe is None else recipes.as_recipe(recipe)
     outer = _REGION.get()
     region = Region(enabled, chosen, calibrating, amax_reduction_group, torch.is_grad_enabled())
