@@ -621,6 +621,7 @@ def mlp_like(model: nn.Module) -> ops.Sequential:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @fusions_kept()
 def test_programs_of_users_compile(program: str):

@@ -65,6 +65,7 @@ def both_ways(ranks, tmp_path, data, world, options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("world", "options"), [(2, CASES[2]), (4, CASES[4]), (2, REPLICAS)], ids=["fsdp", "tp", "replicas"]

@@ -49,6 +49,7 @@ def one_backward(model: nn.Module) -> None:
     loss_of(model(batch(0))).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_wrapper_attaches_the_converted_model_inside(ranks):
     expected = ranks(1).run(run, one_backward, 1, False)[0]

@@ -82,7 +82,8 @@ def replayed(config: Config) -> list[int]:
 SWAP = "[{at_step = 6, recipe = 'fp8_current'}]"
 
 
-@pytest.mark.parametrize("mesh", ["tp", pytest.param("dp_shard", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp", "dp_shard"])
 def test_a_swap_is_a_step_as_it_is_and_steps_are_captured_anew(ranks, data: Path, tmp_path: Path, mesh: str):
     """Two microbatches and the ledger in every step: what a capture sends is counted with each replay."""
     if ranks(2).device_type != "cpu":

@@ -70,6 +70,7 @@ def test_a_matrix_is_gathered_whole_and_cut_again(ranks, tmp_path, data, mesh):
         assert len(found) == 14 and all(found)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_resumed_run_repeats_the_bits_and_other_meshes_take_it(ranks, tmp_path, data):
     expected = ranks(2).run(trained, config(tmp_path, data, f"--run.dir={tmp_path}/whole"), 4)[0]
