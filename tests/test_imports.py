@@ -206,6 +206,7 @@ def forget_programs() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in ours}
 
 
+@pytest.mark.slow
 def test_every_program_can_be_the_first_module_that_is_imported():
     """As `python -m` does: no circle among them works only if entered elsewhere."""
     before = forget_programs()

@@ -95,7 +95,7 @@ def test_scale_from_amax(element: str, power_of_two: bool, epsilon: float):
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("kind", ["all bf16", "all mantissas"])
+@pytest.mark.parametrize("kind", ["all bf16", pytest.param("all mantissas", marks=pytest.mark.slow)])
 def test_mx_scale_is_the_least_power_of_two_that_saturates_nothing(element: str, kind: str):
     amax = (
         all_bf16().float().abs()

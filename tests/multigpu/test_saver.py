@@ -45,8 +45,9 @@ def run_with_slow_disk(config: Config, seconds: float) -> None:
         checkpoint.write = write
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mesh", [[], pytest.param(FSDP, marks=pytest.mark.slow)], ids=["tp", "fsdp"])
+@pytest.mark.parametrize("mesh", [[], FSDP], ids=["tp", "fsdp"])
 def test_what_is_written_later_is_the_step_that_was_saved(ranks, tmp_path, data, mesh):
     settings = ["--train.steps=3", "--checkpoint.every=1", "--train.ledger=always", *mesh]
     waited = training.config(tmp_path, data, *settings, f"--run.dir={tmp_path}/waited")
