@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 
@@ -11,6 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dlp.quant import recipe as recipes
+from dlp.quant.fp8 import CurrentScaling, static
+from dlp.quant.fp8_block import BlockScaling
+from dlp.quant.integers import IntScaling
+from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.quantizer import caps_of
 from tests.cases import RECIPES
@@ -73,6 +78,110 @@ def test_pieces_are_those_of_the_values(recipe):
         assert_bit_equal(whole.dequantize() if isinstance(whole, QuantizedParameter) else whole, values)
     turned = weight.detach().t()[:, :128]
     assert_bit_equal(turned.dequantize().contiguous(), values.t()[:, :128].contiguous())
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "along_k"),
+    [
+        (IntScaling(2), 4),
+        (IntScaling(4), 2),
+        (IntScaling(4, 32, symmetric=False), 32),
+        (IntScaling(4, 33), 66),  # of groups that end in half a byte
+        (Nvfp4Scaling(), 16),
+        (BlockScaling(tile=True), 128),
+    ],
+    ids=str,
+)
+def test_any_slice_is_that_of_the_values(quantizer, along_k):
+    """Codes where whole bytes and blocks are cut, the last of which may be partial; values elsewhere."""
+    rows, columns = 300, 1056 if along_k == 66 else 512
+    weight = QuantizedParameter.from_float(torch.randn(rows, columns), quantizer)
+    values, along_n = weight.dequantize(), quantizer.format.block[0]
+    for first, last in [
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (16, 48),
+        (33, 66),
+        (66, 132),
+        (128, 256),
+        (0, 256),
+        (256, 300),
+        (299, 300),
+    ]:
+        for dim, unit in ((0, along_n), (1, along_k)):
+            piece, expected = weight.narrow(dim, first, last - first), values.narrow(dim, first, last - first)
+            whole = first % unit == 0 and (last % unit == 0 or last == weight.shape[dim])
+            assert isinstance(piece, QuantizedParameter) == whole, (dim, first, last)
+            assert_bit_equal((piece.dequantize() if whole else piece).contiguous(), expected.contiguous())
+            turned = weight.t().narrow(1 - dim, first, last - first)
+            assert_bit_equal((turned.dequantize() if whole else turned).contiguous(), expected.t().contiguous())
+    assert weight.new_zeros(128, columns).shape == (128, columns)
+    assert weight.new_zeros(128, 3).shape == (128, 3)
+    strides = (rows, columns), (1, rows)
+    assert_bit_equal(weight.as_strided(*strides), values.as_strided(*strides))
+
+
+def static_weight(value: float, x_scale: float | None = 2.0, size: int = 16) -> QuantizedParameter:
+    scale = None if x_scale is None else torch.tensor(x_scale)
+    cast = None if x_scale is None else static()
+    return QuantizedParameter.from_float(torch.full((size, 16), value), CurrentScaling(), cast, x_scale=scale)
+
+
+def test_a_copy_brings_the_scale_of_x():
+    """As `load_state_dict` copies, without assign."""
+    model, saved = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+    model.weight, saved.weight = (
+        nn.Parameter(static_weight(*given), requires_grad=False) for given in ((1.0, 2.0), (3.0, 5.0))
+    )
+    model.load_state_dict(saved.state_dict())
+    x = torch.randn(4, 16)
+    assert_bit_equal(model(x), saved(x))
+    assert model.weight.x_scale == 5 and model.weight.x_scale is not saved.weight.x_scale
+
+
+def test_a_copy_of_other_codes_is_refused():
+    weight = static_weight(1.0)
+    for other, why in (
+        (static_weight(3.0).t(), "one of them is shown transposed"),
+        (static_weight(3.0, None), "one of them has a static scale of x"),
+        (static_weight(3.0, size=8), r"it has the shape \(8, 16\)"),
+        (QuantizedParameter.from_float(torch.ones(16, 16), IntScaling()), r"it has the format int8\[row\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"a weight of fp8_tensor.* \(16, 16\) takes no copy of this one: {why}"):
+            weight.copy_(other)
+    assert (weight.dequantize() == 1).all()
+    weight.t().copy_(static_weight(3.0).t())
+    assert (weight.dequantize() == 3).all()
+
+
+def test_what_is_made_anew_shares_nothing():
+    weight = static_weight(1.0)
+    layer = nn.Linear(16, 16, bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    assert torch.zeros_like(weight.view(-1)).shape == (256,) and weight.new_zeros(8, 16).x_scale == 2
+    for made in (weight.clone(), torch.empty_like(weight), weight.to(torch.bfloat16), copy.deepcopy(layer).weight):
+        for old, new in zip((*weight.parts, weight.x_scale), (*made.parts, made.x_scale), strict=True):
+            assert old.data_ptr() != new.data_ptr()
+    assert weight.detach().x_scale is weight.x_scale and weight[:8].x_scale is weight.x_scale
+
+
+def test_scales_of_x_that_differ_are_not_joined():
+    joined = torch.cat([static_weight(1.0), static_weight(1.0, 5.0)])
+    assert not isinstance(joined, QuantizedParameter)
+    joined = torch.cat([static_weight(1.0), static_weight(1.0)])
+    assert isinstance(joined, QuantizedParameter) and joined.x_scale == 2
+
+
+def test_linear_takes_keywords():
+    layer, x = linear("fp8_current")
+    for y in (
+        F.linear(input=x, weight=layer.weight, bias=layer.bias),
+        F.linear(x, weight=layer.weight, bias=layer.bias),
+        F.linear(x, layer.weight, bias=layer.bias),
+    ):
+        assert_bit_equal(y, layer(x))
+    assert_bit_equal(F.linear(weight=layer.weight, input=x), F.linear(x, layer.weight))
 
 
 def test_scales_of_their_own_are_not_joined():

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -243,8 +244,7 @@ class QuantizedParameter(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.linear:
-            x, w, *rest = args if len(args) > 1 else (*args, kwargs["weight"])
-            bias = rest[0] if rest else kwargs.get("bias")
+            x, w, bias = _of_linear(*args, **kwargs)
             if isinstance(w, QuantizedParameter) and not w.turned and type(x) is Tensor:
                 return w.linear(x, bias)
         with torch._C.DisableTorchFunctionSubclass():
@@ -256,6 +256,11 @@ class QuantizedParameter(Tensor):
         known = OPS.get(func)
         done = NotImplemented if known is None else known(*args, **kwargs)
         return _decode_and_run(func, args, kwargs) if done is NotImplemented else done
+
+
+def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """The arguments of F.linear, by place or by name."""
+    return input, weight, bias
 
 
 def _bytes(part: Tensor) -> Tensor:
@@ -315,12 +320,18 @@ def _runs(*funcs: Any) -> Callable[[Run], Run]:
     return enter
 
 
-@_runs(aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, c10d.wait_tensor.default)
+@_runs(aten.detach.default, aten.alias.default, aten.contiguous.default, c10d.wait_tensor.default)
 @_runs(
     *(getattr(c10d, name).default for name in ("_wrap_tensor_autograd",) if hasattr(c10d, name))
 )  # not in torch 2.11
 def _each_part(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedParameter:
     return w.like([func(part) for part in w.parts], shape=_flat(w))
+
+
+@_runs(aten.clone.default)
+def _clone(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedParameter:
+    scale = None if w.x_scale is None else func(w.x_scale)
+    return w.like([func(part) for part in w.parts], x_scale=scale, shape=_flat(w))
 
 
 def _flat(w: QuantizedParameter) -> tuple[int, ...] | None:
@@ -345,7 +356,9 @@ def _turn(func: Any, w: QuantizedParameter, *dims: Any) -> Any:
 
 
 @_runs(aten.view.default, aten._unsafe_view.default, aten.as_strided.default)
-def _view(func: Any, w: QuantizedParameter, size: Sequence[int], *more: Any) -> Any:
+def _view(func: Any, w: QuantizedParameter, size: Sequence[int], stride: Any = None, offset: Any = None) -> Any:
+    if offset or (stride is not None and list(stride) != list(torch.empty(size, device="meta").stride())):
+        return NotImplemented
     if list(size) == [-1] or list(size) == [w.numel()]:
         return w.like(w.parts, shape=(w.numel(),))
     return w.like(w.parts) if list(size) == list(w.quantized.shape) and not w.turned else NotImplemented
@@ -360,20 +373,24 @@ def _slice(func: Any, w: QuantizedParameter, dim: int = 0, start: Any = None, en
     cut = (dim % 2) ^ w.turned  # the dimension of the operand
     fmt = w.use.format
     whole = first == 0 and last == size
-    aligned = fmt.block[cut] == 0 or (first % fmt.block[cut] == 0 and (last % fmt.block[cut] == 0 or last == size))
+    unit = lcm(fmt.block[cut] or 1, fmt.multiple[cut])  # no block, and no entry that holds several codes, is cut
+    aligned = first % unit == 0 and (last % unit == 0 or last == size)
     said = all(part.moves_along(cut) != UNSAID for part in fmt.parts)
     if step != 1 or last <= first or not (whole or (aligned and said)):
         return NotImplemented
+    before, behind = (fmt.part_shapes(_resized(w.quantized.shape, cut, end)) for end in (first, last))
     parts = []
-    for part, tensor, full in zip(fmt.parts, w.parts, fmt.part_shapes(w.quantized.shape), strict=True):
+    for part, tensor, start_of, end_of in zip(fmt.parts, w.parts, before, behind, strict=True):
         along = part.moves_along(cut)
         if along is SHARED or whole:
             parts.append(aten.alias(tensor))
-            continue
-        count = full[along]
-        per = -(-size // count)  # elements of the operand in an entry of the part
-        parts.append(tensor.narrow(along, first // per, -(-last // per) - first // per))
+        else:
+            parts.append(tensor.narrow(along, start_of[along], end_of[along] - start_of[along]))
     return w.like(parts)
+
+
+def _resized(shape: tuple[int, int], dim: int, size: int) -> tuple[int, int]:
+    return (size, shape[1]) if dim == 0 else (shape[0], size)
 
 
 @_runs(aten.split.Tensor, aten.split_with_sizes.default)
@@ -406,7 +423,13 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
             parts.append(given[0])
         else:
             return NotImplemented  # scales of their own: one format cannot hold both
+    if not all(_same(w.x_scale, first.x_scale) for w in tensors):
+        return NotImplemented
     return first.like(parts)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
@@ -438,27 +461,42 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
 
 @_runs(aten.copy_.default)
 def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
-    if not (
-        isinstance(w, QuantizedParameter) and isinstance(other, QuantizedParameter) and w.use.format == other.use.format
-    ):
+    """Of another of the same format, shape and kind: its codes, and its scale of x."""
+    if not (isinstance(w, QuantizedParameter) and isinstance(other, QuantizedParameter)):
         return NotImplemented
-    for mine, its in zip(w.parts, other.parts, strict=True):
-        mine.copy_(its)
+    differs = {
+        f"it has the format {other.use.format.name}": w.use.format != other.use.format,
+        f"it has the shape {tuple(other.shape)}": w.shape != other.shape,
+        "one of them is shown transposed": w.turned != other.turned,
+        "one of them has a static scale of x": (w.x_scale is None) != (other.x_scale is None),
+    }
+    if any(differs.values()):
+        raise ValueError(
+            f"a weight of {w.use.format.name} codes {tuple(w.shape)} takes no copy of this one: "
+            f"{next(why for why, there in differs.items() if there)}; make it alike first (dlp.quantize_, same recipe and "
+            f"mode), or load it with assign=True"
+        )
+    for mine, its in zip((*w.parts, w.x_scale), (*other.parts, other.x_scale), strict=True):
+        if mine is not None and its is not None:
+            mine.copy_(its)
     return w
 
 
 @_runs(aten.empty_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.new_empty.default)
 def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    """Codes of this shape, or of other whole blocks of rows, as FSDP2 fills up shards; the scale of x is kept."""
     shape: Any = tuple(size[0]) if size else tuple(w.shape)
-    fmt = w.use.format
-    fits = shape == tuple(w.shape) or (len(shape) == 2 and fmt.concatenates(int(w.turned), shape[0]))
-    if not fits or dtype not in (None, w.dtype):
+    fmt, same = w.use.format, shape == tuple(w.shape)
+    rows = w.dim() == len(shape) == 2 and shape[1] == w.shape[1] and fmt.concatenates(int(w.turned), shape[0])
+    if not (same or rows) or dtype not in (None, w.dtype):
         return NotImplemented
-    made = fmt.empty(shape[::-1] if w.turned else shape, dtype=w.dtype, device=device or w.device)
+    of = w.quantized.shape if same else shape[::-1] if w.turned else shape
+    made = fmt.empty(of, dtype=w.dtype, device=device or w.device)
     if "zeros" in str(func):
         for part in made.parts:
             part.zero_()
-    return w.like(made.parts)
+    scale = None if w.x_scale is None else w.x_scale.to(device or w.device, copy=True)
+    return w.like(made.parts, x_scale=scale, shape=_flat(w) if same else None)
 
 
 @_runs(aten.linear.default)
