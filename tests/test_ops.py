@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -200,11 +201,44 @@ def test_a_fused_op_of_the_users():
     assert "backward ConstantScale | AddExtraInput | GELU" in str(model.plan())
 
 
+class Window(ops.FusedOperation):
+    """Backward only: of a ConstantScale and a GELU."""
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> Any:
+        scale, gelu = self.basic_ops
+        dx, _ = gelu.op_backward(basic_op_ctxs[1], grad_output)
+        return scale.op_backward(basic_op_ctxs[0], dx.tensor())[0], [(), ()], [(), ()]
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
 @fusions_kept()
-def test_a_fusion_must_keep_the_basic_ops():
+def test_a_fusion_of_one_direction_leaves_the_other(direction: str):
+    model = ops.Sequential(ops.ConstantScale(0.5), ops.GELU())
+    expected = run(model)
+    register = {"backward": ops.register_backward_fusion, "both": ops.register_forward_backward_fusion}[direction]
+    register(lambda basic, *, recipe: [Window(basic)])
+    for name, tensor in run(model).items():
+        assert_bit_equal(tensor, expected[name], name)
+    assert "forward  ConstantScale | GELU\n" in str(model.plan())
+    assert "backward Window[ConstantScale, GELU]" in str(model.plan())
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda basic: basic[:1], r"\[ConstantScale\], which expand to \[ConstantScale\]: op 1 is"),
+        (lambda basic: basic[::-1], r"\[Identity, ConstantScale\], .*\[Identity, ConstantScale\]: op 0 is"),
+        (lambda basic: [*basic, ops.Identity()], r"\[.*, Identity, Identity\]: op 2 is"),
+        (lambda basic: [basic[0], ops.Identity()], r"\[ConstantScale, Identity\]: op 1 is"),
+        (lambda basic: None, r"\[\], which expand to \[\]: op 0 is"),
+    ],
+    ids=["lost", "moved", "added", "replaced", "nothing"],
+)
+@fusions_kept()
+def test_a_fusion_must_keep_the_basic_ops(returned: Any, said: str):
     model = ops.Sequential(ops.ConstantScale(0.5), ops.Identity())
-    ops.register_forward_backward_fusion(lambda fused, *, recipe: fused[:1])
-    with pytest.raises(RuntimeError, match=r"expand to \[ConstantScale, Identity\]; it returned \[ConstantScale\]"):
+    ops.register_forward_backward_fusion(lambda basic, *, recipe: returned(basic))
+    with pytest.raises(RuntimeError, match=r"expand to \[ConstantScale, Identity\]; it returned .*" + said):
         model(values(0, M, H))
 
 
@@ -219,20 +253,93 @@ def test_a_wrong_number_of_extra_inputs_is_refused():
         model(values(0, M, H), values(0, M, H), values(0, M, H))
 
 
-def test_an_op_that_returns_too_few_gradients_is_named():
-    class Forgets(LearnableScale):
-        def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-            return super().op_backward(ctx, grad_output)[0], ()
+class Branch(ops.BasicOperation):
+    """x, extra -> scale * x + extra, x; with `lacks`, one of what it is to return."""
 
-    model = ops.Sequential(ops.Identity(), Forgets())
-    with pytest.raises(RuntimeError, match=r"1 \(Forgets\): it returned 0 gradients of parameters; it declares 1"):
-        model(values(0, M, H).requires_grad_()).sum().backward()
+    num_extra_inputs = num_extra_outputs = 1
+
+    def __init__(self, lacks: str = "") -> None:
+        super().__init__()
+        self.lacks, self.weight = lacks, nn.Parameter(torch.ones(1))
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **rest: Any) -> Any:
+        ctx = basic_op_ctxs[0]
+        ctx.factor = 2.0
+        ctx.save_for_backward(input_, self.weight)
+        more = () if self.lacks == "extra outputs" else (input_.clone(),)
+        return ctx.factor * self.weight * input_ + basic_op_extra_inputs[0][0], [more]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> Any:
+        ctx = basic_op_ctxs[0]
+        x, weight = ctx.saved_tensors
+        of_weight = () if self.lacks == "gradients of parameters" else ((ctx.factor * x * grad_output).sum().view(1),)
+        of_extra = () if self.lacks == "gradients of extra inputs" else (grad_output,)
+        dx = ctx.factor * weight * grad_output + basic_op_grad_extra_outputs[0][0]
+        return dx, [of_weight], [] if self.lacks == "tuples of gradients of extra inputs" else [of_extra]
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Twice(nn.Module):
+    """A Branch between other ops; its extra output is added to the output."""
+
+    def __init__(self, lacks: str = "") -> None:
+        super().__init__()
+        self.inner = ops.Sequential({"a": ops.Identity(), "branch": Branch(lacks), "act": ops.GELU()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, more = self.inner(x, 3.0 * x)
+        return y + more  # type: ignore[no-any-return]
+
+
+LACKS = ("extra outputs", "gradients of parameters", "gradients of extra inputs", "tuples of gradients of extra inputs")
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+@pytest.mark.parametrize("lacks", LACKS)
+def test_an_op_that_returns_too_few_tensors_is_named(lacks: str, watched: bool):
+    with Watched() if watched else nullcontext():
+        said = rf"^branch \(Branch\): it returned 0 {lacks}; it declares 1"
+        with pytest.raises(RuntimeError, match=said):
+            run(Twice(lacks))
+
+
+def test_an_op_of_the_users_with_extra_tensors_runs_where_torch_watches():
+    model = Twice()
+    expected = run(model)
+    with Watched():
+        found = run(model)
+    x = values(1, M, H).requires_grad_()
+    (F.gelu(2 * x + 3 * x, approximate="tanh") + x).backward(values(2, M, H))
+    assert_close(expected["dx"], x.grad, 1e-6)  # type: ignore[arg-type]
+    same(found, expected)
+
+
+@pytest.mark.slow
+def test_an_op_of_the_users_with_extra_tensors_compiles():
+    model = Twice()
+    expected = run(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    same(run(model), expected)
+    for lacks in LACKS[:3]:
+        torch.compiler.reset()
+        model = Twice(lacks)
+        model.compile(backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match=rf"branch \(Branch\): it returned 0 {lacks}; it declares 1"):
+            run(model)
 
 
 def test_an_error_inside_of_an_op_says_its_name_and_place():
     model = ops.Sequential(ops.Identity(), ops.RMSNorm(H + 1), ops.Linear(H + 1, H))
     with pytest.raises(ValueError, match=r"^1 \(RMSNorm\): RMSNorm\(33\): it is given 32 features"):
         model(values(0, M, H))
+    with Watched(), pytest.raises(ValueError, match=r"^1 \(RMSNorm\), 2 \(Linear\): .*x of shape"):
+        model(values(0, M, H))
+    with pytest.raises(ValueError, match=r"^op 1 \(RMSNorm\): RMSNorm\(33\): it is given 32 features"):
+        ops.OperationFuser(list(model))(values(0, M, H))
 
     class Fails(LearnableScale):
         def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
@@ -679,7 +786,7 @@ def test_what_watches_sees_ops_one_by_one(norm: type[nn.Module], gate: type[nn.M
     """Norms and gates as prologues of the linears behind them."""
     given = []
 
-    class Watched(TorchDispatchMode):
+    class Counts(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             given.extend([len(args[0])] if func is torch.ops.dlp.linear_fwd.default else [])
             return func(*args, **(kwargs or {}))
@@ -687,7 +794,7 @@ def test_what_watches_sees_ops_one_by_one(norm: type[nn.Module], gate: type[nn.M
     linears = [ops.Linear(H, sizes, recipe="fp8_current") for sizes in ((H, H), H)]
     model = ops.Sequential(norm(H), linears[0], gate(), linears[1])
     expected = run(model)
-    with Watched():
+    with Counts():
         same(run(model), expected, 0.02)
     assert given == [1 + len(list(model[0].parameters())), 2]
 

@@ -32,7 +32,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class OperationFuser:
-    """Runs ops as one. `names`: of their basic ops, for messages."""
+    """Runs ops as one. `names`: of their basic ops, for messages; else their places."""
 
     def __init__(self, ops: Ops, names: Sequence[str] | None = None) -> None:
         self.members = Members([basic for op in ops for basic in op.expanded], names)

@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,14 @@ def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
     ops: Ops = list(basic_ops)
     for func in getattr(REGISTERED, which):
         ops = func(ops, recipe=recipe, notes=notes) if isinstance(func, Pattern) else func(ops, recipe=recipe)
+        ops = list(ops or ())
         found = [basic for op in ops for basic in op.basic_ops]
-        if len(found) != len(basic_ops) or any(a is not b for a, b in zip(found, basic_ops, strict=True)):
+        pairs = enumerate(zip_longest(found, basic_ops))
+        other = next((place for place, (mine, its) in pairs if mine is not its), None)
+        if other is not None:
             raise RuntimeError(
                 f"{which} fusion {getattr(func, '__name__', func)} must return ops that expand to [{_names(basic_ops)}]; "
-                f"it returned [{_names(ops)}], which expand to [{_names(found)}]"
+                f"it returned [{_names(ops)}], which expand to [{_names(found)}]: op {other} is lost, added or moved"
             )
     return ops
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlp.ops.context import OperationContext
 from dlp.ops.fuser import OperationFuser
+from dlp.ops.traced import one_op
 from dlp.ops.values import Value, each
 
 Extras = Sequence[Sequence[Tensor | None]]
@@ -109,7 +109,7 @@ class BasicOperation(FusibleOperation):
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """The same for what traces: of tensors, by code that autograd differentiates. With extra outputs, a tuple."""
-        return OneOpFn.apply(self, kwargs, x, *self.op_parameters())
+        return one_op(self, type(self).__name__, x, extra_inputs, kwargs)
 
     def as_prologue(self, x: Any, behind: Any) -> Any:
         """((name, *options), what it is given), where the linear behind can run this op in its cast; else None."""
@@ -187,25 +187,6 @@ class BasicOperation(FusibleOperation):
         for value in each(input_) if self.token_rows is not None else ():
             like = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
             self._check_tokens(like)  # type: ignore[operator]
-
-
-class OneOpFn(torch.autograd.Function):
-    """`apply(op, kwargs, x, *parameters)`: a basic op without extra tensors, by itself."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Any, kwargs: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        own = OperationContext()
-        y = op.op_forward(own, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs)
-        ctx.op = op
-        ctx.save_for_backward(*own.to_save)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        own = OperationContext()
-        own.saved_tensors = ctx.saved_tensors
-        dx, of_parameters = ctx.op.op_backward(own, grad)
-        return None, None, dx, *of_parameters
 
 
 class FusedOperation(FusibleOperation):

@@ -24,11 +24,17 @@ from dlp.parallel.weight.local import held
 NONE: dict[str, Any] = {}
 
 
+def check_count(name: str, what: str, found: int, expected: int) -> None:
+    """RuntimeError where an op returns another number than it declares."""
+    if found != expected:
+        raise RuntimeError(f"{name}: it returned {found} {what}; it declares {expected}")
+
+
 class Members:
     """The basic ops of a fuser, in order. `names`: theirs, for messages."""
 
     def __init__(self, ops: Sequence[Any], names: Sequence[str] | None) -> None:
-        self.ops, self.named = tuple(ops), names is not None
+        self.ops, self.named = tuple(ops), names is not None or len(ops) > 1
         self.names = list(names or (f"op {i} ({type(op).__name__})" for i, op in enumerate(self.ops)))
         self.extra_inputs = [op.num_extra_inputs for op in self.ops]
         self.extra_outputs = [op.num_extra_outputs for op in self.ops]
@@ -36,15 +42,13 @@ class Members:
         self.none_grads = [none for op in self.ops for none in [op.none_grads] * op.num_extra_outputs]
 
     def check_count(self, place: int, what: str, found: int, expected: int) -> None:
-        """RuntimeError where an op returns another number than it declares."""
-        if found != expected:
-            raise RuntimeError(f"{self.names[place]}: it returned {found} {what}; it declares {expected}")
+        check_count(self.names[place], what, found, expected)
 
     def at(self, places: Sequence[int], error: Exception) -> Exception:
         """An error of an op, with its name and place; one of a class of its own, as where memory ends, gets a note."""
         names = ", ".join(dict.fromkeys(self.names[i] for i in places))
         if self.named and type(error) in (ValueError, TypeError, RuntimeError):
-            said = str(error).removeprefix(f"{type(self.ops[places[0]]).__name__}: ")
+            said = str(error).removeprefix(f"{names}: ").removeprefix(f"{type(self.ops[places[0]]).__name__}: ")
             return type(error)(f"{names}: {said}").with_traceback(error.__traceback__)
         if self.named:
             error.add_note(f"in {names}")
@@ -54,14 +58,19 @@ class Members:
 def admitted(members: Members, placed: Placed, value: Value) -> Value:
     """The value as an op takes it: stored, where it does not say that it takes more. ValueError for a tuple it cannot take."""
     takes = placed.op.takes
+    check_many(members, placed.places[0], takes, value)
     if isinstance(value, tuple):
-        if MANY not in takes:
-            raise ValueError(
-                f"{members.names[placed.places[0]]}: it takes one tensor and is given {len(value)}: of siblings, only "
-                f"ops that say so, as Bias, SwiGLU and GEGLU, take several"
-            )
         return tuple([_single(takes, one) for one in value])
     return _single(takes, value)
+
+
+def check_many(members: Members, place: int, takes: frozenset[str], value: Value) -> None:
+    """ValueError for a tuple that this op cannot take."""
+    if isinstance(value, tuple) and MANY not in takes:
+        raise ValueError(
+            f"{members.names[place]}: it takes one tensor and is given {len(value)}: of siblings, only ops that say so, as "
+            f"Bias, SwiGLU and GEGLU, take several"
+        )
 
 
 def _single(takes: frozenset[str], value: Any) -> Any:
@@ -280,6 +289,9 @@ def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]
             )
         except Exception as error:
             raise members.at(placed.places, error) from None
+        first, count = placed.places[0], len(placed.places)
+        members.check_count(first, "tuples of gradients of parameters", len(parameters), count)
+        members.check_count(first, "tuples of gradients of extra inputs", len(extras), count)
         for i, its, more in zip(placed.places, parameters, extras, strict=True):
             members.check_count(i, "gradients of parameters", len(its), len(of_parameters[i]))
             members.check_count(i, "gradients of extra inputs", len(more), len(of_inputs[i]))

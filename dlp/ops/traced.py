@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dlp.ops.context import OWN, OperationContext
+from dlp.ops.passes import check_count, check_many
+from dlp.ops.values import tensor_of
 from dlp.parallel.weight.local import local
 
 
@@ -32,7 +36,7 @@ def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Seque
 
 
 def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    ops, at, place = fuser.basic_ops, 0, 0
+    members, ops, at, place = fuser.members, fuser.basic_ops, 0, 0
     outputs: list[Tensor] = []
     while place < len(ops):
         op = ops[place]
@@ -41,16 +45,64 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
         if op.part_of is not None:  # that linear has done it
             place += 1
             continue
+        check_many(members, place, op.takes, x)
         behind = ops[place + 1] if place + 1 < len(ops) else None
         asked = None if behind is None else op.as_prologue(x, behind)
-        if asked is not None:
-            assert behind is not None
-            x = behind.with_prologue(*asked)
-            place += 2
-            continue
-        x = op.plain(x, *taken, **kwargs[place])
+        places = [place] if asked is None else [place, place + 1]
+        try:
+            if asked is not None:
+                x = behind.with_prologue(*asked)  # type: ignore[union-attr]
+            elif op.overrides("plain"):
+                x = op.plain(x, *taken, **kwargs[place])
+            else:
+                x = one_op(op, members.names[place], x, taken, kwargs[place])
+        except Exception as error:
+            raise members.at(places, error) from None
         if op.num_extra_outputs:
+            members.check_count(place, "outputs", len(x), 1 + op.num_extra_outputs)
             x, *more = x
             outputs += more
-        place += 1
+        place += len(places)
     return (x, *outputs) if outputs else x
+
+
+def one_op(op: Any, name: str, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
+    """The output of a basic op by itself, with extra outputs a tuple. RuntimeError for other numbers than it declares."""
+    results = OneOpFn.apply(op, name, kwargs, x, *extra_inputs, *op.op_parameters())
+    return results if op.num_extra_outputs else results[0]
+
+
+class OneOpFn(torch.autograd.Function):
+    """`apply(op, name, kwargs, x, *extra inputs, *parameters)` -> the output and the extra outputs of a basic op."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, name: str, kwargs: Mapping[str, Any], x: Tensor, *tensors: Tensor) -> Any:
+        own = OperationContext()
+        y, extra = op.fuser_forward(
+            [own], x, basic_op_extra_inputs=[tensors[: op.num_extra_inputs]], prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None, basic_op_kwargs=[kwargs],
+        )  # fmt: skip
+        check_count(name, "tuples of extra outputs", len(extra), 1)
+        (more,) = extra
+        check_count(name, "extra outputs", len(more), op.num_extra_outputs)
+        saved = [each() if callable(each) and not isinstance(each, Tensor) else each for each in own.to_save]
+        if own.dirty:
+            ctx.mark_dirty(*own.dirty)
+        ctx.op, ctx.name, ctx.count = op, name, len(tensors) - op.num_extra_inputs
+        ctx.attributes = [(key, value) for key, value in own.__dict__.items() if key not in OWN]
+        ctx.save_for_backward(*saved)
+        return tuple([tensor_of(each) for each in (y, *more)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *of_extra: Tensor) -> Any:
+        op, own = ctx.op, OperationContext()  # its own, since what is traced may not change that of forward
+        for name, value in ctx.attributes:
+            setattr(own, name, value)
+        own.saved_tensors = ctx.saved_tensors
+        dx, parameters, inputs = op.fuser_backward([own], grad, basic_op_grad_extra_outputs=[of_extra])
+        check_count(ctx.name, "tuples of gradients of parameters", len(parameters), 1)
+        check_count(ctx.name, "tuples of gradients of extra inputs", len(inputs), 1)
+        (of_parameters,), (of_inputs,) = parameters, inputs
+        check_count(ctx.name, "gradients of parameters", len(of_parameters), ctx.count)
+        check_count(ctx.name, "gradients of extra inputs", len(of_inputs), op.num_extra_inputs)
+        return None, None, None, tensor_of(dx), *of_inputs, *of_parameters
