@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
+from dlp.parallel.model.boundary import recipes_of
 from dlp.quant import affine
 from dlp.quant.fake import FakeQuantized
 from dlp.quant.fp8 import DelayedScaling
@@ -189,6 +190,38 @@ def test_a_step_boundary_casts_and_microbatches_add_up(main_grads):
     moved = results(layer("qat", model[0].weight.detach().clone(), model[0].bias.detach().clone()), x, dy)
     assert_bit_equal(given.grad, moved["dx"])
     assert_bit_equal(model[0].weight.grad, moved["dw"], "the casts are those of the weight that has moved")
+
+
+def test_a_swap_back_and_a_resumed_swap_leave_what_qat_alone_computes():
+    x, w, b, dy = tensors()
+
+    def attached(recipe: str) -> nn.Sequential:
+        model = nn.Sequential(layer(recipe, w, b))
+        model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dlp.attach(model, model.optimizer)
+        return model
+
+    def step(model: nn.Sequential) -> None:
+        model(x).backward(dy)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+    alone, there_and_back, into, resumed = (attached(recipe) for recipe in ("qat", "qat", "fp8_current", "fp8_current"))
+    dlp.set_recipe(into, "**", "qat")
+    for model in (alone, there_and_back, into):
+        step(model)
+    dlp.set_recipe(there_and_back, "**", "fp8_current")
+    assert recipes_of(there_and_back) == {"0": "fp8_current"}
+    dlp.set_recipe(there_and_back, "**", "qat")
+    resumed.load_state_dict(into.state_dict())
+    assert dlp.load_state_dict(resumed, dlp.state_dict(into)) == []
+    for model in (alone, there_and_back, resumed):
+        step(model)
+    expected = results(alone[0], x, dy)
+    assert (expected["dw"] == 0).sum() >= 10, "something is clipped"
+    for model in (there_and_back, resumed):
+        for name, tensor in results(model[0], x, dy).items():
+            assert_bit_equal(tensor, expected[name], name)
 
 
 def test_compiled_and_as_an_op():

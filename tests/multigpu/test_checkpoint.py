@@ -50,11 +50,16 @@ def folder(config: Config) -> Path:
     return Path(config.run.dir) / "checkpoints"
 
 
-SWAP = "--groups.default.swap=[{at_step = 3, recipe = 'fp8_current'}]"
+THERE_AND_BACK = "{at_step = 1, recipe = 'fp8_current'}, {at_step = 2, recipe = 'qat'}, {at_step = 3, recipe = 'mxfp8'}"
+SWAPS = f"--groups.default.swap=[{THERE_AND_BACK}]"
 MESHES = [
     pytest.param(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
     pytest.param(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
-    pytest.param(4, ["--train.checkpointing=full", "--recipe=qat", SWAP], id="dp2-tp2-recomputed-qat-swapped"),
+    pytest.param(
+        4,
+        ["--train.checkpointing=full", "--train.micro_batch=2", "--recipe=qat", SWAPS],
+        id="dp2-tp2-recomputed-qat-swapped-back",
+    ),
     pytest.param(2, ["--mesh.tp=1", "--mesh.dp_replicate=2", "--recipe=bf16"], id="replicated2-bf16"),
 ]
 

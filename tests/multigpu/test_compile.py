@@ -98,7 +98,7 @@ def compiled_equals_eager(
     ("recipe", "features", "sequence_parallel", "kind"),
     [
         ("bf16", 64, False, FusedMlp), ("fp8_current", 64, True, FusedMlp), ("fp8_current", 64, False, Mlp),
-        ("mxfp8", 40, True, Mlp),
+        ("mxfp8", 40, True, Mlp), ("qat", 64, True, Mlp), ("qat", 64, False, Mlp),
     ],
 )  # fmt: skip
 def test_a_linear_is_two_ops_to_the_compiler(ranks, recipe, features, sequence_parallel, kind):

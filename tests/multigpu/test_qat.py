@@ -11,6 +11,7 @@ from torch import nn
 import dlp
 from dlp.quant.integers import IntScaling
 from tests import pool as worker
+from tests import training
 from tests.cases import EPSILON, STYLE_KEYS, LinearCase
 from tests.metrics import assert_bit_equal, relative_error
 from tests.multigpu.test_linear import compare, make_full, over_ranks, sharded, unsharded
@@ -76,6 +77,25 @@ def test_fsdp_moves_what_is_clipped_with_the_values(ranks):
     for name in [name for name in found if name.endswith("down.weight")]:
         grad, clipped = found[f"{name}.grad"], IntScaling(4, 32).clipped(found[name], None)
         assert not grad[clipped].any(), f"{name}, whose codes are of values that were not rounded to bf16 first"
+
+
+def launched(config: Any) -> list[float]:
+    trainer, _ = training.trainer(config)
+    return [trainer.train_step(step).numbers.read()[0] for step in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_microbatches_of_a_run_are_one_batch(ranks, tmp_path):
+    """In fp32, where only the order of sums differs, which moves a code here and there after the first update."""
+    settings = ("--mesh.tp=1", "--train.dtype=fp32", "--recipe=qat")
+    data, found = training.shards(tmp_path), []
+    for own in (("4", "step"), ("2", "step"), ("2", "microbatch")):
+        micro = [f"--train.micro_batch={own[0]}", f"--train.reduce_gradients={own[1]}"]
+        found.append(ranks(2).run(launched, training.config(tmp_path, data, *settings, *micro))[0])
+    for losses in found[1:]:
+        assert losses[0] == pytest.approx(found[0][0], rel=1e-6) and losses == pytest.approx(found[0], rel=1e-3)
+    assert found[0][2] < found[0][0] - 0.1
 
 
 def mlp() -> nn.Sequential:
