@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -39,7 +38,10 @@ CASES += [
 ]
 GATES = {
     "swiglu": (ops.swiglu, ops.swiglu_backward),
-    "geglu": (lambda gate, up: ops.gated(gate, up, "gelu"), lambda dh, gate, up: ops.gated_backward(dh, gate, up, "gelu")),
+    "geglu": (
+        lambda gate, up: ops.gated(gate, up, "gelu"),
+        lambda dh, gate, up: ops.gated_backward(dh, gate, up, "gelu"),
+    ),
 }
 
 

@@ -143,9 +143,17 @@ def test_a_difference_counts_only_if_it_is_resolved(tmp_path):
         finish(study, "fp8_block", seed, 2.0 * (1 + 0.01 * seed), done=10 if seed < 2 else 8)
     text = quality_study.report(study)
     assert "| mxfp8 | +0.20%, +0.30%, +0.40% | +0.30% | 0.06% | 0.25% | MISSED |" in text
-    assert "| nvfp4 | +0.20%, +0.30%, +0.40% | +0.30% | 0.06% | 1.50% | within the bar |" in text
+    assert "| nvfp4 | +0.20%, +0.30%, +0.40% | +0.30% | 0.06% | 1.00% | within the bar |" in text
     assert "| fp8_block | +0.00%, +1.00% | +0.50% | 0.50% | 0.25% | not resolved |" in text, "a run is unfinished"
     assert str(Verdict("mxfp8", (0.0,))) == "not resolved" and math.isnan(Verdict("mxfp8", (0.0,)).error)
+
+
+@pytest.mark.parametrize("name", quality_study.VARIANTS)
+def test_a_variant_differs_from_its_recipe_and_fits_the_config(name, tmp_path):
+    study = Study(tmp_path, (name,), (0,), 1, ())
+    config = load("quality", study.arguments(name, 0)[1:])
+    assert config.groups != load("quality", study.arguments("nvfp4", 0)[1:]).groups
+    assert Verdict(name, (0.0,)).bar == Verdict("nvfp4", (0.0,)).bar
 
 
 @pytest.mark.ranks(1)
