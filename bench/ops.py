@@ -37,7 +37,7 @@ from bench.linear_subjects import TINY
 from dlp import ops
 
 Run = Callable[[], None]
-HEAD, ROUNDS, COUNT = 128, 15, 5
+HEAD, ROUNDS, COUNT = 128, 16, 5
 TE_RECIPES = {"fp8_current": "Float8CurrentScaling", "fp8_delayed": "DelayedScaling", "fp8_block": "Float8BlockScaling"}
 HOST_LIMIT = 1.3  # of one linear's host time
 
@@ -176,13 +176,15 @@ def subjects(kind: str, hidden: int, ffn: int, recipe: str, tokens: int, group: 
 
 
 def milliseconds(runs: Mapping[str, Run], host: bool = False) -> dict[str, float]:
-    """Medians over rounds in which all take turns: of the device, or what the host does."""
+    """Medians over rounds in which all take turns, in the other order in every second one, since who runs after whom decides
+    at which clocks it begins: of the device, or what the host does."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         for _ in range(4):
             run()
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
+    for turn in range(ROUNDS):
+        for name, run in [*runs.items()][:: -1 if turn % 2 else 1]:
+            run()
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun = time.perf_counter()
