@@ -16,7 +16,7 @@ from dlp.quant.fake import FakeQuantized
 from dlp.quant.fp8 import DelayedScaling
 from dlp.quant.integers import IntScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_bit_equal, relative_error
 
 K, N, M = 64, 48, 24
 NAMES = ("y", "dx", "dw", "db")
@@ -151,6 +151,45 @@ def test_what_was_trained_is_what_torchao_converts():
         ao = pytest.importorskip("torchao.quantization")
         config = ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=ao.PerGroup(32))
         assert_bit_equal(dlp.quantize_(plain, config)(x), y)
+
+
+SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # of y, where codes are summed before they are scaled
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "exact"),
+    [
+        ("int4 group 32", "int8 token", (True, False)),
+        ("int2 group 16", "none", (True, False)),
+        ("int8 channel", "int6 token", (False, False)),
+        ("int8", "int8", (False, False)),
+        ("fp8_current", "fp8_current", (False, False)),
+        ("fp8_rowwise", "none", (True, True)),
+        ("fp8_rowwise", "fp8_rowwise", (True, True)),
+        ("fp8_block", "fp8_block", (True, True)),
+        ("mxfp8", "mxfp8", (True, True)),
+        ("nvfp4", "nvfp4", (False, False)),
+    ],
+)
+@torch.no_grad()
+def test_every_format_is_exported(weight, activation, exact):
+    """Exact in fp32, in bf16: where scales are powers of two, decoding rounds nothing; what is scaled before it is summed is
+    rounded in bf16 alone."""
+    recipe, mode = dlp.recipe("qat", weight=weight, activation=activation), "dynamic"
+    if activation == "none":
+        mode = "weight_only"
+    for dtype, equal in zip(SCALED_LAST, exact, strict=True):
+        x, w, b, _ = tensors(dtype)
+        model, plain = nn.Sequential(layer(recipe, w, b)), nn.Sequential(nn.Linear(K, N, dtype=dtype))
+        y = model(x)
+        dlp.quantize_(dlp.export(model, plain), recipe, mode=mode)
+        dlp.freeze(model, "**", recipe, mode=mode)
+        for each in (plain, model):
+            found = each(x)
+            assert torch.equal(found, y) == equal and relative_error(found, y) < SCALED_LAST[dtype]
+            assert relative_error(found, nn.functional.linear(x, w, b)) > 1.5 * SCALED_LAST[dtype], (
+                "codes lose something"
+            )
 
 
 @pytest.mark.parametrize("learns", ["x", "w"])
