@@ -66,9 +66,9 @@ def check_format(
         return found
     weight = QuantizedParameter(q, values.dtype)
     found["linear"] = check_linear(weight, values, x, least)
-    check_saved(weight)
+    read = check_saved(weight)
     if compiles:
-        check_compile(weight, x)
+        check_compile(read, x)
     if mesh is not None:
         check_mesh(weight, x, mesh)
     return found
@@ -178,30 +178,42 @@ def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: f
     return ratio
 
 
-def check_saved(weight: QuantizedParameter) -> None:
-    """torch.save, and torch.load with weights_only; a format from outside of dlp is allowed for that moment."""
+def check_saved(weight: QuantizedParameter) -> QuantizedParameter:
+    """torch.save, and torch.load with weights_only; a format from outside of dlp is allowed for that moment. What was read,
+    with a format made anew."""
     file = io.BytesIO()
     torch.save({"weight": weight}, file)
     file.seek(0)
     known = torch.serialization.get_safe_globals()  # of these the context would allow none behind it
     with torch.serialization.safe_globals([kind for kind in [type(weight.use.format)] if kind not in known]):
-        read = torch.load(file, weights_only=True)["weight"]
+        read: QuantizedParameter = torch.load(file, weights_only=True)["weight"]
     same = read.use == weight.use and all(_equal(a, b) for a, b in zip(read.parts, weight.parts, strict=True))
     _must(same, "saving", "what is read is not what was saved")
+    return read
 
 
 def check_compile(weight: QuantizedParameter, x: Tensor) -> None:
-    """One graph, and the same bits."""
+    """One graph forward and one backward, and the same bits of y and dx."""
     layer = nn.Linear(SIZE[1], SIZE[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
+    dy = torch.ones(len(x), SIZE[0], dtype=x.dtype, device=x.device)
+
+    def results(run: Any) -> tuple[Tensor, Tensor]:
+        given = x.clone().requires_grad_()
+        y = run(given)
+        return y.detach(), torch.autograd.grad(y, given, dy)[0]
+
     torch.compiler.reset()
     try:
-        y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        found = results(torch.compile(layer, fullgraph=True, backend="aot_eager"))
     except Exception as error:
-        raise AssertionError(f"check_format, compile: {type(error).__name__}: {error}") from error
+        raise AssertionError(
+            f"check_format, compile: a linear with this weight makes no graph: {type(error).__name__}: {error}"
+        ) from error
     finally:
         torch.compiler.reset()
-    _must(_equal(y, layer(x)), "compile", "a compiled linear gives other values")
+    for name, compiled, eager in zip(("y", "dx"), found, results(layer), strict=True):
+        _must(_equal(compiled, eager), "compile", f"{name} of a compiled linear differs")
 
 
 def check_mesh(weight: QuantizedParameter, x: Tensor, mesh: DeviceMesh) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from dlp.quant import recipe as recipes
-from dlp.quant.fp8 import CurrentScaling, static
+from dlp.quant.fp8 import CurrentScaling, Fp8Tensor, static
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.integers import IntScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
-from dlp.quant.parameter import QuantizedParameter
+from dlp.quant.parameter import QuantizedParameter, allow
 from dlp.quant.quantizer import caps_of
 from tests.cases import RECIPES
 from tests.metrics import assert_bit_equal
@@ -62,6 +64,39 @@ def test_is_saved_and_read_as_codes(recipe):
     assert isinstance(other.weight, QuantizedParameter)
     assert_bit_equal(other(x), layer(x))
     assert recipe in ("bf16",) or file.getbuffer().nbytes < 0.7 * 128 * 256 * 2
+
+
+@dataclass(frozen=True)
+class Mine(Fp8Tensor):
+    """A format from outside of dlp."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MineScaling(CurrentScaling):
+    note: str = ""
+
+    @property
+    def format(self):
+        return Mine(self.element, self.note)
+
+
+def test_a_format_from_outside_is_read_once_it_is_allowed(tmp_path):
+    quantizer = MineScaling(note="kept")
+    layer, x = nn.Linear(64, 32), torch.randn(4, 64)
+    layer.weight = nn.Parameter(QuantizedParameter.from_float(layer.weight, quantizer, quantizer), requires_grad=False)
+    torch.save(layer.state_dict(), tmp_path / "mine.pt")
+    for kind in (Mine, MineScaling):
+        with pytest.raises(
+            pickle.UnpicklingError, match=rf"tests\.test_parameter\.{kind.__name__} was not an allowed global"
+        ):
+            torch.load(tmp_path / "mine.pt", weights_only=True)
+        allow(kind)
+    other = nn.Linear(64, 32)
+    other.load_state_dict(torch.load(tmp_path / "mine.pt", weights_only=True), assign=True)
+    assert other.weight.use == layer.weight.use and other.weight.use.activation.note == "kept"
+    assert_bit_equal(other(x), layer(x))
 
 
 @pytest.mark.parametrize("recipe", HELD)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
 
+from dlp import testing
 from dlp.quant import recipe as recipes
 from dlp.quant.fp8 import CurrentScaling, Fp8Tensor
 from dlp.quant.fp8_rowwise import Fp8Rowwise, RowwiseScaling
@@ -80,50 +82,79 @@ class Strided(CurrentScaling):
         return q if x.is_contiguous() else QuantizedTensor(q.format, (q.parts[0].t().contiguous().t(), q.parts[1]))
 
 
-@pytest.mark.parametrize(
-    ("planted", "said"),
-    [
-        (WrongScale(), "basic: SQNR of values"),
-        (Strided(), "basic: parts .'codes'. of a matrix that lies transposed are not contiguous"),
-        (StandingScaling(), "pieces: part scale_inv says that it is shared along 0"),
-    ],
-    ids=["scale", "strides", "part"],
-)
-def test_planted_mistakes_are_caught(planted, said):
-    with pytest.raises(AssertionError, match=said):
-        check_format(planted)
+@dataclass(frozen=True)
+class Unturned(Fp8Tensor):
+    """Says that it may be transposed, and reshapes."""
+
+    def transpose(self, q):
+        codes, scale_inv = q.parts
+        return QuantizedTensor(self, (codes.view(torch.uint8).reshape(codes.shape[::-1]).view(codes.dtype), scale_inv))
 
 
 @dataclass(frozen=True)
-class Peeking(Fp8Tensor):
-    """Looks at values while a graph is made."""
+class Unfactored(Fp8Tensor):
+    """What a GEMM multiplies is not what is decoded: the scale is counted twice."""
 
-    def part_shapes(self, shape):
-        if torch.compiler.is_compiling():
-            raise RuntimeError("peeked")
-        return super().part_shapes(shape)
+    def factored(self, q):
+        values, scale = super().factored(q)
+        return values * scale.bfloat16(), scale
 
-    @property
-    def elements_per_code(self):
-        return 2 if torch.compiler.is_compiling() else 1
+
+@dataclass(frozen=True)
+class Unsaved(Fp8Tensor):
+    """Has a field that who reads it again does not get."""
+
+    noted: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(Fp8Tensor):
+    """Is equal to another by the values of a tensor, which no compiler knows while it makes a graph."""
+
+    levels: Any = field(default_factory=lambda: torch.arange(4.0))
+
+    def __eq__(self, other):
+        return type(other) is Listed and torch.equal(self.levels, other.levels)
 
     def __hash__(self):
-        if torch.compiler.is_compiling():
-            raise RuntimeError("hashed while a graph is made")
-        return 1
+        return hash(self.element)
 
 
 @dataclass(frozen=True)
-class PeekingScaling(CurrentScaling):
-    @property
+class In(CurrentScaling):
+    """Casts to a format of this kind."""
+
+    kind: Any = Fp8Tensor
+
+    @cached_property
     def format(self):
-        return Peeking(self.element)
+        made = self.kind(self.element)
+        if self.kind is Unsaved:
+            object.__setattr__(made, "noted", 1)
+        return made
 
 
-def test_a_format_that_does_not_survive_compile_is_caught():
-    check_format(PeekingScaling(), compiles=False)
-    with pytest.raises(AssertionError, match="compile"):
-        check_format(PeekingScaling())
+PLANTED = {
+    "scale": (WrongScale(), "basic: SQNR of values is 2.* dB, below the floor of 30.0"),
+    "strides": (Strided(), "basic: parts .'codes'. of a matrix that lies transposed are not contiguous"),
+    "part": (StandingScaling(), "pieces: part scale_inv says that it is shared along 0, and differs between pieces"),
+    "transpose": (In(kind=Unturned), "transpose: the transpose has other values"),
+    "factors": (In(kind=Unfactored), "linear: SQNR of y is .* dB, below the floor of 29.0"),
+    "saving": (In(kind=Unsaved), "saving: what is read is not what was saved"),
+    "compile": (In(kind=Listed), "compile: a linear with this weight makes no graph: (?s:.)*aten.equal"),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_planted_mistakes_are_caught(planted, monkeypatch):
+    """Each by its own suite, and, where the others do not see it, by no other."""
+    quantizer, said = PLANTED[planted]
+    with pytest.raises(AssertionError, match=f"^check_format, {said}"):
+        check_format(quantizer)
+    if planted in ("transpose", "factors", "saving", "compile"):
+        suite = {"factors": "linear", "saving": "saved"}.get(planted, planted)
+        monkeypatch.setattr(testing, f"check_{suite}", lambda weight, *_: weight)
+        check_format(quantizer, compiles=planted == "compile")
 
 
 def test_histories_are_refused():
