@@ -366,3 +366,86 @@ def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: A
             assert_close(tensor, alone[name], 1e-5, name)
     for said in ranks(2).run(converted, False):
         assert "inner.0: it gets token shards (32, 64), so its gradients must be summed over tp" in said
+
+
+# Modules of Transformer Engine's names
+
+MODULES: dict[str, Any] = {
+    "linear": lambda **more: ops.LayerNormLinear(H, (FFN, H), normalization="RMSNorm", parallel_mode="column", **more),
+    "mlp": lambda **more: ops.LayerNormMLP(
+        H, FFN, activation="swiglu", set_parallel_mode=True, return_bias=True, return_layernorm_output=True, **more
+    ),
+    "layer": lambda **more: ops.TransformerLayer(H, FFN, 4, 2, set_parallel_mode=True, **more),
+}
+
+
+def te_state(kind: str) -> dict[str, Tensor]:
+    """As one rank of Transformer Engine saves it: whole."""
+    shapes = {name: tensor.shape for name, tensor in ops.to_te(MODULES[kind]()).items()}
+    return {name: values(i, *shape) / 8 for i, (name, shape) in enumerate(shapes.items())}
+
+
+def cut(tensor: Tensor, shape: torch.Size, rank: int) -> Tensor:
+    """This rank's half along the dimension that `shape` has half of, if there is one."""
+    for dim, (many, few) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if many != few:
+            return tensor.chunk(2, dim)[rank].clone()
+    return tensor.clone()
+
+
+def module_step(kind: str, model: nn.Module, rank: int | None = None) -> dict[str, Tensor]:
+    x = values(1, M, H)
+    x = (x if rank is None else x.chunk(2)[rank].clone()).requires_grad_()
+    found = model(x, **({"batch": 2} if kind == "layer" else {}))
+    ys = found[0] if kind == "linear" else found
+    ys, total = ys if isinstance(ys, tuple) else (ys,), torch.zeros(())
+    for i, y in enumerate(ys):
+        if y.dim() == 2:  # not a bias, which nobody adds here
+            dy = values(5 + i, M, (FFN, H)[i] if kind == "linear" else H)
+            total = total + (y * cut(dy, y.shape, rank or 0)).sum()
+    total.backward()
+    made = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {"dx": x.grad}
+    return made | {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[return-value]
+
+
+def module_on_ranks(kind: str, recipe: str, compiled: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Of a module that has loaded whole tensors, and then its own shards; names of shards that came back otherwise."""
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    model = MODULES[kind](tp_group=mesh["tp"], sequence_parallel=True, recipe=recipe)
+    model.load_state_dict(ops.from_te(model, te_state(kind)))
+    shards = {name: tensor.clone() for name, tensor in ops.to_te(model).items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(ops.from_te(model, shards))
+    wrong = [name for name, tensor in ops.to_te(model).items() if not torch.equal(tensor, shards[name])]
+    if compiled:
+        torch._dynamo.reset()
+        model.compile(backend="aot_eager", fullgraph=True)
+    return {n: whole(t) for n, t in module_step(kind, model, mesh["tp"].get_local_rank()).items()}, wrong
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "compiled"),
+    [("bf16", False), ("fp8_current", False), pytest.param("bf16", True, marks=pytest.mark.slow)],
+    ids=["bf16", "fp8_current", "compiled"],
+)
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_module_on_token_shards_is_that_of_one_rank(kind: str, recipe: str, compiled: bool, ranks: Any):
+    alone = MODULES[kind](recipe=recipe)
+    alone.load_state_dict(ops.from_te(alone, te_state(kind)))
+    expected = module_step(kind, alone)
+    parts, wrong = zip(*ranks(2).run(module_on_ranks, kind, recipe, compiled), strict=True)
+    assert wrong == ([], [])
+    for name, tensor in expected.items():
+        pair = [part[name] for part in parts]
+        if name.startswith(("y", "dx")):
+            dims = [dim for dim, size in enumerate(tensor.shape) if size != pair[0].shape[dim]]
+            found = torch.cat(pair, dims[0]) if dims else pair[0]
+        else:  # of its own tokens, where all ranks have all of it: a converted model sums them
+            found = pair[0] if torch.equal(*pair) else pair[0] + pair[1]
+        if name == "dqkv.1.bias_1":  # softmax does not see what all keys have alike: rounding is all there is
+            assert found.norm() < 1e-2 * expected["dqkv.1.bias_0"].norm()
+        else:
+            assert_close(found, tensor, 1e-5 if recipe == "bf16" else 0.1, name)

@@ -24,6 +24,7 @@ from dlp.ops.linear import BasicLinear, Linear
 from dlp.ops.modules import LayerNormLinear, LayerNormMLP, TransformerLayer
 from dlp.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from dlp.ops.sequential import Sequential
+from dlp.ops.te_names import from_te, to_te
 
 __all__ = [
     "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "BasicOperation", "Bias", "ConstantScale",
@@ -31,5 +32,6 @@ __all__ = [
     "FusedOperation", "FusibleOperation", "GEGLU", "GELU", "GLU", "Handed", "Identity", "L2Normalization", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MakeExtraOutput", "OperationContext", "OperationFuser", "Produced",
     "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReLU", "Sequential", "SiLU", "SwiGLU",
-    "TransformerLayer", "register_backward_fusion", "register_forward_backward_fusion", "register_forward_fusion",
+    "TransformerLayer", "from_te", "register_backward_fusion", "register_forward_backward_fusion", "register_forward_fusion",
+    "to_te",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """LayerNormLinear, LayerNormMLP, TransformerLayer: made of ops, under the names and keywords of `transformer_engine.pytorch`.
 
-The first two are functions that return a `Sequential`, so they fuse as any other does, and their parameters have its names.
+The first two are `Sequential`s, so they fuse as any other does, and their parameters have its names; `te_names` says which are
+which (`dlp.ops.te_names`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dlp.ops.basic.arithmetic import AddExtraInput, Dropout, MakeExtraOutput
 from dlp.ops.basic.norms import LayerNorm, RMSNorm
 from dlp.ops.linear import Linear
 from dlp.ops.sequential import Sequential
+from dlp.ops.te_names import Joined, TeNames, names_of
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 ACTIVATIONS = {
@@ -53,32 +55,62 @@ def _norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, 
     return norm
 
 
-def LayerNormLinear(  # noqa: N802, a module to its users
-    in_features: int, out_features: int | tuple[int, ...], eps: float = 1e-5, bias: bool = True, *,
-    normalization: str = "LayerNorm", zero_centered_gamma: bool = False, parallel_mode: str | None = None,
-    return_layernorm_output: bool = False, **options: Any,
-) -> Sequential:  # fmt: skip
-    """x -> Linear(norm(x)), with `return_layernorm_output` also norm(x). `parallel_mode`: None, "column" or "row" over
-    `tp_group`; further options: sequence_parallel, recipe, overlap, device, params_dtype."""
-    made = [_norm(normalization, in_features, eps, zero_centered_gamma, options)]
-    made += [MakeExtraOutput()] if return_layernorm_output else []
-    return Sequential(*made, Linear(in_features, out_features, bias, **_linear(parallel_mode, options)))
+class _Named(Sequential):
+    """With a norm first, whose output is returned last, where it is (`returns_norm`)."""
+
+    returns_norm = False
+
+    def forward(self, x: Any, *extra_inputs: Tensor) -> Any:
+        found = super().forward(x, *extra_inputs)
+        if not self.returns_norm:
+            return found
+        y, normed, *biases = found
+        return (y, *biases, normed)
 
 
-def LayerNormMLP(  # noqa: N802, a module to its users
-    hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True, *, normalization: str = "LayerNorm",
-    activation: str = "gelu", zero_centered_gamma: bool = False, set_parallel_mode: bool = False, **options: Any,
-) -> Sequential:  # fmt: skip
+class LayerNormLinear(_Named):
+    """x -> Linear(norm(x)). `parallel_mode`: None, "column" or "row" over `tp_group`; further options: sequence_parallel,
+    recipe, overlap, device, params_dtype. Behind y come, with `return_bias`, the bias, which is not added, one of each sibling,
+    and, with `return_layernorm_output`, norm(x)."""
+
+    def __init__(
+        self, in_features: int, out_features: int | tuple[int, ...], eps: float = 1e-5, bias: bool = True, *,
+        normalization: str = "LayerNorm", zero_centered_gamma: bool = False, parallel_mode: str | None = None,
+        return_bias: bool = False, return_layernorm_output: bool = False, **options: Any,
+    ) -> None:  # fmt: skip  # many parameters: those of the module of this name
+        linear = Linear(in_features, out_features, bias, return_bias=return_bias, **_linear(parallel_mode, options))
+        norm = _norm(normalization, in_features, eps, zero_centered_gamma, options)
+        super().__init__(norm, *([MakeExtraOutput()] if return_layernorm_output else []), linear)
+        self.returns_norm = return_layernorm_output
+
+    def te_names(self, fused: bool = False) -> TeNames:
+        return names_of(self, "0", "layer_norm_") | names_of(self, str(1 + self.returns_norm), "")
+
+
+class LayerNormMLP(_Named):
     """x -> Linear(act(Linear(norm(x)))). A gate, as swiglu, reads two siblings of ffn_hidden_size each. `set_parallel_mode`:
-    column- and row-parallel over `tp_group`; further options as of `LayerNormLinear`."""
-    act = _chosen("activation", ACTIVATIONS, activation)
-    wide: Any = (ffn_hidden_size, ffn_hidden_size) if act in GATES else ffn_hidden_size
-    column, row = ("column", "row") if set_parallel_mode else (None, None)
-    return Sequential(
-        _norm(normalization, hidden_size, eps, zero_centered_gamma, options),
-        Linear(hidden_size, wide, bias, **_linear(column, options)), act(),
-        Linear(ffn_hidden_size, hidden_size, bias, **_linear(row, options)),
-    )  # fmt: skip
+    column- and row-parallel over `tp_group`; `return_bias`: of the second linear; further options as of `LayerNormLinear`."""
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True, *, normalization: str = "LayerNorm",
+        activation: str = "gelu", zero_centered_gamma: bool = False, set_parallel_mode: bool = False,
+        return_bias: bool = False, return_layernorm_output: bool = False, **options: Any,
+    ) -> None:  # fmt: skip  # many parameters: those of the module of this name
+        act = _chosen("activation", ACTIVATIONS, activation)
+        wide: Any = (ffn_hidden_size, ffn_hidden_size) if act in GATES else ffn_hidden_size
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
+        super().__init__(
+            _norm(normalization, hidden_size, eps, zero_centered_gamma, options),
+            *([MakeExtraOutput()] if return_layernorm_output else []),
+            Linear(hidden_size, wide, bias, **_linear(column, options)), act(),
+            Linear(ffn_hidden_size, hidden_size, bias, return_bias=return_bias, **_linear(row, options)),
+        )  # fmt: skip
+        self.returns_norm = return_layernorm_output
+
+    def te_names(self, fused: bool = False) -> TeNames:
+        first = 1 + self.returns_norm
+        linears = names_of(self, str(first), "fc1_") | names_of(self, str(first + 2), "fc2_")
+        return names_of(self, "0", "layer_norm_") | linears
 
 
 class TransformerLayer(nn.Module):
@@ -122,6 +154,18 @@ class TransformerLayer(nn.Module):
             **shared,
         )  # fmt: skip
         self.mlp = Sequential(*mlp, *drops, AddExtraInput())
+
+    def te_names(self, fused: bool = False) -> TeNames:
+        """`fused`: q, k and v are one tensor."""
+        attention, mlp = "self_attention.layernorm_qkv.", "layernorm_mlp."
+        found = names_of(self, "qkv.0", f"{attention}layer_norm_") | names_of(self, "proj.0", "self_attention.proj.")
+        for name, joined in names_of(self, "qkv.1", "").items():
+            apart = zip(("query_", "key_", "value_"), joined.parts, strict=True)
+            one = {attention + name: Joined(joined.parts, self.head)}
+            found |= one if fused else {attention + which + name: Joined((part,)) for which, part in apart}
+        for path, its in (("mlp.0", "layer_norm_"), ("mlp.1", "fc1_"), ("mlp.3", "fc2_")):
+            found |= names_of(self, path, mlp + its)
+        return found
 
     def forward(
         self, hidden_states: Tensor, *, batch: int | None = None, rotary_pos_emb: tuple[Tensor, Tensor] | None = None
