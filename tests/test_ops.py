@@ -592,9 +592,12 @@ FUSED: dict[str, tuple[Any, float]] = {
     "BackwardLinearIntoResidual[MakeExtraOutput, Linear]": (lambda r: Residual(linear(r), in_place=True), 8e-3),
     "BackwardScaledLinear[Linear, ConstantScale]":
         (lambda r: ops.Sequential(linear(r, bias=False), ops.ConstantScale(0.5)), 0.0),
-    "BackwardBiasActivation[Bias, GELU]": (lambda r: ops.Sequential(linear(r), ops.GELU()), 2e-2),
     "ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm]": (lambda r: Added(linear(r, bias=False)), 0.0),
     "BackwardNormResidual[MakeExtraOutput, RMSNorm]": (lambda r: Residual(ops.RMSNorm(H), linear(r, bias=False)), 0.0),
+} | {  # an Identity, so that forward rounds alike
+    f"BackwardBiasActivation[Bias, {act.__name__}]":
+        (lambda r, act=act: ops.Sequential(linear(r, bias=False), ops.Identity(), ops.Bias(H), act()), 0.0)
+    for act in (ops.GELU, ops.ReLU, ops.SiLU, ops.SReLU)
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ way, with kernels that the reference plays (see test_casts.py). No device."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -68,6 +69,48 @@ def test_swiglu_and_its_gradients_are_those_of_float64(shape, dtype):
         assert_close(made, right, ROUNDED[dtype], name)
 
 
+WIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu, "srelu": lambda x: F.relu(x) ** 2,
+    "sigmoid": torch.sigmoid,
+}  # fmt: skip
+
+
+@dtypes
+@pytest.mark.parametrize("name", WIDE)
+def test_activations_gates_and_their_gradients_are_those_of_float64(name, dtype):
+    assert WIDE.keys() == reference.ACTIVATIONS.keys()
+    x, up, dy = (draw(130, 300, seed=seed, dtype=dtype) for seed in range(3))
+    wide = x.double().requires_grad_(), up.double().requires_grad_()
+    alone, gated = WIDE[name](wide[0]), WIDE[name](wide[0]) * wide[1]
+    dx, dgate, dup = ops.ActivationGrad(dy, x, name).value, *ops.gated_backward(dy, x, up, name)
+    expected = [*torch.autograd.grad(alone, wide[:1], dy.double()), *torch.autograd.grad(gated, wide, dy.double())]
+    assert_close(ops.Activated(x, name).value, alone, ROUNDED[dtype], "act")
+    assert_close(ops.gated(x, up, name), gated, ROUNDED[dtype], "gated")
+    for made, right in zip((dx, dgate, dup), expected, strict=True):
+        assert made.dtype == dtype
+        assert_close(made, right, ROUNDED[dtype])
+
+
+@dtypes
+@shapes
+def test_layer_norm_and_its_gradients_are_those_of_float64(shape, dtype):
+    x, dy, weight, bias = (
+        draw(*shape, dtype=dtype),
+        draw(*shape, seed=1, dtype=dtype),
+        *(draw(shape[1], seed=s) for s in (2, 3)),
+    )
+    y, mean, rstd = ops.layer_norm(x, weight, bias, EPS)
+    wide = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
+    expected = F.layer_norm(wide[0], shape[1:], wide[1], wide[2], EPS)
+    assert_close(y, expected, ROUNDED[dtype], "y")
+    right = torch.autograd.grad(expected, wide, dy.double())
+    dx, dweight, dbias = ops.layer_norm_backward(dy, x, weight, mean, rstd)
+    if shape != (1, 1):  # there dx and dweight are what rounding left of 0
+        assert_close(dx, right[0], 2 * ROUNDED[dtype], "dx")
+        assert_close(dweight, right[1], 5e-6, "dweight")
+    assert_close(dbias, right[2], 5e-6, "dbias")
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0, 100.0, -100.0, float("inf"), float("nan")])
 def test_swiglu_at_its_ends(value):
     gate, one = torch.full((1, 1), value), torch.ones(1, 1)
@@ -102,7 +145,7 @@ def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.LazyMatrix]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", ["rms_norm", "added", "swiglu", "sums", "gelu", "its sums"])
+@pytest.mark.parametrize("which", produced())
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
 def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, played):  # noqa: F811
     """Both orientations and one alone; also with a quantizer whose kernel makes nothing on its way."""

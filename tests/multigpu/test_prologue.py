@@ -142,7 +142,7 @@ def test_a_prologue_has_the_bits_of_its_producer(ranks, name, world, kind, seque
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("name", "mutation"),
-    [("rms_norm", "rstd"), ("rms_norm", "gradients"), ("swiglu", "gradients"), ("layer_norm", "gradients")],
+    [("rms_norm", "rstd"), *((name, "gradients") for name in ("rms_norm", "swiglu", "layer_norm", "geglu"))],
 )
 def test_the_comparison_notices_a_change(ranks, name, mutation):
     (equal,) = ranks(1).run(fused_and_before, name, "local", False, "fp8_current", TOKENS, mutation)
