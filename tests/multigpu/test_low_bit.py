@@ -74,7 +74,7 @@ def trained(config: Config, until: int) -> tuple[list[float], dict[str, dict[str
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit", "adamwfp8"])
 def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, optimizer):
     own = config(tmp_path, data, optimizer, f"--run.dir={tmp_path}/whole")
     losses, state = ranks(2).run(trained, own, 4)[0]
@@ -88,6 +88,28 @@ def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, optimizer):
             assert_bit_equal(resumed[name][key], tensor, f"{name} {key}")
     encoded = {name for name, entries in state.items() if "exp_avg.codes" in entries}
     assert (O_PROJ in encoded) == (optimizer == "adamw4bit") and len(encoded | {O_PROJ}) == 9
+
+
+def losses(config: Config, steps: int) -> list[float]:
+    trainer, _ = training.trainer(config)
+    return [trainer.train_step(step).numbers.read()[0] for step in range(steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1)
+def test_codes_of_eight_bits_train_as_fp32_does(ranks, tmp_path, data):
+    """Within 0.1 % over the last half of 12 steps. adamw4bit is 1.3 % away by then: docs/optimizers.md has that, and 200
+    steps of `tiny`."""
+
+    def last(optimizer: str) -> float:
+        settings = ["--mesh.tp=1", "--recipe=bf16", "--train.lr=3e-4", "--train.steps=12", "--model.ffn=256"]
+        own = config(tmp_path, data, optimizer, *settings, f"--run.dir={tmp_path}/{optimizer}")
+        return sum(ranks(1).run(losses, own, 12)[0][6:]) / 6
+
+    expected = last("adamw")
+    assert expected < 4.9, "something was learned"
+    for optimizer in ("adamw8bit", "adamwfp8"):
+        assert last(optimizer) == pytest.approx(expected, rel=1e-3), optimizer
 
 
 CONVERTED = [
