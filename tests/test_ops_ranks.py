@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from dlp.parallel.linear import core
 from tests import pool as worker
 from tests.cases import RECIPES
 from tests.kept import fusions_kept
-from tests.metrics import assert_bit_equal, assert_close
+from tests.metrics import assert_bit_equal, assert_close, relative_error
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
 
 H, FFN, M = 64, 128, 64
@@ -366,6 +368,99 @@ def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: A
             assert_close(tensor, alone[name], 1e-5, name)
     for said in ranks(2).run(converted, False):
         assert "inner.0: it gets token shards (32, 64), so its gradients must be summed over tp" in said
+
+
+# Every fusion on token shards beside its basic ops
+
+
+class Shards(NamedTuple):
+    """Ops on token shards [M / 2, H] or, in front of what is row-parallel, features [M, H / 2]; the bound where they are not
+    rounded as often as one by one; what the plan says."""
+
+    make: Callable[[Any, Any], Sequence[nn.Module]]  # of a column- and a row-parallel linear, of options
+    said: str
+    features: bool = False
+    bound: float = 0.0
+    extra: tuple[int, int] | None = None  # of the extra input
+
+
+ON_SHARDS = [
+    Shards(lambda column, row: [ops.RMSNorm(H), column()], "ForwardLinearBias[Linear, Bias]", bound=4e-3),
+    Shards(
+        lambda column, row: [column(), ops.AddExtraInput(in_place=True)],
+        "LinearIntoExtraInput[Linear, Bias, AddExtraInput]", bound=8e-3, extra=(M, H // 2),
+    ),
+    Shards(
+        lambda column, row: [column(bias=False), ops.ConstantScale(-4.0), ops.AddExtraInput(in_place=True)],
+        "LinearIntoExtraInput[Linear, ConstantScale, AddExtraInput]", bound=8e-3, extra=(M, H // 2),
+    ),
+    Shards(
+        lambda column, row: [ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(H), column(bias=False)],
+        "ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm]", extra=(M // 2, H),
+    ),
+    Shards(lambda column, row: [ops.GELU(), row()], "ReducedLinear[Linear, ReduceScatter, Bias]", features=True),
+    Shards(
+        lambda column, row: [ops.MakeExtraOutput(in_place=True), row(bias=False)],
+        "MakeExtraOutput, Linear: its sum over tp is an op behind it", features=True,
+    ),
+    Shards(
+        lambda column, row: [ops.MakeExtraOutput(in_place=True), column(bias=False)],
+        "MakeExtraOutput, Linear: dx is summed over tp first",
+    ),
+    Shards(
+        lambda column, row: [ops.MakeExtraOutput(), ops.RMSNorm(H), column(bias=False)],
+        "BackwardNormResidual[MakeExtraOutput, RMSNorm]",
+    ),
+    Shards(
+        lambda column, row: [column(bias=False), ops.ConstantScale(0.5)], "BackwardScaledLinear[Linear, ConstantScale]"
+    ),
+    Shards(
+        lambda column, row: [column(bias=False), ops.Identity(), ops.Bias(H // 2), ops.GELU()],
+        "BackwardBiasActivation[Bias, GELU]",
+    ),
+]  # fmt: skip
+
+
+def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, Tensor]:
+    """y, dx and gradients, the extra input's among them; backward from the output, the extra output, or both."""
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    more = {"tensor_parallel_group": mesh["tp"], "sequence_parallel": True, "recipe": recipe}
+    torch.manual_seed(mesh["tp"].get_local_rank())
+    column, row = (partial(ops.Linear, H, H, tensor_parallel_mode=mode, **more) for mode in ("column", "row"))
+    with fusions_kept(none=basic):
+        model = ops.Sequential(*case.make(column, row)).bfloat16()
+        rank = 10 * mesh["tp"].get_local_rank()
+        x = values(rank, *((M, H // 2) if case.features else (M // 2, H))).bfloat16().requires_grad_()
+        given = [] if case.extra is None else [values(rank + 1, *case.extra).bfloat16().requires_grad_()]
+        outputs = model(x, *[1.0 * each for each in given])
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        chosen = {"both": outputs, "output": outputs[:1], "extra output": outputs[1:]}[used]
+        torch.autograd.backward(chosen, [values(rank + 2 + i, *y.shape).bfloat16() for i, y in enumerate(chosen)])
+        assert basic or case.said in str(model.plan()), str(model.plan())
+    grads = {f"d{name}": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    made = {f"y{i}": y.detach() for i, y in enumerate(outputs)} | {"dx": x.grad}
+    return made | ({"dextra": given[0].grad} if given else {}) | grads  # type: ignore[return-value]
+
+
+def fusions_on_shards(recipe: str) -> list[str]:
+    """What is not that of the basic ops."""
+    wrong = list[str]()
+    for case in ON_SHARDS:
+        for used in ("both", "output", "extra output") if "MakeExtraOutput" in case.said else ("output",):
+            found, expected = (shards_step(case, recipe, used, basic) for basic in (False, True))
+            assert found.keys() == expected.keys() and found["dx"] is not None
+            for name, tensor in expected.items():
+                error = relative_error(found[name], tensor)
+                if error > case.bound or (case.bound == 0.0 and not torch.equal(found[name], tensor)):
+                    wrong.append(f"{case.said} {used} {name}: {error:.3g}")
+    return wrong
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
+def test_every_fusion_on_token_shards_equals_its_basic_ops(recipe: str, ranks: Any):
+    """Also where nobody used the output, or the extra output."""
+    assert ranks(2).run(fusions_on_shards, recipe) == [[], []]
 
 
 # Modules of Transformer Engine's names

@@ -33,6 +33,8 @@ def why_not(residual: Any, linear: Any) -> str | None:
     spec = linear.planned_spec
     if not residual.in_place:
         return "it is not in_place, so the sum has a place of its own"
+    if linear.reduced:
+        return "its sum over tp is an op behind it, with which it runs as one"
     if spec.style.dgrad.reduce is not None and spec.tp > 1:
         return "dx is summed over tp first"
     if (
