@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import json
 import re
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from launch import evaluate, generate, harness, trained
+from launch import convert_hf, evaluate, generate, harness, trained
 from launch.config import ConfigError, from_text
 from launch.manifest import CheckpointError, read_manifest
 from launch.tokenizer import BYTES
@@ -50,10 +54,10 @@ def measured(path: str, *settings: tuple[str, str]) -> evaluate.Perplexity:
     return evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1)
 
 
-def frozen(path: str, recipe: str, mode: str) -> tuple[float, str]:
+def frozen(path: str, recipe: str, mode: str, *settings: tuple[str, str]) -> tuple[float, str]:
     """Inside a worker: loss, and what is said of the codes."""
     known = types.SimpleNamespace(checkpoint=Path(path), quantize=recipe, mode=mode, calibration=2)
-    found = evaluate.as_asked(opened(path, 2, ("mesh.sequence_parallel", "true")), known)
+    found = evaluate.as_asked(opened(path, 2, ("mesh.sequence_parallel", "true"), *settings), known)
     loss = evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1).loss
     return loss, found.remarks[-1]
 
@@ -80,6 +84,48 @@ def test_it_finds_the_loss_that_the_run_found(ranks, checkpoint):
     assert found[0].loss == pytest.approx(loss, abs=1e-6)
     assert abs(ranks(2).run(measured, path, ("groups.default.recipe", "nvfp4"))[0].loss - loss) > 1e-6
     assert "perplexity" in str(found[0])
+
+
+def by_main(name: str, *arguments: str) -> str:
+    """Inside a worker of one rank, whose process group stays: what a program prints."""
+    out, program = io.StringIO(), {"evaluate": evaluate, "generate": generate}[name]
+    with patch.object(program, "shutdown"), contextlib.redirect_stdout(out):
+        program.main(arguments)
+    return out.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_trained_for_codes_exported_and_quantized_it_has_one_loss(ranks, checkpoint, tmp_path):
+    """In fp32: under qat, as codes on the mesh of the run, and as codes of what was exported, on one rank."""
+    pytest.importorskip("safetensors")
+    path, fp32 = checkpoint[0], ("train.dtype", "fp32")
+    loss = ranks(2).run(measured, path, fp32, ("groups.default.recipe", "qat"))[0].loss
+    assert abs(loss - ranks(2).run(measured, path, fp32, ("groups.default.recipe", "bf16"))[0].loss) > 1e-4
+    codes, said = ranks(2).run(frozen, path, "qat", "dynamic", fp32)[0]
+    assert codes == pytest.approx(loss, abs=1e-6) and said.startswith("quantized: 7 linears, qat, dynamic: ")
+    convert_hf.export(Path(path), tmp_path / "theirs", "fp32", None)
+    convert_hf.import_folder(tmp_path / "theirs", tmp_path / "back")
+    data = Path(path).parents[2] / "data"
+    settings = ["--train.dtype=fp32", "--train.sequence=64", "--train.global_batch=8", "--recipe=bf16"]
+    asked = ["--data", str(data), "--batches=1", "--quantize=qat", "--mode=dynamic", *settings]
+    printed = ranks(1).run(by_main, "evaluate", str(tmp_path / "back"), *asked)[0]
+    assert "quantized: 7 linears, qat, dynamic: " in printed
+    found = re.search(r"validation of .*: ([\d.]+) nats per token, perplexity [\d.]+, over 512 tokens", printed)
+    assert found and float(found[1]) == pytest.approx(loss, abs=6e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1)
+def test_a_quantized_model_writes_and_is_profiled(ranks, checkpoint, tmp_path):
+    trace = tmp_path / "trace.json"
+    asked = ["--prompt=def", "--tokens=4", f"--profile={trace}", "--quantize=fp8_current", "--mode=dynamic"]
+    printed = ranks(1).run(by_main, "generate", checkpoint[0], *asked)[0]
+    assert re.search(
+        r"quantized: 7 linears, fp8_current, dynamic: .*\ndef.*read 3 tokens in .* tokens/s\n$", printed, re.S
+    )
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert "model.layers.0.mlp.down_proj.cast_x" in names and "aten::argmax" in names
 
 
 def too_many(path: str) -> str:
