@@ -15,14 +15,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from dlp import ops
+from dlp.parallel.linear.modules import ConvertedLinear
+
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def layer_ranges(model: nn.Module, push: Callable[[str], Any], pop: Callable[[], Any]) -> Iterator[None]:
-    """Calls `push` with a layer's name before its forward and `pop` behind it, for all layers of a model by their depth."""
+    """Calls `push` with a layer's name before its forward and `pop` behind it, for all layers of a model by their depth.
+    Ops and linears of dlp name what they launch by themselves: with hooks an op would run alone, not as in other steps."""
     handles = []
     for name, module in model.named_modules():
+        if isinstance(module, ops.FusibleOperation | ConvertedLinear):
+            continue
         handles.append(module.register_forward_pre_hook(lambda module, args, name=name or "model": push(name) and None))
         handles.append(module.register_forward_hook(lambda module, args, out: pop() and None, always_call=True))
     try:

@@ -56,11 +56,12 @@ class Kept(NamedTuple):
 
 
 class Direction:
-    """One direction of one plan. `why`: why it is not captured, whatever comes. `bounds`: of the linears in it; its launches
-    go when any of these forgets its own: a table of scales has moved."""
+    """One direction of one plan. `why`: why it is not captured, whatever comes; `linears`: those in it, which name the range of
+    its launches. `bounds`: theirs; its launches go when any of these forgets its own: a table of scales has moved."""
 
-    def __init__(self, name: str, ops: str, why: str) -> None:
-        self.name, self.ops, self.why, self.range = name, ops, why, f"{ops}.{name}"
+    def __init__(self, name: str, ops: str, why: str, linears: str) -> None:
+        self.name, self.ops, self.why = name, ops, why
+        self.range = f"{linears or ops}.{name}"
         self.captured: CapturedDirections | None = None
         self.returned: dict[Key, Kept] = {}  # by all that they depend on
 

@@ -173,8 +173,9 @@ class OperationFuser:
         ways = [self._placed(fuse(which, ops, recipe, notes), which) for which in ("forward", "backward")]
         dys = _of_the_op_before(pairs, "grad_output_quantizer")
         xs = _of_the_op_before(pairs[::-1], "input_quantizer")[::-1]
+        linears = ", ".join(dict.fromkeys(ctxs[i].bound.spec.name for _, i, _ in self.linears))
         captured = [
-            Direction(which, f"{self.names[0]} to {self.names[-1]}", self._obstacle(which, way, ctxs))
+            Direction(which, f"{self.names[0]} to {self.names[-1]}", self._obstacle(which, way, ctxs), linears)
             for which, way in zip(("forward", "backward"), ways, strict=True)
         ]
         for ctx, its in zip(ctxs, needs_dx, strict=True):
