@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dlp.parallel.weight.local import local_values
+from dlp.parallel.weight.local import local_values, shards_of
 
 SMALLEST = 4096  # elements on a rank, as in torchao: less is not worth scales
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
@@ -79,16 +79,6 @@ ENCODINGS = {
     "adamw4bit": Encoding("torchao.optim.subclass_4bit", "OptimState4bit", 128, packed=2),
     "adamwfp8": Encoding("torchao.optim.subclass_fp8", "OptimStateFp8", 256, torch.float8_e4m3fn),
 }
-
-
-def shards_of(parameter: Tensor) -> tuple[int, ...]:
-    """Into how many shards each dimension of a parameter is cut."""
-    shards = [1] * parameter.dim()
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if not placement.is_replicate():
-                shards[placement.dim] *= parameter.device_mesh.size(axis)  # type: ignore[attr-defined]
-    return tuple(shards)
 
 
 def _zeros(parameter: Tensor, elements: int, dtype: torch.dtype) -> Tensor:

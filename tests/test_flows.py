@@ -115,6 +115,40 @@ def test_static_scales_are_what_was_observed(observer):
     assert_bit_equal(model(batch()), y, "scales stand still")
 
 
+@pytest.mark.parametrize(
+    ("observer", "x", "said"),
+    [
+        (
+            "max",
+            torch.zeros(4, 64),
+            "0 was given nothing but zeros, of which no scale follows: calibrate with other batches",
+        ),
+        ("max", torch.full((4, 64), torch.inf), "x of 0 was not finite in a batch: leave that out"),
+        (lambda window: window.amax(), None, r"the observer returned \[\], and must return an amax a layer, \[2\]"),
+        (lambda window: window.amax(1), None, r"the observer returned \[1\], and must return an amax a layer, \[2\]"),
+        (lambda window: -window.amax(0), None, "the observer found an amax of -.* for 0: .* finite and above 0"),
+        (lambda window: window.amax(0) * torch.nan, None, "the observer found an amax of nan for 0"),
+    ],
+)
+@torch.no_grad()
+def test_what_is_no_scale_is_refused(observer, x, said):
+    """In place of a scale of 1, or of another layer's."""
+    model = net()
+    with pytest.raises(ValueError, match=f"^calibrate: {said}"), dlp.calibrate(model, "**", observer):
+        model(batch() if x is None else x.bfloat16())
+    assert not hasattr(model[0], "x_scale") and not model[0]._forward_pre_hooks
+
+
+@torch.no_grad()
+def test_x_may_come_by_name():
+    model, other = net(), net()
+    with dlp.calibrate(model), dlp.calibrate(other):
+        model(batch())
+        other[2](input=other[1](other[0](input=batch())))
+        other(torch.zeros_like(batch()))
+    assert model[2].x_scale == other[2].x_scale
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize(

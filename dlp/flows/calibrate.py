@@ -12,7 +12,8 @@ runs as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,10 +42,22 @@ def average(window: Tensor) -> Tensor:
     return window.sum(0) / (window > 0).sum(0).clamp(min=1)
 
 
-def _of_batches(observer: Callable[[Tensor], Tensor], window: Tensor) -> Tensor:
-    """What a user's function finds, of the batches that were met alone."""
-    met = (window > 0).any(1)
-    return observer(window[met]) if met.any() else window.amax(0)
+def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], window: Tensor) -> Tensor:
+    """What a user's function finds, of the batches that were met alone. ValueError for what is no amax of each layer."""
+    seen = window > 0
+    if not seen.any():
+        return window.amax(0)
+    found = observer(window[seen.any(1)])
+    if found.shape != window.shape[1:]:
+        raise ValueError(
+            f"calibrate: the observer returned {list(found.shape)}, and must return an amax a layer, {[len(names)]}"
+        )
+    for name, amax, there in zip(names, found.tolist(), seen.any(0).tolist(), strict=True):
+        if there and not 0 < amax < math.inf and window.isfinite().all():
+            raise ValueError(
+                f"calibrate: the observer found an amax of {amax:g} for {name}: expected one that is finite and above 0"
+            )
+    return found
 
 
 def best_clip(x: Tensor) -> Tensor:
@@ -73,7 +86,8 @@ def calibrate(
     observer  "max" of the amaxes of all batches; their "average"; "mse", the max of the amaxes at which a cast of each batch
               loses least; or a function of the amaxes [batches, layers], oldest first, that returns an amax a layer
 
-    Raises ValueError for an unknown observer, a pattern that matches no linear, and a layer that did not run.
+    Raises ValueError for an unknown observer, one that finds no amax for a layer, a pattern that matches no linear, and a layer
+    that did not run, whose x was not finite in a batch, or zero in all of them.
     """
     if not callable(observer) and observer not in OBSERVERS:
         raise ValueError(f"observer must be one of {', '.join(OBSERVERS)} or a function of amaxes; got {observer!r}")
@@ -81,11 +95,13 @@ def calibrate(
     lists = {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)}
     chosen = must_match(list(every), lists, pattern, getattr(model, "base_model_prefix", ""), asked_by="calibrate")
     linears = {name: every[name] for name in chosen}
-    algorithm = partial(_of_batches, observer) if callable(observer) else OBSERVERS[observer]
+    algorithm = partial(_of_batches, observer, list(linears)) if callable(observer) else OBSERVERS[observer]
     device = next(next(iter(linears.values())).parameters()).device
     table = SlotTable({name: SlotOptions(ops.FP8_MAX[E4M3], 0, BATCHES, algorithm) for name in linears}, device)
+    ran: set[str] = set()
+    look = best_clip if observer == "mse" else ops.amax
     hooks = [
-        module.register_forward_pre_hook(_records(table.slot(name), best_clip if observer == "mse" else ops.amax))
+        module.register_forward_pre_hook(_records(table.slot(name), look, partial(ran.add, name)), with_kwargs=True)
         for name, module in linears.items()
     ]
     hooks.append(model.register_forward_hook(lambda *_: _close(table)))
@@ -94,19 +110,24 @@ def calibrate(
     finally:
         for hook in hooks:
             hook.remove()
-    for name, module in linears.items():
-        slot = table.slot(name)
-        if not table.state_dict()[name]["history"].any():
+    for name, slot in table.state_dict().items():
+        if not slot["history"].isfinite().all():
+            raise ValueError(f"calibrate: x of {name} was not finite in a batch: leave that out")
+        if not slot["history"].any():
             raise ValueError(
-                f"calibrate: {name} did not run: call the model inside, or leave the layer out of {pattern!r}"
+                f"calibrate: {name} was given nothing but zeros, of which no scale follows: calibrate with other batches"
+                if name in ran
+                else f"calibrate: {name} did not run: call the model inside, or leave the layer out of {pattern!r}"
             )
-        module.register_buffer(SCALE, slot.scale.clone(), persistent=False)
+    for name, module in linears.items():
+        module.register_buffer(SCALE, table.slot(name).scale.clone(), persistent=False)
 
 
-def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor], runs: Callable[[], None]) -> Callable[..., None]:
     @torch.no_grad()
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        x = _x_of(module, inputs)
+    def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        runs()
+        x = _x_of(module, (*inputs, *named.values()))
         core = module.core if isinstance(module, ParallelLinear) else None
         if core is not None and core.stats is not None:
             core.stats.record(f"{core.spec.members[0]}.x", x, QuantizedTensor(HighPrecision(), (x,)), always=True)

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dlp.flows.frozen import SCALE, scale_of, set_scale
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.weight.held import HeldWeight
-from dlp.parallel.weight.local import local_values
+from dlp.parallel.weight.local import local_values, shards_of
 from dlp.quant.parameter import QuantizedParameter
-from dlp.quant.tensor import SHARED, Part, QuantizedTensor
+from dlp.quant.tensor import Part, QuantizedTensor
 
 
 class Held(NamedTuple):
@@ -59,21 +59,32 @@ def _scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinear | No
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
-    """How a part lies on the mesh of its parameter. ValueError where a block lies on two ranks."""
+    """How a part lies on the mesh of its parameter. ValueError where a block lies on two ranks, or shards are not equal."""
     assert isinstance(held.parameter, DTensor)
     made: list[Placement] = []
+    shards = shards_of(held.parameter)
     for placement in held.parameter.placements:
-        if not isinstance(placement, Shard):
+        if placement.is_replicate():
             made.append(Replicate())
             continue
-        cut, local = placement.dim, local_values(held.parameter).shape
+        cut, local = int(placement.dim), local_values(held.parameter).shape  # type: ignore[attr-defined]
+        if held.parameter.shape[cut] % shards[cut]:
+            raise ValueError(
+                f"{held.name}: {held.parameter.shape[cut]} along dimension {cut} are cut unevenly into {shards[cut]} shards: "
+                f"save it on a mesh that divides them"
+            )
         if held.q.shape[cut] != local[cut] or not held.q.format.concatenates(cut, local[cut]):
             raise ValueError(
                 f"{held.name}: shards of {local[cut]} along dimension {cut} cut blocks of {held.q.format.name}, so that codes "
                 f"are not those of the whole: use a mesh whose shards hold whole blocks"
             )
         along = part.moves_along(cut)
-        made.append(Replicate() if along is SHARED or along is None else Shard(along))
+        if along is None:
+            made.append(Replicate())
+        elif along == cut:
+            made.append(placement)  # also of FSDP over tp, whose shards are strided
+        else:
+            made.append(Shard(along))
     return made
 
 
@@ -110,7 +121,12 @@ def _whole(held: Held, part: Part, tensor: Tensor) -> Tensor:
     sent = tensor.detach().contiguous()
     if tensor.dtype.itemsize == 1:
         sent = sent.view(torch.uint8)
-    whole = DTensor.from_local(sent, held.parameter.device_mesh, placements, run_check=False).full_tensor()
+    rows, columns = held.parameter.shape
+    shapes = dict(zip(held.q.format.parts, held.q.format.part_shapes((rows, columns)), strict=True))
+    meta = torch.empty(shapes[part], device="meta")
+    whole = DTensor.from_local(
+        sent, held.parameter.device_mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
+    ).full_tensor()
     return whole.view(tensor.dtype).clone()
 
 
@@ -155,9 +171,6 @@ def _cut(whole: Tensor, spread: Tensor | None, placements: list[Placement]) -> T
     """This rank's piece."""
     if spread is None:
         return whole
-    mesh = spread.device_mesh  # type: ignore[attr-defined]
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            pieces = whole.tensor_split(mesh.size(axis), placement.dim)
-            whole = pieces[mesh.get_local_rank(axis)]
-    return whole.contiguous()
+    assert isinstance(spread, DTensor)
+    cut = distribute_tensor(whole.to(spread.device), spread.device_mesh, placements, src_data_rank=None)
+    return cut.to_local().contiguous()

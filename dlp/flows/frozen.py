@@ -121,8 +121,8 @@ def _check(name: str, modules: Mapping[str, ParallelLinear], mode: str, names: l
     sharded = any(num_axes(parameter) > core.spec.num_axes for parameter in core.parameters())
     if sharded or any(weight.managed or weight.gathered for weight in core.weights):
         raise ValueError(
-            f"{name}: FSDP has its weight; freeze before dlp.fully_shard, or use dlp.quantize_ on the plain model, whose codes "
-            f"FSDP gathers"
+            f"{name}: FSDP has its weight; freeze before dlp.fully_shard, which passes its parameters by (ignored_params), or "
+            f"use dlp.quantize_ on the plain model, whose codes FSDP gathers"
         )
 
 

@@ -220,7 +220,15 @@ class QuantizedParameter(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.parts, self.dtype, _spelled(self.use), self.x_scale, self.turned)
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """ValueError, on all ranks, for rows that FSDP cannot cut evenly: it gathers equal shards alone."""
+        if outer_size[0] % mesh.size():
+            raise ValueError(
+                f"a quantized weight {tuple(outer_size)} has {outer_size[0]} rows, which FSDP cuts unevenly over {mesh.size()} "
+                f"ranks: leave the layer out (filter_fn of dlp.quantize_), or shard over a number of ranks that divides them"
+            )
         moving = [
             _bytes(p) for p, part in zip(self.parts, self.use.format.parts, strict=True) if part.rows is not SHARED
         ]
@@ -376,7 +384,7 @@ def _slice(func: Any, w: QuantizedParameter, dim: int = 0, start: Any = None, en
     unit = lcm(fmt.block[cut] or 1, fmt.multiple[cut])  # no block, and no entry that holds several codes, is cut
     aligned = first % unit == 0 and (last % unit == 0 or last == size)
     said = all(part.moves_along(cut) != UNSAID for part in fmt.parts)
-    if step != 1 or last <= first or not (whole or (aligned and said)):
+    if step != 1 or last < first or not (whole or (aligned and said)):
         return NotImplemented
     before, behind = (fmt.part_shapes(_resized(w.quantized.shape, cut, end)) for end in (first, last))
     parts = []

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import dlp
 from dlp.parallel.linear.modules import ParallelLinear
@@ -83,6 +84,54 @@ def test_codes_go_from_one_mesh_to_another(ranks, tmp_path, recipe, mode):
 
 
 @torch.no_grad()
+def on_both_axes(recipe: str) -> list[str]:
+    """The names of codes that are not those of the whole, of weights cut by tp, then by FSDP; what they are loaded as; and of a
+    plain parameter whose shards are not equal."""
+    mesh, wrong = worker.mesh(tp=2, dp_shard=2), []
+    whole = dlp.quantized_state_dict(dlp.quantize_(net(WIDTH), recipe))
+
+    def differing(model: nn.Module) -> list[str]:
+        state = dlp.quantized_state_dict(model)
+        return [name for name, each in whole.items() if not torch.equal(as_bytes(state[name]), as_bytes(each))]
+
+    model = dlp.quantize_(net(WIDTH).to(worker.device()), recipe)
+    for i, dim in ((0, 0), (2, 1)):
+        piece = model[i].weight.detach().chunk(2, dim)[mesh["tp"].get_local_rank()]
+        spread = DTensor.from_local(piece, mesh["tp"], [Shard(dim)], run_check=False)
+        model[i].weight = nn.Parameter(spread, requires_grad=False)
+    fully_shard(model, mesh=mesh["dp_shard"])
+    assert len(model[0].weight.placements) == 2
+    wrong += differing(model)
+    other = {name: as_bytes(each).flip(0).view(each.dtype).view(each.shape) for name, each in whole.items()}
+    dlp.load_quantized_state_dict(model, other)
+    assert {"0.weight.codes", "2.weight.codes", "0.bias"} <= set(differing(model)), "in reverse"
+    dlp.load_quantized_state_dict(model, whole)
+    return wrong + differing(model)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().reshape(-1, 1).view(torch.uint8)
+
+
+@torch.no_grad()
+def of_uneven_values() -> bool:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)).to(worker.device())
+    dlp.quantize_(model, "fp8_current", lambda module, name: name == "0")
+    state = {name: tensor.clone() for name, tensor in dlp.quantized_state_dict(model).items()}
+    fully_shard(model, mesh=worker.mesh(dp_shard=4)["dp_shard"])
+    model[1].weight.zero_()
+    dlp.load_quantized_state_dict(model, state)
+    return torch.equal(model[1].weight.full_tensor(), state["1.weight"])
+
+
+@pytest.mark.ranks(4)
+def test_codes_and_values_on_four_ranks(ranks):
+    for recipe in ("fp8_current", "fp8_block"):
+        assert ranks(4).run(on_both_axes, recipe) == [[]] * 4, recipe
+    assert ranks(4).run(of_uneven_values) == [True] * 4
+
+
+@torch.no_grad()
 def of_token_shards(recipe: str) -> None:
     x = batch(width=WIDTH).to(worker.device())
     model, plain = on_mesh(True, tp=2), on_mesh(False, tp=2)
@@ -100,11 +149,17 @@ def test_sequence_parallel(ranks, recipe):
     ranks(2).run(of_token_shards, recipe)
 
 
+@torch.no_grad()
 def managed() -> str:
-    model = on_mesh(False)
+    model, x = on_mesh(False), batch(width=WIDTH).to(worker.device())
     dlp.fully_shard(model, mesh=worker.mesh())
     with pytest.raises(ValueError, match="FSDP has its weight; freeze before"):
         dlp.freeze(model, "**", "fp8_current")
+    model = on_mesh(False).append(nn.Linear(WIDTH, WIDTH).bfloat16().to(worker.device()))
+    dlp.freeze(model, "**", "fp8_current")
+    expected = model(x)
+    dlp.fully_shard(model, mesh=worker.mesh(), ignored_params={*model[0].parameters(), *model[2].parameters()})
+    assert_bit_equal(model(x), expected, "as the refusal advises")
     return "refused"
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import dlp
 from dlp.quant import recipe as recipes
 from dlp.quant.parameter import QuantizedParameter
 from tests import pool as worker
@@ -61,6 +63,30 @@ def by_fsdp(recipe: str) -> None:
 @pytest.mark.ranks(2)
 def test_fsdp_gathers_codes(ranks, recipe):
     ranks(2).run(by_fsdp, recipe)
+
+
+def cut_unevenly(rows: int) -> list[str]:
+    """What each rank says where shards of codes are not equal: in the first forward, and in a save."""
+    layer = dlp.quantize_(nn.Sequential(nn.Linear(32, rows)), "fp8_rowwise")
+    fully_shard(layer, mesh=worker.mesh(dp_shard=dist.get_world_size())["dp_shard"])
+    assert isinstance(layer[0].weight.to_local(), QuantizedParameter)
+    said = []
+    for refused in (lambda: layer(torch.randn(4, 32)), lambda: dlp.quantized_state_dict(layer)):
+        with pytest.raises(ValueError) as error:
+            refused()
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize(("world", "rows"), [(2, 49), (4, 3)])
+def test_uneven_shards_are_refused_by_all_ranks(ranks, world, rows):
+    """Else ranks with fewer rows would send less than the others wait for. Of 3 rows the last of 4 ranks has none."""
+    expected = [
+        f"a quantized weight ({rows}, 32) has {rows} rows, which FSDP cuts unevenly over {world} ranks: leave the layer out",
+        f"0.weight: {rows} along dimension 0 are cut unevenly into {world} shards: save it on a mesh that divides them",
+    ]
+    for said in ranks(world).run(cut_unevenly, rows):
+        assert [each[: len(start)] for each, start in zip(said, expected, strict=True)] == expected
 
 
 def cut_blocks() -> None:

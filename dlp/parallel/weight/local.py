@@ -152,6 +152,16 @@ class _Local(torch.autograd.Function):
         return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False), None
 
 
+def shards_of(parameter: Tensor) -> tuple[int, ...]:
+    """Into how many shards each dimension of a parameter is cut."""
+    shards = [1] * parameter.dim()
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                shards[placement.dim] *= parameter.device_mesh.size(axis)  # type: ignore[attr-defined]
+    return tuple(shards)
+
+
 def num_axes(parameter: Any) -> int:
     """Over how many axes of a mesh a parameter is spread: none for a plain one, tp alone for one that conversion placed,
     and those of FSDP, too, for one that is resharded."""
