@@ -91,7 +91,7 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
     are let go of, and their parameters show NaN and learn nothing. Returns their names. Call it on all ranks.
 
     Raises ValueError, before anything is changed, for a pattern that matches no layer, for a recipe that does not serve `mode`,
-    for static without `calibrate`, and for weights that FSDP shards.
+    for static without `calibrate`, and for weights that FSDP shards or that are codes already.
     """
     names, modules = match_layers(model, pattern, "freeze"), layer_modules(model)
     made = recipes.as_recipe(recipe)
@@ -118,6 +118,12 @@ def _check(name: str, modules: Mapping[str, ParallelLinear], mode: str, names: l
     left = [other for other in _names_of(core, modules) if other not in names]
     if left:
         raise ValueError(f"{name} shares its x with {left[0]}, which the pattern leaves out: freeze siblings together")
+    held = next((weight for weight in core.weights if isinstance(weight, HeldWeight)), None)
+    if held is not None:
+        raise ValueError(
+            f"{name}: its weight is held as {held.recipe.w.rowwise.format.name} codes already, and its values are gone: freeze a "
+            f"layer once, and one that was made outside of dlp.quantized_model_init"
+        )
     sharded = any(num_axes(parameter) > core.spec.num_axes for parameter in core.parameters())
     if sharded or any(weight.managed or weight.gathered for weight in core.weights):
         raise ValueError(
