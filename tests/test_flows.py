@@ -209,7 +209,9 @@ def test_what_cannot_be_done_is_refused():
     with pytest.raises(ValueError, match="shares its weight with 3"):
         dlp.quantize_(tied, "fp8_current")
     dlp.freeze(model, "2", "fp8_current")
-    with pytest.raises(ValueError, match="2: its weight is held as fp8_tensor.* codes already, and its values are gone"):
+    with pytest.raises(
+        ValueError, match="2: its weight is held as fp8_tensor.* codes already, and its values are gone"
+    ):
         dlp.freeze(model, "**", "mxfp8")
     assert model[0].weight.isfinite().all(), "nothing was changed"
     dlp.freeze(model, "0", "fp8_current")

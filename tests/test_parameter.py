@@ -237,8 +237,13 @@ def test_other_operations_decode_and_say_so_once(caplog):
     ]
     with pytest.raises(ValueError, match="would write into a weight that is held as fp8_tensor"):
         weight.mul_(2)
-    with pytest.raises(ValueError, match="would write into"):
-        weight.copy_(torch.zeros(256, 128))
+    for writes in (
+        lambda: weight.copy_(torch.zeros(256, 128)),
+        lambda: torch._foreach_mul_([weight.detach()], 2.0),
+        lambda: torch.add(torch.zeros(256, 128), 1, out=weight.detach()),
+    ):
+        with pytest.raises(ValueError, match="would write into"):
+            writes()
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])

@@ -121,8 +121,8 @@ def _check(name: str, modules: Mapping[str, ParallelLinear], mode: str, names: l
     held = next((weight for weight in core.weights if isinstance(weight, HeldWeight)), None)
     if held is not None:
         raise ValueError(
-            f"{name}: its weight is held as {held.recipe.w.rowwise.format.name} codes already, and its values are gone: freeze a "
-            f"layer once, and one that was made outside of dlp.quantized_model_init"
+            f"{name}: its weight is held as {held.recipe.w.rowwise.format.name} codes already, and its values are gone: "
+            f"freeze a layer once, and one that was made outside of dlp.quantized_model_init"
         )
     sharded = any(num_axes(parameter) > core.spec.num_axes for parameter in core.parameters())
     if sharded or any(weight.managed or weight.gathered for weight in core.weights):

@@ -5,7 +5,8 @@ a weight is saved by `torch.save` and read with weights_only, sharded as a DTens
 
     linear, mm, addmm     one opaque op, `dlp::quantized_linear`: casts x as `activation` says, and multiplies by the kernel
                           that the table has for the two formats
-    parts                 detach, clone, moves, t, slice, narrow, split, cat, views of the same shape, all_gather
+    parts                 detach, clone, moves, t, slice, narrow, split, cat, views of the same shape; all_gather,
+                          scatter, broadcast
     anything else         decodes, and says so once for each operation
 
 Values are read-only: what writes into such a tensor raises, unless it brings another of the same format.
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dlp.quant.fp8 import CurrentScaling, DelayedScaling, Fp8Tensor, unchanged
 from dlp.quant.fp8_block import BlockScaling, Fp8Block
@@ -298,13 +299,23 @@ def _rebuild(
     return QuantizedParameter(QuantizedTensor(how.format, tuple(parts)), dtype, how, x_scale, turned)
 
 
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes into; the schemas of c10d's do not say so."""
+    if func.namespace == "c10d":
+        return [args[0]] if func._schema.name.endswith("_") else []
+    given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
+    into = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [given[name] for name in into if name in given]
+
+
 _TOLD: set[Any] = set()
 
 
 def _decode_and_run(func: Any, args: Any, kwargs: Any) -> Any:
-    if func._schema.is_mutable and isinstance(args[0], QuantizedParameter):
+    written = (each for each in tree_leaves(_written(func, args, kwargs)) if isinstance(each, QuantizedParameter))
+    if (weight := next(written, None)) is not None:
         raise ValueError(
-            f"{func} would write into a weight that is held as {args[0].use.format.name} codes: convert the new values by "
+            f"{func} would write into a weight that is held as {weight.use.format.name} codes: convert the new values by "
             f"QuantizedParameter.from_float, or load them before the model is quantized"
         )
     if func not in _TOLD:
@@ -465,6 +476,44 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
             gathered = torch.cat(gathered.chunk(size, 0), along)
         parts.append(gathered.view(tensor.dtype) if payload.dtype != tensor.dtype else gathered)
     return w.like(parts)
+
+
+@_runs(torch.ops.c10d.scatter_.default)
+def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *how: Any) -> Any:
+    """As `distribute_tensor` and `parallelize_module` send shards."""
+    if not _alike([*outputs, *[each for given in inputs for each in given]]):
+        return NotImplemented
+    return _by_part(
+        lambda i, mine: func([mine], [[_sent(each, i) for each in given] for given in inputs], *how), outputs
+    )
+
+
+@_runs(torch.ops.c10d.broadcast_.default)
+def _broadcast(func: Any, tensors: list[Any], *how: Any) -> Any:
+    return _by_part(lambda i, mine: func([mine], *how), tensors) if _alike(tensors) else NotImplemented
+
+
+def _alike(given: Sequence[Any]) -> bool:
+    """Of one format and orientation, so that tensors inside go one by one."""
+    kinds = {(w.use, w.turned, w.x_scale is None) if isinstance(w, QuantizedParameter) else None for w in given}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _sent(w: QuantizedParameter, i: int) -> Tensor:
+    return _bytes([*w.parts, w.x_scale][i]).contiguous()  # type: ignore[arg-type]
+
+
+def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[QuantizedParameter]) -> tuple[Any, Any]:
+    """Run it for each tensor inside of the only one that it writes into, one after the other."""
+    (w,) = into
+    for i, part in enumerate([*w.parts, *([] if w.x_scale is None else [w.x_scale])]):
+        mine = _sent(w, i)
+        _, work = collective(i, mine)
+        if work is not None:
+            work.wait()
+        if mine.data_ptr() != part.data_ptr():
+            part.copy_(mine.view(part.dtype))
+    return into, work
 
 
 @_runs(aten.copy_.default)

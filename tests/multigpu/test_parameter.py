@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dlp
 from dlp.quant import recipe as recipes
+from dlp.quant.fp8 import CurrentScaling, static
+from dlp.quant.integers import IntScaling
+from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.parameter import QuantizedParameter
 from tests import pool as worker
 from tests.metrics import assert_bit_equal
@@ -63,6 +69,46 @@ def by_fsdp(recipe: str) -> None:
 @pytest.mark.ranks(2)
 def test_fsdp_gathers_codes(ranks, recipe):
     ranks(2).run(by_fsdp, recipe)
+
+
+@torch.no_grad()
+def as_torch_sends(quantizer: Any) -> bool:
+    """Of rank 0's weight, by torch's own: shards of a parallel module, a broadcast; what cannot be done raises."""
+    torch.manual_seed(dist.get_rank())
+    tp, cast = worker.mesh(tp=2)["tp"], static()
+
+    def made() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False)).to(worker.device())
+        for layer in model:
+            scale = torch.rand((), device=worker.device())
+            quantized = QuantizedParameter.from_float(layer.weight, quantizer, cast, x_scale=scale)
+            layer.weight = nn.Parameter(quantized, requires_grad=False)
+        return model
+
+    model, other, same = made(), made(), True
+    dist.broadcast(model[0].weight, 0)
+    scales = [torch.zeros_like(model[0].weight.x_scale) for _ in range(2)]
+    dist.all_gather(scales, model[0].weight.x_scale)
+    values = model[0].weight.dequantize()
+    sums = values.clone()
+    dist.all_reduce(sums)
+    same = torch.equal(sums, 2 * values) and torch.equal(*scales)
+    with pytest.raises(ValueError, match="c10d.allreduce_.default would write into a weight that is held as"):
+        dist.all_reduce(model[0].weight)
+    expected = [layer.weight.dequantize() for layer in other]
+    for each in expected:
+        dist.broadcast(each, 0)
+    parallelize_module(other, tp, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for layer, values in zip(other, expected, strict=True):
+        assert isinstance(layer.weight.to_local(), QuantizedParameter)
+        same &= torch.equal(layer.weight.full_tensor().dequantize(), values)
+    return same
+
+
+@pytest.mark.parametrize("quantizer", [CurrentScaling(), MxScaling(), IntScaling(4, 32, symmetric=False)], ids=str)
+@pytest.mark.ranks(2)
+def test_torchs_own_collectives_send_codes(ranks, quantizer):
+    assert ranks(2).run(as_torch_sends, quantizer) == [True, True]
 
 
 def cut_unevenly(rows: int) -> list[str]:
