@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from math import lcm
 from typing import Any
@@ -28,95 +28,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dlp.quant.fp8 import CurrentScaling, DelayedScaling, Fp8Tensor, unchanged
 from dlp.quant.fp8_block import BlockScaling, Fp8Block
 from dlp.quant.fp8_rowwise import Fp8Rowwise, RowwiseScaling
-from dlp.quant.gemm import Gemm, GemmOptions
+from dlp.quant.gemm import GemmOptions
 from dlp.quant.integers import Int, IntScaling
 from dlp.quant.mxfp8 import Mxfp8, MxScaling
 from dlp.quant.nvfp4 import Nvfp4, Nvfp4Scaling
-from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, caps_of
+from dlp.quant.quantized_linear import PLAIN, Use, autocasts, decoded, number_of, quantized_linear
+from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of
 from dlp.quant.tensor import SHARED, UNSAID, Format, HighPrecision, QuantizedTensor
 
 LOG = logging.getLogger("dlp")
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-_HP, PLAIN = HighPrecision(), GemmOptions()
-
-
-@dataclass(frozen=True)
-class Use:
-    """How a weight is read. `activation`: casts x first; None: x stays as it is. `options`: of the GEMM."""
-
-    format: Format
-    activation: Quantizer | None = None
-    options: GemmOptions = PLAIN
-
-
-_NUMBERS: dict[Use, int] = {}  # what the opaque ops call a use
-_USES: list[Use] = []
-
-
-def _number(use: Use) -> int:
-    if use not in _NUMBERS:
-        _NUMBERS[use] = len(_USES)
-        _USES.append(use)
-    return _NUMBERS[use]
-
-
-@torch.library.custom_op("dlp::quantized_linear", mutates_args=())
-def quantized_linear(
-    x: Tensor, parts: list[Tensor], x_scale: Tensor | None, bias: Tensor | None, use: int
-) -> Tensor:  # fmt: skip
-    """x [..., K], the parts of w [N, K], b [N] -> y [..., N] in the dtype of x. `x_scale`: fp32 [], what a static cast
-    multiplies x by."""
-    how, rows = _USES[use], x.reshape(-1, x.shape[-1])
-    w = how.format.wrap(parts)
-    if how.activation is None:
-        a = QuantizedTensor(_HP, (rows,))
-    else:
-        given: dict[str, Any] = {} if x_scale is None else {"slot": ScaleSlot(x_scale, torch.zeros_like(x_scale))}
-        a = how.activation.cast(rows, how.activation.observe(rows), **given)
-    y = Gemm("fprop", w, x.dtype, bias=bias, options=how.options)(a)
-    return y.reshape(*x.shape[:-1], w.shape[0])
-
-
-@quantized_linear.register_fake
-def _(x: Tensor, parts: list[Tensor], x_scale: Any, bias: Any, use: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], parts[0].shape[0])
-
-
-@torch.library.custom_op("dlp::decoded", mutates_args=())
-def decoded(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
-    """The values [N, K] that parts stand for."""
-    return _USES[use].format.wrap(parts).dequantize(dtype).clone()
-
-
-@decoded.register_fake
-def _(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
-    rows, columns = parts[0].shape
-    return parts[0].new_empty(rows, columns * _USES[use].format.elements_per_code, dtype=dtype)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, parts, _, bias, use = inputs
-    ctx.save_for_backward(*parts)
-    ctx.dtype, ctx.use, ctx.biased = x.dtype, use, bias is not None
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast would have a product of x in its dtype."""
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """dx by the decoded weight, and the gradient of the bias; codes have none."""
-    if autocasts(dy):
-        with torch.autocast(dy.device.type, enabled=False):
-            return _backward(ctx, dy)
-    needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
-    dx = dy @ decoded(list(ctx.saved_tensors), dy.dtype, ctx.use) if needs_x else None
-    db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_bias else None
-    return dx, [None] * len(ctx.saved_tensors), None, db, None
-
-
-quantized_linear.register_autograd(_backward, setup_context=_keep)
 
 
 class QuantizedParameter(Tensor):
@@ -191,7 +112,7 @@ class QuantizedParameter(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, as they are shown."""
-        made = decoded(list(self.parts), dtype or self.dtype, _number(self.use))
+        made = decoded(list(self.parts), dtype or self.dtype, number_of(self.use))
         return (made.t() if self.turned else made).reshape(self.shape)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -199,7 +120,7 @@ class QuantizedParameter(Tensor):
         if autocasts(x):
             with torch.autocast(x.device.type, enabled=False):
                 return self.linear(x.to(torch.get_autocast_dtype(x.device.type)), bias)
-        y: Tensor = quantized_linear(x, list(self.parts), self.x_scale, bias, _number(self.use))
+        y: Tensor = quantized_linear(x, list(self.parts), self.x_scale, bias, number_of(self.use))
         return y
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -1,0 +1,99 @@
+"""What runs behind a quantized weight: two opaque ops, which torch.compile and autograd see as one call each.
+
+    dlp::quantized_linear   x [..., K], w [N, K] -> y [..., N]: casts x, multiplies by the kernel that the table has
+    dlp::decoded            the values of w, for dgrad and for whatever has no codes of its own
+
+An op takes tensors and numbers, so how a weight is read, a `Use`, goes by a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.quant.gemm import Gemm, GemmOptions
+from dlp.quant.quantizer import Quantizer, ScaleSlot
+from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
+
+_HP, PLAIN = HighPrecision(), GemmOptions()
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a weight is read. `activation`: casts x first; None: x stays as it is. `options`: of the GEMM."""
+
+    format: Format
+    activation: Quantizer | None = None
+    options: GemmOptions = PLAIN
+
+
+_NUMBERS: dict[Use, int] = {}  # what the opaque ops call a use
+_USES: list[Use] = []
+
+
+def number_of(use: Use) -> int:
+    if use not in _NUMBERS:
+        _NUMBERS[use] = len(_USES)
+        _USES.append(use)
+    return _NUMBERS[use]
+
+
+@torch.library.custom_op("dlp::quantized_linear", mutates_args=())
+def quantized_linear(
+    x: Tensor, parts: list[Tensor], x_scale: Tensor | None, bias: Tensor | None, use: int
+) -> Tensor:  # fmt: skip
+    """x [..., K], the parts of w [N, K], b [N] -> y [..., N] in the dtype of x. `x_scale`: fp32 [], what a static cast
+    multiplies x by."""
+    how, rows = _USES[use], x.reshape(-1, x.shape[-1])
+    w = how.format.wrap(parts)
+    if how.activation is None:
+        a = QuantizedTensor(_HP, (rows,))
+    else:
+        given: dict[str, Any] = {} if x_scale is None else {"slot": ScaleSlot(x_scale, torch.zeros_like(x_scale))}
+        a = how.activation.cast(rows, how.activation.observe(rows), **given)
+    y = Gemm("fprop", w, x.dtype, bias=bias, options=how.options)(a)
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+@quantized_linear.register_fake
+def _(x: Tensor, parts: list[Tensor], x_scale: Any, bias: Any, use: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], parts[0].shape[0])
+
+
+@torch.library.custom_op("dlp::decoded", mutates_args=())
+def decoded(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
+    """The values [N, K] that parts stand for."""
+    return _USES[use].format.wrap(parts).dequantize(dtype).clone()
+
+
+@decoded.register_fake
+def _(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
+    rows, columns = parts[0].shape
+    return parts[0].new_empty(rows, columns * _USES[use].format.elements_per_code, dtype=dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, parts, _, _, ctx.use = inputs
+    ctx.save_for_backward(*parts)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast would have a product of x in its dtype."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """dx by the decoded weight, and the gradient of the bias; codes have none."""
+    if autocasts(dy):
+        with torch.autocast(dy.device.type, enabled=False):
+            return _backward(ctx, dy)
+    needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
+    dx = dy @ decoded(list(ctx.saved_tensors), dy.dtype, ctx.use) if needs_x else None
+    db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_bias else None
+    return dx, [None] * len(ctx.saved_tensors), None, db, None
+
+
+quantized_linear.register_autograd(_backward, setup_context=_keep)
