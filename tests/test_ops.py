@@ -925,15 +925,41 @@ def test_options_that_modules_do_not_have_are_refused():
         ops.LayerNormMLP(H, FFN, ub_overlap=True)
 
 
-def test_torch_autocast_gives_x_its_dtype_as_it_does_to_linears():
-    model = mlp("fp8_current")
-    x = values(1, M, H).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["", "backward inside"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_autocast_gives_x_its_dtype_as_it_does_to_linears(recipe: str, backward_inside: bool):
+    """The bits of x in that dtype, forward and backward, in the dtypes of what is differentiated."""
+    model, dy = mlp(recipe), values(2, M, H).bfloat16()
+    other = copy.deepcopy(model)
+    x, cast = values(1, M, H).requires_grad_(), values(1, M, H).bfloat16().requires_grad_()
+    region = torch.autocast("cpu", torch.bfloat16)
+    with region:
         y = model(x)
+        if backward_inside:
+            y.backward(dy)
+    if not backward_inside:
+        y.backward(dy)
+    expected = other(cast)
+    expected.backward(dy)
     assert y.dtype == torch.bfloat16
-    assert_bit_equal(y, model(x.detach().bfloat16()))
-    y.float().sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
+    assert_bit_equal(y, expected)
+    assert_bit_equal(x.grad, cast.grad.float())  # type: ignore[union-attr]
+    for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None and mine.grad.dtype == mine.dtype
+        assert_bit_equal(mine.grad, its.grad, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_compiled_code_is_given_the_dtype_of_torch_autocast(recipe: str):
+    model = mlp(recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(model)
+        model.compile(backend="aot_eager", fullgraph=True)
+        found = run(model)
+    assert expected["y"].dtype == found["y"].dtype == torch.bfloat16
+    same(found, expected, 0.02)
 
 
 @pytest.mark.parametrize("words", [["--host"], ["--shapes", "64x64", "--only", "mlp"]])

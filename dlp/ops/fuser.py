@@ -58,14 +58,18 @@ class OperationFuser:
                 f"ops take {self.num_extra_inputs} extra inputs{' (of ' + ', '.join(takers) + ')' if takers else ''}; got "
                 f"{len(extra_inputs)}: pass those of all ops, in their order"
             )
-        if opaque():
-            return one_by_one(self, x, extra_inputs, basic_op_kwargs or self.members.no_kwargs)
-        kwargs = basic_op_kwargs if basic_op_kwargs is not None and any(basic_op_kwargs) else None
         inputs = each(x)
         if autocasts(inputs):
+            cast = tuple(in_autocast_dtype(inputs))
             with no_autocast(inputs):
-                return self._run(tuple(in_autocast_dtype(inputs)), isinstance(x, tuple), extra_inputs, kwargs)
-        return self._run(inputs, isinstance(x, tuple), extra_inputs, kwargs)
+                return self._call(cast if isinstance(x, tuple) else cast[0], extra_inputs, basic_op_kwargs)
+        return self._call(x, extra_inputs, basic_op_kwargs)
+
+    def _call(self, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]] | None) -> Any:
+        if opaque():
+            return one_by_one(self, x, extra_inputs, kwargs or self.members.no_kwargs)
+        kwargs = kwargs if kwargs is not None and any(kwargs) else None
+        return self._run(each(x), isinstance(x, tuple), extra_inputs, kwargs)
 
     def _run(
         self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor],
