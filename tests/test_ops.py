@@ -724,6 +724,14 @@ def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
 # What torch traces
 
 
+def test_what_is_traced_hands_on_values_and_the_plan_says_so():
+    split = PROGRAMS["Split"]()
+    with Watched():
+        assert type(split.norm(values(0, M, H))) is Tensor  # type: ignore[operator]
+    expected = "compiled or watched, 1 (Quantize) hands on values, which the linear that reads them casts"
+    assert expected in str(split.norm.plan()) and "compiled or watched" not in str(split.fc1.plan())  # type: ignore[operator]
+
+
 def mlp_like(model: nn.Module) -> ops.Sequential:
     """The same in bf16, not compiled."""
     made = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (FFN, FFN)), ops.SwiGLU(), ops.Linear(FFN, H), ops.GELU())
@@ -747,6 +755,16 @@ def test_programs_of_users_compile(program: str):
             run(model)
     else:
         same(run(model), expected, 1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_code_refuses_what_was_quantized_outside_of_it():
+    split = PROGRAMS["Split"]()
+    handed = split.norm(values(0, M, H))  # type: ignore[operator]
+    split.fc1.compile(backend="aot_eager", fullgraph=True)  # type: ignore[operator]
+    with pytest.raises(Exception, match=r"0 \(Linear\): compiled code reads values, and is given a Handed"):
+        split.fc1(handed)  # type: ignore[operator]
+    split.fc1(handed.tensor())  # type: ignore[operator]
 
 
 @pytest.mark.slow

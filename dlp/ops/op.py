@@ -98,6 +98,7 @@ class BasicOperation(FusibleOperation):
     token_rows: int | None = None  # of a token shard, once conversion has replicated it over tp
     looked_through: tuple[str, ...] = ()  # by those who ask for these quantizers: it hands on what it is given
     part_of: Any = None  # a linear that does this itself where ops run one by one
+    traced_otherwise = ""  # what it does else where torch traces or watches, for plans
 
     @property
     def basic_ops(self) -> Sequence[BasicOperation]:

@@ -14,13 +14,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dlp.ops.context import OWN, OperationContext
+from dlp.ops.handed import Handed
 from dlp.ops.passes import check_count, check_many
 from dlp.ops.values import tensor_of
 from dlp.parallel.weight.local import local
 
 
 def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    """What the fuser returns. Ops that conversion has replicated see this rank's tensors in place of their DTensors."""
+    """What the fuser returns. Ops that conversion has replicated see this rank's tensors in place of their DTensors. TypeError
+    for an x that code which is not compiled has quantized."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(x, Handed):
+        raise TypeError(
+            f"{fuser.names[0]}: compiled code reads values, and is given a Handed: compile what hands it on with it, or pass "
+            f"its tensor()"
+        )
     held = [(op, dict(op._parameters)) for op in fuser.basic_ops if not hasattr(op, "core")]
     for op, parameters in held:
         sums = getattr(op, "tp_sums", None)

@@ -28,6 +28,7 @@ class Quantize(BasicOperation):
 
     takes = frozenset({LAZY, HANDED})
     looked_through = ("input_quantizer", "grad_output_quantizer")
+    traced_otherwise = "hands on values, which the linear that reads them casts: its traced ops take dense x and dy"
 
     def __init__(
         self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False,
