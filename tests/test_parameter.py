@@ -7,11 +7,13 @@ import io
 import logging
 import pickle
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dlp.quant import recipe as recipes
 from dlp.quant.fp8 import CurrentScaling, Fp8Tensor, static
@@ -201,11 +203,31 @@ def test_what_is_made_anew_shares_nothing():
     assert weight.detach().x_scale is weight.x_scale and weight[:8].x_scale is weight.x_scale
 
 
+def test_memory_is_shared_with_other_processes():
+    layer = nn.Linear(16, 16, bias=False)
+    layer.weight = nn.Parameter(static_weight(1.0), requires_grad=False)
+    assert not layer.weight.is_shared()
+    layer.share_memory()
+    assert isinstance(layer.weight, QuantizedParameter) and layer.weight.is_shared()
+    assert all(each.is_shared() for each in (*layer.weight.parts, layer.weight.x_scale))
+
+
 def test_scales_of_x_that_differ_are_not_joined():
     joined = torch.cat([static_weight(1.0), static_weight(1.0, 5.0)])
     assert not isinstance(joined, QuantizedParameter)
     joined = torch.cat([static_weight(1.0), static_weight(1.0)])
     assert isinstance(joined, QuantizedParameter) and joined.x_scale == 2
+
+
+def test_activations_may_be_recomputed():
+    """Hooks of saved tensors see each once, as under checkpointing: where adapters are trained on a quantized model."""
+    layer, x = linear("mxfp8")
+    grads = []
+    for run in (layer, partial(checkpoint, layer, use_reentrant=False)):
+        x = x.detach().requires_grad_()
+        run(x).sum().backward()
+        grads.append(x.grad)
+    assert_bit_equal(*grads)
 
 
 def test_linear_takes_keywords():

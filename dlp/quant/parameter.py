@@ -100,6 +100,20 @@ class QuantizedParameter(Tensor):
     def parts(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.part_names)
 
+    @property
+    def inside(self) -> tuple[Tensor, ...]:
+        """The parts, and the static scale of x where there is one."""
+        return self.parts if self.x_scale is None else (*self.parts, self.x_scale)
+
+    def share_memory_(self) -> QuantizedParameter:
+        """With other processes, as of a whole module; torch would look for memory of the tensor's own, and crash."""
+        for each in self.inside:
+            each.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(each.is_shared() for each in self.inside)
+
     def like(self, parts: Sequence[Tensor], **changes: Any) -> QuantizedParameter:
         """Other parts, used as these are."""
         kept: dict[str, Any] = {
@@ -421,13 +435,13 @@ def _alike(given: Sequence[Any]) -> bool:
 
 
 def _sent(w: QuantizedParameter, i: int) -> Tensor:
-    return _bytes([*w.parts, w.x_scale][i]).contiguous()  # type: ignore[arg-type]
+    return _bytes(w.inside[i]).contiguous()
 
 
 def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[QuantizedParameter]) -> tuple[Any, Any]:
     """Run it for each tensor inside of the only one that it writes into, one after the other."""
     (w,) = into
-    for i, part in enumerate([*w.parts, *([] if w.x_scale is None else [w.x_scale])]):
+    for i, part in enumerate(w.inside):
         mine = _sent(w, i)
         _, work = collective(i, mine)
         if work is not None:
@@ -454,9 +468,8 @@ def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
             f"{next(why for why, there in differs.items() if there)}; make it alike first (dlp.quantize_, same recipe and "
             f"mode), or load it with assign=True"
         )
-    for mine, its in zip((*w.parts, w.x_scale), (*other.parts, other.x_scale), strict=True):
-        if mine is not None and its is not None:
-            mine.copy_(its)
+    for mine, its in zip(w.inside, other.inside, strict=True):
+        mine.copy_(its)
     return w
 
 

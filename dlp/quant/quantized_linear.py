@@ -90,10 +90,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     if autocasts(dy):
         with torch.autocast(dy.device.type, enabled=False):
             return _backward(ctx, dy)
+    parts = list(ctx.saved_tensors)  # read once: checkpointing unpacks them once
     needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
-    dx = dy @ decoded(list(ctx.saved_tensors), dy.dtype, ctx.use) if needs_x else None
+    dx = dy @ decoded(parts, dy.dtype, ctx.use) if needs_x else None
     db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_bias else None
-    return dx, [None] * len(ctx.saved_tensors), None, db, None
+    return dx, [None] * len(parts), None, db, None
 
 
 quantized_linear.register_autograd(_backward, setup_context=_keep)
