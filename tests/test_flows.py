@@ -140,6 +140,30 @@ def test_what_is_no_scale_is_refused(observer, x, said):
 
 
 @torch.no_grad()
+def test_parts_of_a_model_may_run_alone():
+    model, other = net(), net()
+    with dlp.calibrate(model), dlp.calibrate(other):
+        model(batch())
+        other[2](other[1](other[0](batch())))
+    assert all(model[i].x_scale == other[i].x_scale for i in (0, 2))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@torch.no_grad()
+def test_a_scale_that_was_rounded_is_refused(plain):
+    model = net() if plain else converted()
+    with dlp.calibrate(model):
+        model(batch())
+    model.bfloat16()
+    with pytest.raises(
+        ValueError, match=r"0: its x_scale is torch.bfloat16 now, .* calibrate again, behind such a change"
+    ):
+        dlp.quantize_(model, "fp8_current", mode="static") if plain else dlp.freeze(
+            model, "**", "fp8_current", "static"
+        )
+
+
+@torch.no_grad()
 def test_x_may_come_by_name():
     model, other = net(), net()
     with dlp.calibrate(model), dlp.calibrate(other):

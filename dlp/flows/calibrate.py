@@ -107,6 +107,7 @@ def calibrate(
     hooks.append(model.register_forward_hook(lambda *_: _close(table)))
     try:
         yield dict(linears)
+        _close(table)  # of layers that ran without the model
     finally:
         for hook in hooks:
             hook.remove()

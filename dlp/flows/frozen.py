@@ -103,8 +103,20 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
         first = _names_of(core, modules)[0]
         _freeze(core, frozen_recipe(chosen[first], mode))
         if mode == "static":
-            set_scale(core, getattr(modules[first], SCALE))
+            set_scale(core, calibrated(modules[first], first))
     return names
+
+
+def calibrated(module: nn.Module, name: str) -> Tensor:
+    """fp32 [], what `calibrate` has left in a layer. ValueError for nothing, and for what was rounded since."""
+    scale = getattr(module, SCALE, None)
+    if scale is None:
+        raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
+    if scale.dtype != torch.float32:
+        raise ValueError(
+            f"{name}: its {SCALE} is {scale.dtype} now, as the model was changed to: calibrate again, behind such a change"
+        )
+    return scale
 
 
 def _names_of(core: LinearCore, modules: Mapping[str, ParallelLinear]) -> list[str]:
@@ -112,9 +124,9 @@ def _names_of(core: LinearCore, modules: Mapping[str, ParallelLinear]) -> list[s
 
 
 def _check(name: str, modules: Mapping[str, ParallelLinear], mode: str, names: list[str]) -> None:
-    core, scale = modules[name].core, getattr(modules[name], SCALE, None)
-    if mode == "static" and scale is None:
-        raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
+    core = modules[name].core
+    if mode == "static":
+        calibrated(modules[name], name)
     left = [other for other in _names_of(core, modules) if other not in names]
     if left:
         raise ValueError(f"{name} shares its x with {left[0]}, which the pattern leaves out: freeze siblings together")

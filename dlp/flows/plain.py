@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dlp.flows.frozen import SCALE, Mode, cast_of_x, check_mode
+from dlp.flows.frozen import Mode, calibrated, cast_of_x, check_mode
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.quant import recipe as recipes
 from dlp.quant.fake import deployed
@@ -105,9 +105,7 @@ def _quantized(
         raise ValueError(f"{name}: its weight is a DTensor already: quantize before fully_shard or parallelize_module")
     if isinstance(weight, QuantizedParameter):
         raise ValueError(f"{name}: its weight is quantized already, as {weight.use.format.name}")
-    scale = getattr(module, SCALE, None) if mode == "static" else None
-    if mode == "static" and scale is None:
-        raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
+    scale = calibrated(module, name) if mode == "static" else None
     try:
         return QuantizedParameter.from_float(
             weight, recipe.w.rowwise, cast_of_x(recipe, mode), x_scale=scale, options=recipe.fprop
