@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.quant import recipe as recipes
@@ -69,6 +70,45 @@ def by_fsdp(recipe: str) -> None:
 @pytest.mark.ranks(2)
 def test_fsdp_gathers_codes(ranks, recipe):
     ranks(2).run(by_fsdp, recipe)
+
+
+class Adapted(nn.Module):
+    """A linear of codes, and a low-rank update of it, which learns; activations are recomputed."""
+
+    def __init__(self, k: int, n: int) -> None:
+        super().__init__()
+        self.base, self.down, self.up = (nn.Linear(*size, bias=False) for size in ((k, n), (k, 8), (8, n)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.base(x) + self.up(self.down(x)), x, use_reentrant=False)
+
+
+def adapters(recipe: str, spread: bool) -> list[torch.Tensor]:
+    """y and dx of three steps of training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(128, 256), nn.SiLU(), Adapted(256, 128)).to(worker.device())
+    dlp.quantize_(model, recipe, lambda module, name: name.endswith("base"), mode="dynamic")
+    for each in (model[0], model[2], model) if spread else ():
+        fully_shard(each, mesh=worker.mesh()["dp_shard"])
+    optimizer, found = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), []
+    for _ in range(3):
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(1)).to(worker.device()).requires_grad_()
+        y = model(x)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [y, x.grad]
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_codes_train_under_fsdp(ranks):
+    for recipe in ("fp8_current", "mxfp8"):
+        expected, *sharded = ranks(1).run(adapters, recipe, False) + ranks(2).run(adapters, recipe, True)
+        assert not torch.equal(expected[-2], expected[0]), "they learn"
+        for found in sharded:
+            for ours, alone in zip(found, expected, strict=True):
+                assert_bit_equal(ours, alone)
 
 
 @torch.no_grad()
