@@ -242,6 +242,88 @@ def test_a_fusion_must_keep_the_basic_ops(returned: Any, said: str):
         model(values(0, M, H))
 
 
+# What ops and fusions are told
+
+
+class Told(ops.BasicOperation):
+    """x times `factor`; keeps what it was told."""
+
+    def op_forward(
+        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any,
+        factor: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        self.quantizers = prev_op_grad_output_quantizer, next_op_input_quantizer
+        self.needs, ctx.factor = (ctx.requires_grad, ctx.needs_dx), factor
+        return factor * input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return ctx.factor * grad_output, ()
+
+
+def test_an_op_is_told_who_casts_what_it_returns():
+    """The dy of the linear before, through its bias, and the x of the one behind."""
+    before, behind = ops.Linear(H, H, recipe="fp8_current"), ops.Linear(H, H, recipe="fp8_block")
+    told = [Told() for _ in range(3)]
+    ops.Sequential(told[0], before, told[1], ops.Identity(), behind, told[2])(values(0, M, H))
+    recipes = [linear.core.spec.recipe for linear in (before, behind)]
+    assert [op.quantizers for op in told] == [
+        (None, recipes[0].x), (recipes[0].dy, None), (recipes[1].dy, None),
+    ]  # fmt: skip  # an Identity may do anything with it
+    ops.Sequential(before, told[1], behind)(values(0, M, H))
+    assert told[1].quantizers == (recipes[0].dy, recipes[1].x)
+
+
+def test_an_op_is_told_whether_there_is_a_backward():
+    first, second = Told(), Told()
+    model, x = ops.Sequential(first, ops.Linear(H, H), second), values(0, M, H)
+    model(x)
+    assert (first.needs, second.needs) == ((False, False), (True, True))
+    model(x.requires_grad_())
+    assert (first.needs, second.needs) == ((True, True), (True, True))
+    with torch.no_grad():
+        model(x)
+    assert (first.needs, second.needs) == ((False, False), (False, False))
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+def test_keywords_reach_their_ops(watched: bool):
+    x, told = values(0, M, H).requires_grad_(), Told()
+    with Watched() if watched else nullcontext():
+        y = told(x, factor=3.0)
+        assert_bit_equal(y, 3 * x)
+        fuser = ops.OperationFuser([ops.ConstantScale(0.5), told])
+        assert_bit_equal(fuser(x, basic_op_kwargs=[{}, {"factor": 4.0}]), 2 * x)
+        assert_bit_equal(fuser(x), 0.5 * x)
+    y.sum().backward()
+    assert_bit_equal(x.grad, torch.full_like(x, 3))
+
+
+@fusions_kept()
+def test_a_fusion_is_told_the_recipe_of_the_first_linear():
+    told = []
+    ops.register_forward_fusion(lambda basic, *, recipe: [told.append(recipe), basic][1])
+    ops.Sequential(ops.Identity(), linear("fp8_block"), linear("fp8_current"))(values(0, M, H))
+    ops.Sequential(ops.Identity())(values(0, M, H))
+    assert [recipe and str(recipe) for recipe in told] == ["fp8_block", None]
+
+
+def test_extra_tensors_pass_groups_in_their_order():
+    """Of two fusers, with a plain module and an op with hooks between."""
+    hooked = ops.AddExtraInput()
+    hooked.register_forward_hook(lambda *args: None)
+    model = ops.Sequential(
+        ops.AddExtraInput(), ops.MakeExtraOutput(), nn.Tanh(), hooked, ops.MakeExtraOutput(), ops.ConstantScale(2.0)
+    )
+    x, a, b = (values(seed, M, H) for seed in range(3))
+    y, first, second = model(x, a, b)
+    assert_bit_equal(first, x + a)
+    assert_bit_equal(second, (x + a).tanh() + b)
+    assert_bit_equal(y, 2 * second)
+    for given in ((a,), (a, b, b)):
+        with pytest.raises(ValueError, match=f"its ops take 2 extra inputs; got {len(given)}: pass those of all ops"):
+            model(x, *given)
+
+
 # Counts, kinds and places
 
 
@@ -465,6 +547,65 @@ def test_nested_regions_run_under_the_innermost_and_find_their_plans_again():
         assert len(model._groups_now()[0].plans) == 3
 
 
+def test_a_plan_for_each_state():
+    """Dtype, training, who learns, whether there is a backward; a state that returns finds its plan."""
+    model = mlp("fp8_current")
+    fuser, x = model._groups_now()[0], values(0, M, H)
+    counts = []
+    for _ in range(2):
+        for given in (x, x.bfloat16(), x.clone().requires_grad_()):
+            model(given)
+            counts.append(len(fuser.plans))
+        with torch.no_grad():
+            model(x)
+        counts.append(len(fuser.plans))
+        model.eval()(x)
+        counts.append(len(fuser.plans))
+        model.train()[1].weight.requires_grad_(False)
+        model(x)
+        counts.append(len(fuser.plans))
+        model[1].weight.requires_grad_(True)
+    assert counts == [1, 2, 3, 4, 5, 6] + [6] * 6
+
+
+def test_there_is_no_second_derivative():
+    x = values(0, M, H).requires_grad_()
+    (dx,) = torch.autograd.grad(mlp()(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe: str):
+    """Of what a norm makes, and of an input, which is what is kept."""
+    for inner in ([ops.RMSNorm(H)], []):
+        models = [
+            ops.Sequential(*copy.deepcopy(inner), linear(recipe, save_original_input=kept)) for kept in (True, False)
+        ]
+        models[1].load_state_dict(models[0].state_dict())
+        for model in models:
+            dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
+        found, expected = (run(model, dtype=torch.bfloat16) for model in models)
+        for name, tensor in expected.items():
+            assert_bit_equal(found[name], tensor, name)
+    for model, kept in zip(models, (True, recipe == "bf16"), strict=True):
+        x, memory = values(0, M, H).bfloat16().requires_grad_(), set[int]()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=memory: seen.add(t.data_ptr()) or t, lambda t: t):
+            model(x)
+        assert (x.data_ptr() in memory) == kept
+
+
+def test_statistics_of_linears_in_a_sequence():
+    model = mlp("fp8_current")
+    dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
+    assert dlp.record_stats(model, "1") == ["1"]
+    run(model)
+    found = dlp.read_stats(model)
+    assert set(found) == {"1.x", "1.w", "1.dy"}
+    normed = F.layer_norm(values(1, M, H), (H,))
+    assert found["1.x"]["amax"] == pytest.approx(normed.abs().amax().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["grad", "main_grad"])
 def test_gradients_are_added_where_they_are(mode: str):
     """With the bits of autograd's sums of three microbatches."""
@@ -523,6 +664,12 @@ def test_copies_states_and_lists():
     other = copy.deepcopy(model)
     assert_close(other(values(0, M, H)), model(values(0, M, H)), 0)
     assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
+    edited = other[:]
+    edited.extend([ops.GELU(), ops.ReLU()])
+    edited[4] = ops.SiLU()
+    del edited[5]
+    del edited[:2]
+    assert [type(m).__name__ for m in edited] == ["SwiGLU", "Linear", "SiLU"]
     other.append(nn.Tanh()).insert(0, ops.Identity())
     assert [type(m).__name__ for m in other] == ["Identity", "LayerNorm", "Linear", "SwiGLU", "Linear", "Tanh"]
     assert_close(other(values(0, M, H)), model(values(0, M, H)).tanh(), 0)

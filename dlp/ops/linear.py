@@ -64,6 +64,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     tensor_parallel_mode    None: whole here; "column": out_features are cut over the group, "row": in_features
     tensor_parallel_group   a ProcessGroup, or a DeviceMesh with one axis
     sequence_parallel       tokens are cut over the group on the other side of the layer
+    save_original_input     x itself is kept for wgrad, and quantized again in backward: where another op keeps it anyway
 
     Raises ValueError for another mode, sizes that tp does not divide, and x of other features.
     """
@@ -75,7 +76,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool = False,
         tensor_parallel_mode: str | None = None, tensor_parallel_group: DeviceMesh | ProcessGroup | None = None,
         sequence_parallel: bool = False, recipe: str | Recipe = "bf16", overlap: str = "serial", return_bias: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        save_original_input: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip  # many parameters: those of `transformer_engine.pytorch.ops.Linear`
         if tensor_parallel_mode not in MODES:
             raise ValueError(f"tensor_parallel_mode must be one of {MODES}; got {tensor_parallel_mode!r}")
@@ -86,7 +87,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         self._style = tensor_parallel_mode or "local"
         super().__init__(
             in_features, out_features, bias, tp=tensor_parallel_group, sequence_parallel=sequence_parallel, recipe=recipe,
-            overlap=overlap, return_bias=return_bias, device=device, dtype=dtype,
+            overlap=overlap, return_bias=return_bias, save_original_input=save_original_input, device=device, dtype=dtype,
         )  # fmt: skip
 
     @property

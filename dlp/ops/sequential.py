@@ -99,24 +99,22 @@ class Sequential(nn.Module):
 
     def forward(self, x: Any, *extra_inputs: Tensor) -> Any:
         groups, at = self._groups_now(), 0
+        if len(groups) == 1 and isinstance(groups[0], OperationFuser):
+            return groups[0](x, *extra_inputs)
+        wanted = sum(_extras(group)[0] for group in groups)
+        if len(extra_inputs) != wanted:
+            raise ValueError(
+                f"Sequential: its ops take {wanted} extra inputs; got {len(extra_inputs)}: pass those of all ops, in their "
+                f"order"
+            )
         outputs: list[Tensor] = []
         for group in groups:
-            if not isinstance(group, OperationFuser):
-                count = group.basic_extra_inputs if isinstance(group, FusibleOperation) else 0
-                x = group(x, *extra_inputs[at : at + count])
-                at += count
-                if isinstance(group, FusibleOperation) and group.basic_extra_outputs:
-                    x, *more = x
-                    outputs += more
-                continue
-            last = group is groups[-1]
-            x = group(x, *(extra_inputs[at:] if last else extra_inputs[at : at + group.num_extra_inputs]))
-            at += group.num_extra_inputs
-            if group.num_extra_outputs:
+            taken, made = _extras(group)
+            x = group(x, *extra_inputs[at : at + taken])
+            at += taken
+            if made:
                 x, *more = x
                 outputs += more
-        if at < len(extra_inputs) and not isinstance(groups[-1], OperationFuser):
-            raise ValueError(f"Sequential: its ops take {at} extra inputs; got {len(extra_inputs)}")
         return (x, *outputs) if outputs else x
 
     def _groups_now(self) -> list[Any]:
@@ -169,6 +167,13 @@ class _Groups:
             ):
                 return False
         return True
+
+
+def _extras(group: Any) -> tuple[int, int]:
+    """How many extra inputs it takes, and how many extra outputs it has."""
+    if isinstance(group, OperationFuser):
+        return group.num_extra_inputs, group.num_extra_outputs
+    return (group.basic_extra_inputs, group.basic_extra_outputs) if isinstance(group, FusibleOperation) else (0, 0)
 
 
 def _hooks(owner: nn.Module) -> Any:
