@@ -282,6 +282,11 @@ def _each_part(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedPara
     return w.like([func(part) for part in w.parts], shape=_flat(w))
 
 
+@_runs(aten.is_pinned.default)
+def _first_part(func: Any, w: QuantizedParameter, *args: Any, **kwargs: Any) -> Any:
+    return func(w.parts[0], *args, **kwargs)
+
+
 @_runs(aten.clone.default)
 def _clone(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedParameter:
     scale = None if w.x_scale is None else func(w.x_scale)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -70,6 +71,32 @@ def by_fsdp(recipe: str) -> None:
 @pytest.mark.ranks(2)
 def test_fsdp_gathers_codes(ranks, recipe):
     ranks(2).run(by_fsdp, recipe)
+
+
+@torch.no_grad()
+def checkpointed(folder: str, factor: float, saves: bool) -> torch.Tensor:
+    """y of a model under FSDP, where there is more than one rank: saved, or made of other values and scales and loaded."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), torch.randn(8, 64)
+    for parameter in model.parameters():
+        parameter.mul_(factor)
+    with dlp.calibrate(model):
+        model(factor * x)
+    dlp.quantize_(model.to(worker.device()), "fp8_current", mode="static")
+    if dist.get_world_size() > 1:
+        fully_shard(model, mesh=worker.mesh()["dp_shard"])
+    state = {"model": model.state_dict()}
+    (dcp.save if saves else dcp.load)(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    return model(x.to(worker.device()))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.ranks(2)
+def test_torchs_checkpoints_of_codes_go_to_another_mesh(ranks, tmp_path, before, after):
+    (expected, *_) = ranks(before).run(checkpointed, str(tmp_path), 1.0, True)
+    for found in ranks(after).run(checkpointed, str(tmp_path), 3.0, False):
+        assert_bit_equal(found, expected)
 
 
 class Adapted(nn.Module):
