@@ -374,6 +374,33 @@ def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: A
         assert "inner.0: it gets token shards (32, 64), so its gradients must be summed over tp" in said
 
 
+def adopted() -> tuple[list[Any], list[str], str, str]:
+    """Of linears that were made with their style: recipe and overlap by group; what the plan notes; a group's other style."""
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    model = OnShards(mesh["tp"])
+    groups = [
+        dlp.LayerGroup("up", "inner.1", recipe="fp8_current", overlap="chunked", sequence_parallel=True),
+        dlp.LayerGroup("down", "inner.3", recipe="fp8_block", sequence_parallel=True),
+        dlp.LayerGroup("norm", "inner.0", sequence_parallel=True),
+    ]
+    with pytest.raises(ValueError) as other:
+        dlp.convert(OnShards(mesh["tp"]), [dlp.LayerGroup("down", "inner.3", style="column")], mesh, batch=(1, M))
+    plan = dlp.convert(model, groups, mesh, batch=(1, M))
+    model(values(1, M, H), mesh).sum().backward()
+    specs = [op.core.spec for op in model.inner if isinstance(op, ops.Linear)]
+    found = [(str(spec.recipe), spec.overlap.fprop.name, spec.style.name) for spec in specs]
+    return found, [type(op).__name__ for op in model.inner], str(plan), str(other.value)
+
+
+@pytest.mark.ranks(2)
+def test_groups_reach_recipe_and_overlap_of_ops_and_leave_their_types(ranks: Any):
+    for found, types, plan, refused in ranks(2).run(adopted):
+        assert found == [("fp8_current", "chunked", "COLUMN_SP"), ("fp8_block", "serial", "ROW_SP")]
+        assert types == ["ReplicatedRMSNorm", "Linear", "SwiGLU", "Linear"]  # a subclass, whose gradients are summed
+        assert "made by hand: layer groups reach its recipe and overlap" in plan
+        assert "made by hand with style = row, and a layer group asks for column" in refused
+
+
 # Every fusion on token shards beside its basic ops
 
 

@@ -25,6 +25,7 @@ from dlp.parallel.linear.autograd import multiplies_tf32, no_autocast, opaque, s
 from dlp.parallel.linear.capture import LIMIT
 from dlp.parallel.linear.modules import autocasts, in_autocast_dtype
 from dlp.parallel.model.autocast import active_spec
+from dlp.parallel.model.session import capturing
 from dlp.parallel.weight.local import held, num_axes
 
 Ops = Sequence[Any]
@@ -145,7 +146,7 @@ class OperationFuser:
         )  # fmt: skip
         found = self.plans.get(key)
         if found is None:
-            if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            if capturing():
                 raise ValueError(
                     f"{self.names[0]} and the ops behind it have not run like this before (recipe, dtype, "
                     f"gradients), and would be fused anew inside of a CUDA graph: run them once before its capture"
