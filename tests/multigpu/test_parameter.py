@@ -21,7 +21,7 @@ from dlp.quant.integers import IntScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.parameter import QuantizedParameter
 from tests import pool as worker
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_bit_equal, relative_error
 from tests.test_parameter import linear
 
 FORMATS = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
@@ -176,6 +176,37 @@ def as_torch_sends(quantizer: Any) -> bool:
 @pytest.mark.ranks(2)
 def test_torchs_own_collectives_send_codes(ranks, quantizer):
     assert ranks(2).run(as_torch_sends, quantizer) == [True, True]
+
+
+def by_torchs_tp(recipe: str, compiled: bool) -> tuple[float, float]:
+    """Errors of y and dx beside one rank's."""
+    model, x = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)), torch.randn(16, 128)
+    model, x = dlp.quantize_(model.to(worker.device()), recipe, mode="dynamic"), x.to(worker.device())
+    for each in (*model.parameters(), x):
+        dist.broadcast(each, 0)
+
+    def results() -> tuple[torch.Tensor, torch.Tensor]:
+        given = x.clone().requires_grad_()
+        y = model(given)
+        return y.detach(), torch.autograd.grad(y.square().sum(), given)[0]
+
+    expected = results()
+    parallelize_module(model, worker.mesh(tp=2)["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if compiled:
+        torch.compiler.reset()
+        model.compile(backend="aot_eager", fullgraph=True)
+    y, dx = (relative_error(*each) for each in zip(results(), expected, strict=True))
+    torch.compiler.reset()
+    return y, dx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.ranks(2)
+def test_torchs_tensor_parallelism_multiplies_codes(ranks, compiled):
+    """mxfp8 has scales of its own on each rank, so that only sums differ."""
+    for y, dx in ranks(2).run(by_torchs_tp, "mxfp8", compiled):
+        assert y < 1e-6 and dx < 1e-5
 
 
 def cut_unevenly(rows: int) -> list[str]:
