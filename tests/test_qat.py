@@ -145,6 +145,10 @@ def test_what_was_trained_is_what_torchao_converts():
         assert dlp.export(model, plain) is plain
         assert_bit_equal(plain[0].weight, model[0].weight)
         ours = dlp.quantize_(copy.deepcopy(plain), "qat", mode="dynamic")
+        with pytest.raises(ValueError, match=r"export: 0\.weight holds codes and no values"):
+            dlp.export(ours, copy.deepcopy(plain))
+        with pytest.raises(ValueError, match=r"export: 0\.weight to be written holds codes; quantize it afterwards"):
+            dlp.export(model, copy.deepcopy(ours))
         assert_bit_equal(ours(x), y)
         dlp.freeze(model, "**", "qat", mode="dynamic")
         assert_bit_equal(model(x), y)

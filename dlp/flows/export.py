@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.convert import whole_state_dict
 from dlp.parallel.weight.held import HeldWeight
+from dlp.parallel.weight.local import local_values
+from dlp.quant.parameter import QuantizedParameter
 
 Plain = TypeVar("Plain", bound=nn.Module)
 
@@ -27,8 +29,8 @@ def export(model: nn.Module, into: Plain) -> Plain:
 
     into    made anew by the code that made `model`: with its names, shapes and dtypes, and layers of torch alone
 
-    Raises ValueError, before anything is written, for layers of dlp in `into`, for what differs, and for layers of `model` that
-    hold codes, whose values are gone (`dlp.quantized_state_dict` has their codes).
+    Raises ValueError, before anything is written, for layers of dlp and for codes in `into`, for what differs, and for layers
+    of `model` that hold codes, whose values are gone (`dlp.quantized_state_dict` has their codes).
     """
     for name, module in into.named_modules():
         if getattr(module, "dlp_made", None) is not None:
@@ -38,6 +40,12 @@ def export(model: nn.Module, into: Plain) -> Plain:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear) and any(isinstance(weight, HeldWeight) for weight in module.core.weights):
             raise ValueError(f"export: {name} holds codes and no values; save them by dlp.quantized_state_dict")
+    for name, parameter in model.named_parameters():
+        if isinstance(local_values(parameter), QuantizedParameter):
+            raise ValueError(f"export: {name} holds codes and no values; save them by dlp.quantized_state_dict")
+    for name, parameter in into.named_parameters():
+        if isinstance(parameter, QuantizedParameter):
+            raise ValueError(f"export: {name} to be written holds codes; quantize it afterwards")
     whole, wanted = whole_state_dict(model), into.state_dict()
     for name in sorted(whole.keys() ^ wanted.keys()):
         has, lacks = ("model", "into") if name in whole else ("into", "model")
