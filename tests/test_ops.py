@@ -329,6 +329,25 @@ def test_extra_tensors_pass_groups_in_their_order():
             model(x, *given)
 
 
+@pytest.mark.parametrize("behind", [[], [ops.GELU()], [ops.MakeExtraOutput()], [ops.Reshape((-1,)), ops.SiLU()]])
+def test_an_extra_input_is_written_to_wherever_its_sum_goes(behind: list[nn.Module]):
+    """Into the output, what an op keeps, or a view that it keeps; who needs it as it was is told so in backward."""
+    x, leaf = values(0, M, H).requires_grad_(), values(1, M, H).requires_grad_()
+    found = []
+    for in_place in (True, False):
+        extra = 2 * leaf
+        outputs = ops.Sequential(ops.AddExtraInput(in_place=in_place), *behind)(x, extra)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert torch.equal(extra, x + 2 * leaf) == in_place
+        found.append([*outputs, *torch.autograd.grad([y.square().sum() for y in outputs], (x, leaf))])
+    for mine, its in zip(*found, strict=True):
+        assert_close(mine, its, 1e-6)
+    extra = leaf.exp()
+    outputs = ops.Sequential(ops.AddExtraInput(in_place=True), *behind, ops.Identity())(x, extra)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+
+
 # Counts, kinds and places
 
 

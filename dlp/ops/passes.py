@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from dlp.ops.calls import FuserCall, Pass, Placed, once
@@ -314,13 +315,20 @@ class FuserFn(torch.autograd.Function):
     def forward(ctx: Any, run: Pass, *tensors: Any) -> tuple[Tensor, ...]:
         results, saved, dirty = forward(run, tensors)
         run.drop()
-        known, clean = {*map(id, tensors)}, {*map(id, dirty)}
+        known, written = {*map(id, tensors)}, {id(tensor): tensor for tensor in dirty}
+        returned = []
         for i, result in enumerate(results):  # an output is no input, nor another output, unless it was written to
-            if id(result) in known and id(result) not in clean:
+            if id(result) in written:
+                returned.append(written.pop(id(result)))
+            elif id(result) in known:
                 results[i] = result.view_as(result)
             known.add(id(result))
-        if dirty:
-            ctx.mark_dirty(*dirty)
+        if returned:
+            ctx.mark_dirty(*returned)
+        for tensor in written.values():  # nobody may read it in backward as it was
+            increment_version(tensor)
+        if written:  # views of these, made where there is no autograd
+            saved = [each if each is None or not each._is_view() else each.detach() for each in saved]
         ctx.run = run
         ctx.like = [(result.shape, result.dtype, result.device) for result in results]
         run.moved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
