@@ -220,6 +220,12 @@ def test_what_cannot_be_done_is_refused():
         dlp.freeze(model, "**", "fp8_current", mode="static")
     with pytest.raises(ValueError, match="keeps weights in high precision"):
         dlp.freeze(model, "**", "bf16")
+    for mode in ("weight_only", "dynamic", "static"):
+        by_history = "^0: fp8_delayed scales weights by their history, .*: choose fp8_current"
+        with pytest.raises(ValueError, match=by_history):
+            dlp.freeze(model, "**", "fp8_delayed", mode)
+        with pytest.raises(ValueError, match=by_history):
+            dlp.quantize_(net(), "fp8_delayed", mode=mode)
     with pytest.raises(ValueError, match="mode must be one of"):
         dlp.freeze(model, "**", "fp8_current", mode="fast")
     with pytest.raises(ValueError, match="static scales are one a tensor"):
@@ -232,6 +238,11 @@ def test_what_cannot_be_done_is_refused():
     tied[3].weight = tied[0].weight
     with pytest.raises(ValueError, match="shares its weight with 3"):
         dlp.quantize_(tied, "fp8_current")
+    core = model[2].core
+    core.session.graphed = {core.spec.members}
+    with pytest.raises(ValueError, match="a CUDA graph holds its recipe bf16"):
+        dlp.freeze(model, "**", "fp8_current")
+    core.session.graphed = set()
     dlp.freeze(model, "2", "fp8_current")
     with pytest.raises(
         ValueError, match="2: its weight is held as fp8_tensor.* codes already, and its values are gone"

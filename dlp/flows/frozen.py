@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dlp.parallel.linear.modules import LinearCore, ParallelLinear
+from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.model.boundary import layer_modules, match_layers
 from dlp.parallel.weight.held import HeldWeight
 from dlp.parallel.weight.local import num_axes
@@ -65,6 +66,11 @@ def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
         raise ValueError(f"{asked_by}: mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
     if recipe.w.rowwise.format.keeps_source:
         raise ValueError(f"{asked_by}: {recipe} keeps weights in high precision; choose one that quantizes them")
+    if caps_of(recipe.w.rowwise).slot is not None:
+        raise ValueError(
+            f"{asked_by}: {recipe} scales weights by their history, which ends where nothing is trained: choose fp8_current or "
+            f"another recipe with current or block scales"
+        )
     if mode == "dynamic" and caps_of(recipe.x.rowwise).slot is not None:
         raise ValueError(f"{asked_by}: {recipe} scales x by its history: choose mode 'static', or a recipe without one")
     if mode == "static" and not isinstance(recipe.x.rowwise.format, Fp8Tensor):
@@ -91,7 +97,7 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
     are let go of, and their parameters show NaN and learn nothing. Returns their names. Call it on all ranks.
 
     Raises ValueError, before anything is changed, for a pattern that matches no layer, for a recipe that does not serve `mode`,
-    for static without `calibrate`, and for weights that FSDP shards or that are codes already.
+    for static without `calibrate`, for weights that FSDP shards or that are codes already, and for layers of a CUDA graph.
     """
     names, modules = match_layers(model, pattern, "freeze"), layer_modules(model)
     made = recipes.as_recipe(recipe)
@@ -99,11 +105,14 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
     for name in names:
         check_mode(chosen[name], mode, name)
         _check(name, modules, mode, names)
-    for core in dict.fromkeys(modules[name].core for name in names):
-        first = _names_of(core, modules)[0]
-        _freeze(core, frozen_recipe(chosen[first], mode))
+    cores = {modules[name].core: name for name in reversed(names)}
+    specs = {core: core.with_recipe(frozen_recipe(chosen[name], mode)) for core, name in cores.items()}
+    for core in cores:
+        core.session.check_not_graphed([core])
+    for core, name in cores.items():
+        _freeze(core, specs[core])
         if mode == "static":
-            set_scale(core, calibrated(modules[first], first))
+            set_scale(core, calibrated(modules[name], name))
     return names
 
 
@@ -145,8 +154,8 @@ def _check(name: str, modules: Mapping[str, ParallelLinear], mode: str, names: l
 
 
 @torch.no_grad()
-def _freeze(core: LinearCore, recipe: Recipe) -> None:
-    core.set_spec(core.with_recipe(recipe))
+def _freeze(core: LinearCore, spec: LinearSpec) -> None:
+    core.set_spec(spec)
     core.weights.set([HeldWeight(core.weights, i, False) for i in range(len(core.members))])
     for weight in core.weights:
         weight.parameter.requires_grad_(False)
