@@ -6,32 +6,56 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from dlp import ops
+from tests import pool as worker
 from tests.kept import fusions_kept
-from tests.metrics import relative_error
+from tests.metrics import assert_bit_equal, relative_error
 from tests.test_ops import H, M, Watched, values
 
 Ops = list[nn.Module]
-DRAWN: list[Callable[[], Ops]] = [  # of H features, all of them
+DRAWN: list[Callable[[], Ops]] = [  # of H features, all of them; those that are fused also beside each other
     lambda: [ops.RMSNorm(H)], lambda: [ops.LayerNorm(H)], lambda: [ops.L2Normalization()], lambda: [ops.Dropout(0.0)],
     lambda: [ops.GELU()], lambda: [ops.SReLU()], lambda: [ops.Bias(H)], lambda: [ops.ConstantScale(0.5)],
     lambda: [ops.Identity()], lambda: [ops.Quantize(recipe="bf16")],
     lambda: [ops.AddExtraInput()], lambda: [ops.AddExtraInput(in_place=True)],
     lambda: [ops.MakeExtraOutput()], lambda: [ops.MakeExtraOutput(in_place=True)],
+    lambda: [ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(H)], lambda: [ops.MakeExtraOutput(), ops.RMSNorm(H)],
+]  # fmt: skip
+LINEARS: list[Callable[[], Ops]] = [
     lambda: [ops.Linear(H, H)], lambda: [ops.BasicLinear(H, H)], lambda: [ops.Linear(H, H, return_bias=True)],
     lambda: [ops.Linear(H, (H, H)), ops.SwiGLU()], lambda: [ops.Linear(H, (H, H), bias=False), ops.GEGLU()],
     lambda: [ops.Linear(H, 2 * H), ops.ReGLU()], lambda: [ops.Reshape((-1, 2, H)), ops.Reshape((-1, H))],
+    lambda: [ops.Linear(H, H), ops.AddExtraInput(in_place=True)], lambda: [ops.Linear(H, H), ops.SiLU()],
+    lambda: [ops.BasicLinear(H, H), ops.ConstantScale(0.3), ops.AddExtraInput(in_place=True)],
+    lambda: [ops.MakeExtraOutput(in_place=True), ops.BasicLinear(H, H)],
 ]  # fmt: skip
 
 
-def drawn(draw: random.Random) -> ops.Sequential:
+def on_shards(tp: Any) -> list[Callable[[], Ops]]:
+    """Of token shards to token shards; a column- and a row-parallel linear, and linears between collectives of a user's."""
+    more = {"tensor_parallel_group": tp, "sequence_parallel": True}
+    column, row = (partial(ops.Linear, tensor_parallel_mode=mode, **more) for mode in ("column", "row"))
+    group = tp.get_group()
+    return [
+        lambda: [column(H, (H, H)), ops.SwiGLU(), row(H, H)], lambda: [column(H, H, bias=False), ops.GELU(), row(H, H)],
+        lambda: [column(H, H), ops.MakeExtraOutput(in_place=True), row(H, H)],
+        lambda: [column(H, H, bias=False), ops.ConstantScale(0.3), row(H, H, bias=False)],
+        lambda: [ops.MakeExtraOutput(in_place=True), column(H, H), ops.SReLU(), row(H, H, return_bias=True)],
+        lambda: [ops.AllGather(group), ops.Linear(H, (H, H)), ops.SwiGLU(), ops.BasicLinear(H, H), ops.ReduceScatter(group)],
+        lambda: [ops.BasicLinear(H, H), ops.AllReduce(group), ops.Bias(H)],
+    ]  # fmt: skip
+
+
+def drawn(draw: random.Random, those: Sequence[Callable[[], Ops]]) -> ops.Sequential:
     """Up to six of these; some parameters do not learn."""
-    model = ops.Sequential(*[op for _ in range(draw.randint(1, 6)) for op in draw.choice(DRAWN)()])
+    model = ops.Sequential(*[op for _ in range(draw.randint(1, 6)) for op in draw.choice(those)()])
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
         parameter.requires_grad_(draw.random() < 0.85)
@@ -55,25 +79,61 @@ def results(model: ops.Sequential, learns: bool, unused: Sequence[bool]) -> list
     ]
 
 
-def test_fused_as_op_by_op():
-    """None for a gradient is as good as zeros."""
-    for seed in range(80):
+def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool, shift: int = 0) -> list[str]:
+    """Of fused ops to basic ones, one by one, and to what torch watches; None for a gradient is as good as zeros."""
+    wrong = list[str]()
+    for seed in seeds:
         draw = random.Random(seed)
-        torch.manual_seed(seed)
-        model, learns, unused = drawn(draw), draw.random() < 0.8, [draw.random() < 0.25 for _ in range(8)]
-        ways: dict[str, Any] = {
-            "fused": nullcontext(), "basic": fusions_kept(none=True), "watched": Watched(),
-        }  # fmt: skip
+        torch.manual_seed(seed + shift)
+        model, learns, unused = drawn(draw, those), draw.random() < 0.8, [draw.random() < 0.25 for _ in range(12)]
+        ways = {"fused": nullcontext(), "basic": fusions_kept(none=True), **({"watched": Watched()} if watched else {})}
         found = {}
         for way, inside in ways.items():
             with inside:
                 found[way] = results(copy.deepcopy(model), learns, unused)
-        for way in ("basic", "watched"):
-            for place, (one, other) in enumerate(zip(found["fused"], found[way], strict=True)):
-                if one is None or other is None:
-                    rest = one if other is None else other
-                    assert rest is None or not rest.any(), f"{seed} {way} {place}: {model}"
-                else:
-                    assert relative_error(one, other) < 1e-4 or not (one - other).any(), (
-                        f"{seed} {way} {place}: {model}"
-                    )
+        for way, its in found.items():
+            for place, (one, other) in enumerate(zip(found["fused"], its, strict=True)):
+                one, other = (torch.zeros(()) if each is None else each for each in (one, other))
+                if (one - other).any() and relative_error(one, other.expand_as(one)) > 1e-4:
+                    wrong.append(f"seed {seed}, {way}, result {place}: {model}")
+    return wrong
+
+
+def test_fused_as_op_by_op():
+    assert not differences(range(120), DRAWN + LINEARS, watched=True)
+
+
+def differences_on_shards() -> list[str]:
+    tp = worker.mesh(dp_shard=1, tp=2)["tp"]
+    return differences(range(40), DRAWN + 3 * on_shards(tp), watched=False, shift=1000 * tp.get_local_rank())
+
+
+@pytest.mark.ranks(2)
+def test_fused_as_op_by_op_on_token_shards(ranks: Any):
+    assert ranks(2).run(differences_on_shards) == [[], []]
+
+
+def only_a_bias(way: str) -> list[Tensor]:
+    """Its gradient behind a linear that is summed over ranks and does not learn."""
+    tp = worker.mesh(dp_shard=1, tp=2)["tp"]
+    found = []
+    for ops_of in (on_shards(tp)[-1], lambda: [on_shards(tp)[0]()[-1]]):
+        torch.manual_seed(0)
+        model = ops.Sequential(*ops_of())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name)
+        with fusions_kept(none=way == "basic"):
+            weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("weight"))
+            y = model(values(tp.get_local_rank(), M, getattr(weight, "_local_tensor", weight).shape[1]))
+            y.backward(values(2, *y.shape))
+        found += [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.requires_grad]
+        assert weight.grad is None
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_a_bias_may_learn_alone(ranks: Any):
+    for fused, basic in zip(*(ranks(2).run(only_a_bias, way) for way in ("fused", "basic")), strict=True):
+        assert len(fused) == 2
+        for one, other in zip(fused, basic, strict=True):
+            assert_bit_equal(one, other)

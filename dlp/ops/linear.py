@@ -233,8 +233,10 @@ class BasicLinear(BasicOperation, modules.Linear):
     def differentiate(
         self, ctx: Any, grad_output: Value, bound: BoundSpec, finish: Finish = NO_FINISH
     ) -> tuple[Value, list[Tensor | None]]:
-        """dx, and the gradients of the weights."""
+        """dx, and the gradients of the weights; where neither is needed, as before a bias that alone learns, None."""
         count = len(ctx.learns)
+        if not ctx.requires_grad:
+            return None, [None] * count
         weights, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         grads = each(grad_output)
         used = tuple([i for i, dy in enumerate(grads) if dy is not None])
