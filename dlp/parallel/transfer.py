@@ -31,7 +31,17 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import AS_IT_IS, Kinds, Own, Parts, ReduceCodec
 from dlp.kernels.wire import BLOCK, E4M3, pack_fp8, sum_fp8
-from dlp.parallel.casts import COLUMNWISE, HP, NEITHER, ROWWISE, CastPlan, Orientations, cast_plan, operand_shape
+from dlp.parallel.casts import (
+    COLUMNWISE,
+    HP,
+    NEITHER,
+    ROWWISE,
+    CastPlan,
+    Orientations,
+    cast_plan,
+    compact,
+    operand_shape,
+)
 from dlp.parallel.style import ParallelStyle
 from dlp.quant.gemm import GemmOptions
 from dlp.quant.recipe import Operand, Recipe
@@ -199,7 +209,15 @@ class TransferPlan:
         if self.kept == "values":
             return [x.new_empty(values)] if made else []
         shape, fmt = operand_shape(self.recipe, "x", values, self.kept == "columnwise"), self.recipe.x.columnwise.format
+        if self._made_beside_a_lease():
+            return list(compact(fmt, shape, x.dtype, x.device).parts)
         return list(fmt.empty(shape, dtype=x.dtype, device=x.device).parts)
+
+    def _made_beside_a_lease(self) -> bool:
+        """Whether one read makes what forward keeps and what it sends, which is compact, and so is the other (`Cast.make`)."""
+        route = self.x[True]
+        leased = any(each.leased for each in route.gathers) and not self.recipe.x.rowwise.format.keeps_source
+        return leased and self.kept == "columnwise" and self.casts(route).reads[0].both is not None
 
     def dx(self, in_features: int, dtype: torch.dtype) -> Result:
         return Result((self.tokens, in_features), dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dlp
-from dlp.parallel.linear.core import to_save
+from dlp.parallel.linear.core import run_forward, to_save
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from tests import pool as worker
 from tests.metrics import relative_error
@@ -218,3 +219,21 @@ def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel)
 )  # fmt: skip
 def test_the_ops_pass_opcheck_with_a_prologue(ranks, prologue, style, recipe):
     ranks(2).run(check_ops, recipe, style, True, 64, prologue)
+
+
+def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
+    """Of a layer that sends x, where new scales lie as on a Hopper: what forward keeps is like, and what the plan says."""
+    with patch("dlp.kernels.table.kind_of", lambda device: "sm_90"):
+        layer = ColumnParallelLinear(160, 64, **options_of(recipe, True))
+        x = torch.randn(128, 160).bfloat16()
+        _, kept = run_forward(layer.core.bound, x, [layer.weight.detach().to_local()], [None], (), True, True)
+        promised = layer.core.bound.transfers(len(x)).saved(x, False)
+        return tuple([(each.shape, each.dtype, each.stride()) for each in given] for given in (kept, promised))
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2)])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
+def test_what_is_kept_of_an_x_that_is_sent_lies_as_the_plan_promised(ranks, world, recipe):
+    """Compiled code refuses other strides: scales are compact where what travels is written by the same read."""
+    for kept, promised in ranks(world).run(kept_and_promised, recipe):
+        assert kept == promised
