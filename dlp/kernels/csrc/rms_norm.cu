@@ -3,6 +3,7 @@
 //
 // A block takes a row, whose octets stay in registers from the sum of squares to the result; what does not fit is read
 // again. Everything is IEEE arithmetic in a fixed order: results equal the reference bit for bit.
+#include "arrivals.cuh"
 #include "elements.cuh"
 #include "row_sum.cuh"
 
@@ -132,10 +133,10 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
     }
 }
 
-// The same for rows that lie in whole, aligned octets and stay in registers. Little code, and loads that nobody waits for:
-// each octet of the next row is on its way as soon as this row's has been used.
-template <class T, bool kAdd>
-__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_whole_kernel(const __grid_constant__ NormGradJob job) {
+// The same for rows that lie in whole, aligned octets, with something to add: they stay in registers, and each octet of the next
+// row is on its way as soon as this row's has been used.
+template <class T>
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_adding_kernel(const __grid_constant__ NormGradJob job) {
     constexpr int kKept = RowOctets<T>::kKept, kApart = 8 * kRowThreads;
     __shared__ float scratch[2][kRowWarps];
     float4* low = reinterpret_cast<float4*>(shared_memory()) + threadIdx.x;
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
     const int64_t row_begin = blockIdx.x;
     const T* x_row = static_cast<const T*>(job.x.data) + row_begin * job.x.stride + first;
     const T* dy_row = static_cast<const T*>(job.dy) + row_begin * job.dy_stride + first;
-    const T* add_row = kAdd ? static_cast<const T*>(job.add) + row_begin * job.add_stride + first : nullptr;
+    const T* add_row = static_cast<const T*>(job.add) + row_begin * job.add_stride + first;
     T* dx_row = static_cast<T*>(job.dx) + row_begin * cols + first;
     Octet<T> x[kKept], dy[kKept];
 #pragma unroll
@@ -179,8 +180,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
         for (int i = 0; i < kKept; ++i)
             if (first + i * kApart < cols) {
                 const Octet<float> mine = weight;
-                Octet<T> add;
-                if constexpr (kAdd) add = load_octet(add_row + i * kApart);
+                const Octet<T> add = load_octet(add_row + i * kApart);
                 weight = load_weight(job, next_of(first, i, cols));
                 Octet<float> dx, sum;
                 float4 &to_low = low[i * kRowThreads], &to_high = high[i * kRowThreads];
@@ -193,14 +193,93 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
                 }
                 if (more) x[i] = load_octet(x_row + i * kApart), dy[i] = load_octet(dy_row + i * kApart);
                 to_low = make_float4(sum[0], sum[1], sum[2], sum[3]), to_high = make_float4(sum[4], sum[5], sum[6], sum[7]);
-                Octet<T> result = rounded<T>(dx);
-                if constexpr (kAdd) result = added(result, add);
-                store_octet(dx_row + i * kApart, result);
+                store_octet(dx_row + i * kApart, added(rounded<T>(dx), add));
             }
         rstd = next_rstd, dx_row += kNormParts * int64_t(cols);
-        if (kAdd) add_row += kNormParts * job.add_stride;
+        add_row += kNormParts * job.add_stride;
     }
     float* to = job.dweight + row_begin * cols + first;
+    for (int i = 0; first + i * kApart < cols; ++i) {
+        reinterpret_cast<float4*>(to + i * kApart)[0] = low[i * kRowThreads];
+        reinterpret_cast<float4*>(to + i * kApart)[1] = high[i * kRowThreads];
+    }
+}
+
+// The same with nothing to add: rows come to shared memory by bulk copies, of which the next is on its way while one is worked
+// on. (A third matrix would leave room for too few blocks, and loads of it beside lose with rows of 8192.)
+template <class T>
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_bulk_kernel(const __grid_constant__ NormGradJob job) {
+    constexpr int kKept = RowOctets<T>::kKept, kApart = 8 * kRowThreads;
+    __shared__ float scratch[2][kRowWarps];
+    const int cols = int(job.x.cols), first = 8 * threadIdx.x;
+    float4* low = reinterpret_cast<float4*>(shared_memory()) + threadIdx.x;
+    float4* high = low + cols / 8;
+    const uint32_t bytes = cols * sizeof(T);
+    uint8_t* stages = shared_memory() + cols * sizeof(float);
+    Arrivals arrived[2] = {Arrivals(stages + 4 * bytes), Arrivals(stages + 4 * bytes + 8)};
+    if (threadIdx.x == 0) arrived[0].init(), arrived[1].init();
+    for (int i = 0; first + i * kApart < cols; ++i) low[i * kRowThreads] = high[i * kRowThreads] = make_float4(0, 0, 0, 0);
+    __syncthreads();
+    const auto fetch = [&](int stage, int64_t row) {
+        if (threadIdx.x != 0 || row >= job.x.rows) return;
+        uint8_t* to = stages + stage * 2 * bytes;
+        arrived[stage].expect(2 * bytes);
+        arrived[stage].copy(to, static_cast<const T*>(job.x.data) + row * job.x.stride, bytes);
+        arrived[stage].copy(to + bytes, static_cast<const T*>(job.dy) + row * job.dy_stride, bytes);
+    };
+    fetch(0, blockIdx.x), fetch(1, blockIdx.x + kNormParts);
+    Octet<float> weight[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i)
+        if (first + i * kApart < cols) weight[i] = load_weight(job, first + i * kApart);
+
+    const auto taken = [](const T* from) {
+        Octet<T> out;
+#pragma unroll
+        for (int v = 0; v < Octet<T>::kVectors; ++v) out.set_vector(v, reinterpret_cast<const uint4*>(from)[v]);
+        return out;
+    };
+    const auto work = [&](int stage, int64_t row) {
+        const float rstd = job.rstd[row];
+        const T* x_row = reinterpret_cast<const T*>(stages + stage * 2 * bytes) + first;
+        const T* dy_row = x_row + cols;
+        arrived[stage].wait();
+        float part = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            if (first + i * kApart < cols) {
+                const Octet<T> x = taken(x_row + i * kApart), dy = taken(dy_row + i * kApart);
+                float products[8];
+#pragma unroll
+                for (int k = 0; k < 8; ++k) products[k] = __fmul_rn(__fmul_rn(dy[k], weight[i][k]), __fmul_rn(x[k], rstd));
+                part = __fadd_rn(part, octet_sum(products));
+            }
+        const float mean = __fdiv_rn(row_sum(part, scratch[stage]), float(cols));
+        T* dx_row = static_cast<T*>(job.dx) + row * cols + first;
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            if (first + i * kApart < cols) {
+                const Octet<T> x = taken(x_row + i * kApart), dy = taken(dy_row + i * kApart);
+                Octet<float> dx, sum;
+                float4 &to_low = low[i * kRowThreads], &to_high = high[i * kRowThreads];
+                sum.set_vector(0, reinterpret_cast<const uint4&>(to_low)), sum.set_vector(1, reinterpret_cast<const uint4&>(to_high));
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    const float n = __fmul_rn(x[k], rstd);
+                    dx.set(k, __fmul_rn(__fsub_rn(__fmul_rn(dy[k], weight[i][k]), __fmul_rn(n, mean)), rstd));
+                    sum.set(k, __fadd_rn(sum[k], __fmul_rn(dy[k], n)));
+                }
+                to_low = make_float4(sum[0], sum[1], sum[2], sum[3]), to_high = make_float4(sum[4], sum[5], sum[6], sum[7]);
+                store_octet(dx_row + i * kApart, rounded<T>(dx));
+            }
+        __syncthreads();
+        fetch(stage, row + 2 * kNormParts);
+    };
+    for (int64_t row = blockIdx.x; row < job.x.rows; row += 2 * kNormParts) {
+        work(0, row);
+        if (row + kNormParts < job.x.rows) work(1, row + kNormParts);
+    }
+    float* to = job.dweight + int64_t(blockIdx.x) * cols + first;
     for (int i = 0; first + i * kApart < cols; ++i) {
         reinterpret_cast<float4*>(to + i * kApart)[0] = low[i * kRowThreads];
         reinterpret_cast<float4*>(to + i * kApart)[1] = high[i * kRowThreads];
@@ -212,7 +291,7 @@ bool whole_octets(const void* data, int64_t stride) {
     return stride * int64_t(sizeof(T)) % 16 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-// Whether `rms_norm_backward_whole_kernel` can take it.
+// Whether the kernels of whole octets can take it.
 template <class T>
 bool is_whole(const NormGradJob& job) {
     const int64_t cols = job.x.cols;
@@ -249,7 +328,12 @@ void rms_norm_backward(const NormGradJob& job, Input input, Stream stream) {
         using T = decltype(element);
         const auto run = [&](auto adds) {
             constexpr bool kAdd = decltype(adds)::value;
-            if (is_whole<T>(job)) return launch<rms_norm_backward_whole_kernel<T, kAdd>>(blocks, kRowThreads, shared, stream, job);
+            if (is_whole<T>(job)) {
+                constexpr auto kernel = kAdd ? rms_norm_backward_adding_kernel<T> : rms_norm_backward_bulk_kernel<T>;
+                const size_t bytes = kAdd ? shared : shared + 4 * size_t(job.x.cols) * sizeof(T) + 16;  // and what counts bytes
+                DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
+                return launch<kernel>(blocks, kRowThreads, bytes, stream, job);
+            }
             constexpr auto kernel = rms_norm_backward_kernel<T, kAdd>;
             if (shared > 48 * 1024)
                 DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
