@@ -236,7 +236,7 @@ class Module:
 
     @staticmethod
     def gate_backward(words: Any, act: int, wide: bool, stream: int) -> None:
-        gate, (up, up_stride, dh, dh_stride, dgate, dup) = matrix(words, wide), words[5:]
+        gate, (up, up_stride, dh, dh_stride, dgate, dup, _) = matrix(words, wide), words[5:]
         name = tuple(cuda_producers.ACTS)[act]
         given = (at(each, gate.shape, gate.dtype, (stride, 1)) for each, stride in ((dh, dh_stride), (up, up_stride)))
         grad, other = given
@@ -250,13 +250,33 @@ class Module:
 
     @staticmethod
     def swiglu_backward(words: Any, wide: bool, stream: int) -> None:
-        gate, (up, up_stride, dh, dh_stride, dgate, dup) = matrix(words, wide), words[5:]
-        given = (
-            at(address, gate.shape, gate.dtype, (stride, 1)) for address, stride in ((dh, dh_stride), (up, up_stride))
+        *_, dgate, dup, amax = words
+        for i, (to, grad) in enumerate(zip((dgate, dup), Module._gradients(words, wide), strict=True)):
+            Module._written(grad, to, amax and amax + 4 * i)
+
+    @staticmethod
+    def _gradients(words: Any, wide: bool) -> tuple[Tensor, Tensor]:
+        gate, (up, up_stride, dh, dh_stride) = matrix(words, wide), words[5:9]
+        grad, other = (
+            at(each, gate.shape, gate.dtype, (stride, 1)) for each, stride in ((dh, dh_stride), (up, up_stride))
         )
-        grads = reference.swiglu_backward(next(given), gate, next(given))
-        for address, grad in zip((dgate, dup), grads, strict=True):
-            at(address, gate.shape, gate.dtype).copy_(grad)
+        return reference.swiglu_backward(grad, gate, other)
+
+    @staticmethod
+    def cast_gate_grads_tensor(
+        words: Any, of_gate: Any, of_up: Any, e5m2: bool, rule: Any, observe: bool, stream: int
+    ) -> None:
+        for job, x in zip((of_gate, of_up), Module._gradients(words, False), strict=True):
+            given = (x.data_ptr(), *x.shape, x.stride(0), *job[4:])
+            Module.cast_transpose(given, 0, 1, 1, False, e5m2, rule, observe, cuda.MATRIX, stream)
+
+    @staticmethod
+    def cast_gate_grads_block(
+        words: Any, of_gate: Any, of_up: Any, e5m2: bool, rule: Any, gemm_layout: bool, stream: int
+    ) -> None:
+        for job, x in zip((of_gate, of_up), Module._gradients(words, False), strict=True):
+            given = (x.data_ptr(), *x.shape, x.stride(0), *job[4:])
+            Module.cast_block_1d(given, 0, 1, 1, False, e5m2, rule, gemm_layout, cuda.MATRIX, stream)
 
     @staticmethod
     def _written(value: Tensor, out: int, amax: int) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import dlp
 from dlp import ops
-from dlp.kernels import reference
+from dlp.kernels import reference, table
 from dlp.kernels.captured import CapturedLaunches
+from dlp.kernels.table import registered
 from dlp.parallel.linear.capture import describe
 from tests.emulated import emulated  # noqa: F401
 from tests.twins import K, M, Twins, forward_backward
@@ -61,6 +62,40 @@ def test_captured_ops_give_the_bits_of_the_ops(recipe: str, attached: bool):
     found = recorded(twins.model[0])
     for direction in ("forward", "backward"):
         assert any(isinstance(made, CapturedLaunches) for made in found[direction]), found[direction]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The names of the launches of everything that is captured."""
+    made, init = list[list[str]](), CapturedLaunches.__init__
+
+    def note(self: Any, launches: Any, *more: Any) -> None:
+        made.append([name for name, *_ in launches])
+        init(self, launches, *more)
+
+    monkeypatch.setattr(CapturedLaunches, "__init__", note)
+    return made
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8"])
+def test_both_gradients_of_a_gate_are_cast_in_one_launch(recipe: str, launched: list[list[str]]):
+    twins = slow_twins(recipe)
+    for seed in range(4):
+        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    names = Counter(next(names for names in launched if "rms_norm_backward" in names and "gemm" in names))
+    assert sum(count for name, count in names.items() if name.startswith("cast_gate_grads")) == (recipe != "mxfp8")
+    observed = names["swiglu_backward"], names["amax"]
+    assert observed == {"fp8_current": (1, 1), "mxfp8": (1, 0)}.get(recipe, (0, 0)), names
+
+
+def test_a_kernel_from_outside_still_casts_each_gradient_of_a_gate(launched: list[list[str]]):
+    """The one launch would pass it by."""
+    ours = table.choose("cast_fp8_block_both", torch.zeros(1, 1), (1, 128), torch.float8_e4m3fn)
+    with registered(replace(ours, name="mine", run=lambda *given, **more: ours.run(*given, **more))):
+        twins = slow_twins("fp8_block")
+        for seed in range(4):
+            twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    assert launched and not any(name.startswith("cast_gate_grads") for names in launched for name in names)
 
 
 def test_an_op_that_torch_computes_is_called_alone():

@@ -110,7 +110,7 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
     """dh, gate, up [rows, cols] -> dgate, dup [rows, cols]."""
     words = (
         *_matrix(gate), 0, *_beside(up, gate, "up"), *_beside(dh, gate, "dh"),
-        _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"),
+        _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"), 0,
     )  # fmt: skip
     launch("swiglu_backward", gate, words, gate.dtype == torch.float32)
 
@@ -139,7 +139,7 @@ def gate_backward(dh: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor,
     """dh, gate, up [rows, cols] -> dgate, dup [rows, cols], of act(gate) and act'(gate) as `activation` has them."""
     words = (
         *_matrix(gate), 0, *_beside(up, gate, "up"), *_beside(dh, gate, "dh"),
-        _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"),
+        _output(dgate, gate.shape, [gate.dtype], "dgate"), _output(dup, gate.shape, [gate.dtype], "dup"), 0,
     )  # fmt: skip
     launch("gate_backward", gate, words, ACTS[act], gate.dtype == torch.float32)
 

@@ -134,10 +134,17 @@ class ActivationGrad(LazyMatrix):
 
 
 class GatedGrads:
-    """The two gradients of a gate, made together when either is first read."""
+    """The two gradients of a gate, made together when either is first read, or cast together (`gate_grads`)."""
 
     def __init__(self, dh: Tensor | LazyMatrix, gate: Tensor, up: Tensor, name: str) -> None:
         self.dh, self.gate, self.up, self.name = dh, gate, up, name
+        self.dtype = gate.dtype
+
+    def dim(self) -> int:
+        return 2
+
+    def get_device(self) -> int:
+        return self.gate.get_device()
 
     @cached_property
     def values(self) -> tuple[Tensor, Tensor]:
@@ -152,6 +159,10 @@ class GatedGrad(_Stored):
 
     def __init__(self, grads: GatedGrads, which: int) -> None:
         self.grads, self.which, self.matrix = grads, which, grads.gate
+
+    def of_both(self, other: GatedGrad) -> bool:
+        """Whether this is the gradient of the gate, and the other that of up."""
+        return self.grads is other.grads and (self.which, other.which) == (0, 1)
 
     @property
     def value(self) -> Tensor:

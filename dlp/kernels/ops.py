@@ -56,6 +56,7 @@ from dlp.kernels.codes import (
     transpose_e2m1,
 )
 from dlp.kernels.dispatch import Flags, Launches, Outs, Parts, Wanted
+from dlp.kernels.gate_grads import amax_gate_grads, cast_gate_grads_fp8_block, cast_gate_grads_fp8_tensor
 from dlp.kernels.gemm_entries import HP
 from dlp.kernels.lazy_activations import Activated, ActivationGrad, GatedBy, GatedGrad, GatedGrads, LayerNormed
 from dlp.kernels.lazy_matrix import (
@@ -110,10 +111,11 @@ __all__ = [
     "FP8_MAX", "Flags", "Fp8Scale", "Gated", "GatedBy", "GatedGrad", "GatedGrads", "GemmLaunchOptions", "Launches",
     "LayerNormed", "LazyMatrix", "Outs", "Parts", "PhiloxState", "Produced",
     "RHT_SIGNS", "RmsNormed", "Summed", "Wanted", "activation",
-    "activation_backward", "amax", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout", "block_2d_layout",
-    "cast_fp8",
+    "activation_backward", "amax", "amax_gate_grads", "amax_lines", "amax_nvfp4", "amax_nvfp4_both", "block_1d_layout",
+    "block_2d_layout", "cast_fp8",
     "cast_fp8_block", "cast_fp8_block_batch", "cast_fp8_block_both", "cast_fp8_rowwise", "cast_fp8_rowwise_batch",
-    "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both", "cast_mxfp8",
+    "cast_fp8_rowwise_both", "cast_fp8_tensor", "cast_fp8_tensor_batch", "cast_fp8_tensor_both",
+    "cast_gate_grads_fp8_block", "cast_gate_grads_fp8_tensor", "cast_mxfp8",
     "cast_mxfp8_batch", "cast_mxfp8_both", "cast_nvfp4", "cast_nvfp4_batch", "cast_nvfp4_both", "column_sums",
     "decode_e2m1", "decode_e8m0", "decode_fp8", "decode_fp8_block", "decode_mxfp8", "decode_nvfp4", "delayed_scale",
     "delayed_update", "delayed_updates", "empty_block_scales", "empty_mx_scales", "encode_e2m1",

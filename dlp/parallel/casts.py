@@ -413,6 +413,12 @@ def _kept(matrix: Tensor) -> QuantizedTensor:
 def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[Wanted]:
     """All ranks that agree call it with casts in the same order; returns their operands, `into` where that was given.
     `prepared`: the launches that make some of them."""
+    grads = _gate_grads(casts) if prepared is None and len(casts) == 2 else None
+    if grads is not None:
+        quantizer: Any = casts[0].read.quantizer
+        agreed = _agreed(casts, list(quantizer.observe_grads(grads)))
+        made = quantizer.both_grads(grads, agreed, [cast.slot for cast in casts], [cast.flag for cast in casts])
+        return list(made)
     for cast in casts:
         if prepared is not None or cast.read.agreed:
             break
@@ -427,6 +433,16 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
     if prepared is not None:
         prepared.cast([pair for i in amaxes for pair in zip(observed[i], agreed[i], strict=True)])
     return [cast.into if i in amaxes else cast.make(agreed[i]) for i, cast in enumerate(casts)]
+
+
+def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
+    """What two casts make their matrices of, where these are both gradients of a gate and one read makes all four operands."""
+    (first, mine, *_, into, flag), (second, its, *_), read = *casts, casts[0].read
+    if not (isinstance(mine, ops.GatedGrad) and isinstance(its, ops.GatedGrad) and mine.of_both(its)):
+        return None
+    alone = first is second and read.both is not None and into is NOWHERE and (flag is None or read.takes_flag)
+    offered = read.rowwise == read.columnwise and caps_of(read.quantizer).gate_grads
+    return mine.grads if alone and offered else None
 
 
 def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:

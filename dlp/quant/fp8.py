@@ -72,7 +72,7 @@ class CurrentScaling:
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
     caps: ClassVar[QuantizerCaps] = QuantizerCaps(
-        one_read=True, one_launch=True, flag=True, op="cast_fp8_tensor", pure=True, lazy=True
+        one_read=True, gate_grads=True, one_launch=True, flag=True, op="cast_fp8_tensor", pure=True, lazy=True
     )
 
     @cached_property
@@ -98,6 +98,15 @@ class CurrentScaling:
         source, given = self._scale(amaxes[0]), parts_of_both(outs)
         row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given, flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
+
+    def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
+        of_gate, of_up = ops.amax_gate_grads(grads)
+        return (of_gate, of_gate), (of_up, of_up)
+
+    def both_grads(
+        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[Any], flags: ops.Flags
+    ) -> list[Operands]:
+        return _both_grads(self.format, grads, [self._scale(row) for row, _ in amaxes], flags)
 
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
@@ -158,6 +167,14 @@ class DelayedScaling:
         row, col = ops.cast_fp8_tensor_both(x, ELEMENTS[self.element], source, outs=given, flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
+    def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
+        return (None, None), (None, None)
+
+    def both_grads(
+        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[ScaleSlot], flags: ops.Flags
+    ) -> list[Operands]:
+        return _both_grads(self.format, grads, [_slot_scale(slot) for slot in slots], flags)
+
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
@@ -178,3 +195,10 @@ def _slot_scale(slot: ScaleSlot | None) -> ops.Fp8Scale:
     """The scale of a slot; max |x| enters its staging in the cast's own read."""
     assert slot is not None, "delayed scaling casts with the scale of a slot"
     return ops.Fp8Scale(scale=slot.scale, staging=slot.staging)
+
+
+def _both_grads(
+    fmt: Format, grads: ops.GatedGrads, sources: Sequence[ops.Fp8Scale], flags: ops.Flags
+) -> list[Operands]:  # fmt: skip
+    made = ops.cast_gate_grads_fp8_tensor(grads, ELEMENTS[fmt.element], sources, flags)
+    return [(fmt.wrap(row), fmt.wrap(col)) for row, col in made]

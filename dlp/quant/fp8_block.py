@@ -65,7 +65,7 @@ class BlockScaling:
     epsilon: float = 0.0
     reduces: ClassVar[tuple[int, ...]] = ()
     caps: ClassVar[QuantizerCaps] = QuantizerCaps(
-        one_read=True, one_launch=True, flag=True, op="cast_fp8_block", pure=True, lazy=True
+        one_read=True, gate_grads=True, one_launch=True, flag=True, op="cast_fp8_block", pure=True, lazy=True
     )
 
     @cached_property
@@ -89,6 +89,15 @@ class BlockScaling:
         row, col = self._made(ops.cast_fp8_block_both, x, outs=parts_of_both(outs), flag=flag)
         return self.format.wrap(row), self.format.wrap(col)
 
+    def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
+        return (None, None), (None, None)
+
+    def both_grads(
+        self, grads: ops.GatedGrads, amaxes: Sequence[Amaxes], slots: Sequence[Any], flags: ops.Flags
+    ) -> list[Operands]:
+        made = self._made(ops.cast_gate_grads_fp8_block, grads, flags=flags)
+        return [(self.format.wrap(row), self.format.wrap(col)) for row, col in made]
+
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
     ) -> ops.Launches:
@@ -96,6 +105,6 @@ class BlockScaling:
             xs, wanted_parts(outs), flags, self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon
         )
 
-    def _made(self, op: Callable[..., Any], x: Tensor, **into: Any) -> Any:
+    def _made(self, op: Callable[..., Any], x: Tensor | ops.GatedGrads, **into: Any) -> Any:
         options = {"power_of_two": self.power_of_two, "epsilon": self.epsilon}
         return op(x, self.format.block, ELEMENTS[self.element], **options, **into)

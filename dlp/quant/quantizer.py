@@ -99,6 +99,8 @@ class QuantizerCaps:
     one_read       methods `both` and `observe_both`: the operands of x and of x.t() from one read, see `OneRead`, for a
                    columnwise quantizer that is equal to it
     one_read_with  further columnwise quantizers that they take
+    gate_grads     methods `observe_grads` and `both_grads`: the operands of both gradients of a gate (`ops.GatedGrads`) and of
+                   their transposes from one read, for a columnwise quantizer that is equal to it
     one_launch     a method `batch(xs, outs, slots, flags)`: prepares `cast`, or `both`, of matrices that
                    `ops.has_batches`, into operands that exist, (of x, of x.t()), None where one is not wanted
     slot           its casts take `slot`: delayed scaling, by these options
@@ -115,6 +117,7 @@ class QuantizerCaps:
 
     one_read: bool = False
     one_read_with: tuple[Quantizer, ...] = ()
+    gate_grads: bool = False
     one_launch: bool = False
     slot: SlotOptions | None = None
     origin: bool = False
@@ -132,6 +135,7 @@ class QuantizerCaps:
 
 METHODS = {
     "one_read": ("both", "observe_both"),
+    "gate_grads": ("both_grads", "observe_grads"),
     "one_launch": ("batch",),
     "values": ("values",),
     "clips": ("clipped",),

@@ -18,7 +18,7 @@ from tests.emulated import OnGpu, emulation
 GUARD, POISON = 256, 0xA5  # bytes on either side, and what they and the output hold before
 Allocate = Callable[..., Tensor]
 # Whose expectations are the reference's, not those of tensors of a CPU, which go the way of the GPU's where that is played.
-PLAYED = "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags golden loss producers rowwise wire".split()
+PLAYED = "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags gate_grads golden loss producers rowwise wire".split()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

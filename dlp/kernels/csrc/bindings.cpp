@@ -138,6 +138,18 @@ void bind_producers(pybind11::module_& m) {
     bind_step(m, "swiglu_backward", [](const Words<SwigluGradJob>& job, bool wide, Stream stream) {
         swiglu_backward(make_job<SwigluGradJob>(job), input_of(wide), stream);
     });
+    bind_step(m, "cast_gate_grads_tensor", [](const Words<SwigluGradJob>& from, const Words<TensorJob>& of_gate,
+                                              const Words<TensorJob>& of_up, bool e5m2, const Rule& rule, bool observe,
+                                              Stream stream) {
+        const GateGradsJob<TensorJob> job{make_job<SwigluGradJob>(from), make_job<TensorJob>(of_gate), make_job<TensorJob>(of_up)};
+        cast_gate_grads(job, code_of(e5m2), make_rule(rule), observe, stream);
+    });
+    bind_step(m, "cast_gate_grads_block", [](const Words<SwigluGradJob>& from, const Words<BlockJob>& of_gate,
+                                             const Words<BlockJob>& of_up, bool e5m2, const Rule& rule, bool gemm_layout,
+                                             Stream stream) {
+        const GateGradsJob<BlockJob> job{make_job<SwigluGradJob>(from), make_job<BlockJob>(of_gate), make_job<BlockJob>(of_up)};
+        cast_gate_grads(job, code_of(e5m2), make_rule(rule), gemm_layout, stream);
+    });
     bind_step(m, "activation", [](const Words<ActivationJob>& job, int64_t act, bool wide, Stream stream) {
         activation(make_job<ActivationJob>(job), static_cast<Act>(act), input_of(wide), stream);
     });

@@ -1,61 +1,11 @@
-// FP8 with a scale every 128 elements of the contraction, both orientations in one read: the 128 rows and the 128 columns
-// of a tile are 256 blocks, one a thread.
-//
-// The amaxes meet in shared memory, thread t makes the scale of row t or column t - 128, and every thread reads back the
-// eight of its rows and the eight of its columns. A division a block, not one a thread that needs its result.
-#include "block_scales.cuh"
-#include "line_maxima.cuh"
-#include "two_scales.cuh"
+// FP8 with a scale every 128 elements of the contraction, both orientations in one read (block_lines.cuh).
+#include "block_lines.cuh"
 
 namespace dlp {
 namespace {
 
-struct Shared {
-    alignas(16) uint32_t row_max[kTile];
-    alignas(16) ColumnMaxima column_max;
-    alignas(16) float scale[2 * kTile];  // rows, then columns
-};
-
-template <class T>
-__device__ void post_maxima(const Octet<T> (&patch)[kPatch], Shared& shared) {
-    using Rows = RowMaxima<T, kAcross>;
-    Maxima<T> columns;
-    uint32_t word[Rows::kWords];
-#pragma unroll
-    for (int i = 0; i < Rows::kWords; ++i) {  // together, so that magnitudes need not be kept
-        word[i] = PatchRows<T>::word(patch, i);
-#pragma unroll
-        for (int row = i * Rows::kRows; row < (i + 1) * Rows::kRows; ++row) columns.take(patch[row]);
-    }
-    const Rows rows(word);
-#pragma unroll
-    for (int i = 0; i < Rows::kRows; ++i) shared.row_max[kPatch * patch_row() + rows.first() + i] = rows[i];
-    post_columns(columns, shared.column_max);
-}
-
-// The amax of row t or column t - 128 of the tile.
-__device__ float posted_amax(const Shared& shared) {
-    if (threadIdx.x < kTile) return __uint_as_float(shared.row_max[threadIdx.x]);
-    uint32_t bits = 0;
-#pragma unroll
-    for (int warp = 0; warp < kTileWarps; ++warp) bits = max(bits, shared.column_max[warp][threadIdx.x - kTile]);
-    return __uint_as_float(bits);
-}
-
-template <class T>
-__device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool gemm_layout) {
-    const int64_t row_blocks = (tile.rows() + kTile - 1) / kTile, column_blocks = (tile.cols() + kTile - 1) / kTile;
-    if (threadIdx.x < kTile) {
-        const BlockScales to{static_cast<float*>(tile.job->scale), tile.rows(), column_blocks, gemm_layout};
-        if (to.to) to.store_row(tile.row() + threadIdx.x, tile.across, scale_inv);
-    } else {
-        const BlockScales to{static_cast<float*>(tile.job->scale_t), tile.cols(), row_blocks, gemm_layout};
-        if (to.to) to.store_row(tile.col() + threadIdx.x - kTile, tile.down, scale_inv);
-    }
-}
-
 template <class T, Producer kProducer>
-constexpr size_t kShared = Incoming<T, BlockJob, kProducer>::kBytes + ColumnWriter::kBytes + sizeof(Shared);
+constexpr size_t kShared = Incoming<T, BlockJob, kProducer>::kBytes + ColumnWriter::kBytes + sizeof(BlockLines);
 
 template <class T, class F8, Producer kProducer>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
@@ -64,19 +14,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     using Input = Incoming<T, BlockJob, kProducer>;
     Input incoming(shared_memory(), source);
     ColumnWriter columns(shared_memory() + Input::kBytes);
-    Shared& shared = *reinterpret_cast<Shared*>(shared_memory() + Input::kBytes + ColumnWriter::kBytes);
+    BlockLines& shared = *reinterpret_cast<BlockLines*>(shared_memory() + Input::kBytes + ColumnWriter::kBytes);
 
     const auto tile = incoming.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
-    tell_not_finite(patch, *tile.job);
-    post_maxima(patch, shared);
-    __syncthreads();
-    const float scale = scale_from_amax(posted_amax(shared), rule);
-    shared.scale[threadIdx.x] = scale;
-    store_scale(tile, __frcp_rn(scale), gemm_layout);
-    __syncthreads();
-    write_scaled<F8>(patch, shared.scale, tile, columns);
+    cast_block_lines<F8>(patch, tile, rule, gemm_layout, columns, shared);
 }
 
 }  // namespace

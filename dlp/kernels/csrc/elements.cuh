@@ -94,4 +94,18 @@ __device__ Octet<T> gated(const Octet<T>& gate, const Octet<T>& up) {
     return rounded<T>(h);
 }
 
+// Gate and up become their gradients. With s = sigmoid(gate):   dup = dh * gate * s,   dgate = dh * up * s * (1 + gate * (1 - s)).
+template <class T>
+__device__ void to_gradients(Octet<T>& gate, Octet<T>& up, const Octet<T>& dh) {
+    Octet<float> of_gate, of_up;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float g = gate[i], d = dh[i], s = sigmoid(g);
+        const float slope = __fmul_rn(s, __fadd_rn(1.0f, __fmul_rn(g, __fsub_rn(1.0f, s))));
+        of_up.set(i, __fmul_rn(d, __fmul_rn(g, s)));
+        of_gate.set(i, __fmul_rn(__fmul_rn(d, up[i]), slope));
+    }
+    gate = rounded<T>(of_gate), up = rounded<T>(of_up);
+}
+
 }  // namespace dlp

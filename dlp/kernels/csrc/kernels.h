@@ -255,8 +255,15 @@ struct SwigluGradJob {
     const void* dh;
     int64_t dh_stride;
     void* dgate;              // [rows, cols]
-    void* dup;
-    static constexpr uint32_t addresses = words(0, 5, 7, 9, 10);
+    void* dup;                // or
+    float* amax;              // [2]: max |dgate|, max |dup|, or neither
+    static constexpr uint32_t addresses = words(0, 5, 7, 9, 10, 11);
+};
+
+template <class Job>
+struct GateGradsJob {         // what is made of both gradients of a SwiGLU, which nobody stores; their jobs have no matrix
+    SwigluGradJob from;
+    Job of_gate, of_up;
 };
 
 struct ActivationJob {        // act(x), or with dy: dy * act'(x)
@@ -391,6 +398,8 @@ void gate(const SwigluJob& job, Act act, Input input, Stream stream);
 void gate_backward(const SwigluGradJob& job, Act act, Input input, Stream stream);
 void swiglu(const SwigluJob& job, Input input, Stream stream);
 void swiglu_backward(const SwigluGradJob& job, Input input, Stream stream);
+void cast_gate_grads(const GateGradsJob<TensorJob>& job, Code code, const ScaleRule& rule, bool observe, Stream stream);
+void cast_gate_grads(const GateGradsJob<BlockJob>& job, Code code, const ScaleRule& rule, bool gemm_layout, Stream stream);
 void tile_sums(const Work<MatrixJob>& work, float* sums, Input input, Stream stream);
 void log_sum_exp(const LossJob& job, Input input, Stream stream);
 void softmax_gradient(const LossGradJob& job, Input input, Stream stream);

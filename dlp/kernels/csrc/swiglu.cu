@@ -50,9 +50,10 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant_
     }
 }
 
-// With s = sigmoid(gate):   dup = dh * gate * s,   dgate = dh * up * s * (1 + gate * (1 - s)).
-template <class T>
+// Stores dgate and dup, or only observes them.
+template <class T, bool kStore>
 __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_constant__ SwigluGradJob job) {
+    __shared__ uint32_t scratch[2][kThreads / 32];
     const Octets<T> gate(job.gate), up = like<T>(job.gate, job.up, job.up_stride), dh = like<T>(job.gate, job.dh, job.dh_stride);
     const Results<T> dgate(job.dgate, job.gate.cols), dup(job.dup, job.gate.cols);
     const int64_t first = blockIdx.x * kChunk + threadIdx.x;
@@ -62,19 +63,17 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_
         const auto at = gate.place(first + i * kThreads);
         gates[i] = gate.load(at), ups[i] = up.load(at), dhs[i] = dh.load(at);
     }
+    Maxima<T> of_gate, of_up;
 #pragma unroll
     for (int i = 0; i < kOctets; ++i) {
-        Octet<float> of_gate, of_up;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const float g = gates[i][k], d = dhs[i][k], s = sigmoid(g);
-            const float slope = __fmul_rn(s, __fadd_rn(1.0f, __fmul_rn(g, __fsub_rn(1.0f, s))));
-            of_up.set(k, __fmul_rn(d, __fmul_rn(g, s)));
-            of_gate.set(k, __fmul_rn(__fmul_rn(d, ups[i][k]), slope));
-        }
+        to_gradients(gates[i], ups[i], dhs[i]);
         const auto at = gate.place(first + i * kThreads);
-        dgate.store(at, rounded<T>(of_gate));
-        dup.store(at, rounded<T>(of_up));
+        if (kStore) dgate.store(at, gates[i]), dup.store(at, ups[i]);
+        else of_gate.take(gates[i]), of_up.take(ups[i]);
+    }
+    if (!kStore) {
+        const uint32_t gate_bits = block_max(of_gate.largest(), scratch[0]), up_bits = block_max(of_up.largest(), scratch[1]);
+        if (threadIdx.x == 0) raise(job.amax, gate_bits), raise(job.amax + 1, up_bits);
     }
 }
 
@@ -94,10 +93,13 @@ void swiglu(const SwigluJob& job, Input input, Stream stream) {
 }
 
 void swiglu_backward(const SwigluGradJob& job, Input input, Stream stream) {
+    if (job.amax) set_zero(reinterpret_cast<uintptr_t>(job.amax), 2 * sizeof(float), stream);
     const int64_t blocks = blocks_of(job.gate);
     if (blocks == 0) return;
     with_input(input, [&](auto element) {
-        launch<swiglu_backward_kernel<decltype(element)>>(blocks, kThreads, 0, stream, job);
+        using T = decltype(element);
+        if (job.amax) return launch<swiglu_backward_kernel<T, false>>(blocks, kThreads, 0, stream, job);
+        launch<swiglu_backward_kernel<T, true>>(blocks, kThreads, 0, stream, job);
     });
 }
 

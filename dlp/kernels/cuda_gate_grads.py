@@ -1,0 +1,64 @@
+"""The CUDA kernels that cast both gradients of a SwiGLU from one read of dh, gate and up, see cuda.py.
+
+dh, gate, up bf16 [rows, cols]. Of a pair of jobs the first is dgate's, the second dup's; their x is any matrix like these, for
+its sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlp.kernels.cuda import (
+    BlockJob,
+    TensorJob,
+    Words,
+    _block_words,
+    _code_dtype,
+    _matrix,
+    _output,
+    _same,
+    _tensor_words,
+    scale_rule,
+)
+from dlp.kernels.cuda_producers import _beside
+from dlp.kernels.launches import launch
+
+
+def amaxes(dh: Tensor, gate: Tensor, up: Tensor, out: Tensor) -> None:
+    """max |dgate|, max |dup| -> out, fp32 [2]; neither gradient is stored."""
+    launch("swiglu_backward", gate, (*_read(dh, gate, up), 0, 0, _output(out, [2], [torch.float32], "out")), False)
+
+
+def _read(dh: Tensor, gate: Tensor, up: Tensor) -> Words:
+    return *_matrix(gate), 0, *_beside(up, gate, "up"), *_beside(dh, gate, "dh")
+
+
+def cast_tensor(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    jobs: tuple[TensorJob, TensorJob],
+    *,
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+) -> None:
+    """Per-tensor FP8, as `cuda.cast_tensor` of each gradient."""
+    words = [_tensor_words(job, _matrix(job.x)) for job in jobs]
+    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of their codes")
+    observe = _same([job.staging is not None for job in jobs], "having staging")
+    rule = scale_rule(dtype, power_of_two, epsilon)
+    given = (*_read(dh, gate, up), 0, 0, 0)
+    launch("cast_gate_grads_tensor", gate, given, *words, dtype == torch.float8_e5m2, rule, observe)
+
+
+def cast_block(
+    dh: Tensor, gate: Tensor, up: Tensor, jobs: tuple[BlockJob, BlockJob], *, power_of_two: bool = True, epsilon: float = 0.0,
+    gemm_layout: bool = False,
+) -> None:  # fmt: skip
+    """FP8 with a scale every 128 elements of the contraction, as `cuda.cast_block` of each gradient."""
+    words = [_block_words(job, False, gemm_layout) for job in jobs]
+    dtype = _same([_code_dtype(job) for job in jobs], "the dtype of their codes")
+    rule = scale_rule(dtype, power_of_two, epsilon, torch.finfo(gate.dtype).max)
+    given = (*_read(dh, gate, up), 0, 0, 0)
+    launch("cast_gate_grads_block", gate, given, *words, dtype == torch.float8_e5m2, rule, gemm_layout)

@@ -1,0 +1,136 @@
+"""Both gradients of a gate, observed and cast together: by kernels that read dh, gate and up once and store neither gradient,
+else one after the other; same bits.
+
+    amax_gate_grads               max |dgate|, max |dup|
+    cast_gate_grads_fp8_tensor    `cast_fp8_tensor_both` of each
+    cast_gate_grads_fp8_block     `cast_fp8_block_both` of each
+
+Kernels take SwiGLU's in bf16, in whole tiles of 128 x 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlp.kernels import cuda_gate_grads, table
+from dlp.kernels.casts import _cast_fp8_tensor_both, _empty_tensor, _tensor_job, amax, cast_fp8_tensor_both
+from dlp.kernels.casts_blocks import (
+    _as_gemms_read,
+    _cast_fp8_block_both,
+    _empty_block,
+    _laid_out,
+    cast_fp8_block_both,
+)
+from dlp.kernels.dispatch import Flags, Parts
+from dlp.kernels.lazy_activations import GatedGrad, GatedGrads
+from dlp.kernels.lazy_matrix import FUSED_DTYPE, GRADIENT_CODES, fuses, stored
+from dlp.kernels.reference import Fp8Scale
+from dlp.kernels.reference.scales import Block
+from dlp.kernels.table import kernel, operation
+
+TILE = 128
+Pair = tuple[Any, Any]  # of dgate, of dup
+
+
+def _each(grads: GatedGrads) -> tuple[GatedGrad, GatedGrad]:
+    return GatedGrad(grads, 0), GatedGrad(grads, 1)
+
+
+def _reads(grads: GatedGrads) -> tuple[Tensor, Tensor, Tensor]:
+    return stored(grads.dh), grads.gate, grads.up
+
+
+def _fuses(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
+    """Whole tiles, in rows that are aligned."""
+    rows, cols = grads.gate.shape
+    whole = rows > 0 and rows % TILE == 0 and cols % TILE == 0
+    given = _reads(grads)
+    aligned = all(x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in given)
+    return grads.name == "silu" and whole and aligned and fuses(dtype, *given, casts=GRADIENT_CODES)
+
+
+def _casts_tensor(grads: GatedGrads, dtype: torch.dtype, *_: Any) -> bool:
+    """Not where another kernel than ours would cast one of them."""
+    ours = table.choose("cast_fp8_tensor_both", grads.gate, dtype).run is _cast_fp8_tensor_both
+    return ours and _fuses(grads, dtype)
+
+
+def _casts_block(grads: GatedGrads, block: Block, dtype: torch.dtype, *_: Any, **__: Any) -> bool:
+    ours = table.choose("cast_fp8_block_both", grads.gate, block, dtype).run is _cast_fp8_block_both
+    return ours and block == (1, 128) and _fuses(grads, dtype)
+
+
+@operation
+def amax_gate_grads(grads: GatedGrads) -> Pair:
+    """max |dgate|, max |dup| as fp32 []."""
+    of_gate, of_up = _each(grads)
+    return amax(of_gate), amax(of_up)
+
+
+@kernel("amax_gate_grads", reads=(FUSED_DTYPE,), takes=_fuses)
+def _amax_gate_grads(grads: GatedGrads) -> Pair:
+    out = torch.empty(2, device=grads.gate.device)
+    cuda_gate_grads.amaxes(*_reads(grads), out)
+    return out[0], out[1]
+
+
+@operation
+def cast_gate_grads_fp8_tensor(
+    grads: GatedGrads, dtype: torch.dtype, sources: Sequence[Fp8Scale], flags: Flags
+) -> Pair:  # fmt: skip
+    """The parts of dgate and of dgate.t(), and of dup and of dup.t(); `sources` and `flags`: of each gradient."""
+    first, second = (
+        cast_fp8_tensor_both(grad, dtype, source, flag=flag)
+        for grad, source, flag in zip(_each(grads), sources, flags, strict=True)
+    )
+    return first, second
+
+
+@kernel("cast_gate_grads_fp8_tensor", reads=(FUSED_DTYPE,), takes=_casts_tensor)
+def _cast_gate_grads_fp8_tensor(
+    grads: GatedGrads, dtype: torch.dtype, sources: Sequence[Fp8Scale], flags: Flags
+) -> Pair:  # fmt: skip
+    x, made, jobs = grads.gate, list[tuple[Parts, Parts]](), []
+    for source, flag in zip(sources, flags, strict=True):
+        codes, scale_inv = row = _empty_tensor(x, dtype, x.shape)
+        col = torch.empty(codes.shape[::-1], dtype=dtype, device=x.device), scale_inv
+        made.append((row, col))
+        jobs.append(_tensor_job(x, row, col, source, flag))
+    source = sources[0]
+    cuda_gate_grads.cast_tensor(
+        *_reads(grads), (jobs[0], jobs[1]), power_of_two=source.power_of_two, epsilon=source.epsilon
+    )
+    return made[0], made[1]
+
+
+@operation
+def cast_gate_grads_fp8_block(
+    grads: GatedGrads, block: Block, dtype: torch.dtype, flags: Flags, *, power_of_two: bool, epsilon: float = 0.0
+) -> Pair:
+    """The same with a scale a block."""
+    first, second = (
+        cast_fp8_block_both(grad, block, dtype, power_of_two=power_of_two, epsilon=epsilon, flag=flag)
+        for grad, flag in zip(_each(grads), flags, strict=True)
+    )
+    return first, second
+
+
+@kernel("cast_gate_grads_fp8_block", reads=(FUSED_DTYPE,), takes=_casts_block)
+def _cast_gate_grads_fp8_block(
+    grads: GatedGrads, block: Block, dtype: torch.dtype, flags: Flags, **options: Any
+) -> Pair:  # fmt: skip
+    x, made, jobs, layouts = grads.gate, list[tuple[Parts, Parts]](), [], []
+    for flag in flags:
+        row, col = (_empty_block(x, False, dtype, shape) for shape in (x.shape, x.shape[::-1]))
+        job, gemm_layout = _laid_out(x, row, col, flag, partial(_as_gemms_read, tile=False))
+        made.append((row, col))
+        jobs.append(job)
+        layouts.append(gemm_layout)
+    assert layouts[0] == layouts[1], "both are as new"
+    cuda_gate_grads.cast_block(*_reads(grads), (jobs[0], jobs[1]), gemm_layout=layouts[0], **options)
+    return made[0], made[1]

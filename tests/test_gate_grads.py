@@ -1,0 +1,67 @@
+"""Both gradients of a gate, observed and cast together: the bits of one after the other, on a CPU and on the played device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dlp.kernels import ops
+from dlp.quant.fp8 import CurrentScaling, DelayedScaling
+from dlp.quant.fp8_block import BlockScaling
+from dlp.quant.quantizer import ScaleSlot
+from tests.emulated import emulated  # noqa: F401
+from tests.metrics import assert_bit_equal
+
+QUANTIZERS = [CurrentScaling("e5m2"), DelayedScaling("e5m2"), BlockScaling(), BlockScaling("e5m2", power_of_two=False)]
+Made = tuple[list[torch.Tensor], list[torch.Tensor]]  # parts, and what was recorded beside
+
+
+def gradients(act: str, rows: int) -> ops.GatedGrads:
+    generator = torch.Generator().manual_seed(0)
+    dh, gate, up = (torch.randn(rows, 256, generator=generator).bfloat16() for _ in range(3))
+    return ops.GatedGrads(dh, gate, 3 * up, act)
+
+
+def beside() -> tuple[list[ScaleSlot], list[torch.Tensor]]:
+    slots = [ScaleSlot(torch.tensor(scale), torch.zeros(())) for scale in (2.0, 8.0)]
+    return slots, [torch.zeros(()) for _ in range(2)]
+
+
+def together(quantizer: Any, act: str, rows: int) -> Made:
+    slots, flags = beside()
+    grads = gradients(act, rows)
+    made = quantizer.both_grads(grads, quantizer.observe_grads(grads), slots, flags)
+    return [part for both in made for q in both for part in q.parts], [*flags, *(slot.staging for slot in slots)]
+
+
+def one_by_one(quantizer: Any, act: str, rows: int) -> Made:
+    slots, flags = beside()
+    grads, parts = gradients(act, rows), list[torch.Tensor]()
+    for which, (slot, flag) in enumerate(zip(slots, flags, strict=True)):
+        x = ops.stored(ops.GatedGrad(grads, which))
+        amaxes = quantizer.observe_both(x, quantizer)
+        parts += [p for q in quantizer.both(x, amaxes, columnwise=quantizer, slot=slot, flag=flag) for p in q.parts]
+    return parts, [*flags, *(slot.staging for slot in slots)]
+
+
+def check(quantizer: Any, act: str, rows: int) -> None:
+    for made, expected in zip(together(quantizer, act, rows), one_by_one(quantizer, act, rows), strict=True):
+        for i, (a, b) in enumerate(zip(made, expected, strict=True)):
+            assert_bit_equal(a.contiguous(), b.contiguous(), f"{quantizer} {act} {i}")
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+def test_together_they_have_the_bits_of_one_after_the_other(quantizer, act):
+    for rows in (128, 96):
+        check(quantizer, act, rows)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+def test_so_they_have_by_kernels(quantizer, act):
+    for rows in (128, 96):
+        check(quantizer, act, rows)
