@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from dlp import ops
 from tests import pool as worker
+from tests.emulated import emulation
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, relative_error
 from tests.test_ops import H, M, Watched, values
+from tests.twins import without_programs
 
 Ops = list[nn.Module]
 DRAWN: list[Callable[[], Ops]] = [  # of H features, all of them; those that are fused also beside each other
@@ -62,15 +64,21 @@ def drawn(draw: random.Random, those: Sequence[Callable[[], Ops]]) -> ops.Sequen
     return model
 
 
-def results(model: ops.Sequential, learns: bool, unused: Sequence[bool]) -> list[Tensor | None]:
-    """Outputs that learn from some of them; gradients of x, of extra inputs and of parameters."""
-    x = values(1, M, H).requires_grad_(learns)
-    extra = [values(10 + i, M, H).requires_grad_() for i in range(sum(op.basic_extra_inputs for op in model))]  # type: ignore[misc]
+def results(
+    model: ops.Sequential, learns: bool, unused: Sequence[bool], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[Tensor | None]:
+    """Outputs, and, backward from some of them, gradients of x, of extra inputs and of parameters."""
+    model.zero_grad()
+    x = values(1 + seed, M, H).to(dtype).requires_grad_(learns)
+    extra = [
+        values(10 + seed + i, M, H).to(dtype).requires_grad_()
+        for i in range(sum(op.basic_extra_inputs for op in model))
+    ]  # type: ignore[misc]
     found = model(x, *[1.0 * each for each in extra])
     outputs = found if isinstance(found, tuple) else (found,)
     chosen = [y for y, left in zip(outputs, unused, strict=False) if not left and y.requires_grad]
     if chosen:
-        torch.autograd.backward(chosen, [values(100 + i, *y.shape) for i, y in enumerate(chosen)])
+        torch.autograd.backward(chosen, [values(100 + i, *y.shape).to(dtype) for i, y in enumerate(chosen)])
     return [
         *[y.detach() for y in outputs],
         x.grad,
@@ -101,6 +109,26 @@ def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool,
 
 def test_fused_as_op_by_op():
     assert not differences(range(120), DRAWN + LINEARS, watched=True)
+
+
+def test_captured_as_launched_one_by_one():
+    """On an emulated device, forward and backward four times, the last two of them as captured launches: equal bits."""
+    captured = 0
+    with emulation():
+        for seed in range(30):
+            draw = random.Random(seed)
+            torch.manual_seed(seed)
+            model, learns, unused = drawn(draw, DRAWN + LINEARS).bfloat16(), draw.random() < 0.8, [False] * 12
+            other = copy.deepcopy(model)
+            for step in range(4):
+                found = results(model, learns, unused, 1000 * step, torch.bfloat16)
+                with without_programs():
+                    expected = results(other, learns, unused, 1000 * step, torch.bfloat16)
+                for place, (one, its) in enumerate(zip(found, expected, strict=True)):
+                    assert (one is None) == (its is None), f"{seed} {step} {place}: {model}"
+                    assert one is None or its is None or torch.equal(one, its), f"{seed} {step} {place}: {model}"
+            captured += "captured: " in str(model.plan())
+    assert captured >= 10
 
 
 def differences_on_shards() -> list[str]:
