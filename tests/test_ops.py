@@ -1164,6 +1164,8 @@ def test_torch_autocast_gives_x_its_dtype_as_it_does_to_linears(recipe: str, bac
     expected = other(cast)
     expected.backward(dy)
     assert y.dtype == torch.bfloat16
+    said = "x is cast from torch.float32 to torch.bfloat16 first, as torch.autocast says"
+    assert said in str(model.plan()) and said not in str(other.plan())
     assert x.grad is not None and x.grad.dtype == torch.float32
     assert_bit_equal(y, expected)
     assert_bit_equal(x.grad, cast.grad.float())  # type: ignore[union-attr]

@@ -47,6 +47,7 @@ class OperationFuser:
         self.plans: dict[Any, FuserPlan] = {}
         self.calls: dict[Any, FuserCall] = {}
         self.last: FuserPlan | None = None
+        self.autocast = ""  # what torch.autocast did to x, for plans
 
     def __call__(
         self, x: Any, *extra_inputs: Tensor, basic_op_kwargs: Sequence[Mapping[str, Any]] | None = None
@@ -62,6 +63,8 @@ class OperationFuser:
         inputs = each(x)
         if autocasts(inputs):
             cast = tuple(in_autocast_dtype(inputs))
+            if not torch.compiler.is_dynamo_compiling() and cast[0].dtype != inputs[0].dtype:
+                self.autocast = f"x is cast from {inputs[0].dtype} to {cast[0].dtype} first, as torch.autocast says"
             with no_autocast(inputs):
                 return self._call(cast if isinstance(x, tuple) else cast[0], extra_inputs, basic_op_kwargs)
         return self._call(x, extra_inputs, basic_op_kwargs)

@@ -33,6 +33,7 @@ def group_plan(fuser: OperationFuser) -> str:
     said = [f"ops {', '.join(fuser.names)}"]
     for direction, ops in zip(("forward", "backward"), ways, strict=True):
         said.append(f"  {direction:9}{' | '.join(_said(op) for op in ops)}")
+    notes += [fuser.autocast] if fuser.autocast else []
     traced = zip(fuser.names, fuser.basic_ops, strict=True)
     notes += [f"compiled or watched, {name} {op.traced_otherwise}" for name, op in traced if op.traced_otherwise]
     return "\n".join([*said, *[f"  {note}" for note in dict.fromkeys(notes)]])
