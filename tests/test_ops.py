@@ -972,6 +972,19 @@ def test_compiled_code_refuses_what_was_quantized_outside_of_it():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "nvfp4"])
+def test_frozen_linears_compile(recipe: str):
+    """Only dx is made, by layers that have not run before."""
+    torch._dynamo.reset()
+    for before in ([], [ops.RMSNorm(H)]):
+        model = ops.Sequential(*before, linear(recipe), ops.GELU())
+        model.requires_grad_(False)
+        fresh = copy.deepcopy(model)
+        fresh.compile(backend="aot_eager", fullgraph=True)
+        same(run(fresh), run(model), 0.02 if recipe == "fp8_current" else 1e-5)
+
+
+@pytest.mark.slow
 def test_compiled_code_is_one_graph():
     torch._dynamo.reset()
     torch.manual_seed(0)

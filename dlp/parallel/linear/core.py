@@ -239,7 +239,7 @@ def run_backward(
 
     whole = trimmed(arrived(dx), weights[0].shape[1])
     transport.finish(spec.group)
-    if spec.recipe.x.clips:
+    if bound.clips:
         clipped = spec.recipe.x.rowwise.format.wrap(saved).parts[-1]
         whole = whole.masked_fill_(trimmed(clipped, whole.shape[1]), 0)
     if spec.recipe.dx is not None:

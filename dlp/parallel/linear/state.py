@@ -69,6 +69,7 @@ class BoundSpec:
     session    what changes between steps, shared by the layers of a model
     weights    `LayerWeights` of the layer
     num_inputs  how many tensors the layer is called with
+    clips      its x says where it was clipped (`Operand.clips`)
     spec_id    names it to the opaque ops, int64 []; `trace_id`: see above
     cache      what has been decided for calls of it (`remembered`)
     calls      bound calls and captured directions (`dlp.parallel.linear.autograd`)
@@ -89,6 +90,7 @@ class BoundSpec:
         self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
         self.trace_id = _trace_of(spec)
         self.num_inputs = num_inputs(spec)
+        self.clips = spec.recipe.x.clips  # here, since torch.compile cannot compute what is computed once
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
 
