@@ -972,6 +972,19 @@ def test_compiled_code_refuses_what_was_quantized_outside_of_it():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "make", [lambda: ops.Linear(H, H), lambda: ops.BasicLinear(H, H, recipe="fp8_current"), lambda: ops.RMSNorm(H),
+             ops.GELU, LearnableScale], ids=["linear", "basic", "norm", "activation", "own"]
+)  # fmt: skip
+def test_an_op_by_itself_compiles_before_it_has_run(make: Any):
+    torch._dynamo.reset()
+    models = make(), make()
+    models[1].load_state_dict(models[0].state_dict())
+    models[0].compile(backend="aot_eager", fullgraph=True)
+    same(run(models[0]), run(models[1]), 0.02)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "nvfp4"])
 def test_frozen_linears_compile(recipe: str):
     """Only dx is made, by layers that have not run before."""

@@ -307,6 +307,7 @@ class Linear(BasicLinear):
             raise ValueError(f'output="quantized" is of one out_features; got {out_features!r}: siblings go to a gate')
         super().__init__(in_features, out_features, bias=bias, **options)
         self.biased, self.output, self.grad_input = bias, output, grad_input
+        self.own_fuser()  # here, since compiled code does not make it
 
     @property
     def reduced(self) -> bool:

@@ -54,10 +54,14 @@ class FusibleOperation(nn.Module):
 
     def forward(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """By itself: a fuser of its own basic ops."""
-        fuser = vars(self).get("_fuser")
-        if fuser is None:
-            fuser = vars(self)["_fuser"] = OperationFuser([self])
-        return fuser(x, *extra_inputs, basic_op_kwargs=[kwargs] + [{}] * (len(self.expanded) - 1))
+        kwargs_by_op = [kwargs] + [{}] * (len(self.expanded) - 1)
+        return self.own_fuser()(x, *extra_inputs, basic_op_kwargs=kwargs_by_op)
+
+    def own_fuser(self) -> OperationFuser:
+        found: OperationFuser | None = vars(self).get("_fuser")
+        if found is None:
+            found = vars(self)["_fuser"] = OperationFuser([self])
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fuser"}
