@@ -3,8 +3,8 @@
     python -m bench.producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
 
 A row `A > recipe` goes from the producer's input to both operands of that recipe, amaxes included: `apart` by a kernel
-for A and then the casts, `fused` by casts that make what they read. Useful bytes are the same for both: the inputs read
-once, codes and scales written once. Everything else is as in bench.quantize.
+for A and then the casts, `fused` by casts that make what they read; of swiglu's gradients, both by one cast. Useful bytes are
+the same for both: the inputs read once, codes and scales written once. Everything else is as in bench.quantize.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from bench.quantize import Launch, Make
 from bench.quantize import main as bench
 from dlp.kernels import ops
-from dlp.quant.quantizer import Origin, ScaleSlot, one_read
+from dlp.quant.quantizer import OneRead, Origin, ScaleSlot, caps_of, one_read
 from dlp.quant.recipe import Operand, load
 
 RECIPES = ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
@@ -51,6 +52,13 @@ def rms_norm_backward(x: Tensor) -> Launch:
     (dy, x), weight = _halves(x), _vector(x)
     rstd = ops.rms_norm(x, weight, EPS)[1]
     return Launch(lambda: ops.rms_norm_backward(dy, x, weight, rstd), (dy, x, torch.empty_like(x)))
+
+
+def rms_norm_backward_added(x: Tensor) -> Launch:
+    dy, x, add = x.chunk(3)
+    weight = _vector(x)
+    rstd = ops.rms_norm(x, weight, EPS)[1]
+    return Launch(lambda: ops.rms_norm_backward(dy, x, weight, rstd, add), (dy, x, add, torch.empty_like(x)))
 
 
 def swiglu(x: Tensor) -> Launch:
@@ -102,10 +110,29 @@ def _pipeline(which: str, quantizers: Operand, fused: bool, x: Tensor) -> Launch
     return Launch(run, (x, *run()))
 
 
+def _gate_grads(quantizer: Any, fused: bool, x: Tensor) -> Launch:
+    """From dh, gate and up to both operands of both gradients of the gate."""
+    gate, up = _halves(x)
+    dh = torch.randn_like(gate)
+    slots = [ScaleSlot(torch.ones((), device=x.device), torch.zeros((), device=x.device)) for _ in range(2)]
+
+    def run() -> list[Tensor]:
+        if fused:
+            grads = ops.GatedGrads(dh, gate, up, "silu")
+            made = quantizer.both_grads(grads, quantizer.observe_grads(grads), slots, [None, None])
+        else:
+            read, given = OneRead(quantizer, quantizer), ops.swiglu_backward(dh, gate, up)
+            made = [read.cast(each, read.observe(each), slot=slot) for each, slot in zip(given, slots, strict=True)]
+        return [part for both in made for operand in both for part in operand.parts]
+
+    return Launch(run, (dh, x, *run()))
+
+
 ALONE: dict[str, Make] = {
     "rms_norm": rms_norm,
     "rms_norm, rstd + amax": rms_norm_amax,
     "rms_norm backward": rms_norm_backward,
+    "rms_norm backward, added": rms_norm_backward_added,
     "swiglu": swiglu,
     "swiglu, amax": swiglu_amax,
     "swiglu backward": swiglu_backward,
@@ -121,8 +148,14 @@ PIPELINES: dict[str, Make] = {
     for recipe in RECIPES
     for how in (("apart",) if (recipe, operand) == APART_ONLY else ("apart", "fused"))
 }
+GATE_GRADS: dict[str, Make] = {
+    f"swiglu's gradients > {recipe}, {how}": partial(_gate_grads, load(recipe).dy.rowwise, how == "fused")
+    for recipe in RECIPES
+    if caps_of(load(recipe).dy.rowwise).gate_grads
+    for how in ("apart", "fused")
+}
 
-main = partial(bench, kernels=ALONE | PIPELINES, dtypes=["bfloat16"])
+main = partial(bench, kernels=ALONE | PIPELINES | GATE_GRADS, dtypes=["bfloat16"])
 
 if __name__ == "__main__":
     sys.exit(main())

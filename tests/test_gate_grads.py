@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.producers import GATE_GRADS
 from dlp.kernels import ops
 from dlp.quant.fp8 import CurrentScaling, DelayedScaling
 from dlp.quant.fp8_block import BlockScaling
@@ -65,3 +66,14 @@ def test_together_they_have_the_bits_of_one_after_the_other(quantizer, act):
 def test_so_they_have_by_kernels(quantizer, act):
     for rows in (128, 96):
         check(quantizer, act, rows)
+
+
+def test_the_benchmark_compares_what_is_equal():
+    x = torch.randn(256, 128).bfloat16()
+    for name in (name for name in GATE_GRADS if name.endswith("fused")):
+        made = []
+        for each in (name, name.replace("fused", "apart")):
+            torch.manual_seed(0)
+            made.append(GATE_GRADS[each](x).run())
+        for a, b in zip(*made, strict=True):
+            assert_bit_equal(a.contiguous(), b.contiguous(), name)
