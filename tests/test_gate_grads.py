@@ -77,3 +77,9 @@ def test_the_benchmark_compares_what_is_equal():
             made.append(GATE_GRADS[each](x).run())
         for a, b in zip(*made, strict=True):
             assert_bit_equal(a.contiguous(), b.contiguous(), name)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_an_activation_may_be_called_by_name_where_kernels_run():
+    x = torch.randn(8, 16).bfloat16()
+    assert_bit_equal(ops.gated(x, x, name="gelu"), ops.gated(x, x, "gelu"))

@@ -15,8 +15,8 @@ from dlp.kernels.producers import has_kernel
 from dlp.kernels.table import kernel, operation
 
 
-def _readable(*given: Any) -> bool:
-    return has_kernel(*[x for x in given if isinstance(x, Tensor)])
+def _readable(*given: Any, **named: Any) -> bool:
+    return has_kernel(*[x for x in (*given, *named.values()) if isinstance(x, Tensor)])
 
 
 def _like(x: Tensor) -> Tensor:
