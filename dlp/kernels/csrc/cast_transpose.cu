@@ -26,20 +26,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) *job.scale_inv = __frcp_rn(scale);
     Octet<T> patch[kPatch];
     incoming.finish(tile, patch);
-    tell_not_finite(patch, job);
-
-    Maxima<T> maxima;
-    uint2 codes[kPatch];
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-        codes[i] = encode_row<F8>(patch[i], scale);
-        if (kObserve) maxima.take(patch[i]);
-    }
-    write_codes(codes, tile, columns);
-    if (kObserve) {
-        const uint32_t bits = block_max(maxima.largest(), scratch);
-        if (threadIdx.x == 0) raise(job.staging, bits);
-    }
+    cast_by_scale<F8, kObserve>(job, tile, patch, scale, columns, scratch);
 }
 
 }  // namespace

@@ -54,28 +54,6 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
     cast_block_lines<F8>(patch, tile, rule, gemm_layout, columns, shared);
 }
 
-// The amax of every patch is the block's.
-template <class F8, bool kObserve>
-__device__ void cast_tensor_patch(const Octet<T> (&patch)[kPatch], const Tile<T, TensorJob>& tile, const ScaleRule& rule,
-                                  ColumnWriter& columns, uint32_t* scratch) {
-    const TensorJob& job = *tile.job;
-    const float scale = scale_of(job, scale_source(job), rule);
-    if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) *job.scale_inv = __frcp_rn(scale);
-    tell_not_finite(patch, job);
-    Maxima<T> maxima;
-    uint2 codes[kPatch];
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-        codes[i] = encode_row<F8>(patch[i], scale);
-        if (kObserve) maxima.take(patch[i]);
-    }
-    write_codes(codes, tile, columns);
-    if (kObserve) {
-        const uint32_t bits = block_max(maxima.largest(), scratch);
-        if (threadIdx.x == 0) raise(job.staging, bits);
-    }
-}
-
 template <class F8, bool kObserve>
 __global__ void __launch_bounds__(kTileThreads, kBlocks)
     tensor_kernel(const __grid_constant__ GateGradsJob<TensorJob> job, const ScaleRule rule) {
@@ -85,22 +63,21 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
     auto tile = tile_of(job.of_gate, blockIdx.x);
     Octet<T> patch[kPatch];
     read_gradients(job.from, tile, patch, of_up);
-    cast_tensor_patch<F8, kObserve>(patch, tile, rule, columns, scratch);
-    tile.job = &job.of_up;
+    const auto cast = [&](const TensorJob& job, uint32_t* scratch) {
+        tile.job = &job;
+        const float scale = scale_of(job, scale_source(job), rule);
+        if (blockIdx.x == 0 && threadIdx.x == 0) *job.scale_inv = __frcp_rn(scale);
+        cast_by_scale<F8, kObserve>(job, tile, patch, scale, columns, scratch);
+    };
+    cast(job.of_gate, scratch);
     of_up.read(patch);
     __syncthreads();
-    cast_tensor_patch<F8, kObserve>(patch, tile, rule, columns, scratch + kTileWarps);
+    cast(job.of_up, scratch + kTileWarps);
 }
 
 int64_t tiles_of(const Matrix& x) {
     DLP_CHECK_EQ(x.rows % kTile + x.cols % kTile, 0);
     return x.rows / kTile * (x.cols / kTile);
-}
-
-template <class Run>
-void with_code(Code code, Run run) {
-    if (code == Code::kE5m2) return run(E5m2{});
-    run(E4m3{});
 }
 
 }  // namespace

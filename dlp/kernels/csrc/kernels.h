@@ -261,7 +261,7 @@ struct SwigluGradJob {
 };
 
 template <class Job>
-struct GateGradsJob {         // what is made of both gradients of a SwiGLU, which nobody stores; their jobs have no matrix
+struct GateGradsJob {         // what is made of both gradients of a SwiGLU, which nobody stores; x of their jobs says its sizes
     SwigluGradJob from;
     Job of_gate, of_up;
 };

@@ -97,11 +97,14 @@ void with_input(Input input, Run run) {
 }
 
 template <class Run>
+void with_code(Code code, Run run) {
+    if (code == Code::kE4m3) return run(E4m3{});
+    run(E5m2{});
+}
+
+template <class Run>
 void with_types(Input input, Code code, Run run) {
-    with_input(input, [&](auto element) {
-        if (code == Code::kE4m3) return run(element, E4m3{});
-        run(element, E5m2{});
-    });
+    with_input(input, [&](auto element) { with_code(code, [&](auto f8) { run(element, f8); }); });
 }
 
 template <Producer kProducer>

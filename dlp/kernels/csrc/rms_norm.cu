@@ -82,7 +82,27 @@ __global__ void __launch_bounds__(kRowThreads, kAdd ? kAddingBlocks : kForwardBl
 }
 
 // With g = dy * weight and n = x * rstd:   dx = (g - n * mean(g * n)) * rstd,   dweight = the sum of dy * n over all rows
-// (Zhang and Sennrich, arXiv 1910.07467). A block takes every kNormParts-th row and keeps its sums in shared memory.
+// (Zhang and Sennrich, arXiv 1910.07467).
+template <class T>
+__device__ float sum_of_products(const Octet<T>& x, const Octet<T>& dy, const Octet<float>& weight, float rstd) {
+    float products[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) products[i] = __fmul_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(x[i], rstd));
+    return octet_sum(products);
+}
+// dx; and its share of dweight is added to `sum`.
+template <class T>
+__device__ void add_gradients(const Octet<T>& x, const Octet<T>& dy, const Octet<float>& weight, float rstd, float mean,
+                              Octet<float>& dx, Octet<float>& sum) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float n = __fmul_rn(x[i], rstd);
+        dx.set(i, __fmul_rn(__fsub_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(n, mean)), rstd));
+        sum.set(i, __fadd_rn(sum[i], __fmul_rn(dy[i], n)));
+    }
+}
+
+// A block takes every kNormParts-th row and keeps its sums in shared memory.
 template <class T, bool kAdd>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
     __shared__ float scratch[2][kRowWarps];  // in turn, so that a row needs one barrier
@@ -98,11 +118,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
         float part = 0.0f;
         for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
             const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
-            float products[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                products[i] = __fmul_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(x[i], rstd));
-            part = __fadd_rn(part, octet_sum(products));
+            part = __fadd_rn(part, sum_of_products(x, dy, weight, rstd));
         }, x, dy);
         const float mean = __fdiv_rn(row_sum(part, scratch[turn]), float(cols));
 
@@ -111,12 +127,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
             Octet<float> dx, sum;
             float4 &low = sums[column / 8], &high = sums[octets + column / 8];
             sum.set_vector(0, reinterpret_cast<const uint4&>(low)), sum.set_vector(1, reinterpret_cast<const uint4&>(high));
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float n = __fmul_rn(x[i], rstd);
-                dx.set(i, __fmul_rn(__fsub_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(n, mean)), rstd));
-                sum.set(i, __fadd_rn(sum[i], __fmul_rn(dy[i], n)));
-            }
+            add_gradients(x, dy, weight, rstd, mean, dx, sum);
             low = make_float4(sum[0], sum[1], sum[2], sum[3]), high = make_float4(sum[4], sum[5], sum[6], sum[7]);
             Octet<T> result = rounded<T>(dx);
             if constexpr (kAdd) {
@@ -164,11 +175,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
             if (first + i * kApart < cols) {
                 const Octet<float> mine = weight;
                 weight = load_weight(job, next_of(first, i, cols));
-                float products[8];
-#pragma unroll
-                for (int k = 0; k < 8; ++k)
-                    products[k] = __fmul_rn(__fmul_rn(dy[i][k], mine[k]), __fmul_rn(x[i][k], rstd));
-                part = __fadd_rn(part, octet_sum(products));
+                part = __fadd_rn(part, sum_of_products(x[i], dy[i], mine, rstd));
             }
         const float mean = __fdiv_rn(row_sum(part, scratch[turn]), float(cols));
 
@@ -185,12 +192,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
                 Octet<float> dx, sum;
                 float4 &to_low = low[i * kRowThreads], &to_high = high[i * kRowThreads];
                 sum.set_vector(0, reinterpret_cast<const uint4&>(to_low)), sum.set_vector(1, reinterpret_cast<const uint4&>(to_high));
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    const float n = __fmul_rn(x[i][k], rstd);
-                    dx.set(k, __fmul_rn(__fsub_rn(__fmul_rn(dy[i][k], mine[k]), __fmul_rn(n, mean)), rstd));
-                    sum.set(k, __fadd_rn(sum[k], __fmul_rn(dy[i][k], n)));
-                }
+                add_gradients(x[i], dy[i], mine, rstd, mean, dx, sum);
                 if (more) x[i] = load_octet(x_row + i * kApart), dy[i] = load_octet(dy_row + i * kApart);
                 to_low = make_float4(sum[0], sum[1], sum[2], sum[3]), to_high = make_float4(sum[4], sum[5], sum[6], sum[7]);
                 store_octet(dx_row + i * kApart, added(rounded<T>(dx), add));
@@ -249,10 +251,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
         for (int i = 0; i < kKept; ++i)
             if (first + i * kApart < cols) {
                 const Octet<T> x = taken(x_row + i * kApart), dy = taken(dy_row + i * kApart);
-                float products[8];
-#pragma unroll
-                for (int k = 0; k < 8; ++k) products[k] = __fmul_rn(__fmul_rn(dy[k], weight[i][k]), __fmul_rn(x[k], rstd));
-                part = __fadd_rn(part, octet_sum(products));
+                part = __fadd_rn(part, sum_of_products(x, dy, weight[i], rstd));
             }
         const float mean = __fdiv_rn(row_sum(part, scratch[stage]), float(cols));
         T* dx_row = static_cast<T*>(job.dx) + row * cols + first;
@@ -263,12 +262,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
                 Octet<float> dx, sum;
                 float4 &to_low = low[i * kRowThreads], &to_high = high[i * kRowThreads];
                 sum.set_vector(0, reinterpret_cast<const uint4&>(to_low)), sum.set_vector(1, reinterpret_cast<const uint4&>(to_high));
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    const float n = __fmul_rn(x[k], rstd);
-                    dx.set(k, __fmul_rn(__fsub_rn(__fmul_rn(dy[k], weight[i][k]), __fmul_rn(n, mean)), rstd));
-                    sum.set(k, __fadd_rn(sum[k], __fmul_rn(dy[k], n)));
-                }
+                add_gradients(x, dy, weight[i], rstd, mean, dx, sum);
                 to_low = make_float4(sum[0], sum[1], sum[2], sum[3]), to_high = make_float4(sum[4], sum[5], sum[6], sum[7]);
                 store_octet(dx_row + i * kApart, rounded<T>(dx));
             }

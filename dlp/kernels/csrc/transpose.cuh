@@ -46,4 +46,25 @@ __device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, Colu
     }
 }
 
+// Writes what a job wants of the patch of its tile, by one scale, and with `kObserve` raises its `staging`; `scratch` has a word
+// a warp.
+template <class F8, bool kObserve, class T>
+__device__ void cast_by_scale(const TensorJob& job, const Tile<T, TensorJob>& tile, const Octet<T> (&patch)[kPatch], float scale,
+                              ColumnWriter& columns, uint32_t* scratch) {
+    tell_not_finite(patch, job);
+
+    Maxima<T> maxima;
+    uint2 codes[kPatch];
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+        codes[i] = encode_row<F8>(patch[i], scale);
+        if (kObserve) maxima.take(patch[i]);
+    }
+    write_codes(codes, tile, columns);
+    if (kObserve) {
+        const uint32_t bits = block_max(maxima.largest(), scratch);
+        if (threadIdx.x == 0) raise(job.staging, bits);
+    }
+}
+
 }  // namespace dlp
