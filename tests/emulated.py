@@ -263,19 +263,23 @@ class Module:
         return reference.swiglu_backward(grad, gate, other)
 
     @staticmethod
+    def _of_gradients(words: Any, *jobs: Any) -> Iterator[tuple[int, ...]]:
+        """The words of each job, with a gradient for its matrix."""
+        for job, x in zip(jobs, Module._gradients(words, False), strict=True):
+            yield (x.data_ptr(), *x.shape, x.stride(0), *job[4:])
+
+    @staticmethod
     def cast_gate_grads_tensor(
         words: Any, of_gate: Any, of_up: Any, e5m2: bool, rule: Any, observe: bool, stream: int
     ) -> None:
-        for job, x in zip((of_gate, of_up), Module._gradients(words, False), strict=True):
-            given = (x.data_ptr(), *x.shape, x.stride(0), *job[4:])
+        for given in Module._of_gradients(words, of_gate, of_up):
             Module.cast_transpose(given, 0, 1, 1, False, e5m2, rule, observe, cuda.MATRIX, stream)
 
     @staticmethod
     def cast_gate_grads_block(
         words: Any, of_gate: Any, of_up: Any, e5m2: bool, rule: Any, gemm_layout: bool, stream: int
     ) -> None:
-        for job, x in zip((of_gate, of_up), Module._gradients(words, False), strict=True):
-            given = (x.data_ptr(), *x.shape, x.stride(0), *job[4:])
+        for given in Module._of_gradients(words, of_gate, of_up):
             Module.cast_block_1d(given, 0, 1, 1, False, e5m2, rule, gemm_layout, cuda.MATRIX, stream)
 
     @staticmethod

@@ -109,6 +109,12 @@ def _empty_tensor(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
     return torch.empty(shape, dtype=dtype, device=x.device), torch.empty((), device=x.device)
 
 
+def _empty_tensor_both(x: Tensor, dtype: torch.dtype) -> tuple[Parts, Parts]:
+    """Of x and of x.t(), with one scale."""
+    codes, scale_inv = row = _empty_tensor(x, dtype, x.shape)
+    return row, (torch.empty(codes.shape[::-1], dtype=dtype, device=x.device), scale_inv)
+
+
 def _prepare_tensor(
     xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale], flags: Flags
 ) -> Launches:
@@ -165,9 +171,7 @@ def _cast_fp8_tensor_both(
     x: Tensor | LazyMatrix, dtype: torch.dtype, source: Fp8Scale, *, outs: Outs = None, flag: Tensor | None = None
 ) -> tuple[Parts, Parts]:
     x, words = opened(x, dtype)
-    if outs is None:
-        row = _empty_tensor(x, dtype, x.shape)
-        outs = row, (torch.empty(x.shape[::-1], dtype=dtype, device=x.device), row[1])
+    outs = outs or _empty_tensor_both(x, dtype)
     return dispatch.both(x, outs, partial(_empty_tensor, x, dtype), partial(_launch_tensor, source, flag, words))
 
 

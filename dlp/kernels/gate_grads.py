@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import cuda_gate_grads, table
-from dlp.kernels.casts import _cast_fp8_tensor_both, _empty_tensor, _tensor_job, amax, cast_fp8_tensor_both
+from dlp.kernels.casts import _cast_fp8_tensor_both, _empty_tensor_both, _tensor_job, amax, cast_fp8_tensor_both
 from dlp.kernels.casts_blocks import (
     _as_gemms_read,
     _cast_fp8_block_both,
@@ -97,10 +97,9 @@ def _cast_gate_grads_fp8_tensor(
 ) -> Pair:  # fmt: skip
     x, made, jobs = grads.gate, list[tuple[Parts, Parts]](), []
     for source, flag in zip(sources, flags, strict=True):
-        codes, scale_inv = row = _empty_tensor(x, dtype, x.shape)
-        col = torch.empty(codes.shape[::-1], dtype=dtype, device=x.device), scale_inv
-        made.append((row, col))
-        jobs.append(_tensor_job(x, row, col, source, flag))
+        both = _empty_tensor_both(x, dtype)
+        made.append(both)
+        jobs.append(_tensor_job(x, *both, source, flag))
     source = sources[0]
     cuda_gate_grads.cast_tensor(
         *_reads(grads), (jobs[0], jobs[1]), power_of_two=source.power_of_two, epsilon=source.epsilon

@@ -417,8 +417,10 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
     if grads is not None:
         quantizer: Any = casts[0].read.quantizer
         agreed = _agreed(casts, list(quantizer.observe_grads(grads)))
-        made = quantizer.both_grads(grads, agreed, [cast.slot for cast in casts], [cast.flag for cast in casts])
-        return list(made)
+        both: list[Wanted] = quantizer.both_grads(
+            grads, agreed, [cast.slot for cast in casts], [cast.flag for cast in casts]
+        )
+        return both
     for cast in casts:
         if prepared is not None or cast.read.agreed:
             break
@@ -437,12 +439,13 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
 
 def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
     """What two casts make their matrices of, where these are both gradients of a gate and one read makes all four operands."""
-    (first, mine, *_, into, flag), (second, its, *_), read = *casts, casts[0].read
+    first, second = casts
+    mine, its, read = first.matrix, second.matrix, first.read
     if not (isinstance(mine, ops.GatedGrad) and isinstance(its, ops.GatedGrad) and mine.of_both(its)):
         return None
-    alone = first is second and read.both is not None and into is NOWHERE and (flag is None or read.takes_flag)
-    offered = read.rowwise == read.columnwise and caps_of(read.quantizer).gate_grads
-    return mine.grads if alone and offered else None
+    alike = read is second.read and read.both is not None and read.rowwise == read.columnwise
+    plain = first.into is NOWHERE and (first.flag is None or read.takes_flag)
+    return mine.grads if alike and plain and caps_of(read.quantizer).gate_grads else None
 
 
 def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:
