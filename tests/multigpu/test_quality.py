@@ -32,7 +32,7 @@ from launch.gradient_fidelity import (
     table,
     under,
 )
-from launch.quality_study import Study, Verdict, final_loss, main, sources
+from launch.quality_study import Difference, Study, Verdict, final, main, sources
 from tests import training
 from tests.cases import RECIPES, matrix
 
@@ -142,18 +142,46 @@ def test_a_difference_counts_only_if_it_is_resolved(tmp_path):
         finish(study, "nvfp4", seed, 2.0 * (1.002 + 0.001 * seed))
         finish(study, "fp8_block", seed, 2.0 * (1 + 0.01 * seed), done=10 if seed < 2 else 8)
     text = quality_study.report(study)
-    assert "| mxfp8 | +0.20%, +0.30%, +0.40% | +0.30% | 0.06% | 0.25% | MISSED |" in text
+    assert "| mxfp8 | +0.20%, +0.30%, +0.40% | +0.30% | 0.06% | 0.25% | MISSED | +0.30% | 0.06% |" in text
     assert "| nvfp4 | +0.20%, +0.30%, +0.40% | +0.30% | 0.06% | 1.00% | within the bar |" in text
     assert "| fp8_block | +0.00%, +1.00% | +0.50% | 0.50% | 0.25% | not resolved |" in text, "a run is unfinished"
-    assert str(Verdict("mxfp8", (0.0,))) == "not resolved" and math.isnan(Verdict("mxfp8", (0.0,)).error)
+
+
+@pytest.mark.parametrize(
+    ("differences", "said"),
+    [
+        ((0.0,), "not resolved"),
+        ((0.002, 0.001), "within the bar"),
+        ((0.004, 0.0), "not resolved"),
+        ((0.004, 0.003), "MISSED"),
+        ((0.02, 0.01, 0.013), "MISSED"),
+        ((0.02, 0.0, 0.013), "not resolved"),
+    ],
+    ids=["one seed", "small", "wide", "resolved", "wide and far beyond", "too wide"],
+)
+def test_what_is_far_beyond_the_bar_has_missed_it_however_wide(differences, said):
+    assert str(Verdict("mxfp8", Difference(differences), Difference(differences))) == said
+
+
+def test_the_picture_shows_what_the_table_says(tmp_path):
+    study = Study(tmp_path, ("bf16", "mxfp8"), (0, 1), 1, ())
+    for seed in range(2):
+        finish(study, "bf16", seed, 2.0)
+        finish(study, "mxfp8", seed, 2.0 * (1.01 + 0.02 * seed))
+    (axes,) = quality_study.draw(study).axes
+    mean, _ = axes.lines
+    assert mean.get_ydata() == pytest.approx([2.0] * 10) and axes.get_ylim() == pytest.approx((-3, 3))
+    (band,) = axes.collections
+    assert band.get_paths()[0].get_extents().intervaly == pytest.approx([1, 3]), "one standard error of 1 % and 3 %"
 
 
 @pytest.mark.parametrize("name", quality_study.VARIANTS)
 def test_a_variant_differs_from_its_recipe_and_fits_the_config(name, tmp_path):
-    study = Study(tmp_path, (name,), (0,), 1, ())
+    study, recipe = Study(tmp_path, (name,), (0,), 1, ()), name.partition("-")[0]
     config = load("quality", study.arguments(name, 0)[1:])
-    assert config.groups != load("quality", study.arguments("nvfp4", 0)[1:]).groups
-    assert Verdict(name, (0.0,)).bar == Verdict("nvfp4", (0.0,)).bar
+    assert config.groups != load("quality", study.arguments(recipe, 0)[1:]).groups
+    none = Difference((0.0,))
+    assert Verdict(name, none, none).bar == Verdict(recipe, none, none).bar
 
 
 @pytest.mark.ranks(1)
@@ -177,7 +205,7 @@ def test_a_small_study_runs_resumes_and_reports(ranks, tmp_path, capsys):
     assert text.startswith("sha256 ") and "torch " in (tmp_path / "data.txt").read_text()
     plan = (tmp_path / "runs" / "nvfp4-0" / "plan.txt").read_text()
     assert plan.count(" nvfp4 ") and "edges (recipe)" in plan, "its last block stays in bf16"
-    assert final_loss(tmp_path / "runs" / "bf16-0") is not None
+    assert final(tmp_path / "runs" / "bf16-0") is not None
     assert main([*study, "--train.steps=6"], lambda number, arguments: 0) == 0
     assert main([str(tmp_path / "other"), "--megabytes", "0.1", *SMALL], lambda number, arguments: 3) == 1
     assert "the run ended early, with code 3; the same command resumes it" in capsys.readouterr().err
