@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dlp.comm import transport
-from dlp.kernels import captured, codes, cuda, cuda_producers, gemms, loader, ops, reference, table, wire
+from dlp.kernels import captured, codes, cuda, cuda_producers, gemm_sm90, gemms, loader, ops, reference, table, wire
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import autograd
 from tests import bound
-from tests.played_transport import STEPS
+from tests.played_transport import STEPS, arrivals
 
 ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -180,6 +180,37 @@ class Module:
     @staticmethod
     def cast_block_2d(words: Any, many: int, count: int, items: int, *more: Any) -> None:
         Module.cast_block(True, words, *more[:-1])
+
+    @staticmethod
+    def gemm_fp8_blocks(words: Any, e5m2: bool, wide: bool, stream: int) -> None:
+        rows, _, contraction = words[6:9]
+        scales = at(words[3], (-(-contraction // 128), words[12]), torch.float32, (words[13], 1)).t()
+        Module._multiplied(words, e5m2, wide, scales, slice(0, rows))
+
+    @staticmethod
+    def gemm_fp8_arriving(
+        words: Any, arriving: Sequence[int], waiting: Sequence[int], e5m2: bool, wide: bool, stream: int
+    ) -> None:
+        rows, _, contraction = words[6:9]
+        each = arriving[1]
+        assert each % gemm_sm90.PAIR[0] == 0 and each * waiting[4] == rows
+        scales = at(words[3], (rows, -(-contraction // 128)), torch.float32, (words[13], 1))
+        for rank in arrivals(arriving, waiting):
+            Module._multiplied(words, e5m2, wide, scales, slice(rank * each, (rank + 1) * each))
+
+    @staticmethod
+    def _multiplied(words: Any, e5m2: bool, wide: bool, scales: Tensor, some: slice) -> None:
+        """Rows of the result of `BlockGemmJob`; `scales`: of all rows of A, compact."""
+        rows, cols, contraction, *strides = words[6:12]
+        left = at(words[0], (rows, contraction), CODES[e5m2], (strides[0], 1))[some].float()
+        left = left * scales[some].repeat_interleave(128, 1)[:, :contraction]
+        b_scale = at(words[4], (words[14], -(-contraction // 128)), torch.float32, (words[15], 1))
+        right = at(words[1], (cols, contraction), CODES[0], (strides[1], 1)).float()
+        right = right * b_scale.repeat_interleave(128, 0)[:cols].repeat_interleave(128, 1)[:, :contraction]
+        out = at(words[2], (rows, cols), TYPE[wide], (strides[2], 1))[some]
+        made = left @ right.t()
+        made = made + at(words[5], (cols,), TYPE[wide]).float() if words[5] else made
+        out.copy_(made + out if words[16] else made)
 
     @staticmethod
     def rms_norm(words: Any, eps: float, wide: bool, stream: int) -> None:

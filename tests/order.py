@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from dlp.comm.mapped import Transport
-from dlp.comm.slots import MET, SENT, UNREAD
+from dlp.comm.slots import MET, SENT, UNREAD, USES
 from tests.touched import CALLS, Launch, joined, take
 
 
@@ -44,9 +44,12 @@ def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
     return sorted(order.found)
 
 
-# What a launch waits for in its own slot, from each peer: a word, its least value, and what the word is then. What it tells.
+# What a launch waits for in its own slot, from each peer: a word, its least value, and what the word is then. What it tells;
+# None: a count, which grows.
 WAITS = {"begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "agreed": (MET, None, None)}
-TELLS = {"meet": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}  # None: a count, which grows
+TELLS = {"meet": (SENT, 1), "meet_in_turn": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}
+HERE = {"here": 1, "forget_here": 0}  # what a lane tells a kernel of its own rank, which waits inside
+WAITS_INSIDE = "gemm_fp8_arriving"
 
 
 WHERE = {0: "", CALLS: ", a collective"}
@@ -86,6 +89,12 @@ class Order:
                     self.words[of, rank, word + peer] = then, clock.copy()
             if name == "await_mark":
                 np.maximum(clock, self.marks[rank, of], out=clock)
+            if name in HERE:
+                self.words[of, rank, USES] = HERE[name], clock.copy()
+            if name == WAITS_INSIDE:
+                said, then = self.words[of, rank, USES]
+                assert said, f"{self.names[mine, clock[mine]]} waits for what no lane says"
+                np.maximum(clock, then, out=clock)
             self._touch(mine, clock, launch)
             if name == "mark":
                 self.marks[rank, of] = clock.copy()

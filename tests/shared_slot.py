@@ -52,7 +52,7 @@ class SharedSlot:
     def keep(self, part: Tensor, place: Place) -> None:
         self.push(part, self._rank, place)
 
-    def meet(self) -> None:
+    def meet(self, in_turn: bool = False) -> None:
         self._uses += 1
         self._tell(self._met)
         self._await(self._met[self._rank], 1)

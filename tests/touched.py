@@ -21,13 +21,14 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import amax, collectives, exchange
 from dlp.comm.mapped import Transport
-from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, USES
+from dlp.comm.slots import AGREED, HEADER, HERE, MAXIMA, RANKS, USES
 from tests import bound, emulated
 from tests.played_transport import STEPS, bases, header, new_event
 
 Spans = Any  # int64 [n, 2]: the first byte of each, and the one behind its last
 NONE = np.empty((0, 2), dtype=np.int64)
 CALLS = -1  # the stream of collectives
+MEETINGS = {"meet": ("met",), "meet_in_turn": ("met", "here")}  # what a meeting is, beside that peers are told
 SLOT, RANK = 40, 56  # bits of an address: above them the slot it lies in and whose, or the rank of other memory
 
 
@@ -63,10 +64,11 @@ class Taken(list[Launch]):
             self += self._agreed(stream, *words)
         elif name in STEPS:
             of = words[0] if "mark" in name else words[0][self._rank]
-            self += (Launch(each, stream, of) for each in ((name, "met") if name == "meet" else (name,)))
+            self += (Launch(each, stream, of) for each in (name, *MEETINGS.get(name, ())))
         else:
             both = [[each for each in self._asked if bool(each._version) is written] for written in (False, True)]
-            self.append(Launch(name, stream, 0, *(joined(map(spans, each)) for each in both)))
+            of = words[1][0] - 4 * HERE if name == "gemm_fp8_arriving" else 0
+            self.append(Launch(name, stream, of, *(joined(map(spans, each)) for each in both)))
 
     def call(self, start: Callable[..., list[Any]], group: ProcessGroup, *given: Any) -> list[Any]:
         """A collective, on a stream of its own: it follows the current one, which awaits its works."""

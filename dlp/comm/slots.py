@@ -3,6 +3,7 @@
     begin      until every rank has released what was pushed before: the slots of peers may be written; a number says for what
     push       a part of this rank's into a peer's slot, or its own
     meet       this rank has pushed; `wait`: until all have
+    meet, in turn   the same, and a kernel that runs meanwhile can see who has (`arriving`)
     release    this rank has read its slot
 
 All uses of a slot happen in the same order on all ranks. What ranks wait for is counted in memory
@@ -12,6 +13,7 @@ allocation and the exchange of addresses are used: nothing of it needs multicast
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import NamedTuple, Protocol
@@ -22,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import Lane, await_mark, launch, new_event
+from dlp.kernels.table import Arriving
 
 PATIENCE = 600.0  # seconds that a rank waits for another, which may be compiling or saving
 RANKS = 32  # at most so many share a slot
@@ -30,6 +33,9 @@ PAD, GRANULE = 16 << 10, 2 << 20  # bytes: what torch adds to memory that it map
 MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
 WAITS_FOR = ("has not read what was sent before", "has not sent its part", AGREES := "has not agreed")
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
+HERE = USES  # HERE + d: what the rank d behind this one has pushed is here; d > 0
+# Copies between GPUs have engines; within one they may be kernels, which a GEMM that waits for them must leave multiprocessors.
+SHARED, SPARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", 4  # torch's switch that lets ranks share a GPU
 Named = Callable[[int], str]  # what the number says that a use of a slot began with
 
 
@@ -55,8 +61,9 @@ class Wait(NamedTuple):
 
 class Slot(Protocol):
     """`payload`: this rank's bytes. `begin`, `push` and `meet` happen on a lane, `wait` makes the current stream wait for
-    what they brought. On the current stream this rank `keep`s a part of its own there, copies one out of it (`copied`),
-    `release`s the slot, and ranks `agree`. `use`: a number of 1 to 2**30 - 1, which the ranks tell each other."""
+    what they brought, and `arriving` tells a kernel how to wait for `rows` of each rank. On the current stream this rank
+    `keep`s a part of its own there, copies one out of it (`copied`), `release`s the slot, and ranks `agree`. `use`: a number
+    of 1 to 2**30 - 1, which the ranks tell each other."""
 
     payload: Tensor
 
@@ -64,7 +71,8 @@ class Slot(Protocol):
     def follow(self) -> None: ...
     def push(self, part: Tensor, to: int, place: Place) -> None: ...
     def keep(self, part: Tensor, place: Place) -> None: ...
-    def meet(self) -> None: ...
+    def meet(self, in_turn: bool = False) -> None: ...
+    def arriving(self, rows: int) -> Arriving: ...
     def wait(self) -> None: ...
     def copied(self, part: Tensor) -> Tensor: ...
     def release(self) -> None: ...
@@ -95,6 +103,7 @@ class CudaSlot:
         self._set(lane, bases, (int(PATIENCE * 1e3), self._report.data_ptr(), self._said.data_ptr(), rank, world))
 
     def _set(self, lane: Lane, bases: Sequence[int], waiting: tuple[int, ...]) -> None:
+        self._in_turn = False
         self._lane, self._waiting, self._arrived, self._use = lane, waiting, new_event(), 0
         self._bases = (*bases, *[0] * (RANKS - len(bases)), *waiting[3:])
 
@@ -114,9 +123,14 @@ class CudaSlot:
         offset, width, height, pitch = place
         launch("push_part", part, part.data_ptr(), self.payload.data_ptr() + offset, pitch, width, height)
 
-    def meet(self) -> None:
-        self._lane.launch("meet", self._bases, self._use)
+    def meet(self, in_turn: bool = False) -> None:
+        self._in_turn = in_turn
+        self._lane.launch("meet_in_turn" if in_turn else "meet", self._bases, self._use)
         self._lane.mark(self._arrived)
+
+    def arriving(self, rows: int) -> Arriving:
+        here, spare = self._bases[self._waiting[3]] + 4 * HERE, SPARE if os.environ.get(SHARED) == "1" else 0
+        return Arriving((here, rows, self._arrived, spare), (*self._waiting, self._use))
 
     def wait(self) -> None:
         await_mark(self._arrived, self.payload)
@@ -125,6 +139,8 @@ class CudaSlot:
         return copied_rows(part.view(1, -1)).view(part.shape)
 
     def release(self) -> None:
+        if self._in_turn:
+            launch("forget_here", self.payload, self._bases)
         launch("release_use", self.payload, self._bases)
 
     def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor], use: int) -> None:

@@ -43,9 +43,10 @@ class Gathering:
         self.whole, self.starts, self.dims, self._place = whole, starts, dims, transport.transfers
         self._met, self._waited, self._kept = [slot], set[int](), False
 
-    def send(self, cuts: Cuts = WHOLE) -> Gathering:
+    def send(self, cuts: Cuts = WHOLE, in_turn: bool = False) -> Gathering:
         """Start sending `mine`. Each rank pushes to the one behind it first, so that no two push to one at a time. `cuts`: rows
-        of the parts, which all move along 0, that arrive one piece after the other."""
+        of the parts, which all move along 0, that arrive one piece after the other. `in_turn`: a kernel may wait for the
+        parts of other ranks itself (`coming`)."""
         transport, world = self.transport, self.transport.world
         self._met = [*(transport.begin(0, piece, self._place) for piece in range(1, len(cuts))), self.slot]
         self.slot.follow()
@@ -56,7 +57,7 @@ class Gathering:
                     piece, where = (part, place) if len(cuts) == 1 else _piece(part, place, *cut, cuts[-1][1])
                     transport.count(piece, to)
                     self.slot.push(piece, to, where)
-            met.meet()
+            met.meet(in_turn)
         return self
 
     def gather(self) -> Pending[Parts]:
@@ -70,6 +71,11 @@ class Gathering:
         if not any(later >= piece for later in self._waited):
             self._met[piece].wait()
             self._waited.add(piece)
+        return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
+
+    def coming(self) -> Parts:
+        """The parts of all ranks, of which only this rank's own are here."""
+        self._keep()
         return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
 
     def all_parts(self) -> Parts:

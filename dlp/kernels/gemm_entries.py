@@ -39,6 +39,7 @@ from dlp.kernels.table import (
     GemmLaunch,
     GemmLaunchOptions,
     OperandLayout,
+    WhileArriving,
     entries,
     register,
 )
@@ -376,7 +377,17 @@ def _is_large(a: Parts, b: Parts, *problem: Any) -> bool:
     return gemm_sm90.takes(a[0], b[0], *problem)
 
 
-@_gemm_of_layouts("gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large")
+def _while_arriving(
+    a_layout: OperandLayout, b_layout: OperandLayout, rows: int, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
+    accumulate: Any, options: GemmLaunchOptions,
+) -> WhileArriving | None:  # fmt: skip
+    scales = a[1], gemms.block_scales(b[1], tile=True)
+    return gemm_sm90.while_arriving(
+        a[0], b[0], rows, out_dtype, scales, bias=bias, accumulate=accumulate, options=options
+    )
+
+
+@_gemm_of_layouts("gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large", arriving=_while_arriving)
 def _fp8_block_by_tile(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,

@@ -1,12 +1,14 @@
 """Our own GEMM on Hopper (csrc/gemm_sm90.cu): FP8 codes, A scaled in blocks of 1x128, B in tiles of 128x128.
 
 It runs where it was measured to be faster than cuBLASLt's, in large GEMMs (bench/results/gemm.md); `takes` is that rule, and
-what the kernel asks of its operands. Small ones leave multiprocessors idle: its tiles come in pairs, 256 x 192 together.
+what the kernel asks of its operands. Small ones leave multiprocessors idle: its tiles come in pairs, 256 x 192 together. Rows
+of A may arrive from other ranks while it runs (`while_arriving`).
 """
 
 from __future__ import annotations
 
 import functools
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from dlp.kernels import gemms
 from dlp.kernels.gemms import ALIGNMENT, Scales
 from dlp.kernels.launches import launch
-from dlp.kernels.table import DEFAULT_OPTIONS, GemmLaunchOptions
+from dlp.kernels.table import DEFAULT_OPTIONS, Arriving, GemmLaunchOptions, WhileArriving
 
 PAIR = (256, 192)  # rows and columns that a pair of multiprocessors computes at once
 FILLED = 0.9  # share of all tiles of all waves that is result, at the least
@@ -65,16 +67,42 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bia
     """A [rows, C] @ B [cols, C].T, each 128 of C summed in the tensor core, scaled by fl(sa * sb) and added up in fp32, plus
     bias [cols] -> [rows, cols], rounded once to `out_dtype`; or added to `accumulate`, which is returned. For what
     `can_take` allows, of any size but none."""
+    a_scale = scales[0] if scales[0].data_ptr() % ALIGNMENT == 0 else scales[0].clone()
+    out, job = _job(a, b, out_dtype, (a_scale, scales[1]), bias, accumulate, options)
+    launch("gemm_fp8_blocks", a, job, a.dtype == torch.float8_e5m2, out.dtype == torch.float32)
+    return out
+
+
+def while_arriving(a: Tensor, b: Tensor, rows: int, out_dtype: torch.dtype, scales: tuple[Tensor, Tensor], *,
+                   bias: Tensor | None = None, accumulate: Tensor | None = None,
+                   options: GemmLaunchOptions = DEFAULT_OPTIONS) -> WhileArriving | None:  # fmt: skip
+    """What gives the bits of `product` of all rows while those of other ranks arrive, `rows` of each rank, one after the other
+    in A; None where these are no whole pairs of tiles. `scales`: of A compact, [rows of all, blocks], of B as `product` reads
+    them."""
+    if rows % PAIR[0] or scales[0].stride(1) != 1:
+        return None
+    return partial(_product_arriving, a, b, out_dtype, scales, bias, accumulate, options)
+
+
+def _product_arriving(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: tuple[Tensor, Tensor], bias: Tensor | None,
+                      accumulate: Tensor | None, options: GemmLaunchOptions, arriving: Arriving) -> Tensor:  # fmt: skip
+    out, job = _job(a, b, out_dtype, scales, bias, accumulate, options)
+    e5m2, wide = a.dtype == torch.float8_e5m2, out.dtype == torch.float32
+    launch("gemm_fp8_arriving", a, job, arriving.rows, arriving.waiting, e5m2, wide)
+    return out
+
+
+def _job(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: tuple[Tensor, Tensor], bias: Tensor | None,
+         accumulate: Tensor | None, options: GemmLaunchOptions) -> tuple[Tensor, tuple[int, ...]]:  # fmt: skip
+    """Where the result is written, and the words of `BlockGemmJob`."""
     (rows, contraction), cols = a.shape, b.shape[0]
     out = gemms.room_for(a, (rows, cols), out_dtype, options) if accumulate is None else accumulate
-    a_scale, b_scale = (each if each.data_ptr() % ALIGNMENT == 0 else each.clone() for each in scales[:2])
-    job = (
+    a_scale, b_scale = scales[0], scales[1] if scales[1].data_ptr() % ALIGNMENT == 0 else scales[1].clone()
+    return out, (
         a.data_ptr(), b.data_ptr(), out.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr(),
         0 if bias is None else bias.data_ptr(), rows, cols, contraction, a.stride(0), b.stride(0), out.stride(0),
         rows + -rows % 4, a_scale.stride(0), -(-cols // 128), b_scale.stride(0), int(accumulate is not None),
     )  # fmt: skip
-    launch("gemm_fp8_blocks", a, job, a.dtype == torch.float8_e5m2, out.dtype == torch.float32)
-    return out
 
 
 def _is_aligned(x: Tensor) -> bool:

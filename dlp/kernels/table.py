@@ -146,6 +146,17 @@ class GemmLaunchOptions(NamedTuple):
 DEFAULT_OPTIONS = GemmLaunchOptions()
 
 
+class Arriving(NamedTuple):
+    """Rows of A that other ranks send while a GEMM runs, as many of each rank: what csrc/kernels.h calls `ArrivingRows`, and
+    whose wait it is (`Waiting`)."""
+
+    rows: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+WhileArriving = Callable[[Arriving], Tensor]  # runs a GEMM on them
+
+
 class GemmLaunch(Protocol):
     """D = A @ B.T, the contraction last in both operands, whose parts are `a` and `b`: in `out_dtype`, plus bias [cols], which
     is added in fp32; or added to `accumulate` [rows, cols], which is returned."""
@@ -166,6 +177,8 @@ class GemmEntry(KernelEntry):
     status     "native" by a unit that the device has for the formats, "emulated" on decoded values or by plain torch,
                "own" where somebody brought it
     when       what `takes` asks for, in a word: it stands beside the name
+    arriving   makes what runs it while rows of A arrive: takes the layouts, the rows of each rank and the arguments of a
+               launch, for A as it will be; it returns None for rows that it does not wait for. None where it waits for none
     cublaslt   what cuBLASLt multiplies inside it, for `dlp.kernels.tune`: "values", "codes" with their scales, "sums" of
                codes without scales in fp32, or "tiles", codes and scales of a block-scaled unit; "" for nothing
     """
@@ -176,6 +189,7 @@ class GemmEntry(KernelEntry):
     layouts: Callable[[OperandLayout, OperandLayout], bool] | None = None
     status: str = "own"
     when: str = ""
+    arriving: Callable[..., WhileArriving | None] | None = None
     cublaslt: str = ""
 
     def supports(self, a: OperandLayout, b: OperandLayout) -> bool:

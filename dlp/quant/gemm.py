@@ -31,13 +31,14 @@ from dlp.kernels.table import (
     GemmKernels,
     GemmLaunch,
     GemmLaunchOptions,
+    WhileArriving,
     device_kind,
 )
 from dlp.quant.tensor import Format, QuantizedTensor
 
 __all__ = [
-    "DECODES", "DEVICES", "Gemm", "GemmOptions", "check_kernel", "check_pair", "decoded_dtype", "kernel_name", "own_gemm",
-    "support",
+    "DECODES", "DEVICES", "Gemm", "GemmOptions", "awaited_inside", "check_kernel", "check_pair", "decoded_dtype",
+    "kernel_name", "own_gemm", "support", "while_arriving",
 ]  # fmt: skip
 
 
@@ -89,11 +90,35 @@ def _multiply(a: Format, b: Format, device: str) -> Callable[[Gemm, QuantizedTen
 
 
 def _launch(launch: GemmLaunch, gemm: Gemm, a: QuantizedTensor) -> Tensor:
+    return launch(*_problem(gemm, a))
+
+
+def _problem(gemm: Gemm, a: QuantizedTensor) -> tuple[Any, ...]:
+    """The arguments of a launch."""
     options = gemm.options
     how = GemmLaunchOptions(
         options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms, gemm.out, gemm.alpha, gemm.rounds
     )  # fmt: skip
-    return launch(a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how)
+    return a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how
+
+
+def while_arriving(gemm: Gemm, a: QuantizedTensor, rows: int) -> WhileArriving | None:
+    """What runs a GEMM while rows of A arrive, `rows` of each rank, with the bits of `gemm(a)`; None where the kernel that runs
+    it wants them to be here. Its result lies where `gemm` says, or in a tensor of its own."""
+    if own_gemm(a.format, gemm.b.format) is not None:
+        return None
+    problem = _problem(gemm, a)
+    for entry in table.gemm_kernels(a.format, gemm.b.format, DEVICE_AT[a.parts[0].get_device()]).entries:
+        if entry.takes is None or entry.takes(*problem):
+            made = entry.arriving and entry.arriving(a.format, gemm.b.format, rows, *problem)
+            return made or None
+    return None
+
+
+def awaited_inside(a: Format, device: str) -> GemmEntry | None:
+    """The kernel on one of DEVICES that may run while rows of operands of this format arrive, if there is one."""
+    found = (each for each in table.entries(table.GEMM, device) if isinstance(each, GemmEntry) and each.arriving)
+    return next((each for each in found if a.gemm_kind in {left for left, _ in each.formats}), None)
 
 
 def _takes_options(own: Callable[..., Tensor]) -> bool:

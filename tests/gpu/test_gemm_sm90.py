@@ -6,12 +6,18 @@ Bounds as in test_gemms.py: 2^-11 of sum |a||b|, since 128 products are summed t
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 
-from dlp.kernels import gemm_sm90, gemms
-from dlp.kernels.launches import recording
+from dlp.kernels import gemm_sm90, gemms, loader
+from dlp.kernels.launches import new_event, recording
+from dlp.kernels.table import Arriving
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import load
 from tests.gpu.test_gemms import excess, operands
@@ -87,3 +93,100 @@ def test_it_is_captured_and_replayed(device):
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, before)
+
+
+class Arrivals:
+    """Rows of A [world * rows, C] of which those of another rank are poison until a stream beside the current one brings them:
+    after a delay, by a copy and a word behind it. `by_engine`: from memory of the host, else by what copies within a GPU."""
+
+    def __init__(self, a, world: int, rank: int, began: int, use: int, by_engine: bool, patience: int = 20_000) -> None:
+        self.rank, self.world, self.use, self.rows = rank, world, use, len(a.payload) // world
+        self.given = [part.contiguous().view(torch.uint8) for part in a.parts]
+        self.parts = [torch.full_like(each, 0xFF) for each in self.given]  # NaN, as codes and as scales
+        self._keep(rank, self.given)
+        self.sources = [part.cpu().pin_memory() if by_engine else part for part in self.given]
+        self.words = torch.full((world,), (began + 2**31) % 2**32 - 2**31, dtype=torch.int32).cuda().view(torch.uint32)
+        self.report, self.said = (
+            torch.zeros(8, dtype=torch.int32).pin_memory(),
+            torch.zeros((), dtype=torch.int32).cuda(),
+        )
+        waiting = (patience, self.report.data_ptr(), self.said.data_ptr(), rank, world, use)
+        self.arriving = Arriving((self.words.data_ptr(), self.rows, new_event(), 0 if by_engine else 4), waiting)
+        torch.cuda.synchronize()
+
+    def _keep(self, rank: int, sources: list[Tensor]) -> None:
+        mine = slice(rank * self.rows, (rank + 1) * self.rows)
+        for part, source in zip(self.parts, sources, strict=True):
+            part[mine].copy_(source[mine], non_blocking=True)
+
+    def bring(self, delay: int) -> None:
+        """On the current stream, cycles later."""
+        torch.cuda._sleep(delay)
+        for turn in range(1, self.world):
+            self._keep((self.rank - turn) % self.world, self.sources)
+            _SymmetricMemory.stream_write_value32(self.words, turn, self.use % 2**32)
+
+    def gemm(self, a, b, out_dtype, **more) -> Callable[[Arriving], Tensor]:
+        codes, scales = self.parts[0].view(a.payload.dtype), self.parts[1].view(torch.float32)
+        b_scale = gemms.block_scales(b.parts[1], tile=True)
+        run = gemm_sm90.while_arriving(codes, b.payload, self.rows, out_dtype, (scales, b_scale), **more)
+        assert run is not None
+        return run
+
+
+ARRIVALS = [  # rows of a rank, ranks, cols, contraction; the word at first, and once rows are here
+    ((256, 2, 200, 256), 0, 7), ((512, 4, 1024, 1040), -3, 5), ((256, 3, 264, 144), 0x7FFFFFFF, 0x80000001),
+    ((2048, 2, 7168, 4096), 0, 1), ((1024, 8, 4096, 512), 2**32 - 2, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("by_engine", [True, False])
+@pytest.mark.parametrize(("size", "began", "use"), ARRIVALS, ids=str)
+def test_rows_that_arrive_late_are_awaited(device, size, began, use, by_engine):
+    rows, world, cols, along = size
+    a, b = operands(load("fp8_block"), "fprop", world * rows, cols, along)
+    for rank, dtype in ((0, torch.bfloat16), (world - 1, torch.float32)):
+        expected = gemm_sm90.product(a.payload, b.payload, dtype, scaled(a, b))
+        for delay in (0, 4_000_000):
+            late, beside = Arrivals(a, world, rank, began, use, by_engine), torch.cuda.Stream(priority=-1)
+            run = late.gemm(a, b, dtype)
+            with torch.cuda.stream(beside):
+                late.bring(delay)
+            made = run(late.arriving)
+            torch.cuda.synchronize()
+            assert torch.equal(made, expected), (rank, delay)
+            assert not late.report.any()
+
+
+def test_late_rows_are_added_to_what_is_there_and_replayed(device):
+    """In a CUDA graph the kernel begins behind an event."""
+    a, b = operands(load("fp8_block", fp8_format="HYBRID"), "dgrad", 1024, 264, 384)
+    late, total = Arrivals(a, 2, 1, 0, 3, True), torch.randn(1024, 264, device=device)
+    bias, whole = torch.randn(264, device=device), total.clone()
+    expected = gemm_sm90.product(a.payload, b.payload, torch.float32, scaled(a, b), accumulate=total.clone(), bias=bias)
+    run = late.gemm(a, b, torch.float32, accumulate=whole, bias=bias)
+    late.bring(0)
+    event, graph = late.arriving.rows[2], torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        loader.load().mark(event, torch.cuda.current_stream().cuda_stream)
+        run(late.arriving)
+    graph.replay()
+    assert torch.equal(whole, expected)
+
+
+def wait_in_vain() -> None:
+    """For rows that do not come: prints what is said."""
+    a, b = operands(load("fp8_block"), "fprop", 512, 256, 256)
+    late = Arrivals(a, 2, 1, 4, 6, True, patience=300)
+    late.gemm(a, b, torch.bfloat16)(late.arriving)
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(late.report.tolist()[:7], str(error).split("\n")[0], flush=True)
+
+
+def test_a_wait_ends_and_says_for_whom(device):
+    code = "from tests.gpu.test_gemm_sm90 import wait_in_vain; wait_in_vain()"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert said.stdout.startswith("[1, 1, 0, 1, 6, 4, 6] CUDA error"), said

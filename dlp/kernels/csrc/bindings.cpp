@@ -196,6 +196,11 @@ void bind_small(pybind11::module_& m) {
     bind_step(m, "gemm_fp8_blocks", [](const Words<BlockGemmJob>& job, bool e5m2, bool wide, Stream stream) {
         gemm_fp8_blocks(make_job<BlockGemmJob>(job), code_of(e5m2), input_of(wide), stream);
     });
+    bind_step(m, "gemm_fp8_arriving", [](const Words<BlockGemmJob>& job, const Words<ArrivingRows>& from,
+                                         const Words<Waiting>& waiting, bool e5m2, bool wide, Stream stream) {
+        gemm_fp8_arriving(make_job<BlockGemmJob>(job), make_job<ArrivingRows>(from), make_job<Waiting>(waiting), code_of(e5m2),
+                          input_of(wide), stream);
+    });
     bind_step(m, "nvfp4_alpha", [](const Words<AlphaJob>& words, Stream stream) {
         nvfp4_alpha(make_job<AlphaJob>(words), stream);
     });
@@ -265,6 +270,10 @@ void bind_transport(pybind11::module_& m) {
     bind_step(m, "meet", [](const Words<SlotBases>& slots, int64_t use, Stream stream) {
         meet(make_job<SlotBases>(slots), use, stream);
     });
+    bind_step(m, "meet_in_turn", [](const Words<SlotBases>& slots, int64_t use, Stream stream) {
+        meet_in_turn(make_job<SlotBases>(slots), use, stream);
+    });
+    bind_step(m, "forget_here", [](const Words<SlotBases>& slots, Stream stream) { forget_here(make_job<SlotBases>(slots), stream); });
     bind_step(m, "release_use", [](const Words<SlotBases>& slots, Stream stream) { release_use(make_job<SlotBases>(slots), stream); });
     bind_step(m, "agree", [table](int64_t slots, const Words<AgreeJob>& job, const Words<Waiting>& waiting, Stream stream) {
         agree(table(slots), make_job<AgreeJob>(job), make_job<Waiting>(waiting), stream);

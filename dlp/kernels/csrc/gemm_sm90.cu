@@ -10,7 +10,12 @@
 // The tensor core sums 128 products to some 14 bits. Then an accumulator is multiplied by both scales and added to fp32 registers
 // while the tensor core works on the other one, so that it always has work. Under a steady load power is the limit of this
 // kernel; what else was tried is in docs/log.md.
+//
+// Rows of A may still be arriving from other ranks (`ArrivingRows`). Then tiles of this rank's rows come first, and the lane that
+// starts copies waits before the first one of another rank's: for a word that this rank's own lane writes, behind the copies of
+// the other one. Nothing that has to happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
 #include "hopper.cuh"
+#include "waiting.cuh"
 
 namespace dlp {
 namespace {
@@ -49,6 +54,53 @@ struct Tiles {
     }
 };
 
+// A problem whose rows arrive: [world] times `pairs_each` pairs of tiles, all of whose rows are of one rank.
+struct ArrivingProblem : Problem {
+    ArrivingRows from;
+    Waiting waiting;
+    int pairs_each;
+};
+
+// Rank after rank, this one first, then the one behind it, which sends to it first; of each as `Tiles` walks.
+struct ArrivingTiles {
+    const ArrivingProblem& p;
+    int next_pair, row = 0, col = 0, turn = 0, owner = 0;
+
+    __device__ explicit ArrivingTiles(const ArrivingProblem& problem) : p(problem), next_pair(blockIdx.x / kCluster) {}
+    __device__ bool next(int rank) {
+        if (next_pair >= p.pairs_down * p.pairs_across) return false;
+        turn = next_pair / (p.pairs_each * p.pairs_across);
+        owner = int(p.waiting.rank) - turn;
+        if (owner < 0) owner += int(p.waiting.world);
+        const int pair = next_pair - turn * (p.pairs_each * p.pairs_across);
+        const int group = pair / (kGroup * p.pairs_across), first = group * kGroup;
+        const int size = min(kGroup, p.pairs_each - first), in = pair - first * p.pairs_across;
+        row = ((owner * p.pairs_each + first + in % size) * kCluster + rank) * kRows;
+        col = in / size * kCols;
+        next_pair += gridDim.x / kCluster;
+        return true;
+    }
+};
+
+template <class P>
+using TilesOf = std::conditional_t<std::is_same_v<P, Problem>, Tiles, ArrivingTiles>;
+
+// Until the rows of a tile are here; called by a whole warp, whose `leader` starts copies. `seen`: the turn that it has seen.
+__device__ inline void await_rows(const Problem&, const Tiles&, int&, bool) {}
+__device__ inline void await_rows(const ArrivingProblem& p, const ArrivingTiles& tiles, int& seen, bool leader) {
+    if (tiles.turn == seen) return;
+    seen = tiles.turn;
+    if (leader) {
+        await(p.from.here + seen, uint32_t(p.waiting.use), p.waiting, tiles.owner, kHasNotSent);
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // copies read by another way than this lane does
+    }
+    __syncwarp();
+}
+
+// How many arrive at the barrier of a stage that is being filled: who expects bytes, and lanes that copy scales.
+__device__ inline int filling(const Problem&) { return 1; }
+__device__ inline int filling(const ArrivingProblem&) { return 1 + 32; }
+
 struct Shared {
     uint8_t* base;
 
@@ -60,18 +112,22 @@ struct Shared {
     __device__ Barrier empty(int stage) const { return {full(kStages).at + 8 * stage}; }
 };
 
-// Bytes of scales that a stage gets: none of lines behind the last. Of B it gets those of four stages, for one or two tiles.
+// Bytes of scales that a stage gets by bulk copies: none of lines behind the last. Of B it gets those of four stages, for one or two tiles.
 __device__ inline uint32_t bytes_of_a(const Problem& p, int row) {
     return sizeof(float) * max(0, min(kRows, int(p.job.a_scale_lines) - row));
 }
+__device__ inline uint32_t bytes_of_a(const ArrivingProblem&, int) { return 0; }
 __device__ inline uint32_t bytes_of_b(const Problem& p, int col) {
     return sizeof(float4) * max(0, min((col % 128 + kCols + 127) / 128, int(p.job.b_scale_lines) - col / 128));
 }
 
-__device__ inline void copy_codes(const Problem& p, Shared shared, const CUtensorMap* a, const CUtensorMap* b, int rank) {
+template <class P>
+__device__ inline void copy_codes(const P& p, Shared shared, const CUtensorMap* a, const CUtensorMap* b, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
-    for (Tiles tiles(p); tiles.next(rank);) {
+    int seen = 0;
+    for (TilesOf<P> tiles(p); tiles.next(rank);) {
+        await_rows(p, tiles, seen, leader);
         const uint32_t bytes = kStage + bytes_of_a(p, tiles.row) + bytes_of_b(p, tiles.col);
         for (int x = 0; x < p.blocks * kDepth; x += kDepth, ring.advance()) {
             shared.empty(ring.stage).wait(ring.parity ^ 1);
@@ -102,6 +158,35 @@ __device__ inline void copy_scales(const Problem& p, Shared shared, int rank) {
                     copy_bytes(to + sizeof(float4), b + p.job.b_scale_stride + (block & ~3), sizeof(float4), full);
             }
             a += p.job.a_scale_stride;
+        }
+    }
+}
+
+// Scales of A that arrive lie as they were sent, those of a row together: lanes copy them one by one.
+__device__ inline void copy_scales(const ArrivingProblem& p, Shared shared, int rank) {
+    const bool leader = elected();
+    Ring<kStages> ring;
+    int seen = 0;
+    for (ArrivingTiles tiles(p); tiles.next(rank);) {
+        await_rows(p, tiles, seen, leader);
+        const int lane = threadIdx.x % 32;
+        const float* a = p.job.a_scale + (tiles.row + lane) * p.job.a_scale_stride;
+        const float* b = p.job.b_scale + tiles.col / 128 * p.job.b_scale_stride;
+#pragma unroll 1
+        for (int block = 0; block < p.blocks; ++block, ring.advance()) {
+            shared.empty(ring.stage).wait(ring.parity ^ 1);
+            const Barrier full = shared.full(ring.stage);
+            const uint32_t to_a = shared_address(shared.a_scales(ring.stage) + lane);
+#pragma unroll
+            for (int i = 0; i < kRows / 32; ++i)
+                copy_word(to_a + i * 32 * sizeof(float), a + block + i * 32 * p.job.a_scale_stride);
+            full.arrive_behind_copies();
+            if (leader) {
+                const uint32_t to = shared_address(shared.b_scales(ring.stage)), bytes = bytes_of_b(p, tiles.col);
+                if (bytes > 0) copy_bytes(to, b + (block & ~3), sizeof(float4), full);
+                if (bytes > sizeof(float4))
+                    copy_bytes(to + sizeof(float4), b + p.job.b_scale_stride + (block & ~3), sizeof(float4), full);
+            }
         }
     }
 }
@@ -185,8 +270,8 @@ __device__ void store(const BlockGemmJob& job, const float (&sums)[kSums], int r
     }
 }
 
-template <class A, class Out>
-__device__ void consume(const Problem& p, Shared shared, int group, int rank) {
+template <class A, class Out, class P>
+__device__ void consume(const P& p, Shared shared, int group, int rank) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
     float sums[2][kSums], products[2][kSums];
     StageScales scales;
@@ -199,7 +284,7 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
         for (int k = 0; k < kDepth / 32; ++k) multiply<A>(products[product], a + 2 * k, b + 2 * k, k > 0);
         products_end();
     };
-    for (Tiles tiles(p); tiles.next(rank);) {
+    for (TilesOf<P> tiles(p); tiles.next(rank);) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
         shared.full(ring.stage).wait(ring.parity);
@@ -238,14 +323,14 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
     }
 }
 
-template <class A, class Out>
+template <class A, class Out, class P>
 __global__ void __launch_bounds__(kThreads, 1)
-    gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const __grid_constant__ Problem p) {
+    gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const __grid_constant__ P p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     const Shared shared{shared_memory() + (-shared_address(shared_memory()) & (kAlignment - 1))};
     const int rank = cluster_rank(), warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);  // the compiler sees that it is the warp's
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) shared.full(i).init(1), shared.empty(i).init(kCluster * kConsumers);
+        for (int i = 0; i < kStages; ++i) shared.full(i).init(filling(p)), shared.empty(i).init(kCluster * kConsumers);
         asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
     }
     cluster_sync();
@@ -304,20 +389,28 @@ int resident_clusters(cudaLaunchConfig_t config) {
     return resident[device];
 }
 
-template <class A, class Out>
-void run(const BlockGemmJob& job, Stream stream) {
-    const auto over = [](int64_t size, int unit) { return int((size + unit - 1) / unit); };
-    const Problem p{job, over(job.contraction, kDepth), over(job.rows, kCluster * kRows), over(job.cols, kCols)};
+int over(int64_t size, int unit) { return int((size + unit - 1) / unit); }
+
+Problem problem_of(const BlockGemmJob& job) {
+    return {job, over(job.contraction, kDepth), over(job.rows, kCluster * kRows), over(job.cols, kCols)};
+}
+
+// `spare`: multiprocessors that are left to others.
+template <class A, class Out, class P>
+void run(const P& p, int spare, Stream stream) {
+    const BlockGemmJob& job = p.job;
     const CUtensorMap a = tensor_map(job.a, job.rows, job.contraction, job.a_stride, kRows);
     const CUtensorMap b = tensor_map(job.b, job.cols, job.contraction, job.b_stride, kHalf);
-    constexpr auto kKernel = &gemm_kernel<A, Out>;
+    constexpr auto kKernel = &gemm_kernel<A, Out, P>;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kCluster, 1, 1};
     cudaLaunchConfig_t config{};
     config.attrs = &cluster, config.numAttrs = 1;
     config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kShared, config.stream = reinterpret_cast<cudaStream_t>(stream);
-    config.gridDim = dim3(kCluster * std::min(p.pairs_down * p.pairs_across, resident_clusters<kKernel>(config)));
+    const int clusters = resident_clusters<kKernel>(config) - over(spare, kCluster);
+    DLP_CHECK_LT(0, clusters);
+    config.gridDim = dim3(kCluster * std::min(p.pairs_down * p.pairs_across, clusters));
     DLP_CHECK_CUDA(cudaLaunchKernelEx(&config, kKernel, a, b, p));
 }
 
@@ -325,7 +418,24 @@ void run(const BlockGemmJob& job, Stream stream) {
 
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream) {
     DLP_CHECK_EQ(job.cols % 8, 0);
-    with_types(out, a_code, [&](auto element, auto code) { run<decltype(code), decltype(element)>(job, stream); });
+    with_types(out, a_code, [&](auto element, auto code) {
+        run<decltype(code), decltype(element)>(problem_of(job), 0, stream);
+    });
+}
+
+// A CUDA graph does not promise that what brings the rows runs beside it: there it begins when all are here.
+void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const Waiting& waiting, Code a_code, Input out,
+                       Stream stream) {
+    DLP_CHECK_EQ(job.cols % 8, 0);
+    DLP_CHECK_EQ(from.rows % (kCluster * kRows), 0);
+    DLP_CHECK_EQ(from.rows * waiting.world, job.rows);
+    cudaStreamCaptureStatus capturing;
+    DLP_CHECK_CUDA(cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &capturing));
+    if (capturing != cudaStreamCaptureStatusNone) await_mark(from.all_here, stream);
+    ArrivingProblem p{problem_of(job), from, waiting, int(from.rows / (kCluster * kRows))};
+    with_types(out, a_code, [&](auto element, auto code) {
+        run<decltype(code), decltype(element)>(p, int(from.spare), stream);
+    });
 }
 
 }  // namespace dlp

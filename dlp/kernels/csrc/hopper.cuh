@@ -28,6 +28,10 @@ struct Barrier {
     __device__ void expect(uint32_t bytes) const {  // and arrives
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
     }
+    // Once the calling lane's `copy_word`s so far have ended.
+    __device__ void arrive_behind_copies() const {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+    }
     // At the same barrier of a block of this cluster. It orders reads only: with `.release.cluster` a fence of all of the
     // device's memory would stand before each of these.
     __device__ void arrive_at(uint32_t rank) const {
@@ -61,6 +65,10 @@ __device__ inline void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(done.at)
                  : "memory");
+}
+// Four bytes, by the calling lane.
+__device__ inline void copy_word(uint32_t to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int x, int y, Barrier done) {
     asm volatile(

@@ -323,6 +323,14 @@ struct Waiting {              // who waits, how long, and what is said if it is 
     static constexpr uint32_t addresses = 0;
 };
 
+struct ArrivingRows {         // of A: equal parts, of which that of each other rank comes while the GEMM runs (gemm_sm90.cu)
+    const uint32_t* here;     // [world]: that of the rank so far behind this one is here, once it has reached Waiting::use
+    int64_t rows;             // of a part; the scales of all lie as they were sent: [rows of all, contraction / 128]
+    int64_t all_here;         // an event, marked when all are
+    int64_t spare;            // multiprocessors that are left to others
+    static constexpr uint32_t addresses = 0;
+};
+
 struct SlotBases {            // where a slot lies on each rank of a group (transport.cu)
     int64_t base[kSlotRanks];
     int64_t rank, world;
@@ -383,6 +391,8 @@ void set_zero(uintptr_t at, int64_t bytes, Stream stream);
 // Sets a few fp32 to 0, by a kernel beside which the next one may begin (`launch`, kEarly).
 void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
+void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const Waiting& waiting, Code a_code, Input out,
+                       Stream stream);
 void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,
@@ -407,6 +417,8 @@ void sum_parts(const float* parts, int64_t count, int64_t cols, float* out, Stre
 
 void begin_use(const SlotBases& slots, int64_t use, Stream stream);
 void meet(const SlotBases& slots, int64_t use, Stream stream);
+void meet_in_turn(const SlotBases& slots, int64_t use, Stream stream);
+void forget_here(const SlotBases& slots, Stream stream);
 void release_use(const SlotBases& slots, Stream stream);
 void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream);
 void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream);

@@ -6,10 +6,12 @@
 //     unread[r]   rank r has not read yet what was pushed to it from here: for what it was pushed, a number > 0; else 0
 //     sent[r]     rank r has pushed what this one is to read: the same; else 0
 //     met[r]      the last agreement that rank r has come to, and `uses` this rank; they count and are never reset
+//     here[d]     what the rank d behind this one has pushed is here, for a kernel that runs meanwhile: `use`; else 0
 //
 //     begin      until unread is 0 for all; then it is `use`
 //     meet       tells all that this rank has pushed (their `sent` = `use`); until all have told this one; then `sent` is 0
-//     release    tells all that this rank has read (their `unread` = 0)
+//     meet, in turn: the same, and `here` is `use` for one rank after the other, the one behind this one first
+//     release    tells all that this rank has read (their `unread` = 0); what is `here` is forgotten first
 //
 // What these write and wait for is the same every time, so that a launch that was recorded, or captured in a CUDA graph, is so,
 // too. Streams write and wait by themselves, without a kernel: a GEMM that fills the GPU leaves no room even for a kernel of one
@@ -25,47 +27,19 @@
 
 #include "jobs.cuh"
 #include "launch.cuh"
+#include "waiting.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kUnread = 0, kSent = kSlotRanks, kMet = 2 * kSlotRanks, kUses = 3 * kSlotRanks;  // words of a slot's header
+constexpr int kHere = kUses;  // [0] is this rank itself, of which nobody asks: that word is `uses`
 constexpr int kAgreeThreads = 512;
 
 __host__ __device__ inline uint32_t* header(uint64_t slot) { return reinterpret_cast<uint32_t*>(slot); }
 
-__device__ inline uint32_t load_acquire(const uint32_t* at) {
-    uint32_t value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-}
-
 __device__ inline void store_release(uint32_t* at, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
-__device__ inline uint64_t nanoseconds() {
-    uint64_t time;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-    return time;
-}
-
-// Until *at has reached `wanted`. `report`: [6] words of the host: 1, rank, peer, what is waited for, wanted, seen.
-__device__ void await(const uint32_t* at, uint32_t wanted, const Waiting& waiting, uint32_t peer, uint32_t what) {
-    const uint64_t began = nanoseconds();
-    uint32_t seen;
-    while (int32_t((seen = load_acquire(at)) - wanted) < 0) {
-        if (nanoseconds() - began < uint64_t(waiting.patience) * 1000000) continue;
-        volatile uint32_t* report = waiting.report;
-        if (atomicExch(waiting.said, 1u) == 0) {
-            report[1] = waiting.rank, report[2] = peer, report[3] = what, report[4] = wanted, report[5] = seen;
-            report[6] = uint32_t(waiting.use);
-            __threadfence_system();
-            report[0] = 1;
-            __threadfence_system();
-        }
-        __trap();
-    }
 }
 
 // The largest of the values of all ranks, as bits: amaxes are not negative, and NaN is larger than all. Use e lies in half
@@ -89,7 +63,7 @@ __global__ void __launch_bounds__(kAgreeThreads) agree_kernel(const uint64_t* sl
     const uint32_t peer = threadIdx.x;
     if (peer < world && peer != rank) {
         store_release(header(slots[peer]) + kMet + rank, use);
-        await(mine + kMet + peer, use, waiting, peer, 2);
+        await(mine + kMet + peer, use, waiting, peer, kHasNotAgreed);
     }
     __syncthreads();
     first = 0;
@@ -145,6 +119,22 @@ void meet(const SlotBases& slots, int64_t use, Stream stream) {
         await_value(slots, slots.rank, kSent + peer, 1, CU_STREAM_WAIT_VALUE_GEQ, stream);
         write_value(slots, slots.rank, kSent + peer, 0, stream);
     }
+}
+
+void meet_in_turn(const SlotBases& slots, int64_t use, Stream stream) {
+    const int rank = slots.rank, world = slots.world;
+    for (int peer = 0; peer < world; ++peer)
+        if (peer != rank) write_value(slots, peer, kSent + rank, uint32_t(use), stream);
+    for (int distance = 1; distance < world; ++distance) {
+        const int peer = (rank - distance + world) % world;
+        await_value(slots, rank, kSent + peer, 1, CU_STREAM_WAIT_VALUE_GEQ, stream);
+        write_value(slots, rank, kSent + peer, 0, stream);  // first: who has read what is here may ask the peer for more
+        write_value(slots, rank, kHere + distance, uint32_t(use), stream);
+    }
+}
+
+void forget_here(const SlotBases& slots, Stream stream) {
+    for (int distance = 1; distance < slots.world; ++distance) write_value(slots, slots.rank, kHere + distance, 0, stream);
 }
 
 void release_use(const SlotBases& slots, Stream stream) {
