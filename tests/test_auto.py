@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -113,6 +114,16 @@ def test_measured_layers_have_what_was_fastest_and_by_a_margin() -> None:
     assert all(float(line[5]) >= 1.0 for line in cells), "the model predicts something, too"
 
 
+def test_a_gemm_waits_inside_only_where_that_was_measured() -> None:
+    """The model says nothing of it."""
+    up, fast = row(UP, (2.0, 1.9, 1.8, 1.85), (3.0,) * 4), {"fused": 1.5e-3}
+    fprop, noise = {**up.directions["fprop"], **fast}, {**up.noise["fprop"], "fused": NOISE}
+    up = replace(up, directions={**up.directions, "fprop": fprop}, noise={**up.noise, "fprop": noise})
+    plan = planned(table(up))
+    assert overlaps_of(plan)[0] == named("fused", "serial") and "fused" not in str(overlaps_of(plan)[1])
+    assert [line for line in str(plan).splitlines() if line.split()[:4] == ["up", "fprop", "fused", "1.500"]]
+
+
 @pytest.mark.parametrize(("noise", "chosen"), [(0.0, "chunked:2"), (9e-5, "chunked:2"), (1.1e-4, "serial")])
 def test_what_is_faster_by_less_than_the_noise_is_not_chosen(noise: float, chosen: str) -> None:
     """1.8 ms beside 2.0 of serial, each uncertain by so much."""
@@ -206,7 +217,7 @@ def test_without_times_all_is_serial_and_the_plan_says_why(times: Any, options: 
 
 def test_auto_is_for_plans() -> None:
     with pytest.raises(
-        ValueError, match=r"^overlap = 'auto' becomes a strategy in dlp.convert, .*; name one: chunked, serial$"
+        ValueError, match=r"^overlap = 'auto' becomes a strategy in dlp.convert, .*; name one: chunked, fused, serial$"
     ):
         dlp.ColumnParallelLinear(8, 8, overlap="auto")
 

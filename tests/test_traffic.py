@@ -278,6 +278,17 @@ def test_a_plan_says_where_chunks_go_by_nccl(settings):
     assert "sends by NCCL" not in said and "transport: tp pushes into memory that the GPUs of a host map" in said
 
 
+def test_a_plan_says_which_gemms_wait_for_rows_inside():
+    asked = ["--mesh.tp=2", "--mesh.sequence_parallel=true", "--mesh.transport=mapped"]
+    asked += ["--groups.default.overlap=fused"]
+    said = plan_text(load("llama3_8b", [*asked, "--groups.default.recipe=fp8_block"]), 32, "sm_90")
+    assert "fused: fprop waits for rows inside gemm_sm90, where that runs (large); else it is serial" in said
+    assert "fused: dgrad sums over ranks as chunked does: only rows that are gathered are awaited inside" in said
+    said = plan_text(load("llama3_8b", [*asked, "--groups.default.recipe=fp8_current"]), 32, "sm_90")
+    assert "fused: fprop runs as chunked does: cublaslt fp8 tn multiplies rows that are here" in said
+    assert "fused: wgrad" not in said and "inside gemm_sm90" not in said
+
+
 def test_amounts_have_three_digits_and_a_unit():
     assert [links.said_bytes(n) for n in (7, 999, 999_600, 31_164_887_040, 2.5e12)] == [
         "7 B", "999 B", "1.00 MB", "31.2 GB", "2.50 TB",

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dlp
-from dlp.kernels import captured
+from dlp.kernels import captured, gemm_sm90
 from dlp.kernels.captured import CapturedLaunches
 from dlp.parallel.linear.capture import DIRECTIONS, CapturedDirections
 from dlp.parallel.linear.state import cores
@@ -21,6 +22,18 @@ from tests.metrics import assert_bit_equal
 # on GPUs several tiles of every kernel; the emulated device multiplies in fp32, where only its time would show
 K, N, M = (256, 640, 256) if torch.cuda.is_available() else (128, 256, 128)
 Results = dict[str, Tensor]
+
+
+@contextmanager
+def of_any_size() -> Iterator[None]:
+    """Our own GEMM runs whatever it can take, however small."""
+
+    def taken(a: Tensor, b: Tensor, *problem: Any) -> bool:
+        out_dtype, bias, accumulate, _ = problem
+        return gemm_sm90.can_take(a, b, out_dtype, bias=bias, accumulate=accumulate)
+
+    with patch.object(gemm_sm90, "takes", taken):
+        yield
 
 
 class Produced(nn.Module):

@@ -30,7 +30,7 @@ from tests.metrics import assert_bit_equal
 from tests.order import in_order
 from tests.played_transport import PlayedLane, PlayedSlot
 from tests.shardnet import shardnet, tensors, train
-from tests.twins import K, M, N, compiles, forward_backward, programs, values, without_programs
+from tests.twins import K, M, N, compiles, forward_backward, of_any_size, programs, values, without_programs
 
 pytestmark = pytest.mark.ranks(2)
 RECIPES = ["bf16", "fp8_current", "fp8_delayed", "fp8_block"]
@@ -193,7 +193,7 @@ def in_a_graph(kind: str, recipe: str, overlap: str) -> list[tuple[Tensor, Tenso
     """y, dx and dw of a layer over two tp ranks, replayed by a CUDA graph on other values, beside those of launches; both
     through one piece of mapped memory, in turns."""
     mesh, found = worker.mesh(tp=2), list[tuple[Tensor, Tensor]]()
-    with moved_by(mesh["tp"].get_group(), True):
+    with moved_by(mesh["tp"].get_group(), True), of_any_size():
         torch.manual_seed(0)
         made = dlp.RowParallelLinear if kind == "row" else dlp.ColumnParallelLinear
         layer = made(2 * K, N, dtype=torch.bfloat16, tp=mesh["tp"], recipe=recipe, sequence_parallel=True,
@@ -228,7 +228,7 @@ def in_a_graph(kind: str, recipe: str, overlap: str) -> list[tuple[Tensor, Tenso
     return found
 
 
-@pytest.mark.parametrize("overlap", ["serial", "chunked", "chunked:2"])
+@pytest.mark.parametrize("overlap", ["serial", "chunked", "chunked:2", "fused"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_directions_in_a_cuda_graph(ranks, device_type: str, kind: str, recipe: str, overlap: str):

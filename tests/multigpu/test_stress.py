@@ -24,7 +24,7 @@ from tests import pool as worker
 from tests.emulated import emulation
 from tests.order import in_order
 from tests.played_transport import PlayedLane, PlayedSlot
-from tests.twins import values, without_programs
+from tests.twins import of_any_size, values, without_programs
 
 FEATURES = 256
 EMULATED = (
@@ -36,7 +36,7 @@ EMULATED = (
     "mxfp8",
     "nvfp4",
 )  # on CPU ranks; GPUs run all
-STRATEGIES = ("serial", "chunked", "chunked:2")
+STRATEGIES = ("serial", "chunked", "chunked:2", "fused")
 
 
 @functools.cache
@@ -81,6 +81,7 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
 
     with ExitStack() as checked:
         checked.enter_context(emulation() if on_cpu else nullcontext())
+        checked.enter_context(of_any_size())
         for group, lane in zip([mesh["tp"].get_group() for mesh in meshes], lanes, strict=True):
             if not mapped:
                 transport.use(group, None)

@@ -32,10 +32,11 @@ from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.parallel.transfer import ASKED, transfer_plan
 from dlp.quant import recipe as recipes
-from dlp.quant.gemm import check_kernel, kernel_name, support
+from dlp.quant.gemm import awaited_inside, check_kernel, kernel_name, support
 from dlp.quant.quantizer import Quantizer, caps_of
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
 
+FUSED = "fused"  # the strategy whose GEMMs wait for rows inside
 BY_HAND = "made by hand: layer groups reach its recipe and overlap"
 
 
@@ -233,9 +234,10 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
                 problem = Problem(row.row, place.batch[0] * place.batch[1], row.shape[1], outs, row.recipe)
             why = NO_TOKENS if place.times is not None else place.no_times
             found |= dict.fromkeys(names, choose(row.overlap, problem, place.times, why))
+    made = [replace(row, overlap=found[row.name][0], choices=found[row.name][1]) for row in rows]
     return [
-        replace(row, overlap=found[row.name][0], choices=found[row.name][1], notes=(*row.notes, *_by_nccl(row, place)))
-        for row in rows
+        replace(row, notes=(*row.notes, *_by_nccl(asked, place), *_fused(row, place)))
+        for row, asked in zip(made, rows, strict=True)
     ]
 
 
@@ -248,6 +250,23 @@ def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
             f"{' and '.join(names)} sends by NCCL, whose kernels take multiprocessors from the GEMM beside them; within one "
             f"host transport = 'mapped' copies instead"
         )
+
+
+def _fused(row: LayerPlan, place: Place) -> Iterator[str]:
+    """What becomes of GEMMs that are to wait for their rows inside. Wgrad is none: it contracts tokens, and waits for all."""
+    if place.transport == NCCL or place.tp == 1 or row.style == "local":
+        return
+    chosen = row.overlap if isinstance(row.overlap, dict) else dict.fromkeys(GEMMS, row.overlap)
+    for gemm in (each for each in GEMMS[:2] if chosen.get(each) == FUSED):
+        step, device = getattr(row.row, gemm), device_kind(place.device_type)
+        a, b = (quantizer.format for quantizer in row.recipe.operands(gemm))
+        entry = awaited_inside(a, device)
+        if step.reduce is not None:
+            yield f"fused: {gemm} sums over ranks as chunked does: only rows that are gathered are awaited inside"
+        elif step.gather is not None and entry is None:
+            yield f"fused: {gemm} runs as chunked does: {kernel_name(a, b, place.device_type)} multiplies rows that are here"
+        elif step.gather is not None and entry is not None:
+            yield f"fused: {gemm} waits for rows inside {entry.name}, where that runs ({entry.when}); else it is serial"
 
 
 def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:

@@ -1,0 +1,101 @@
+"""fused: one GEMM over all rows of a gathered operand, which waits inside for those of each other rank.
+
+    gather        from rank - 1 ──►│ from rank - 2 ──►│
+    gemm     own ... rank - 1's ... rank - 2's rows, as they arrive
+
+`chunked` launches a GEMM for each shard, and each of them ends in a wave of tiles that leaves multiprocessors idle. Here tiles
+of a rank's own rows come first, then those of the rank whose shard arrives first, and so on; only the part of the kernel that
+is about to read rows waits for them, for a word in this rank's memory (`dlp/kernels/csrc/gemm_sm90.cu`). It gives the bits of
+the same kernel over rows that are all here.
+
+A kernel that waits inside holds the GPU, so what it waits for is moved by copy engines and by streams themselves, never by
+another kernel (`dlp.comm.mapped`). Formats that no such kernel multiplies, ranks without mapped memory, and sums over ranks run
+as `chunked` does; a GEMM of such a format that another kernel runs, and shards that are no whole tiles, as `serial` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlp.comm.collectives import Pending, ReduceCodec
+from dlp.comm.transfers import Gathering
+from dlp.comm.transport import transport_of
+from dlp.kernels.table import kind_of
+from dlp.parallel.overlap import Gather, Lease, Overlap, Sent, load
+from dlp.quant.gemm import Gemm, awaited_inside, while_arriving
+from dlp.quant.tensor import Format, QuantizedTensor
+
+CHUNKED = load("chunked")
+
+
+@dataclass(frozen=True)
+class FusedGather:
+    mine: QuantizedTensor
+    gathering: Gathering
+
+    def whole(self) -> QuantizedTensor:
+        return self.mine.format.wrap(self.gathering.all_parts())
+
+    def gemm(self, gemm: Gemm) -> Tensor:
+        rows = self.mine.shape[0]
+        run = while_arriving(gemm, self.mine.format.wrap(self.gathering.coming()), rows)
+        if run is None:
+            return gemm(self.whole())
+        y = run(self.gathering.slot.arriving(rows))
+        self.gathering.others()  # CUDA knows of events alone: what follows is behind the transfer for it, too
+        return y
+
+
+@dataclass(frozen=True)
+class FusedLease:
+    mine: QuantizedTensor
+    gathering: Gathering
+
+    def gather(self) -> FusedGather:
+        return FusedGather(self.mine, self.gathering.send(in_turn=True))
+
+
+class Fused:
+    name = "fused"
+    launches_only = True  # where ranks map each other's memory
+    calls_only = True  # elsewhere
+
+    @property
+    def at_once(self) -> Overlap:
+        return CHUNKED
+
+    def lease(
+        self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
+        device: torch.device,
+    ) -> Lease:  # fmt: skip
+        transport = transport_of(group)
+        if transport is None or not _waits(fmt, dim, device):
+            return CHUNKED.lease(fmt, shape, dim, group, dtype=dtype, device=device)
+        gathering = transport.lease(fmt.part_shapes(shape), fmt.part_dtypes(dtype), fmt.moves_along(dim))
+        return FusedLease(fmt.wrap(gathering.mine), gathering)
+
+    def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> Gather:
+        transport = transport_of(group)
+        if transport is None or not _waits(a.format, dim, a.payload.device):
+            return CHUNKED.gather(a, dim, group)
+        return FusedLease(a, transport.gathering(a.parts, a.format.moves_along(dim))).gather()
+
+    def gemm_reduce(
+        self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, codec: ReduceCodec
+    ) -> Pending[Tensor]:  # fmt: skip
+        return CHUNKED.gemm_reduce(a, gemm, group, reduce=reduce, dtype=dtype, codec=codec)
+
+    def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
+        return CHUNKED.sent(y, ranks, reduce=reduce, codec=codec)
+
+
+def _waits(fmt: Format, dim: int, device: torch.device) -> bool:
+    """Whether a GEMM may wait inside for shards of this format that are joined along `dim`."""
+    return dim == 0 and awaited_inside(fmt, kind_of(device)) is not None
+
+
+STRATEGY = Fused()

@@ -1,0 +1,171 @@
+"""fused against serial, through mapped memory: GEMMs that wait inside for the rows of other ranks have the bits of one that
+begins when all are here. On the CPU the device is played, with a lane in time and with one that is late."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dlp
+from dlp.comm import transport
+from dlp.comm.slots import CudaSlot
+from dlp.kernels import gemm_sm90
+from dlp.parallel import overlap as overlaps
+from dlp.parallel.overlap import fused
+from dlp.quant.gemm import Gemm
+from dlp.quant.recipe import load
+from tests import pool as worker
+from tests.metrics import assert_bit_equal
+from tests.multigpu.test_programs import device, moved_by
+from tests.twins import of_any_size, programs, values, without_programs
+
+K, N, ROWS = 256, 384, gemm_sm90.PAIR[0]  # features, and the fewest rows of a rank that are whole tiles
+Ran = tuple[list[Tensor], Counter[str], int]
+
+
+@contextmanager
+def watched() -> Iterator[Counter[str]]:
+    """Our own GEMM runs; those are counted that wait inside."""
+    counts = Counter[str]()
+
+    def counted(name: str, run: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return run(*arguments, **options)
+
+        return call
+
+    with of_any_size(), patch.object(gemm_sm90, "_product_arriving", counted("waits", gemm_sm90._product_arriving)):
+        yield counts
+
+
+def ran(kind: str, overlap: str, rows: int, late: float, captured: bool, recipe: str = "fp8_block") -> Ran:
+    """y, dx and dw of a layer over tp ranks in four steps, in which one rank falls behind; how its GEMMs ran, and how many
+    directions were captured."""
+    world = dist.get_world_size()
+    mesh, mine, results = worker.mesh(tp=world)["tp"], random.Random(dist.get_rank()), list[Tensor]()
+    off = nullcontext() if captured else without_programs()
+    with device(), off, moved_by(mesh.get_group(), True, late), watched() as counts:  # type: ignore[attr-defined]
+        torch.manual_seed(0)
+        made = dlp.RowParallelLinear if kind == "row" else dlp.ColumnParallelLinear
+        layer = made(world * K, (world * N, world * K) if kind == "siblings" else world * N, dtype=torch.bfloat16, tp=mesh,
+                     recipe=recipe, sequence_parallel=True, overlap=overlap).to(worker.device())  # fmt: skip
+        shape = (world * rows, K) if kind == "row" else (rows, world * K)
+        for seed in range(4):
+            x = values(10 * seed + dist.get_rank(), *shape).to(worker.device()).requires_grad_()
+            time.sleep(mine.random() / 50)
+            ys = layer(x) if kind == "siblings" else (layer(x),)
+            time.sleep(mine.random() / 50)
+            dys = [values(100 + 10 * seed + dist.get_rank(), *y.shape).to(worker.device()) for y in ys]
+            torch.autograd.backward(ys, dys)
+            results += [*(y.detach() for y in ys), x.grad]  # type: ignore[list-item]
+            results += [weight.grad._local_tensor.clone() for weight in layer.parameters()]  # type: ignore[union-attr]
+            layer.zero_grad()
+        if worker.device().type == "cuda":
+            torch.cuda.synchronize()
+        found = [made for way in programs(layer).values() for made in way if not isinstance(made, str)]
+    return results, counts, len(found)
+
+
+def compared(kind: str, rows: int, late: float = 0.0, recipe: str = "fp8_block") -> tuple[Ran, Ran, Ran]:
+    """fused, launched and captured, beside serial."""
+    run = partial(ran, kind, rows=rows, late=late, recipe=recipe)
+    return run("fused", captured=False), run("fused", captured=True), run("serial", captured=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "late"), [("column", 0.0), ("row", 0.005), ("siblings", 0.005)])
+def test_a_gemm_that_waits_inside_has_the_bits_of_one_that_does_not(ranks, kind: str, late: float):
+    gathers = 2 if kind == "siblings" else 1  # GEMMs of a step on rows that are gathered
+    for launched, captured, serial in ranks(2).run(compared, kind, ROWS, late):
+        assert launched[1]["waits"] == 4 * gathers and serial[1]["waits"] == 0
+        assert captured[2] > 0 and not launched[2]
+        for found in (launched, captured):
+            for result, expected in zip(found[0], serial[0], strict=True):
+                assert_bit_equal(result, expected)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_wait_inside_runs_as_others_do(ranks):
+    """Rows that are no whole tiles at once, a recipe whose GEMM is another kernel shard by shard."""
+    for rows, recipe in ((ROWS // 2, "fp8_block"), (ROWS, "fp8_current")):
+        for launched, captured, serial in ranks(2).run(compared, "column", rows, 0.0, recipe):
+            assert launched[1]["waits"] == captured[1]["waits"] == 0
+            for result, expected in zip([*launched[0], *captured[0]], 2 * serial[0], strict=True):
+                if recipe == "fp8_block":
+                    assert_bit_equal(result, expected)
+                torch.testing.assert_close(result, expected, rtol=2**-6, atol=0.05)
+
+
+def of_operands_that_exist() -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Operands that were not cast where they are gathered, twice each: the GEMM beside that of `serial`."""
+    mesh, recipe, found = worker.mesh(tp=dist.get_world_size())["tp"], load("fp8_block"), list[tuple[Tensor, Tensor]]()
+    group, w = mesh.get_group(), values(0, N, K).to(worker.device())
+    with device(), moved_by(group, True), watched() as counts:  # type: ignore[attr-defined]
+        gemm = Gemm("fprop", recipe.w.rowwise.cast(w, None), torch.bfloat16)
+        for seed in range(2):
+            a = recipe.x.rowwise.cast(values(10 * seed + dist.get_rank(), ROWS, K).to(worker.device()), None)
+            made = []
+            for name in ("fused", "serial"):
+                transport.start(group)
+                made.append(overlaps.load(name).gather(a, 0, group).gemm(gemm).clone())
+                transport.finish(group)
+            found.append((made[0], made[1]))
+    return found, counts["waits"]
+
+
+@pytest.mark.ranks(2)
+def test_operands_that_exist_are_gathered_beside_this_ranks_own(ranks):
+    for pairs, waits in ranks(2).run(of_operands_that_exist):
+        assert waits == 2
+        for result, expected in pairs:
+            assert_bit_equal(result, expected)
+
+
+def test_cuda_is_told_by_an_event_what_the_kernel_saw():
+    """Without it a capture would end with a lane that nobody has joined."""
+    log: list[str] = []
+    a = load("fp8_block").x.rowwise.cast(values(0, ROWS, K), None)
+    slot = SimpleNamespace(arriving=lambda rows: log.append(f"{rows} rows of each rank"))
+    gathering: Any = SimpleNamespace(slot=slot, coming=lambda: a.parts, others=lambda: log.append("awaited"))
+    with patch.object(fused, "while_arriving", lambda gemm, a, rows: lambda arriving: log.append("launched")):
+        fused.FusedGather(a, gathering).gemm(None)  # type: ignore[arg-type]
+    assert log == [f"{ROWS} rows of each rank", "launched", "awaited"]
+
+
+def never_forgotten() -> str:
+    with patch.object(CudaSlot, "release", _release_alone):
+        try:
+            ran("column", "fused", ROWS, 0.0, False)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def _release_alone(slot: CudaSlot) -> None:
+    slot._in_turn, was = False, slot._in_turn
+    _RELEASE(slot)
+    slot._in_turn = was
+
+
+_RELEASE = CudaSlot.release
+
+
+@pytest.mark.ranks(2)
+def test_what_was_here_is_forgotten_before_a_slot_is_used_again(ranks, device_type):
+    if device_type == "cuda":
+        pytest.skip("the played transport looks")
+    for rank, said in enumerate(ranks(2).run(never_forgotten)):
+        assert said.startswith(f"rank {rank} did not forget what rank {1 - rank} had sent before")
