@@ -238,6 +238,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void**, unsigned, unsi
 
 namespace dlp {
 
-void gemm_fp8_blocks(const BlockGemmJob&, Code, Input, Stream) { throw std::runtime_error("the emulator has no tensor cores"); }
+constexpr const char* kNoCores = "the emulator has no tensor cores";
+
+void gemm_fp8_blocks(const BlockGemmJob&, Code, Input, Stream) { throw std::runtime_error(kNoCores); }
+void gemm_fp8_arriving(const BlockGemmJob&, const ArrivingRows&, const Waiting&, Code, Input, Stream) {
+    throw std::runtime_error(kNoCores);
+}
 
 }  // namespace dlp
