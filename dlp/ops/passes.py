@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.ops.calls import FuserCall, Pass, Placed, once
 from dlp.ops.captured import Flat, Kept
-from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, tensor_of
+from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, overlap, tensor_of
 from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, past_functorch
 from dlp.parallel.weight.local import held
 
@@ -151,9 +151,23 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
         ranges.append(len(kept))
         saved += [tensor() if callable(tensor) and not isinstance(tensor, Tensor) else tensor for tensor in kept]
         ctx.to_save = ()
+    _check_written(members.names, ctxs, saved, ranges)
     meta: Any = ctxs[0]
     meta.layout = run.layout = len(outputs), isinstance(value, tuple), ranges, len(results)
     return [*results, *saved]
+
+
+def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[Any], ranges: Sequence[int]) -> None:
+    """ValueError where an op has written to what an op before it keeps, of which backward would read the new values."""
+    written = [(place, tensor) for place, ctx in enumerate(ctxs) for tensor in ctx.dirty]
+    keepers = [place for place, count in enumerate(ranges) for _ in range(count)] if written else ()
+    for place, tensor in written:
+        for keeper, kept in zip(keepers, saved, strict=False):
+            if keeper < place and kept is not None and overlap(kept, tensor):
+                raise ValueError(
+                    f"{names[place]}: it writes to a tensor that {names[keeper]} keeps for backward: set in_place=False, or "
+                    f"give it a copy"
+                )
 
 
 class _Local:

@@ -101,7 +101,7 @@ class Sequential(nn.Module):
         groups, at = self._groups_now(), 0
         if len(groups) == 1 and isinstance(groups[0], OperationFuser):
             return groups[0](x, *extra_inputs)
-        wanted = sum(_extras(group)[0] for group in groups)
+        wanted = self.num_extra_inputs
         if len(extra_inputs) != wanted:
             raise ValueError(
                 f"Sequential: its ops take {wanted} extra inputs; got {len(extra_inputs)}: pass those of all ops, in their "
@@ -117,10 +117,19 @@ class Sequential(nn.Module):
                 outputs += more
         return (x, *outputs) if outputs else x
 
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra inputs its ops take, those of sequences in it too."""
+        return sum(_extras(group)[0] for group in self._groups_now())
+
+    @property
+    def num_extra_outputs(self) -> int:
+        return sum(_extras(group)[1] for group in self._groups_now())
+
     def _groups_now(self) -> list[Any]:
         """Fusers of neighbouring ops, and modules that are called."""
         kept = vars(self).get("_groups")
-        if kept is not None and kept.holds():
+        if kept is not None and kept.holds([*self._modules.values()]):
             return kept.groups
         apart = [_apart(module) for module in self]
         groups, run = list[Any](), list[tuple[str, FusibleOperation]]()
@@ -149,8 +158,9 @@ class Sequential(nn.Module):
 
 
 class _Groups:
-    """Groups of a sequence, and what they hold for: owners of its ops, none of which gets hooks, or is sharded, which changes
-    its class. Where one is apart already, groups are made anew with each call that finds other reasons."""
+    """Groups of a sequence, and what they hold for: its modules, whoever put them there, and owners of its ops, none of which
+    gets hooks, or is sharded, which changes its class. Where one is apart already, groups are made anew with each call that
+    finds other reasons."""
 
     def __init__(self, groups: list[Any], modules: Iterable[nn.Module], apart: Sequence[str | None]) -> None:
         self.groups, self.apart, self.modules = groups, list(apart), list(modules)
@@ -158,9 +168,11 @@ class _Groups:
         self.owners = [(owner, type(owner)) for op in ops for owner in op.owners]
         self.plain = all(why is None for module, why in zip(self.modules, apart, strict=True) if module in ops)
 
-    def holds(self) -> bool:
+    def holds(self, modules: Sequence[Any]) -> bool:
+        if modules != self.modules:
+            return False
         if not self.plain:
-            return [_apart(module) for module in self.modules] == self.apart
+            return [_apart(module) for module in modules] == self.apart
         for owner, kind in self.owners:
             if type(owner) is not kind or (
                 owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
@@ -171,7 +183,7 @@ class _Groups:
 
 def _extras(group: Any) -> tuple[int, int]:
     """How many extra inputs it takes, and how many extra outputs it has."""
-    if isinstance(group, OperationFuser):
+    if isinstance(group, OperationFuser | Sequential):
         return group.num_extra_inputs, group.num_extra_outputs
     return (group.basic_extra_inputs, group.basic_extra_outputs) if isinstance(group, FusibleOperation) else (0, 0)
 

@@ -53,3 +53,16 @@ def joined(values: Sequence[Any], like: Value) -> Value:
 def like_leading(y: Tensor, shape: Sequence[int]) -> Tensor:
     """[rows, N] -> [..., N] with the leading dimensions of `shape` [..., C] but the first, along which ranks join or cut."""
     return y.view(-1, *shape[1:-1], y.shape[-1])
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether they have bytes between first and last in common."""
+    first, last = sorted((_bytes(one), _bytes(other)))
+    return last[0] < first[1] and last[0] < last[1]
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    """The address of the first, and behind the last; equal: there are none."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (span * tensor.element_size() if tensor.numel() else 0)

@@ -7,12 +7,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from dlp.kernels.launches import by_torch
 from dlp.ops.basic.arithmetic import AddExtraInput, ConstantScale
 from dlp.ops.basic.bias import Bias
 from dlp.ops.fusions import Pattern, maybe, register_forward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, Value, tensor_of
+from dlp.ops.values import HANDED, LAZY, Value, overlap, tensor_of
 from dlp.parallel.linear.core import Finish
 
 
@@ -32,9 +36,10 @@ class LinearIntoExtraInput(InnerFused):
             else:
                 alpha = op.scale
         add.check(extra, extra)
-        if not extra.is_contiguous() or extra.dtype != input_.dtype:
+        reads = isinstance(input_, Tensor) and overlap(input_, extra)
+        if reads or not extra.is_contiguous() or extra.dtype != input_.dtype:
             y = tensor_of(linear.multiply(ctx, input_, ctx.bound, biases, Finish(alpha))[0])
-            extra.add_(y)
+            by_torch(torch.add, extra, extra, y)
         else:
             linear.multiply(ctx, input_, ctx.bound, biases, Finish(alpha, extra.view(-1, extra.shape[-1])))
         basic_op_ctxs[-1].mark_dirty(extra)
