@@ -235,7 +235,7 @@ def test_a_fusion_of_one_direction_leaves_the_other(direction: str):
         (lambda basic: basic[::-1], r"\[Identity, ConstantScale\], .*\[Identity, ConstantScale\]: op 0 is"),
         (lambda basic: [*basic, ops.Identity()], r"\[.*, Identity, Identity\]: op 2 is"),
         (lambda basic: [basic[0], ops.Identity()], r"\[ConstantScale, Identity\]: op 1 is"),
-        (lambda basic: None, r"\[\], which expand to \[\]: op 0 is"),
+        (lambda basic: [], r"\[\], which expand to \[\]: op 0 is"),
     ],
     ids=["lost", "moved", "added", "replaced", "nothing"],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlp import ops
+from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal
 
 H, M = 32, 8
@@ -76,3 +79,93 @@ def test_a_gemm_does_not_add_into_what_it_reads():
         once, twice = model(x, x.clone()), model[0](x) + x
         assert not torch.equal(once, twice)
         assert_bit_equal(model(x, x), twice)
+
+
+# Ops and fusions of a user's, with errors in them
+
+
+class Own(ops.BasicOperation):
+    """Twice its input, and what it is told to return."""
+
+    def __init__(self, forward: Any = None, backward: Any = None) -> None:
+        super().__init__()
+        self.its_forward, self.its_backward, self.weight = forward, backward, nn.Parameter(torch.ones(H))
+
+    def op_forward(self, ctx: Any, input_: Tensor, **quantizers: Any) -> Any:
+        return self.its_forward(input_) if self.its_forward else 2 * input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        return self.its_backward(grad_output) if self.its_backward else (2 * grad_output, [None])
+
+
+ERRORS = {
+    "forward None": (lambda x: None, None, "it returned a NoneType as its output; due is a tensor"),
+    "forward list": (lambda x: [x, x], None, "it returned a list as its output; due is a tensor"),
+    "no pair": (None, lambda dy: dy, "op_backward must return two things, the gradient of the input and a tuple"),
+    "three": (None, lambda dy: (dy, [], []), "op_backward must return two things"),
+    "dx None": (None, lambda dy: (None, [None]), "it returned None as the gradient of its input"),
+    "dx shape": (None, lambda dy: (dy[:3], [None]), r"its input is \(8, 32\), and .* returned \(3, 32\)"),
+    "dx tuple": (None, lambda dy: ((dy, dy), [None]), r"its input .* returned \(8, 32\), \(8, 32\)"),
+    "no tuple": (None, lambda dy: (dy, dy.sum(0)), "it returned a Tensor; due is a tuple of gradients"),
+    "None for a tuple": (None, lambda dy: (dy, None), "it returned a NoneType; due is a tuple"),
+    "too many": (None, lambda dy: (dy, [None, None]), "it returned 2 gradients of parameters; it declares 1"),
+    "not summed": (None, lambda dy: (dy, [dy]), r"a parameter is \(32,\), and the gradient that it returned \(8, 32\)"),
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["inside", "first"])
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_op_that_returns_what_it_must_not_is_named(error: str, first: bool):
+    forward, backward, said = ERRORS[error]
+    before = [] if first else [ops.Linear(H, H), ops.GELU()]
+    model = ops.Sequential(*before, Own(forward, backward), ops.Linear(H, H))
+    with pytest.raises(RuntimeError, match=rf"^{len(before)} \(Own\): {said}"):
+        model(values(0).requires_grad_()).sum().backward()
+
+
+FUSED_ERRORS = {
+    "output alone": ("forward", lambda ctxs, x, **rest: x, "it returned a Tensor; due is a tuple of results"),
+    "no extra outputs": ("forward", lambda ctxs, x, **rest: (x, None), "it returned a NoneType; due is a tuple"),
+    "of one op": ("forward", lambda ctxs, x, **rest: (x, [()]), "it returned 1 tuples of extra outputs; it declares 2"),
+    "None": ("forward", lambda ctxs, x, **rest: (x, [None, None]), "it returned a NoneType; due is a tuple"),
+    "two": ("backward", lambda ctxs, dy, **rest: (dy, [(), ()]), "it returned 2 results, gradients of input"),
+    "dx None": ("backward", lambda ctxs, dy, **rest: (None, [(), ()], [(), ()]), "it returned None as the gradient"),
+    "a gradient": ("backward", lambda ctxs, dy, **rest: (dy, [(dy,), ()], [(), ()]), "it returned 1 gradients"),
+}
+
+
+@fusions_kept()
+@pytest.mark.parametrize("error", FUSED_ERRORS)
+def test_a_fused_op_that_returns_what_it_must_not_is_named(error: str):
+    direction, does, said = FUSED_ERRORS[error]
+    methods = {f"fuser_{direction}": lambda self, *given, **rest: does(*given, **rest)}
+    its = type("OwnFused", (ops.FusedOperation,), methods)
+
+    def fuse(found: Any, *, recipe: Any) -> Any:
+        return [found[0], its(found[1:3]), *found[3:]]
+
+    {"forward": ops.register_forward_fusion, "backward": ops.register_backward_fusion}[direction](fuse, prepend=True)
+    model = ops.Sequential(ops.GELU(), ops.ConstantScale(2.0), ops.Identity(), ops.ReLU())
+    with pytest.raises(RuntimeError, match=rf"^1 \(ConstantScale\): {said}"):
+        model(values(0).requires_grad_()).sum().backward()
+
+
+@fusions_kept()
+@pytest.mark.parametrize("returned", [[1, 2], [ops.GELU], None, 3])
+def test_a_fusion_that_returns_no_ops_is_named(returned: Any):
+    def fuse_nothing(found: Any, *, recipe: Any) -> Any:
+        return returned
+
+    ops.register_forward_fusion(fuse_nothing)
+    with pytest.raises(RuntimeError, match="forward fusion fuse_nothing must return ops that expand to"):
+        ops.Sequential(ops.GELU())(values(0))
+
+
+@fusions_kept()
+def test_a_fusion_that_fails_is_named():
+    with pytest.raises(TypeError, match="a fusion is a function of ops; got int"):
+        ops.register_forward_fusion(3)  # type: ignore[arg-type]
+    ops.register_forward_fusion(lambda found: found)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'recipe'") as said:
+        ops.Sequential(ops.GELU())(values(0))
+    assert said.value.__notes__ == ["in forward fusion <lambda>"]

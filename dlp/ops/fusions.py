@@ -40,6 +40,8 @@ class Fusions:
                 importlib.import_module(f"dlp.ops.fused.{name}")
 
     def add(self, which: str, func: Fusion, prepend: bool) -> None:
+        if not callable(func):
+            raise TypeError(f"a fusion is a function of ops; got {type(func).__name__}")
         found: list[Fusion] = getattr(self, which)
         found.insert(0 if prepend else len(found), func)
         self.version += 1
@@ -70,15 +72,22 @@ def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
     REGISTERED.load()
     ops: Ops = list(basic_ops)
     for func in getattr(REGISTERED, which):
-        ops = func(ops, recipe=recipe, notes=notes) if isinstance(func, Pattern) else func(ops, recipe=recipe)
-        ops = list(ops or ())
+        name = f"{which} fusion {getattr(func, '__name__', func)}"
+        try:
+            its = func(ops, recipe=recipe, notes=notes) if isinstance(func, Pattern) else func(ops, recipe=recipe)
+        except Exception as error:
+            error.add_note(f"in {name}")
+            raise
+        due = f"{name} must return ops that expand to [{_names(basic_ops)}]"
+        if not isinstance(its, Sequence) or any(isinstance(op, type) or not hasattr(op, "basic_ops") for op in its):
+            raise RuntimeError(f"{due}; it returned {its!r}")
+        ops = list(its)
         found = [basic for op in ops for basic in op.basic_ops]
         pairs = enumerate(zip_longest(found, basic_ops))
         other = next((place for place, (mine, its) in pairs if mine is not its), None)
         if other is not None:
             raise RuntimeError(
-                f"{which} fusion {getattr(func, '__name__', func)} must return ops that expand to [{_names(basic_ops)}]; "
-                f"it returned [{_names(ops)}], which expand to [{_names(found)}]: op {other} is lost, added or moved"
+                f"{due}; it returned [{_names(ops)}], which expand to [{_names(found)}]: op {other} is lost, added or moved"
             )
     return ops
 

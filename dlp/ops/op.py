@@ -183,8 +183,13 @@ class BasicOperation(FusibleOperation):
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Value, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
-        return grad_input, [grad_params], [()]
+        found = self.op_backward(basic_op_ctxs[0], grad_output)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise RuntimeError(
+                f"{type(self).__name__}: op_backward must return two things, the gradient of the input and a tuple of those of "
+                f"the parameters"
+            )
+        return found[0], [found[1]], [()]
 
     def check_tokens(self, input_: Value) -> None:
         """Of an op that conversion has replicated: ValueError for token shards where its groups say that it gets whole tokens,

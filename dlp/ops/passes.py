@@ -25,10 +25,21 @@ from dlp.parallel.weight.local import held
 NONE: dict[str, Any] = {}
 
 
-def check_count(name: str, what: str, found: int, expected: int) -> None:
-    """RuntimeError where an op returns another number than it declares."""
-    if found != expected:
-        raise RuntimeError(f"{name}: it returned {found} {what}; it declares {expected}")
+def check_count(name: str, what: str, found: Any, expected: int) -> None:
+    """RuntimeError where an op returns another number than it declares, or what is no tuple."""
+    if not isinstance(found, tuple | list):
+        raise RuntimeError(f"{name}: it returned a {type(found).__name__}; due is a tuple of {what}, {expected}")
+    if len(found) != expected:
+        raise RuntimeError(f"{name}: it returned {len(found)} {what}; it declares {expected}")
+
+
+def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
+    """RuntimeError for a gradient of a parameter that has another shape: autograd would sum it to the shape, where it can."""
+    for parameter, grad in zip(() if hasattr(op, "core") else op.op_parameters(), grads, strict=False):
+        if isinstance(grad, Tensor) and grad.shape != parameter.shape:
+            raise RuntimeError(
+                f"{name}: a parameter is {tuple(parameter.shape)}, and the gradient that it returned {tuple(grad.shape)}"
+            )
 
 
 class Members:
@@ -42,8 +53,29 @@ class Members:
         self.no_kwargs = [NONE] * len(self.ops)
         self.none_grads = [none for op in self.ops for none in [op.none_grads] * op.num_extra_outputs]
 
-    def check_count(self, place: int, what: str, found: int, expected: int) -> None:
+    def check_count(self, place: int, what: str, found: Any, expected: int) -> None:
         check_count(self.names[place], what, found, expected)
+
+    def check_output(self, place: int, value: Value) -> None:
+        """RuntimeError for what is no value."""
+        for one in each(value):
+            if not isinstance(one, Tensor) and not hasattr(one, "tensor"):
+                raise RuntimeError(
+                    f"{self.names[place]}: it returned a {type(one).__name__} as its output; due is a tensor"
+                )
+
+    def check_gradient(self, place: int, grad: Value, shapes: Sequence[Sequence[int]]) -> None:
+        """RuntimeError for a gradient of the input that has another shape than that, or is none."""
+        if grad is None:
+            raise RuntimeError(
+                f"{self.names[place]}: it returned None as the gradient of its input, which ops before it need: return zeros "
+                f"where there is none"
+            )
+        found = [None if one is None else tuple(one.shape) for one in each(grad)]
+        if len(found) != len(shapes) or any(one not in (None, its) for one, its in zip(found, shapes, strict=False)):
+            raise RuntimeError(
+                f"{self.names[place]}: its input is {_listed(shapes)}, and the gradient that it returned {_listed(found)}"
+            )
 
     def at(self, places: Sequence[int], error: Exception) -> Exception:
         """An error of an op, with its name and place; one of a class of its own, as where memory ends, gets a note."""
@@ -54,6 +86,10 @@ class Members:
         if self.named:
             error.add_note(f"in {names}")
         return error
+
+
+def _listed(shapes: Sequence[Any]) -> str:
+    return ", ".join(map(str, shapes))
 
 
 def admitted(members: Members, placed: Placed, value: Value) -> Value:
@@ -129,8 +165,10 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
     for placed in plan.forward:
         first, last = placed.places[0], placed.places[-1]
         value = admitted(members, placed, value)
+        meta: Any = ctxs[first]
+        meta.in_shapes = [tuple(one.shape) for one in each(value)]
         try:
-            value, extra = placed.op.fuser_forward(
+            found = placed.op.fuser_forward(
                 [ctxs[i] for i in placed.places], value,
                 basic_op_extra_inputs=[by_op[i] for i in placed.places],
                 prev_op_grad_output_quantizer=plan.quantizers[first][0],
@@ -138,9 +176,12 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
             )  # fmt: skip
         except Exception as error:
             raise members.at(placed.places, error) from None
-        members.check_count(first, "tuples of extra outputs", len(extra), len(placed.places))
+        members.check_count(first, "results, output and extra outputs of each basic op,", found, 2)
+        value, extra = found
+        members.check_output(last, value)
+        members.check_count(first, "tuples of extra outputs", extra, len(placed.places))
         for i, its in zip(placed.places, extra, strict=True):
-            members.check_count(i, "extra outputs", len(its), members.extra_outputs[i])
+            members.check_count(i, "extra outputs", its, members.extra_outputs[i])
             extra_outputs[i] = its
     outputs = [tensor_of(one) for one in each(value)]
     results = [*outputs, *[tensor_of(one) for its in extra_outputs for one in its]]
@@ -152,7 +193,7 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
         saved += [tensor() if callable(tensor) and not isinstance(tensor, Tensor) else tensor for tensor in kept]
         ctx.to_save = ()
     _check_written(members.names, ctxs, saved, ranges)
-    meta: Any = ctxs[0]
+    meta = ctxs[0]
     meta.layout = run.layout = len(outputs), isinstance(value, tuple), ranges, len(results)
     return [*results, *saved]
 
@@ -299,17 +340,22 @@ def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]
             break
         value = admitted(members, placed, value)
         try:
-            value, parameters, extras = placed.op.fuser_backward(
+            found = placed.op.fuser_backward(
                 [ctxs[i] for i in placed.places], value, basic_op_grad_extra_outputs=[by_op[i] for i in placed.places]
             )
         except Exception as error:
             raise members.at(placed.places, error) from None
         first, count = placed.places[0], len(placed.places)
-        members.check_count(first, "tuples of gradients of parameters", len(parameters), count)
-        members.check_count(first, "tuples of gradients of extra inputs", len(extras), count)
+        members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", found, 3)
+        value, parameters, extras = found
+        if plan.needs_dx[first] and (shapes := getattr(ctxs[first], "in_shapes", None)) is not None:
+            members.check_gradient(first, value, shapes)
+        members.check_count(first, "tuples of gradients of parameters", parameters, count)
+        members.check_count(first, "tuples of gradients of extra inputs", extras, count)
         for i, its, more in zip(placed.places, parameters, extras, strict=True):
-            members.check_count(i, "gradients of parameters", len(its), len(of_parameters[i]))
-            members.check_count(i, "gradients of extra inputs", len(more), len(of_inputs[i]))
+            members.check_count(i, "gradients of parameters", its, len(of_parameters[i]))
+            members.check_count(i, "gradients of extra inputs", more, len(of_inputs[i]))
+            check_shapes(members.names[i], members.ops[i], its)
             of_parameters[i], of_inputs[i] = its, more
     dxs: list[Any] = [None] * run.call.num_inputs
     if plan.needs_dx[0]:

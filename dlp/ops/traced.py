@@ -66,7 +66,7 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
         except Exception as error:
             raise members.at(places, error) from None
         if op.num_extra_outputs:
-            members.check_count(place, "outputs", len(x), 1 + op.num_extra_outputs)
+            members.check_count(place, "outputs", x, 1 + op.num_extra_outputs)
             x, *more = x
             outputs += more
         place += len(places)
@@ -89,9 +89,9 @@ class OneOpFn(torch.autograd.Function):
             [own], x, basic_op_extra_inputs=[tensors[: op.num_extra_inputs]], prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None, basic_op_kwargs=[kwargs],
         )  # fmt: skip
-        check_count(name, "tuples of extra outputs", len(extra), 1)
+        check_count(name, "tuples of extra outputs", extra, 1)
         (more,) = extra
-        check_count(name, "extra outputs", len(more), op.num_extra_outputs)
+        check_count(name, "extra outputs", more, op.num_extra_outputs)
         saved = [each() if callable(each) and not isinstance(each, Tensor) else each for each in own.to_save]
         if own.dirty:
             ctx.mark_dirty(*own.dirty)
@@ -107,9 +107,9 @@ class OneOpFn(torch.autograd.Function):
             setattr(own, name, value)
         own.saved_tensors = ctx.saved_tensors
         dx, parameters, inputs = op.fuser_backward([own], grad, basic_op_grad_extra_outputs=[of_extra])
-        check_count(ctx.name, "tuples of gradients of parameters", len(parameters), 1)
-        check_count(ctx.name, "tuples of gradients of extra inputs", len(inputs), 1)
+        check_count(ctx.name, "tuples of gradients of parameters", parameters, 1)
+        check_count(ctx.name, "tuples of gradients of extra inputs", inputs, 1)
         (of_parameters,), (of_inputs,) = parameters, inputs
-        check_count(ctx.name, "gradients of parameters", len(of_parameters), ctx.count)
-        check_count(ctx.name, "gradients of extra inputs", len(of_inputs), op.num_extra_inputs)
+        check_count(ctx.name, "gradients of parameters", of_parameters, ctx.count)
+        check_count(ctx.name, "gradients of extra inputs", of_inputs, op.num_extra_inputs)
         return None, None, None, tensor_of(dx), *of_inputs, *of_parameters
