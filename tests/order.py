@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from dlp.comm.mapped import Transport
-from dlp.comm.slots import MET, SENT, UNREAD, USES
+from dlp.comm.slots import MET, SENT, UNREAD
 from tests.touched import CALLS, Launch, joined, take
 
 
@@ -44,12 +44,17 @@ def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
     return sorted(order.found)
 
 
-# What a launch waits for in its own slot, from each peer: a word, its least value, and what the word is then. What it tells;
-# None: a count, which grows.
-WAITS = {"begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "agreed": (MET, None, None)}
-TELLS = {"meet": (SENT, 1), "meet_in_turn": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}
-HERE = {"here": 1, "forget_here": 0}  # what a lane tells a kernel of its own rank, which waits inside
-WAITS_INSIDE = "gemm_fp8_arriving"
+# What a launch waits for in its own slot, from each peer: a word, its least value, and what the word is then. What it tells.
+WAITS = {
+    "begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "await_sent": (SENT, 1, None), "gemm_fp8_arriving": (SENT, 1, None),
+    "forget_sent": (SENT, 1, 0), "agreed": (MET, None, None),
+}  # fmt: skip
+TELLS = {
+    "meet": (SENT, 1),
+    "tell": (SENT, 1),
+    "release_use": (UNREAD, 0),
+    "agree": (MET, None),
+}  # None: a growing count
 
 
 WHERE = {0: "", CALLS: ", a collective"}
@@ -63,7 +68,7 @@ class Order:
         every = sorted({(rank, each.stream) for rank, launches in enumerate(taken) for each in launches})
         self.world, self.streams = len(taken), {stream: i for i, stream in enumerate(every)}
         self.clock, none = np.eye(len(every), dtype=np.int64), np.zeros(len(every), dtype=np.int64)
-        self.bounds = np.unique(joined(each for launches in taken for launch in launches for each in launch[3:]))
+        self.bounds = np.unique(joined(each for launches in taken for launch in launches for each in launch[3:5]))
         self.writer, self.written, *self.read = np.zeros((2 + len(every), len(self.bounds)), dtype=np.int64)
         self.names, self.found = dict[tuple[int, int], str](), set[str]()
         self.marks = defaultdict[tuple[int, int], Any](lambda: none)
@@ -89,16 +94,11 @@ class Order:
                     self.words[of, rank, word + peer] = then, clock.copy()
             if name == "await_mark":
                 np.maximum(clock, self.marks[rank, of], out=clock)
-            if name in HERE:
-                self.words[of, rank, USES] = HERE[name], clock.copy()
-            if name == WAITS_INSIDE:
-                said, then = self.words[of, rank, USES]
-                assert said, f"{self.names[mine, clock[mine]]} waits for what no lane says"
-                np.maximum(clock, then, out=clock)
             self._touch(mine, clock, launch)
             if name == "mark":
                 self.marks[rank, of] = clock.copy()
-            for peer in range(self.world) if name in TELLS else ():
+            told = [launch.peer] if name == "tell" else range(self.world) if name in TELLS else ()
+            for peer in told:
                 word, value = TELLS[name]
                 value = self.words[of, peer, word + rank][0] + 1 if value is None else value
                 self.words[of, peer, word + rank] = value, clock.copy()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlp.comm.slots import AGREED, HEADER, HERE, MAXIMA, MET, RANKS, SENT, UNREAD, USES, CudaSlot, Named
+from dlp.comm.slots import AGREED, HEADER, MAXIMA, MET, RANKS, SENT, UNREAD, USES, CudaSlot, Named
 from dlp.kernels.launches import Lane
 from tests.shared_slot import SharedSlot
 
@@ -143,30 +143,32 @@ def meet(slots: Sequence[int], use: int, stream: int) -> None:
         headers[rank][SENT + peer] = 0
 
 
-def meet_in_turn(slots: Sequence[int], use: int, stream: int) -> None:
+def tell(slots: Sequence[int], peer: int, use: int, stream: int) -> None:
+    rank, _, headers = peers(slots)
+    assert not headers[peer][SENT + rank], f"rank {peer} did not forget what rank {rank} sent before"
+    headers[peer][SENT + rank] = use
+
+
+def await_sent(slots: Sequence[int], stream: int) -> None:
     rank, others, headers = peers(slots)
     for peer in others:
-        headers[peer][SENT + rank] = use
-    for distance in range(1, len(others) + 1):
-        peer = (rank - distance) % (len(others) + 1)
         until(lambda peer=peer: headers[rank][SENT + peer] >= 1)
-        assert not headers[rank][HERE + distance], f"rank {rank} did not forget what rank {peer} had sent before"
-        headers[rank][SENT + peer], headers[rank][HERE + distance] = 0, use
 
 
-def forget_here(slots: Sequence[int], stream: int) -> None:
+def forget_sent(slots: Sequence[int], stream: int) -> None:
     rank, others, headers = peers(slots)
-    for distance in range(1, len(others) + 1):
-        headers[rank][HERE + distance] = 0
+    for peer in others:
+        headers[rank][SENT + peer] = 0
 
 
 def arrivals(rows: Sequence[int], waiting: Sequence[int]) -> Iterator[int]:
     """The ranks whose rows a GEMM multiplies, in the order in which it does, each once they are here."""
-    (here, *_), (rank, world, use) = rows, waiting[3:]
-    words = (ctypes.c_uint32 * world).from_address(here)
+    (sent, *_), (rank, world, use) = rows, waiting[3:]
+    words = (ctypes.c_uint32 * world).from_address(sent)
     for turn in range(world):
-        until(lambda turn=turn: not turn or ctypes.c_int32(words[turn] - use).value >= 0)
-        yield (rank - turn) % world
+        peer = (rank - turn) % world
+        until(lambda peer=peer: peer == rank or ctypes.c_int32(words[peer] - use).value >= 0)
+        yield peer
 
 
 def release_use(slots: Sequence[int], stream: int) -> None:
@@ -240,5 +242,5 @@ def _on_stream(step: Callable[..., None]) -> Callable[..., None]:
 
 STEPS = {each.__name__: staticmethod(each) for each in (new_event, mark, await_mark)} | {
     each.__name__: staticmethod(_on_stream(each))
-    for each in (begin_use, meet, meet_in_turn, forget_here, release_use, push_part, copy_rows, agree)
+    for each in (begin_use, meet, tell, await_sent, forget_sent, release_use, push_part, copy_rows, agree)
 }

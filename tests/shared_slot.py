@@ -52,7 +52,13 @@ class SharedSlot:
     def keep(self, part: Tensor, place: Place) -> None:
         self.push(part, self._rank, place)
 
-    def meet(self, in_turn: bool = False) -> None:
+    def tell(self, to: int) -> None:
+        """All are told at once."""
+
+    def meet_told(self) -> None:
+        self.meet()
+
+    def meet(self) -> None:
         self._uses += 1
         self._tell(self._met)
         self._await(self._met[self._rank], 1)

@@ -3,7 +3,7 @@
     begin      until every rank has released what was pushed before: the slots of peers may be written; a number says for what
     push       a part of this rank's into a peer's slot, or its own
     meet       this rank has pushed; `wait`: until all have
-    meet, in turn   the same, and a kernel that runs meanwhile can see who has (`arriving`)
+    tell       this rank has pushed to one of them, where a kernel that runs may see it; `meet_told`: all have been told
     release    this rank has read its slot
 
 All uses of a slot happen in the same order on all ranks. What ranks wait for is counted in memory
@@ -33,7 +33,6 @@ PAD, GRANULE = 16 << 10, 2 << 20  # bytes: what torch adds to memory that it map
 MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
 WAITS_FOR = ("has not read what was sent before", "has not sent its part", AGREES := "has not agreed")
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
-HERE = USES  # HERE + d: what the rank d behind this one has pushed is here; d > 0
 # Copies between GPUs have engines; within one they may be kernels, which a GEMM that waits for them must leave multiprocessors.
 SHARED, SPARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", 4  # torch's switch that lets ranks share a GPU
 Named = Callable[[int], str]  # what the number says that a use of a slot began with
@@ -71,7 +70,9 @@ class Slot(Protocol):
     def follow(self) -> None: ...
     def push(self, part: Tensor, to: int, place: Place) -> None: ...
     def keep(self, part: Tensor, place: Place) -> None: ...
-    def meet(self, in_turn: bool = False) -> None: ...
+    def meet(self) -> None: ...
+    def tell(self, to: int) -> None: ...
+    def meet_told(self) -> None: ...
     def arriving(self, rows: int) -> Arriving: ...
     def wait(self) -> None: ...
     def copied(self, part: Tensor) -> Tensor: ...
@@ -103,7 +104,7 @@ class CudaSlot:
         self._set(lane, bases, (int(PATIENCE * 1e3), self._report.data_ptr(), self._said.data_ptr(), rank, world))
 
     def _set(self, lane: Lane, bases: Sequence[int], waiting: tuple[int, ...]) -> None:
-        self._in_turn = False
+        self._told = False
         self._lane, self._waiting, self._arrived, self._use = lane, waiting, new_event(), 0
         self._bases = (*bases, *[0] * (RANKS - len(bases)), *waiting[3:])
 
@@ -123,14 +124,21 @@ class CudaSlot:
         offset, width, height, pitch = place
         launch("push_part", part, part.data_ptr(), self.payload.data_ptr() + offset, pitch, width, height)
 
-    def meet(self, in_turn: bool = False) -> None:
-        self._in_turn = in_turn
-        self._lane.launch("meet_in_turn" if in_turn else "meet", self._bases, self._use)
+    def meet(self) -> None:
+        self._lane.launch("meet", self._bases, self._use)
+        self._lane.mark(self._arrived)
+
+    def tell(self, to: int) -> None:
+        self._told = True
+        self._lane.launch("tell", self._bases, to, self._use)
+
+    def meet_told(self) -> None:
+        self._lane.launch("await_sent", self._bases)
         self._lane.mark(self._arrived)
 
     def arriving(self, rows: int) -> Arriving:
-        here, spare = self._bases[self._waiting[3]] + 4 * HERE, SPARE if os.environ.get(SHARED) == "1" else 0
-        return Arriving((here, rows, self._arrived, spare), (*self._waiting, self._use))
+        sent, spare = self._bases[self._waiting[3]] + 4 * SENT, SPARE if os.environ.get(SHARED) == "1" else 0
+        return Arriving((sent, rows, self._arrived, spare), (*self._waiting, self._use))
 
     def wait(self) -> None:
         await_mark(self._arrived, self.payload)
@@ -139,8 +147,10 @@ class CudaSlot:
         return copied_rows(part.view(1, -1)).view(part.shape)
 
     def release(self) -> None:
-        if self._in_turn:
-            launch("forget_here", self.payload, self._bases)
+        if self._told:
+            self.wait()  # the lane has seen what is forgotten
+            launch("forget_sent", self.payload, self._bases)
+            self._told = False
         launch("release_use", self.payload, self._bases)
 
     def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor], use: int) -> None:

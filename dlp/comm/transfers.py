@@ -45,8 +45,8 @@ class Gathering:
 
     def send(self, cuts: Cuts = WHOLE, in_turn: bool = False) -> Gathering:
         """Start sending `mine`. Each rank pushes to the one behind it first, so that no two push to one at a time. `cuts`: rows
-        of the parts, which all move along 0, that arrive one piece after the other. `in_turn`: a kernel may wait for the
-        parts of other ranks itself (`coming`)."""
+        of the parts, which all move along 0, that arrive one piece after the other. `in_turn`: not cut, and a kernel may
+        wait itself for each rank's (`coming`)."""
         transport, world = self.transport, self.transport.world
         self._met = [*(transport.begin(0, piece, self._place) for piece in range(1, len(cuts))), self.slot]
         self.slot.follow()
@@ -57,7 +57,9 @@ class Gathering:
                     piece, where = (part, place) if len(cuts) == 1 else _piece(part, place, *cut, cuts[-1][1])
                     transport.count(piece, to)
                     self.slot.push(piece, to, where)
-            met.meet(in_turn)
+                if in_turn:
+                    self.slot.tell(to)
+            met.meet_told() if in_turn else met.meet()
         return self
 
     def gather(self) -> Pending[Parts]:

@@ -270,10 +270,11 @@ void bind_transport(pybind11::module_& m) {
     bind_step(m, "meet", [](const Words<SlotBases>& slots, int64_t use, Stream stream) {
         meet(make_job<SlotBases>(slots), use, stream);
     });
-    bind_step(m, "meet_in_turn", [](const Words<SlotBases>& slots, int64_t use, Stream stream) {
-        meet_in_turn(make_job<SlotBases>(slots), use, stream);
+    bind_step(m, "tell", [](const Words<SlotBases>& slots, int64_t peer, int64_t use, Stream stream) {
+        tell(make_job<SlotBases>(slots), peer, use, stream);
     });
-    bind_step(m, "forget_here", [](const Words<SlotBases>& slots, Stream stream) { forget_here(make_job<SlotBases>(slots), stream); });
+    bind_step(m, "await_sent", [](const Words<SlotBases>& slots, Stream stream) { await_sent(make_job<SlotBases>(slots), stream); });
+    bind_step(m, "forget_sent", [](const Words<SlotBases>& slots, Stream stream) { forget_sent(make_job<SlotBases>(slots), stream); });
     bind_step(m, "release_use", [](const Words<SlotBases>& slots, Stream stream) { release_use(make_job<SlotBases>(slots), stream); });
     bind_step(m, "agree", [table](int64_t slots, const Words<AgreeJob>& job, const Words<Waiting>& waiting, Stream stream) {
         agree(table(slots), make_job<AgreeJob>(job), make_job<Waiting>(waiting), stream);

@@ -12,8 +12,7 @@
 // kernel; what else was tried is in docs/log.md.
 //
 // Rows of A may still be arriving from other ranks (`ArrivingRows`). Then tiles of this rank's rows come first, and the lane that
-// starts copies waits before the first one of another rank's: for a word that this rank's own lane writes, behind the copies of
-// the other one. Nothing that has to happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
+// starts copies waits before the first one of another rank's, for a word that the other one writes behind them. Nothing that has to happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
 #include "hopper.cuh"
 #include "waiting.cuh"
 
@@ -91,7 +90,7 @@ __device__ inline void await_rows(const ArrivingProblem& p, const ArrivingTiles&
     if (tiles.turn == seen) return;
     seen = tiles.turn;
     if (leader) {
-        await(p.from.here + seen, uint32_t(p.waiting.use), p.waiting, tiles.owner, kHasNotSent);
+        await(p.from.sent + tiles.owner, uint32_t(p.waiting.use), p.waiting, tiles.owner, kHasNotSent);
         asm volatile("fence.proxy.async.global;" ::: "memory");  // copies read by another way than this lane does
     }
     __syncwarp();
@@ -112,7 +111,8 @@ struct Shared {
     __device__ Barrier empty(int stage) const { return {full(kStages).at + 8 * stage}; }
 };
 
-// Bytes of scales that a stage gets by bulk copies: none of lines behind the last. Of B it gets those of four stages, for one or two tiles.
+// Bytes of scales that a stage gets by bulk copies: none of lines behind the last. Of B it gets those of four stages, for one or
+// two tiles.
 __device__ inline uint32_t bytes_of_a(const Problem& p, int row) {
     return sizeof(float) * max(0, min(kRows, int(p.job.a_scale_lines) - row));
 }

@@ -324,7 +324,7 @@ struct Waiting {              // who waits, how long, and what is said if it is 
 };
 
 struct ArrivingRows {         // of A: equal parts, of which that of each other rank comes while the GEMM runs (gemm_sm90.cu)
-    const uint32_t* here;     // [world]: that of the rank so far behind this one is here, once it has reached Waiting::use
+    const uint32_t* sent;     // [world]: that of a rank is here once its word has reached Waiting::use
     int64_t rows;             // of a part; the scales of all lie as they were sent: [rows of all, contraction / 128]
     int64_t all_here;         // an event, marked when all are
     int64_t spare;            // multiprocessors that are left to others
@@ -417,8 +417,9 @@ void sum_parts(const float* parts, int64_t count, int64_t cols, float* out, Stre
 
 void begin_use(const SlotBases& slots, int64_t use, Stream stream);
 void meet(const SlotBases& slots, int64_t use, Stream stream);
-void meet_in_turn(const SlotBases& slots, int64_t use, Stream stream);
-void forget_here(const SlotBases& slots, Stream stream);
+void tell(const SlotBases& slots, int64_t peer, int64_t use, Stream stream);
+void await_sent(const SlotBases& slots, Stream stream);
+void forget_sent(const SlotBases& slots, Stream stream);
 void release_use(const SlotBases& slots, Stream stream);
 void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream);
 void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream);

@@ -6,12 +6,13 @@
 //     unread[r]   rank r has not read yet what was pushed to it from here: for what it was pushed, a number > 0; else 0
 //     sent[r]     rank r has pushed what this one is to read: the same; else 0
 //     met[r]      the last agreement that rank r has come to, and `uses` this rank; they count and are never reset
-//     here[d]     what the rank d behind this one has pushed is here, for a kernel that runs meanwhile: `use`; else 0
 //
 //     begin      until unread is 0 for all; then it is `use`
 //     meet       tells all that this rank has pushed (their `sent` = `use`); until all have told this one; then `sent` is 0
-//     meet, in turn: the same, and `here` is `use` for one rank after the other, the one behind this one first
-//     release    tells all that this rank has read (their `unread` = 0); what is `here` is forgotten first
+//     release    tells all that this rank has read (their `unread` = 0)
+//
+// A kernel that runs meanwhile may look at `sent` itself. Then a meeting is in parts: `tell` one peer, behind what was pushed to it;
+// `await_sent`, until all have told; and `forget_sent`, `sent` is 0 again, behind the kernel and in front of `release`.
 //
 // What these write and wait for is the same every time, so that a launch that was recorded, or captured in a CUDA graph, is so,
 // too. Streams write and wait by themselves, without a kernel: a GEMM that fills the GPU leaves no room even for a kernel of one
@@ -33,7 +34,6 @@ namespace dlp {
 namespace {
 
 constexpr int kUnread = 0, kSent = kSlotRanks, kMet = 2 * kSlotRanks, kUses = 3 * kSlotRanks;  // words of a slot's header
-constexpr int kHere = kUses;  // [0] is this rank itself, of which nobody asks: that word is `uses`
 constexpr int kAgreeThreads = 512;
 
 __host__ __device__ inline uint32_t* header(uint64_t slot) { return reinterpret_cast<uint32_t*>(slot); }
@@ -121,20 +121,18 @@ void meet(const SlotBases& slots, int64_t use, Stream stream) {
     }
 }
 
-void meet_in_turn(const SlotBases& slots, int64_t use, Stream stream) {
-    const int rank = slots.rank, world = slots.world;
-    for (int peer = 0; peer < world; ++peer)
-        if (peer != rank) write_value(slots, peer, kSent + rank, uint32_t(use), stream);
-    for (int distance = 1; distance < world; ++distance) {
-        const int peer = (rank - distance + world) % world;
-        await_value(slots, rank, kSent + peer, 1, CU_STREAM_WAIT_VALUE_GEQ, stream);
-        write_value(slots, rank, kSent + peer, 0, stream);  // first: who has read what is here may ask the peer for more
-        write_value(slots, rank, kHere + distance, uint32_t(use), stream);
-    }
+void tell(const SlotBases& slots, int64_t peer, int64_t use, Stream stream) {
+    write_value(slots, int(peer), kSent + int(slots.rank), uint32_t(use), stream);
 }
 
-void forget_here(const SlotBases& slots, Stream stream) {
-    for (int distance = 1; distance < slots.world; ++distance) write_value(slots, slots.rank, kHere + distance, 0, stream);
+void await_sent(const SlotBases& slots, Stream stream) {
+    for (int peer = 0; peer < slots.world; ++peer)
+        if (peer != slots.rank) await_value(slots, slots.rank, kSent + peer, 1, CU_STREAM_WAIT_VALUE_GEQ, stream);
+}
+
+void forget_sent(const SlotBases& slots, Stream stream) {
+    for (int peer = 0; peer < slots.world; ++peer)
+        if (peer != slots.rank) write_value(slots, slots.rank, kSent + peer, 0, stream);
 }
 
 void release_use(const SlotBases& slots, Stream stream) {

@@ -45,9 +45,7 @@ class FusedGather:
         run = while_arriving(gemm, self.mine.format.wrap(self.gathering.coming()), rows)
         if run is None:
             return gemm(self.whole())
-        y = run(self.gathering.slot.arriving(rows))
-        self.gathering.others()  # CUDA knows of events alone: what follows is behind the transfer for it, too
-        return y
+        return run(self.gathering.slot.arriving(rows))
 
 
 @dataclass(frozen=True)
