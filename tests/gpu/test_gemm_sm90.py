@@ -123,8 +123,9 @@ class Arrivals:
         """On the current stream, cycles later."""
         torch.cuda._sleep(delay)
         for turn in range(1, self.world):
-            self._keep((self.rank - turn) % self.world, self.sources)
-            _SymmetricMemory.stream_write_value32(self.words, turn, self.use % 2**32)
+            peer = (self.rank - turn) % self.world
+            self._keep(peer, self.sources)
+            _SymmetricMemory.stream_write_value32(self.words, peer, self.use % 2**32)
 
     def gemm(self, a, b, out_dtype, **more) -> Callable[[Arriving], Tensor]:
         codes, scales = self.parts[0].view(a.payload.dtype), self.parts[1].view(torch.float32)

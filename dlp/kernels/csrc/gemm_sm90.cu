@@ -12,7 +12,8 @@
 // kernel; what else was tried is in docs/log.md.
 //
 // Rows of A may still be arriving from other ranks (`ArrivingRows`). Then tiles of this rank's rows come first, and the lane that
-// starts copies waits before the first one of another rank's, for a word that the other one writes behind them. Nothing that has to happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
+// starts copies waits before the first one of another rank's, for a word that the other one writes behind them. Nothing that has to
+// happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
 #include "hopper.cuh"
 #include "waiting.cuh"
 
