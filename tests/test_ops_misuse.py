@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+import dlp
 from dlp import ops
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal
@@ -169,3 +171,87 @@ def test_a_fusion_that_fails_is_named():
     with pytest.raises(TypeError, match="unexpected keyword argument 'recipe'") as said:
         ops.Sequential(ops.GELU())(values(0))
     assert said.value.__notes__ == ["in forward fusion <lambda>"]
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("given", [None, "x", [values(0)], (), 3.0], ids=repr)
+def test_an_input_that_is_no_tensor_is_refused(given: Any):
+    with pytest.raises(TypeError, match=rf"^0 \(GELU\): .* must be tensors; got {type(given).__name__}"):
+        ops.Sequential(ops.GELU(), ops.Identity())(given)
+    with pytest.raises(TypeError, match="extra inputs must be tensors"):
+        ops.AddExtraInput()(values(0), given or None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_an_input_that_is_not_floating_point_is_refused(dtype: torch.dtype):
+    """It would be rounded, or lose half of itself; an op of a user's may take indices."""
+
+    class Embedding(ops.BasicOperation):
+        takes = frozenset({"integers"})
+
+        def op_forward(self, ctx: Any, input_: Tensor, **quantizers: Any) -> Tensor:
+            return values(1, 4, H)[input_]
+
+    for op in (ops.RMSNorm(H), ops.Linear(H, H), ops.GELU(), ops.Bias(H)):
+        with pytest.raises(TypeError, match=rf"^0 \({type(op).__name__}\): x must be floating point; got {dtype}"):
+            ops.Sequential(op, ops.Identity())(torch.ones(M, H, dtype=dtype))
+    y = ops.Sequential(Embedding(), ops.ConstantScale(2.0))(torch.tensor([3, 0]))
+    assert_bit_equal(y, 2 * values(1, 4, H)[[3, 0]])
+
+
+def test_a_linear_in_a_sequence_takes_what_one_by_itself_takes():
+    model = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H))
+    with pytest.raises(ValueError, match=r"^1 \(Linear\).*x must be bf16, fp16 or fp32; got torch.float64"):
+        model(values(0).double())
+    with pytest.raises(ValueError, match=r"x lies on meta and its parameters on cpu"):
+        ops.Sequential(ops.Linear(H, H))(values(0).to("meta"))
+    with pytest.raises(ValueError, match=r"^0 \(Bias\): .* 32 features and is given a tensor \(8, 1\)"):
+        ops.Sequential(ops.Bias(H), ops.Identity())(values(0, M, 1))
+
+
+def test_keywords_that_no_op_reads_are_refused():
+    for op in (ops.GELU(), ops.Linear(H, H), ops.AddExtraInput()):
+        with pytest.raises(TypeError, match=rf"op 0 \({type(op).__name__}\): it takes no keywords; got recipe, scale"):
+            op(*[values(0)] * (1 + op.basic_extra_inputs), recipe="bf16", scale=2)
+    both = ops.OperationFuser([ops.GELU(), ops.ReLU()])
+    with pytest.raises(ValueError, match=r"basic_op_kwargs are of 1 basic ops; these are op 0 \(GELU\), op 1 \(ReLU\)"):
+        both(values(0), basic_op_kwargs=[{}])
+    with pytest.raises(TypeError, match="enabled must be True or False; got 'mxfp8': pass a recipe by name"):
+        dlp.autocast("mxfp8").__enter__()  # type: ignore[arg-type]
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("op", [lambda: ops.Linear(H, H), lambda: ops.RMSNorm(H)], ids=["linear", "norm"])
+def test_an_op_whose_weight_is_computed_is_refused(op: Any):
+    model = ops.Sequential(op(), ops.GELU())
+    model(values(0))
+    parametrize.register_parametrization(model[0], "weight", Double())
+    with pytest.raises(ValueError, match="parametrize"):
+        model(values(0))
+
+
+# Derivatives
+
+
+@pytest.mark.parametrize("make", [lambda: ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H)), lambda: dlp.Linear(H, H)])
+def test_a_penalty_on_a_gradient_is_refused(make: Any):
+    """Whatever else the loss depends on: it would be a constant of it."""
+    model, x = make(), values(0).requires_grad_()
+    y = model(x)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (y.sum() + dx.square().sum()).backward()
+
+
+@pytest.mark.parametrize("make", [lambda: ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H)), lambda: dlp.Linear(H, H)])
+def test_transforms_of_functions_are_refused(make: Any):
+    model = make()
+    for transformed in (torch.func.vmap(model), torch.func.grad(lambda x: model(x).sum())):
+        with pytest.raises(RuntimeError, match=r"does not run inside of torch.func's transforms"):
+            transformed(values(0, 2, M, H))

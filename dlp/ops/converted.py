@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dlp.ops.linear import Linear
 from dlp.parallel.linear.modules import ConvertedLinear
@@ -43,7 +43,7 @@ class Converted(Linear):
         linears: Sequence[nn.Module] = vars(self)["_linears"]
         return linears
 
-    def forward(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
         """The modules themselves."""
         ys = tuple([linear(x) for linear in self.owners])
         return ys if len(ys) > 1 else ys[0]

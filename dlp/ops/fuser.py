@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from dlp.ops.calls import FuserCall, FuserPlan, LinearCall, Pass, Placed, layouts_of, once
 from dlp.ops.captured import Direction
 from dlp.ops.fusions import REGISTERED, fuse
 from dlp.ops.passes import Members, apply_fused, forward
 from dlp.ops.traced import one_by_one
-from dlp.ops.values import each
-from dlp.parallel.linear.autograd import multiplies_tf32, no_autocast, opaque, shape_keys
+from dlp.ops.values import INTEGERS, each
+from dlp.parallel.linear.autograd import multiplies_tf32, no_autocast, opaque, refuse_transforms, shape_keys
 from dlp.parallel.linear.capture import LIMIT
 from dlp.parallel.linear.modules import autocasts, in_autocast_dtype
 from dlp.parallel.model.autocast import active_spec
@@ -61,6 +62,11 @@ class OperationFuser:
                 f"{len(extra_inputs)}: pass those of all ops, in their order"
             )
         inputs = each(x)
+        for tensor in (*inputs, *extra_inputs) if inputs else (x,):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{self.names[0]}: x and extra inputs must be tensors; got {type(tensor).__name__}")
+        if basic_op_kwargs is not None:
+            self.members.check_keywords(basic_op_kwargs)
         if autocasts(inputs):
             cast = tuple(in_autocast_dtype(inputs))
             if not torch.compiler.is_dynamo_compiling() and cast[0].dtype != inputs[0].dtype:
@@ -79,6 +85,7 @@ class OperationFuser:
         self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor],
         kwargs: Sequence[Mapping[str, Any]] | None,
     ) -> Any:  # fmt: skip
+        refuse_transforms(self.names[0])
         record, ops = torch.is_grad_enabled(), self.basic_ops
         own = [ops[i].op_parameters() for i in self.owners]
         tensors = [*inputs, *chain.from_iterable(own), *extra_inputs]
@@ -123,7 +130,15 @@ class OperationFuser:
     def _new_call(
         self, own: Sequence[Sequence[Any]], tensors: Sequence[Any], bounds: Sequence[Any], many: bool, num_inputs: int
     ) -> FuserCall:  # fmt: skip
-        """Without its plan. TypeError for activations that are DTensors."""
+        """Without its plan. TypeError for activations that are DTensors or no floating point, ValueError for ops whose
+        parameters are computed."""
+        if not (tensors[0].dtype.is_floating_point or INTEGERS in self.basic_ops[0].takes):
+            raise TypeError(f"{self.names[0]}: x must be floating point; got {tensors[0].dtype}: convert it before")
+        for name, op in zip(self.names, self.basic_ops, strict=True):
+            if is_parametrized(op):
+                raise ValueError(
+                    f"{name}: it is parametrized, and ops read parameters as they are: use the module of torch"
+                )
         firsts = [*accumulate(map(len, own), initial=num_inputs)]
         for place in (*range(num_inputs), *range(firsts[-1], len(tensors))):
             if isinstance(tensors[place], DTensor):

@@ -28,7 +28,7 @@ from dlp.ops.basic.quantize import HandOver
 from dlp.ops.op import BasicOperation
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
-from dlp.parallel.linear.autograd import check_features
+from dlp.parallel.linear.autograd import check_features, check_given
 from dlp.parallel.linear.capture import obstacle
 from dlp.parallel.linear.core import (
     NO_FINISH,
@@ -96,7 +96,10 @@ class BasicLinear(BasicOperation, modules.Linear):
         return False
 
     def op_parameters(self) -> Sequence[Tensor]:
-        return [member.module._parameters[member.weight] for member in self.core.members]
+        try:
+            return [member.module._parameters[member.weight] for member in self.core.members]
+        except KeyError as missing:
+            modules.parameter_is_gone(self.core.spec.name, missing.args[0])
 
     @property
     def planned_spec(self) -> LinearSpec:
@@ -183,6 +186,7 @@ class BasicLinear(BasicOperation, modules.Linear):
             x = accepted(bound, x, "x")
         weights, parts = ctx.given
         check_features(bound.spec, x, weights[0])
+        check_given(bound, (x, *weights))
         save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.learns))
         ys, kept = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
         ctx.save_for_backward(*weights, *to_save([x], kept, save))

@@ -89,7 +89,8 @@ class BasicOperation(FusibleOperation):
 
     num_extra_inputs, num_extra_outputs   tensors that it takes or returns beside input and output. An op with some
                                           overrides `fuser_forward` and `fuser_backward` instead of `op_forward`, `op_backward`
-    takes        what its input and its gradient may be beside a tensor: "lazy", "many", "handed" (see `dlp.ops.values`)
+    takes        what its input and its gradient may be beside a tensor of floating point: "lazy", "many", "handed" (see
+                 `dlp.ops.values`), and, of the first op of a sequence, "integers"
     none_grads   it takes None for the gradient of an extra output that nobody used; else zeros are made
     launches     all that it does on a GPU is launches of this package, so that a pass may be captured
     """
@@ -140,6 +141,12 @@ class BasicOperation(FusibleOperation):
     def grad_output_quantizer(self, ctx: Any) -> Any:
         """Those of what it casts of its gradient."""
         return None
+
+    @property
+    def takes_keywords(self) -> bool:
+        """Whether a caller may pass some to its forward: ops of dlp's own take none."""
+        own = type(self).op_forward if self.overrides("op_forward") else type(self).fuser_forward
+        return not own.__module__.startswith("dlp.ops.")
 
     def overrides(self, name: str) -> bool:
         """Whether it answers this question in its own way: the others are not asked with every call."""

@@ -7,19 +7,18 @@ captured   a direction of which all is launches runs as one native call from its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from dlp.ops.calls import FuserCall, Pass, Placed, once
 from dlp.ops.captured import Flat, Kept
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, overlap, tensor_of
-from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, past_functorch
+from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, only_once, past_functorch
 from dlp.parallel.weight.local import held
 
 NONE: dict[str, Any] = {}
@@ -55,6 +54,14 @@ class Members:
 
     def check_count(self, place: int, what: str, found: Any, expected: int) -> None:
         check_count(self.names[place], what, found, expected)
+
+    def check_keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError for keywords of more or fewer ops than there are, TypeError for those of an op that takes none."""
+        if len(kwargs) != len(self.ops):
+            raise ValueError(f"basic_op_kwargs are of {len(kwargs)} basic ops; these are {', '.join(self.names)}")
+        for name, op, its in zip(self.names, self.ops, kwargs, strict=True):
+            if its and not op.takes_keywords:
+                raise TypeError(f"{name}: it takes no keywords; got {', '.join(its)}")
 
     def check_output(self, place: int, value: Value) -> None:
         """RuntimeError for what is no value."""
@@ -421,5 +428,5 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     return None, *[grad if need else None for grad, need in zip(found, ctx.needs_input_grad[1:], strict=True)]
 
 
-_backward_once = once_differentiable(_backward)
+_backward_once = only_once(_backward)
 apply_fused = past_functorch(FuserFn)

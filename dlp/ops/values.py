@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dlp.kernels.ops import Produced
 
-LAZY, MANY, HANDED = "lazy", "many", "handed"  # what an op may take beside a tensor
+LAZY, MANY, HANDED, INTEGERS = "lazy", "many", "handed", "integers"  # what an op may take beside a tensor
 Value = Any  # Tensor | Produced | Handed | tuple of these
 
 

@@ -14,6 +14,7 @@ from dlp.kernels.launches import by_torch
 from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.ops.op import BasicOperation, Extras
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, joined, rows_of, tensor_of
+from dlp.parallel.linear.modules import parameter_is_gone
 from dlp.parallel.weight.local import held
 
 
@@ -31,7 +32,10 @@ class _Vectors(BasicOperation):
         return made
 
     def op_parameters(self) -> Sequence[Tensor]:
-        return [module._parameters[name] for module, name in self.where]
+        try:
+            return [module._parameters[name] for module, name in self.where]
+        except KeyError as missing:
+            parameter_is_gone(type(self).__name__, missing.args[0])
 
     def biases(self) -> list[Tensor]:
         """What this rank has of them."""
@@ -66,6 +70,9 @@ class Bias(_Vectors):
         values, biases = [one.tensor() if is_handed(one) else one for one in each(input_)], self.begin_sum(ctx)
         if len(values) != len(biases):
             raise ValueError(f"Bias: it has {len(biases)} vectors and is given {len(values)} tensors")
+        for one, bias in zip(values, biases, strict=True):
+            if one.shape[-1:] != bias.shape:
+                raise ValueError(f"Bias: it has {bias.shape[0]} features and is given a tensor {tuple(one.shape)}")
         return joined([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
 
     def op_backward(self, ctx: Any, grad_output: Value, *, made: bool = False) -> tuple[Value, Sequence[Any]]:

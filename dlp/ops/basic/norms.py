@@ -70,8 +70,9 @@ class _Norm(BasicOperation):
         return x
 
     def check(self, input_: Value) -> None:
-        if input_.shape[-1] != self.size:
-            raise ValueError(f"{type(self).__name__}({self.size}): it is given {input_.shape[-1]} features")
+        if tuple(input_.shape[-1:]) != (self.size,):
+            found = input_.shape[-1] if input_.shape else "no"
+            raise ValueError(f"{type(self).__name__}({self.size}): it is given {found} features")
 
 
 class RMSNorm(_Norm):

@@ -136,8 +136,8 @@ class BoundCall:
         return found
 
 
-def _check(bound: BoundSpec, given: Sequence[Any]) -> None:
-    """ValueError for x in a dtype that nothing computes in, and for tensors that do not lie where x does."""
+def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
+    """ValueError for x, the first, in a dtype that nothing computes in, and for tensors that do not lie where x does."""
     spec, x = bound.spec, given[0]
     if x.dtype not in ACTIVATIONS:
         raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
@@ -145,8 +145,8 @@ def _check(bound: BoundSpec, given: Sequence[Any]) -> None:
     if elsewhere:
         raise ValueError(f"{spec.name}: x lies on {x.device} and its parameters on {elsewhere[0]}: move one of them")
     if (
-        runs_kernels(x)
-        and x.dtype == torch.float16
+        x.dtype == torch.float16
+        and runs_kernels(next(tensor for tensor in given if isinstance(tensor, Tensor)))
         and any(caps_of(quantizer).op for quantizer in spec.recipe.quantizers())
     ):
         bound.session.note("casts of fp16 run the plain-torch reference: kernels read bf16 and fp32")
@@ -168,7 +168,7 @@ def call_of(
     found: BoundCall | None = calls.get(key)
     if found is None:
         spec = bound.spec
-        _check(bound, (*inputs, *(parameters if sides is None else ())))
+        check_given(bound, (*inputs, *(parameters if sides is None else ())))
         for parameter in parameters:
             if parameter is not None:
                 check_whole(parameter, spec.num_axes, spec.name)
@@ -214,14 +214,29 @@ def forward_reads(inputs: Any, weights: Any, biases: Any, parts: Any) -> list[Te
 
 def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without torch's wrapper in Python, which looks at every tensor for one that a transform of functorch has
-    left behind: 3 of some 60 microseconds that the host needs for a tiny linear. Inside of a transform the wrapper runs, and
-    says what is missing."""
+    left behind: 3 of some 60 microseconds that the host needs for a tiny linear. Transforms are refused before it."""
     past: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return past
 
-    def apply(*arguments: Any) -> Any:
-        return (function.apply if torch._C._are_functorch_transforms_active() else past)(*arguments)
 
-    return apply
+def refuse_transforms(name: str) -> None:
+    """RuntimeError inside of a transform of torch.func: kernels read memory, which its tensors do not have."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{name}: it does not run inside of torch.func's transforms (grad, vmap, jvp, ...): use torch.autograd.grad, and "
+            f"one more leading dimension for vmap"
+        )
+
+
+def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward` where a graph is made of it (`create_graph`): what it returns cannot be differentiated again, and says so.
+    torch's own says so only where a gradient that comes needs one, though all depends on x as well."""
+    refusing = once_differentiable(backward)
+
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        return refusing(ctx, *[None if grad is None else grad.detach().requires_grad_() for grad in grads])
+
+    return run
 
 
 class DirectLinearFn(torch.autograd.Function):
@@ -271,7 +286,7 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     return tuple(grads)
 
 
-_backward_once = once_differentiable(_backward)
+_backward_once = only_once(_backward)
 apply_directly = past_functorch(DirectLinearFn)
 
 

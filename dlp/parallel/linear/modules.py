@@ -25,6 +25,7 @@ from dlp.parallel.linear.autograd import (
     forward,
     no_autocast,
     opaque,
+    refuse_transforms,
 )
 from dlp.parallel.linear.core import keeps_x
 from dlp.parallel.linear.spec import LayerOptions, LinearSpec, Overlaps, num_inputs
@@ -174,6 +175,7 @@ class LinearCore(LayerState):
                 return self(*in_autocast_dtype(inputs))
         if opaque():
             return self.by_ops(inputs)
+        refuse_transforms(self.spec.name)
         bound, record = active_spec(self), torch.is_grad_enabled()
         sides = self.weights.kept(bound, inputs[0].dtype)
         parameters = self.parameters()

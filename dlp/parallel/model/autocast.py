@@ -268,6 +268,10 @@ def autocast(
         raise ValueError(
             "dlp.autocast does not reach into torch.compile: set recipes by layer groups or dlp.set_recipe"
         )
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"dlp.autocast: enabled must be True or False; got {enabled!r}: pass a recipe by name, recipe=..."
+        )
     chosen = None if recipe is None else recipes.as_recipe(recipe)
     outer = _REGION.get()
     region = Region(enabled, chosen, calibrating, amax_reduction_group, torch.is_grad_enabled())
