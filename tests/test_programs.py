@@ -543,9 +543,14 @@ class Twice(torch.autograd.Function):
         return 2 * dy
 
 
-def test_past_functorch_a_transform_is_refused_as_torch_does():
+def test_past_functorch_a_transform_is_refused_before_the_function():
     apply, x = autograd.past_functorch(Twice), torch.ones(3, requires_grad=True)
-    apply(x).sum().backward()
+
+    def called(x: Tensor) -> Tensor:
+        autograd.refuse_transforms("a layer")
+        return apply(x).sum()  # type: ignore[no-any-return]
+
+    called(x).backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
-    with pytest.raises(RuntimeError, match="must override the setup_context"):
-        torch.func.grad(lambda x: apply(x).sum())(x)
+    with pytest.raises(RuntimeError, match="^a layer: it does not run inside of torch.func's transforms"):
+        torch.func.grad(called)(x)
