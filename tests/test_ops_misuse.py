@@ -255,3 +255,52 @@ def test_transforms_of_functions_are_refused(make: Any):
     for transformed in (torch.func.vmap(model), torch.func.grad(lambda x: model(x).sum())):
         with pytest.raises(RuntimeError, match=r"does not run inside of torch.func's transforms"):
             transformed(values(0, 2, M, H))
+
+
+# Modules under Transformer Engine's names
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ops.LayerNormLinear(H, H, parallel_mode="colum"), "parallel_mode must be one of .*; got 'colum'"),
+        (lambda: ops.LayerNormLinear(H, H, sequence_parallel=True), "without a mode cut nothing: set parallel_mode"),
+        (lambda: ops.LayerNormMLP(H, H, tp_group=object()), "without a mode cut nothing"),
+        (lambda: ops.TransformerLayer(H, H, 4, sequence_parallel=True), "or set_parallel_mode=True"),
+        (lambda: ops.TransformerLayer(H, H, 3), "3 heads do not divide hidden_size 32.* set kv_channels"),
+        (lambda: ops.TransformerLayer(H, H, 4, 0), "4 heads share 0 groups"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(make: Any, said: str):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_an_option_of_another_place_is_refused():
+    """The fourth of Transformer Engine's, sequence_parallel, was bias here; a name of one of the parts is none of the layer."""
+    with pytest.raises(TypeError, match="positional"):
+        ops.LayerNormMLP(H, H, 1e-5, True)  # type: ignore[misc]
+    for name in ("return_bias", "eps", "parallel_mode", "attn_input_format"):
+        with pytest.raises(TypeError, match=f"unknown option {name}; there are"):
+            ops.TransformerLayer(H, H, 4, **{name: True})
+
+
+def test_the_options_of_a_layer_reach_both_norms_and_heads_their_size():
+    torch.manual_seed(0)
+    layer = ops.TransformerLayer(H, H, 3, kv_channels=8, zero_centered_gamma=True, normalization="RMSNorm")
+    assert [layer.qkv[0].zero_centered_gamma, layer.mlp[0].zero_centered_gamma] == [True, True]
+    x = values(0, 2, 4, H)
+    y = layer(x)
+    assert_bit_equal(layer(x.flatten(0, 1), batch=2), y.flatten(0, 1))
+    cos = sin = torch.ones(4, 8)
+    for given, said in (
+        ({"batch": 2}, "of tokens .* pass batch=B"),
+        ({"rotary_pos_emb": torch.ones(4, 1, 1, 8)}, r"cos and sin, each \[S, head\] = \[4, 8\]; got \[4, 1, 1, 8\]"),
+        ({"rotary_pos_emb": (cos[:3], sin[:3])}, r"got \[3, 8\], \[3, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            layer(x, **given)
+    with pytest.raises(ValueError, match="8 tokens are no 3 sequences"):
+        layer(x.flatten(0, 1), batch=3)
+    with pytest.raises(ValueError, match=r"given \(8, 32\) and batch None"):
+        layer(x.flatten(0, 1))

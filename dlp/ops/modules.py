@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dlp.ops.basic.activations import GEGLU, GELU, GLU, ReGLU, ReLU, SiLU, SReLU, SwiGLU
 from dlp.ops.basic.arithmetic import AddExtraInput, Dropout, MakeExtraOutput
 from dlp.ops.basic.norms import LayerNorm, RMSNorm
-from dlp.ops.linear import Linear
+from dlp.ops.linear import MODES, Linear
 from dlp.ops.sequential import Sequential
 from dlp.ops.te_names import Joined, TeNames, names_of
 
@@ -41,6 +41,12 @@ def _linear(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     if options.get("params_dtype") is not None:
         given["dtype"] = options["params_dtype"]
     group = options.get("tp_group")
+    if mode not in MODES:
+        raise ValueError(f"parallel_mode must be one of {MODES}; got {mode!r}")
+    if mode is None and (group is not None or options.get("sequence_parallel")):
+        raise ValueError(
+            "tp_group and sequence_parallel without a mode cut nothing: set parallel_mode, or set_parallel_mode=True"
+        )
     if mode is None or group is None:
         return given
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
@@ -74,7 +80,7 @@ class LayerNormLinear(_Named):
     and, with `return_layernorm_output`, norm(x)."""
 
     def __init__(
-        self, in_features: int, out_features: int | tuple[int, ...], eps: float = 1e-5, bias: bool = True, *,
+        self, in_features: int, out_features: int | tuple[int, ...], eps: float = 1e-5, *, bias: bool = True,
         normalization: str = "LayerNorm", zero_centered_gamma: bool = False, parallel_mode: str | None = None,
         return_bias: bool = False, return_layernorm_output: bool = False, **options: Any,
     ) -> None:  # fmt: skip  # many parameters: those of the module of this name
@@ -92,7 +98,7 @@ class LayerNormMLP(_Named):
     column- and row-parallel over `tp_group`; `return_bias`: of the second linear; further options as of `LayerNormLinear`."""
 
     def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True, *, normalization: str = "LayerNorm",
+        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, bias: bool = True, normalization: str = "LayerNorm",
         activation: str = "gelu", zero_centered_gamma: bool = False, set_parallel_mode: bool = False,
         return_bias: bool = False, return_layernorm_output: bool = False, **options: Any,
     ) -> None:  # fmt: skip  # many parameters: those of the module of this name
@@ -118,37 +124,41 @@ class TransformerLayer(nn.Module):
 
     num_gqa_groups   heads of k and v, as many as of q by default
     kv_channels      features of a head; hidden_size / num_attention_heads by default
-    further options  as of `LayerNormMLP`
+    further options  normalization, zero_centered_gamma, bias, activation, and those of `LayerNormMLP`
 
-    Raises ValueError for heads that tp or the groups do not divide.
+    Raises ValueError for heads that do not divide hidden_size, or that tp or the groups do not divide.
     """
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None, *,
         layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.0, kv_channels: int | None = None, bias: bool = True,
-        normalization: str = "LayerNorm", activation: str = "gelu", set_parallel_mode: bool = False, causal: bool = True,
-        **options: Any,
+        normalization: str = "LayerNorm", zero_centered_gamma: bool = False, activation: str = "gelu",
+        set_parallel_mode: bool = False, causal: bool = True, **options: Any,
     ) -> None:  # fmt: skip  # many parameters: those of the module of this name
         super().__init__()
-        groups, head = num_gqa_groups or num_attention_heads, kv_channels or hidden_size // num_attention_heads
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"TransformerLayer: {num_attention_heads} heads do not divide hidden_size {hidden_size}: choose heads that "
+                f"do, or set kv_channels, the features of a head"
+            )
+        head = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         group = options.get("tp_group") if set_parallel_mode else None
         tp = 1 if group is None else group.size()
-        if num_attention_heads % groups or groups % tp:
+        if groups < 1 or num_attention_heads % groups or groups % tp:
             raise ValueError(
                 f"TransformerLayer: {num_attention_heads} heads share {groups} groups of k and v over tp {tp}, which must "
                 f"divide: choose num_gqa_groups that divides the heads and is a multiple of tp"
             )
         self.head, self.causal, self.eps = head, causal, layernorm_epsilon
-        shared = {"normalization": normalization, "bias": bias, **options}
+        row = _linear("row" if set_parallel_mode else None, options)
+        shared = {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma, "bias": bias, **options}
         sizes = num_attention_heads * head, groups * head, groups * head
         self.qkv = LayerNormLinear(
             hidden_size, sizes, layernorm_epsilon, parallel_mode="column" if set_parallel_mode else None, **shared
         )
-        mode = "row" if set_parallel_mode else None
         drops = [Dropout(hidden_dropout)] if hidden_dropout else []
-        self.proj = Sequential(
-            Linear(num_attention_heads * head, hidden_size, bias, **_linear(mode, options)), *drops, AddExtraInput()
-        )
+        self.proj = Sequential(Linear(num_attention_heads * head, hidden_size, bias, **row), *drops, AddExtraInput())
         mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, activation=activation, set_parallel_mode=set_parallel_mode,
             **shared,
@@ -172,14 +182,19 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """hidden_states [B, S, H], or tokens [B*S, H] (token shards under sequence parallelism) with `batch` = B -> the same
         shape. `rotary_pos_emb`: cos and sin [S, head], in halves."""
-        if batch is None:
-            if hidden_states.dim() != 3:
-                raise ValueError("TransformerLayer: of tokens [B*S, H] it must know the batch: pass batch=B")
-            batch = hidden_states.shape[0]
-        q, k, v = (
-            y.reshape(batch, -1, y.shape[-1] // self.head, self.head).transpose(1, 2) for y in self.qkv(hidden_states)
-        )
+        if (batch is None) != (hidden_states.dim() == 3):
+            raise ValueError(
+                f"TransformerLayer: it is given {tuple(hidden_states.shape)} and batch {batch}: of [B, S, H] it knows the "
+                f"batch, of tokens [B*S, H] pass batch=B"
+            )
+        batch = hidden_states.shape[0] if batch is None else batch
+        ys = self.qkv(hidden_states)
+        tokens = ys[0].numel() // ys[0].shape[-1]
+        if tokens % batch:
+            raise ValueError(f"TransformerLayer: {tokens} tokens are no {batch} sequences of one length")
+        q, k, v = (y.reshape(batch, -1, y.shape[-1] // self.head, self.head).transpose(1, 2) for y in ys)
         if rotary_pos_emb is not None:
+            _check_rotary(rotary_pos_emb, (tokens // batch, self.head))
             q, k = (_rotated(each, *rotary_pos_emb) for each in (q, k))
         shared = q.shape[1] != k.shape[1]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=shared).transpose(1, 2)
@@ -187,6 +202,16 @@ class TransformerLayer(nn.Module):
         x = self.proj(flat if hidden_states.dim() == 3 else flat.flatten(0, 1), hidden_states)
         out: Tensor = self.mlp(x, x)
         return out
+
+
+def _check_rotary(given: Any, shape: tuple[int, int]) -> None:
+    """ValueError for what is not cos and sin of this shape."""
+    if isinstance(given, Tensor) or [tuple(each.shape) for each in given] != [shape] * 2:
+        found = [given] if isinstance(given, Tensor) else given
+        raise ValueError(
+            f"TransformerLayer: rotary_pos_emb must be cos and sin, each [S, head] = {list(shape)}; got "
+            f"{', '.join(str(list(each.shape)) for each in found)}"
+        )
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
