@@ -38,6 +38,7 @@ from launch.config import Config, recipe_files, to_toml
 from launch.data import open_sources
 from launch.diagnose import origin
 from launch.exposure import profiled
+from launch.first_scales import PASSES, FirstScales
 from launch.graph import Batch, Replays
 from launch.hang import Place
 from launch.links import OWN
@@ -99,6 +100,7 @@ class Trainer:
         )  # fmt: skip
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
         self.recipes = session_of(built.model)
+        self.first_scales = FirstScales(self.recipes)
         self.wire = WireWatch(config, built)
         saves = config.checkpoint
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
@@ -117,6 +119,7 @@ class Trainer:
             return 0
         self.starts_a_lineage = path.resolve().parent != self.run.checkpoints.resolve()
         loaded = checkpoint.load(path, self.state)
+        self.first_scales.resumed()
         self.run.say(f"resuming from step {loaded.step} ({path})")
         for remark in (*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train)):
             self.run.say(remark)
@@ -230,6 +233,10 @@ class Trainer:
 
     def compute(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
         """What a step does on the device -> this rank's part of the loss, and what `optimize` returns; fp32 [4]."""
+        return torch.cat([self.forward_backward(batches, lap).unsqueeze(0), self.optimize()])
+
+    def forward_backward(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
+        """The gradients of a step, and this rank's part of its loss, fp32 []."""
         model, dp_size = self.built.model, self.built.batch.dp_size
         valid = self.valid_tokens(batches)
         total = torch.zeros((), device=self.built.device)
@@ -242,7 +249,7 @@ class Trainer:
             dlp.backward_dw(model)
             total += loss.detach()
             lap("backward")
-        return torch.cat([total.unsqueeze(0), self.optimize()])
+        return total
 
     def replay(self, batches: Sequence[Batch]) -> Tensor:
         """`compute` by a CUDA graph, which is captured where there is none."""
@@ -262,6 +269,17 @@ class Trainer:
             dlp.backward_dw(self.built.model)
             self.built.optimizer.zero_grad(set_to_none=True)
             dlp.load_state_dict(self.built.model, before)
+
+    def find_scales(self, step: int) -> None:
+        """Of tensors whose scales are delayed and have no history yet, from the batches of a step."""
+
+        def without_update() -> None:
+            self.forward_backward(list(self.batches(self.train_data, step)))
+            self.built.optimizer.zero_grad(set_to_none=True)
+
+        with self.slowly("finding first scales"):
+            if found := self.first_scales.find(self.built.model, without_update):
+                self.run.say(f"step {step + 1}: {PASSES} passes without an update found {found} delayed scales")
 
     def set_learning_rate(self, lr: float) -> None:
         """Of the next step; where a graph reads it, in the memory it is read from."""
@@ -344,6 +362,7 @@ class Trainer:
         config, steps, loss, begun = self.config, self.config.train.steps, math.nan, done
         settled = begun + SETTLED
         in_flight: Step | None = None
+        self.find_scales(done)
         while done < steps and not self.wants_stop:
             with self.slowly("a first step, which compiles", done < settled):
                 current = self.profiled_step(done)
@@ -354,8 +373,9 @@ class Trainer:
             self.stop.beat()
             if done == begun + SETTLED and self.built.device.type == "cuda":
                 current.remarks += capture.describe(self.built.model)
-            if self.tell_recipes(current):
+            if self.tell_recipes(current) and done < steps:
                 settled = done + SETTLED
+                self.find_scales(done)
             saves = done % config.checkpoint.every == 0 or done == steps
             validates = done % config.train.eval_every == 0 or done == steps
             if saves or validates or self.wants_stop:

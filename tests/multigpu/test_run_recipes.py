@@ -58,6 +58,24 @@ def test_a_run_that_swaps_resumes_between_swaps_bit_for_bit_and_shows_them(ranks
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.ranks(2)
+def test_the_first_step_under_delayed_scales_keeps_its_gradients(ranks, tmp_path, data):
+    run = config(tmp_path, data, "--recipe=fp8_delayed", "--train.steps=1", "--groups.default.stats=true")
+    ranks(2).run(training.run, run)
+    gradients = {name: cast for name, cast in training.metrics(run, "stats")[1].items() if name.endswith(".dy")}
+    assert len(gradients) == 4, "of q, k and v, and of gate and up, those are one"
+    assert all(cast["underflow"] < 1e-3 and cast["saturation"] == 0 for cast in gradients.values()), gradients
+
+
+@pytest.mark.ranks(2)
+def test_scales_are_found_where_layers_get_delayed_ones_and_not_again(ranks, tmp_path, data):
+    swap = '[{at_step = 2, recipe = "fp8_delayed"}, {at_step = 3, recipe = "bf16"}]'
+    run = config(tmp_path, data, "--groups.default.swap", swap, "--train.steps=4", "--recipe=bf16")
+    ranks(2).run(training.run, run)
+    passes = [line for line in training.said(run) if "passes" in line]
+    assert passes == ["step 3: 3 passes without an update found 18 delayed scales"]
+
+
 BF16_SECOND = '\n[[groups]]\nname = "edges"\nmatch = ["layers.-1.**"]\nrecipe = "bf16"\n'
 
 

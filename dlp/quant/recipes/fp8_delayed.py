@@ -1,8 +1,9 @@
 """fp8_delayed: per-tensor FP8 scaled by the amaxes of earlier steps, so that a cast is one pass over the tensor.
 
-Scales change at the step boundary only, all together, after one all-reduce of the amaxes. The first step casts with
-scale 1. HYBRID: E4M3 for x and w, E5M2 for dy. fprop sums inside the tensor core, dgrad and wgrad with split
-accumulation. (Micikevicius et al., arXiv 2209.05433.)
+Scales change at the step boundary only, all together, after one all-reduce of the amaxes. They start at 1, with which
+most gradients become 0: run forward, backward and `dlp.end_step` a few times first, without an update, as `launch` does.
+HYBRID: E4M3 for x and w, E5M2 for dy. fprop sums inside the tensor core, dgrad and wgrad with split accumulation.
+(Micikevicius et al., arXiv 2209.05433.)
 """
 
 from collections.abc import Callable
