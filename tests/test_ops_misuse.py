@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -304,3 +305,84 @@ def test_the_options_of_a_layer_reach_both_norms_and_heads_their_size():
         layer(x.flatten(0, 1), batch=3)
     with pytest.raises(ValueError, match=r"given \(8, 32\) and batch None"):
         layer(x.flatten(0, 1))
+
+
+# Writing to what came out
+
+
+OUTPUTS = {
+    "norm": lambda: ops.Sequential(ops.RMSNorm(H)),
+    "activation": lambda: ops.GELU(),
+    "gate": lambda: ops.SwiGLU(),
+    "linear": lambda: ops.Linear(H, H),
+    "siblings": lambda: ops.Sequential(ops.Linear(H, (H, H))),
+    "two": lambda: ops.Sequential(ops.RMSNorm(H), ops.MakeExtraOutput(), ops.ConstantScale(2.0)),
+    "layer": lambda: dlp.Linear(H, H),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("shape", [(M, H), (2, M, H)], ids=["tokens", "sequences"])
+def test_outputs_may_be_written_to_as_those_of_torch(kind: str, shape: tuple[int, ...]):
+    """y += 1, or an activation in place behind a model, of whatever shape."""
+    model, x = OUTPUTS[kind](), values(0, *shape).requires_grad_()
+    found = []
+    for in_place in (False, True):
+        ys = model(x)
+        ys = list(ys) if isinstance(ys, tuple) else [ys]
+        ys = [y.mul_(2) if in_place else 2 * y for y in ys]
+        found.append([*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *model.parameters()])])
+    for one, other in zip(*found, strict=True):
+        assert_bit_equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(M, H), (2, M, H)], ids=["tokens", "sequences"])
+def test_a_sum_goes_into_the_extra_output_of_another_sequence(shape: tuple[int, ...]):
+    """Where nobody keeps that: the linear behind it has codes."""
+    norm, linears = ops.RMSNorm(H), [ops.Linear(H, H, recipe="fp8_current") for _ in range(2)]
+    x, found = values(0, *shape).requires_grad_(), []
+    for in_place in (False, True):
+        first = ops.Sequential(norm, ops.MakeExtraOutput(), linears[0])
+        second = ops.Sequential(linears[1], ops.AddExtraInput(in_place=in_place))
+        y, residual = first(x)
+        y = second(y, residual)
+        assert (y.data_ptr() == residual.data_ptr()) == in_place
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *first.parameters(), *second.parameters()])])
+    for one, other in zip(*found, strict=True):
+        assert_bit_equal(one, other)
+
+
+def test_two_outputs_in_one_place_are_not_written_to():
+    y, extra = ops.Sequential(ops.RMSNorm(H), ops.MakeExtraOutput())(values(0).requires_grad_())
+    for output in (y, extra):
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            output.mul_(2)
+
+
+def test_nothing_is_written_to_codes():
+    """What writes to a Handed would change a decoded copy of it."""
+    handed = ops.Sequential(ops.Quantize(recipe="fp8_current"))(values(0))
+    before = handed.tensor()
+    for write in (
+        lambda: handed.mul_(2),
+        lambda: handed.__setitem__(0, 1.0),
+        lambda: torch.add(before, 1, out=handed),
+        lambda: handed.copy_(before),
+    ):
+        with pytest.raises(TypeError, match="a Handed holds codes, which nothing writes to"):
+            write()
+    assert_bit_equal(copy.deepcopy(handed).tensor(), before)
+    assert_bit_equal(before.add_(handed), 2 * handed.tensor())
+
+
+# Compiled
+
+
+def test_shapes_that_change_are_one_graph():
+    """With dynamic=True, which makes variables of the numbers of a module too."""
+    model = ops.Sequential(ops.RMSNorm(H, eps=1e-3), ops.Linear(H, H))
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+    for tokens in (3, 8):
+        assert_bit_equal(compiled(values(0, tokens, H)), model(values(0, tokens, H)))
+    model[0].eps = 0.5
+    assert_bit_equal(compiled(values(0)), model(values(0)))

@@ -55,18 +55,33 @@ class Handed(Tensor):
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"Handed({list(self.shape)}, {self.operands.at(columnwise=False).format.name})"
 
+    def __setitem__(self, *where_and_what: Any) -> None:
+        _refuse_written("__setitem__", [self])
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """detach, alias and views of the same shape keep the operands; whatever else reads the values decodes them."""
+        """detach, alias, clone and views of the same shape keep the operands; whatever else reads the values decodes them.
+        TypeError for what would write to it: nothing changes the codes."""
         if func in _SAME and isinstance(args[0], Handed):
             it = args[0]
             return Handed(it.operands, it.making, it.shape, it.dtype)
+        if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            named = {one.name: its for one, its in zip(arguments, args, strict=False)} | (kwargs or {})
+            _refuse_written(func, [named.get(one.name) for one in arguments if one.is_write])
         plain = tree_map(lambda value: value.tensor() if isinstance(value, Handed) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
 STYLE_THAT_GATHERS = {"x": COLUMN_SP, "dy": ROW_SP}
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view_as.default)
+_SAME = (
+    torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view_as.default, torch.ops.aten.clone.default
+)  # fmt: skip
+
+
+def _refuse_written(func: Any, written: Sequence[Any]) -> None:
+    if any(isinstance(one, Handed) for one in written):
+        raise TypeError(f"{func}: a Handed holds codes, which nothing writes to: write to its tensor()")
 
 
 def why_not(recipe: Recipe, tensor: str) -> str | None:

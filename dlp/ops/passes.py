@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dlp.ops.calls import FuserCall, Pass, Placed, once
 from dlp.ops.captured import Flat, Kept
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, overlap, tensor_of
-from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, only_once, past_functorch
+from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, only_once, owned, past_functorch
 from dlp.parallel.weight.local import held
 
 NONE: dict[str, Any] = {}
@@ -381,6 +381,7 @@ class FuserFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Pass, *tensors: Any) -> tuple[Tensor, ...]:
         results, saved, dirty = forward(run, tensors)
+        results = list(owned(results, tensors))
         run.drop()
         known, written = {*map(id, tensors)}, {id(tensor): tensor for tensor in dirty}
         returned = []

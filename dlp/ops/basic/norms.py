@@ -47,6 +47,15 @@ class _Norm(BasicOperation):
         if self.biased:
             self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 
+    @property
+    def eps(self) -> float:
+        return float(self._eps)
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        """Kept as text: `torch.compile(dynamic=True)` makes a variable of a float, and a prologue's options are constants."""
+        self._eps = repr(float(value))
+
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps:g}{', zero_centered_gamma' * self.zero_centered_gamma}"
 

@@ -219,6 +219,24 @@ def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any
     return past
 
 
+def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What an autograd function returns, of what it was given: a view whose memory is its own as no view, so that whoever gets
+    it may write to it, as torch allows for no view that a function made."""
+    if not any([result._is_view() for result in results]):
+        return results
+    bases = [_base(result) for result in results]
+    shared = [id(_base(tensor)) for tensor in given]
+    shared += [id(base) for base in bases if sum([other is base for other in bases]) > 1]
+    return [
+        result.detach() if base is not result and id(base) not in shared else result
+        for result, base in zip(results, bases, strict=True)
+    ]
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor._base if tensor._is_view() else tensor  # type: ignore[return-value]
+
+
 def refuse_transforms(name: str) -> None:
     """RuntimeError inside of a transform of torch.func: kernels read memory, which its tensors do not have."""
     if torch._C._are_functorch_transforms_active():
@@ -251,7 +269,7 @@ class DirectLinearFn(torch.autograd.Function):
         ctx.call, ctx.sides, ctx.scales = call, sides, call.bound.session.scales
         ctx.save_for_backward(*weights, *to_save(inputs, kept, call.save))
         ctx.set_materialize_grads(False)
-        return tuple(ys)
+        return tuple(owned(ys, inputs))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
