@@ -18,7 +18,7 @@ from tests import pool as worker
 from tests.emulated import emulation
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, relative_error
-from tests.test_ops import H, M, Watched, values
+from tests.ops_models import H, M, Watched, values
 from tests.twins import without_programs
 
 Ops = list[nn.Module]

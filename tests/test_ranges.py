@@ -16,7 +16,7 @@ from dlp.kernels import captured
 from dlp.kernels.ranges import named_range
 from tests import pool as worker
 from tests.emulated import emulated  # noqa: F401
-from tests.test_ops import Watched
+from tests.ops_models import Watched
 
 PARTS = ("cast_x", "fprop", "cast_dy", "dgrad", "wgrad")
 LOCAL = {f"Linear.{part}" for part in PARTS}

@@ -1,0 +1,197 @@
+"""What ops and fusions are told, and every fusion beside its basic ops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dlp import ops
+from tests.cases import RECIPES
+from tests.kept import fusions_kept
+from tests.metrics import assert_bit_equal, assert_close
+from tests.ops_models import H, M, Watched, linear, run, values
+
+# What ops and fusions are told
+
+
+class Told(ops.BasicOperation):
+    """x times `factor`; keeps what it was told."""
+
+    def op_forward(
+        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any,
+        factor: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        self.quantizers = prev_op_grad_output_quantizer, next_op_input_quantizer
+        self.needs, ctx.factor = (ctx.requires_grad, ctx.needs_dx), factor
+        return factor * input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return ctx.factor * grad_output, ()
+
+
+def test_an_op_is_told_who_casts_what_it_returns():
+    """The dy of the linear before, through its bias, and the x of the one behind."""
+    before, behind = ops.Linear(H, H, recipe="fp8_current"), ops.Linear(H, H, recipe="fp8_block")
+    told = [Told() for _ in range(3)]
+    ops.Sequential(told[0], before, told[1], ops.Identity(), behind, told[2])(values(0, M, H))
+    recipes = [linear.core.spec.recipe for linear in (before, behind)]
+    assert [op.quantizers for op in told] == [
+        (None, recipes[0].x), (recipes[0].dy, None), (recipes[1].dy, None),
+    ]  # fmt: skip  # an Identity may do anything with it
+    ops.Sequential(before, told[1], behind)(values(0, M, H))
+    assert told[1].quantizers == (recipes[0].dy, recipes[1].x)
+
+
+def test_an_op_is_told_whether_there_is_a_backward():
+    first, second = Told(), Told()
+    model, x = ops.Sequential(first, ops.Linear(H, H), second), values(0, M, H)
+    model(x)
+    assert (first.needs, second.needs) == ((False, False), (True, True))
+    model(x.requires_grad_())
+    assert (first.needs, second.needs) == ((True, True), (True, True))
+    with torch.no_grad():
+        model(x)
+    assert (first.needs, second.needs) == ((False, False), (False, False))
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+def test_keywords_reach_their_ops(watched: bool):
+    x, told = values(0, M, H).requires_grad_(), Told()
+    with Watched() if watched else nullcontext():
+        y = told(x, factor=3.0)
+        assert_bit_equal(y, 3 * x)
+        both = ops.OperationFuser([ops.ConstantScale(0.5), told])
+        assert_bit_equal(both(x, basic_op_kwargs=[{}, {"factor": 4.0}]), 2 * x)
+        assert_bit_equal(both(x), 0.5 * x)
+    y.sum().backward()
+    assert_bit_equal(x.grad, torch.full_like(x, 3))
+
+
+@fusions_kept()
+def test_a_fusion_is_told_the_recipe_of_the_first_linear():
+    told = []
+    ops.register_forward_fusion(lambda basic, *, recipe: [told.append(recipe), basic][1])
+    ops.Sequential(ops.Identity(), linear("fp8_block"), linear("fp8_current"))(values(0, M, H))
+    ops.Sequential(ops.Identity())(values(0, M, H))
+    assert [recipe and str(recipe) for recipe in told] == ["fp8_block", None]
+
+
+def test_extra_tensors_pass_groups_in_their_order():
+    """Of two fusers, with a plain module and an op with hooks between."""
+    hooked = ops.AddExtraInput()
+    hooked.register_forward_hook(lambda *args: None)
+    model = ops.Sequential(
+        ops.AddExtraInput(), ops.MakeExtraOutput(), nn.Tanh(), hooked, ops.MakeExtraOutput(), ops.ConstantScale(2.0)
+    )
+    x, a, b = (values(seed, M, H) for seed in range(3))
+    y, first, second = model(x, a, b)
+    assert_bit_equal(first, x + a)
+    assert_bit_equal(second, (x + a).tanh() + b)
+    assert_bit_equal(y, 2 * second)
+    for given in ((a,), (a, b, b)):
+        with pytest.raises(ValueError, match=f"its ops take 2 extra inputs; got {len(given)}: pass those of all ops"):
+            model(x, *given)
+
+
+@pytest.mark.parametrize("behind", [[], [ops.GELU()], [ops.MakeExtraOutput()], [ops.Reshape((-1,)), ops.SiLU()]])
+def test_an_extra_input_is_written_to_wherever_its_sum_goes(behind: list[nn.Module]):
+    """Into the output, what an op keeps, or a view that it keeps; who needs it as it was is told so in backward."""
+    x, leaf = values(0, M, H).requires_grad_(), values(1, M, H).requires_grad_()
+    found = []
+    for in_place in (True, False):
+        extra = 2 * leaf
+        outputs = ops.Sequential(ops.AddExtraInput(in_place=in_place), *behind)(x, extra)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert torch.equal(extra, x + 2 * leaf) == in_place
+        found.append([*outputs, *torch.autograd.grad([y.square().sum() for y in outputs], (x, leaf))])
+    for mine, its in zip(*found, strict=True):
+        assert_close(mine, its, 1e-6)
+    extra = leaf.exp()
+    outputs = ops.Sequential(ops.AddExtraInput(in_place=True), *behind, ops.Identity())(x, extra)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+
+
+# Every fusion beside its basic ops
+
+
+class Residual(nn.Module):
+    """Ops between a MakeExtraOutput and an AddExtraInput."""
+
+    def __init__(self, *inner: nn.Module, in_place: bool = False) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(ops.MakeExtraOutput(in_place=in_place), *inner)
+        self.add = ops.Sequential(ops.Identity(), ops.AddExtraInput())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, residual = self.inner(1.0 * x)
+        return self.add(y, residual)  # type: ignore[no-any-return]
+
+
+class IntoInput(nn.Module):
+    """Ops that end in an AddExtraInput(in_place=True)."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(*inner, ops.AddExtraInput(in_place=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, 2.0 * x)  # type: ignore[no-any-return]
+
+
+class Added(nn.Module):
+    """A sum that is normed, and goes on beside."""
+
+    def __init__(self, *behind: nn.Module) -> None:
+        super().__init__()
+        self.inner = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(H), *behind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, total = self.inner(x, 2.0 * x)
+        return y + total  # type: ignore[no-any-return]
+
+
+# what it says in the plan -> the model of a recipe, and the bound where it rounds less often than its ops
+FUSED: dict[str, tuple[Any, float]] = {
+    "ForwardLinearBias[Linear, Bias]": (lambda r: ops.Sequential(ops.RMSNorm(H), linear(r)), 4e-3),
+    "LinearIntoExtraInput[Linear, Bias, AddExtraInput]": (lambda r: IntoInput(linear(r)), 8e-3),
+    "LinearIntoExtraInput[Linear, ConstantScale, AddExtraInput]":
+        (lambda r: IntoInput(linear(r, bias=False), ops.ConstantScale(0.5)), 8e-3),
+    "BackwardLinearIntoResidual[MakeExtraOutput, Linear]": (lambda r: Residual(linear(r), in_place=True), 8e-3),
+    "BackwardScaledLinear[Linear, ConstantScale]":
+        (lambda r: ops.Sequential(linear(r, bias=False), ops.ConstantScale(0.5)), 0.0),
+    "ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm]": (lambda r: Added(linear(r, bias=False)), 0.0),
+    "BackwardNormResidual[MakeExtraOutput, RMSNorm]": (lambda r: Residual(ops.RMSNorm(H), linear(r, bias=False)), 0.0),
+} | {  # an Identity, so that forward rounds alike
+    f"BackwardBiasActivation[Bias, {act.__name__}]":
+        (lambda r, act=act: ops.Sequential(linear(r, bias=False), ops.Identity(), ops.Bias(H), act()), 0.0)
+    for act in (ops.GELU, ops.ReLU, ops.SiLU, ops.SReLU)
+}  # fmt: skip
+
+
+FROZEN = [("fp8_current", False), ("fp8_block", False)]
+
+
+@pytest.mark.parametrize(("recipe", "learns"), [(recipe, True) for recipe in RECIPES] + FROZEN)
+@pytest.mark.parametrize("said", FUSED)
+def test_a_fusion_equals_its_basic_ops(said: str, recipe: str, learns: bool):
+    make, bound = FUSED[said]
+    torch.manual_seed(0)
+    fused = make(recipe).bfloat16().requires_grad_(learns)
+    basic = copy.deepcopy(fused)
+    found = run(fused, dtype=torch.bfloat16)
+    sequences = [module for module in fused.modules() if isinstance(module, ops.Sequential)]
+    assert any(said in str(each.plan()) for each in sequences), [str(each.plan()) for each in sequences]
+    with fusions_kept(none=True):
+        expected = run(basic, dtype=torch.bfloat16)
+    for name, tensor in expected.items():
+        if bound == 0.0:
+            assert_bit_equal(found[name], tensor, name)
+        else:
+            assert_close(found[name], tensor, bound, name)

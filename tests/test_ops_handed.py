@@ -1,0 +1,130 @@
+"""Split sequences, and the quantized tensors that travel between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dlp
+from dlp import ops
+from dlp.parallel.linear import core
+from tests.metrics import assert_bit_equal, assert_close
+from tests.ops_models import linear, values
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_rowwise"])
+@pytest.mark.parametrize("shape", [(128, 128), (2, 64, 128)], ids=["tokens", "sequences"])
+def test_a_quantized_tensor_goes_to_the_next_sequence_and_is_cast_once(
+    recipe: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    norm = ops.Sequential(ops.LayerNorm(128), ops.Quantize(recipe=recipe)).bfloat16()
+    fc1 = ops.Sequential(ops.Linear(128, 128, bias=False, recipe=recipe)).bfloat16()
+    whole = ops.Sequential(norm[0], fc1[0])
+    x = values(1, *shape).bfloat16().requires_grad_()
+    handed = norm(x)
+    assert isinstance(handed, ops.Handed) and handed.shape == shape and handed.dtype == torch.bfloat16
+    cast: list[str] = []
+    quantize = core.quantize
+    monkeypatch.setattr(
+        core, "quantize", lambda bound, tensor, *a, **k: [cast.append(tensor), quantize(bound, tensor, *a, **k)][1]
+    )
+    monkeypatch.setattr(core.BoundRoute, "send", lambda self, *a, **k: pytest.fail("x is cast once more"))
+    y = fc1(handed)
+    monkeypatch.undo()
+    dy = values(2, *y.shape).bfloat16()
+    y.backward(dy)
+    found = {"y": y.detach(), "dx": x.grad, "dw": fc1[0].weight.grad}
+    x.grad = fc1[0].weight.grad = None
+    other = whole(x)
+    other.backward(dy)
+    for name, tensor in {"y": other.detach(), "dx": x.grad, "dw": fc1[0].weight.grad}.items():
+        assert_bit_equal(found[name], tensor, name)  # type: ignore[arg-type]
+    assert "x" not in cast
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
+def test_split_sequences_compute_what_torch_does(recipe: str):
+    """Within what the recipe rounds."""
+    torch.manual_seed(0)
+    norm, fc1 = (
+        ops.Sequential(ops.LayerNorm(128), ops.Quantize(recipe=recipe)),
+        ops.Sequential(linear(recipe, size=128)),
+    )
+    x, dy = values(1, 128, 128).requires_grad_(), values(2, 128, 128)
+    y = fc1(norm(x))
+    y.backward(dy)
+    own = [p.detach().clone().requires_grad_() for p in (x, *norm.parameters(), *fc1.parameters())]
+    expected = F.linear(F.layer_norm(own[0], (128,), own[1], own[2]), own[3], own[4])
+    expected.backward(dy)
+    for found, its in zip((x, *norm.parameters(), *fc1.parameters()), own, strict=True):
+        assert_close(found.grad, its.grad, 0.08)  # type: ignore[arg-type]
+    assert_close(y, expected, 0.08)
+
+
+def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pytest.LogCaptureFixture):
+    x = values(1, 128, 128)
+    linear = ops.Linear(128, 128, recipe="fp8_block")
+    handed = ops.Quantize(recipe="fp8_current")(x)
+    assert_close(linear(handed), linear(x), 0.1)
+    assert "x is quantized twice: it came as" in caplog.text
+    with pytest.raises(ValueError, match="give Quantize this recipe, or leave strict away"):
+        linear(ops.Quantize(recipe="fp8_current", strict=True)(x))
+    assert_close(handed + 1, x + 1, 0.1)
+    for recipe in ("fp8_block", "fp8_current"):  # not an op, but reads it alike
+        layer = dlp.Linear(128, 128, recipe=recipe)
+        y = layer(handed)
+        y.sum().backward()
+        assert_close(y, layer(x), 0.1 if recipe == "fp8_block" else 0.0, recipe)
+    assert ops.Quantize()(x) is not None and type(ops.Quantize()(x)) is Tensor
+
+
+def test_a_quantized_gradient_goes_back():
+    torch.manual_seed(0)
+    first = ops.Sequential(ops.Linear(128, 128, bias=False, recipe="fp8_current"))
+    second = ops.Sequential(ops.Quantize(forward=False, backward=True, recipe="fp8_current"), ops.RMSNorm(128))
+    x = values(1, 128, 128).requires_grad_()
+    y = first(x)
+    seen: list[Any] = []
+    y.register_hook(lambda grad: seen.append(type(grad)))
+    second(y).sum().backward()
+    assert seen == [ops.Handed]
+    assert x.grad is not None and x.grad.isfinite().all() and x.grad.any()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["two sequences", "one"])
+def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
+    torch.manual_seed(0)
+    recipes = "fp8_block", "fp8_rowwise" if inside else "fp8_block"  # inside, each casts by its own
+    first = ops.Linear(128, 128, recipe=recipes[0], output="quantized")
+    second = ops.Linear(128, 128, recipe=recipes[1], grad_input="quantized")
+    plain = [ops.Linear(128, 128, recipe=recipe) for recipe in recipes]
+    for mine, other in zip((first, second), plain, strict=True):
+        other.load_state_dict(mine.state_dict())
+    found, seen, x = [], list[Any](), values(1, 128, 128)
+    for pair in ((first, second), plain):
+        given = x.clone().requires_grad_()
+        if inside:
+            y = ops.Sequential(*pair)(given)
+        else:
+            between = pair[0](given)
+            between.register_hook(lambda grad: seen.append(type(grad)))
+            seen.append(type(between))
+            y = pair[1](between)
+        y.backward(values(2, 128, 128))
+        assert given.grad is not None
+        found.append([y.detach(), given.grad, *[p.grad for layer in pair for p in layer.parameters()]])
+    for name, mine, other in zip(("y", "dx", "dw", "db", "dw", "db"), *found, strict=True):
+        if name == "db":  # the sums of what came, which was rounded
+            assert_close(mine, other, 0.05)
+        else:
+            assert_bit_equal(mine, other, name)
+    assert seen == ([] if inside else [ops.Handed, ops.Handed, Tensor, Tensor])
+    with pytest.raises(ValueError, match='output must be "values" or "quantized"; got \'fp8\''):
+        ops.Linear(8, 8, output="fp8")
+    with pytest.raises(ValueError, match="siblings go to a gate"):
+        ops.Linear(8, (8, 8), output="quantized")

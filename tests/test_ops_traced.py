@@ -1,0 +1,152 @@
+"""Ops one by one, where torch compiles or watches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dlp
+from dlp import ops
+from tests.kept import fusions_kept
+from tests.ops_models import FFN, H, M, Watched, linear, mlp, run, same, values
+from tests.ops_programs import PROGRAMS, LearnableScale, fuse_scale_add
+
+
+def test_what_is_traced_hands_on_values_and_the_plan_says_so():
+    split = PROGRAMS["Split"]()
+    with Watched():
+        assert type(split.norm(values(0, M, H))) is Tensor  # type: ignore[operator]
+    expected = "compiled or watched, 1 (Quantize) hands on values, which the linear that reads them casts"
+    assert expected in str(split.norm.plan()) and "compiled or watched" not in str(split.fc1.plan())  # type: ignore[operator]
+
+
+def mlp_like(model: nn.Module) -> ops.Sequential:
+    """The same in bf16, not compiled."""
+    made = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (FFN, FFN)), ops.SwiGLU(), ops.Linear(FFN, H), ops.GELU())
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+@fusions_kept()
+def test_programs_of_users_compile(program: str):
+    """Into one graph, of the ops one by one; a region inside of it is refused."""
+    ops.register_forward_fusion(fuse_scale_add, prepend=True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = PROGRAMS[program]()
+    expected = run(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    if program == "Quantized":
+        with pytest.raises(Exception, match="dlp.autocast does not reach into torch.compile"):
+            run(model)
+    else:
+        same(run(model), expected, 1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_code_refuses_what_was_quantized_outside_of_it():
+    split = PROGRAMS["Split"]()
+    handed = split.norm(values(0, M, H))  # type: ignore[operator]
+    split.fc1.compile(backend="aot_eager", fullgraph=True)  # type: ignore[operator]
+    with pytest.raises(Exception, match=r"0 \(Linear\): compiled code reads values, and is given a Handed"):
+        split.fc1(handed)  # type: ignore[operator]
+    split.fc1(handed.tensor())  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make", [lambda: ops.Linear(H, H), lambda: ops.BasicLinear(H, H, recipe="fp8_current"), lambda: ops.RMSNorm(H),
+             ops.GELU, LearnableScale], ids=["linear", "basic", "norm", "activation", "own"]
+)  # fmt: skip
+def test_an_op_by_itself_compiles_before_it_has_run(make: Any):
+    torch._dynamo.reset()
+    models = make(), make()
+    models[1].load_state_dict(models[0].state_dict())
+    models[0].compile(backend="aot_eager", fullgraph=True)
+    same(run(models[0]), run(models[1]), 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "nvfp4"])
+def test_frozen_linears_compile(recipe: str):
+    """Only dx is made, by layers that have not run before."""
+    torch._dynamo.reset()
+    for before in ([], [ops.RMSNorm(H)]):
+        model = ops.Sequential(*before, linear(recipe), ops.GELU())
+        model.requires_grad_(False)
+        fresh = copy.deepcopy(model)
+        fresh.compile(backend="aot_eager", fullgraph=True)
+        same(run(fresh), run(model), 0.02 if recipe == "fp8_current" else 1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_code_is_one_graph():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = ops.Sequential(
+        ops.RMSNorm(H), ops.Linear(H, (FFN, FFN), recipe="fp8_current"), ops.SwiGLU(),
+        ops.Linear(FFN, H, recipe="fp8_current"), ops.GELU(),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    dlp.attach(model, optimizer)
+    other = copy.deepcopy(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    same(run(model), run(other), 0.02)
+    dlp.set_recipe(model, "*", "bf16")
+    optimizer.step()
+    same(run(model), run(mlp_like(model)), 1e-5)
+
+
+def test_equal_blocks_share_a_graph():
+    """One in the first step, one more for operands that the step boundary has cast, however many blocks there are."""
+    torch.compiler.reset()
+    counters.clear()
+    blocks = [ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H, recipe="fp8_delayed")) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dlp.attach(model, optimizer)
+    for block in blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        run(model)
+        optimizer.step()
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
+@pytest.mark.parametrize("norm", [ops.RMSNorm, ops.LayerNorm])
+@pytest.mark.parametrize("gate", [ops.SwiGLU, ops.GEGLU])
+def test_what_watches_sees_ops_one_by_one(norm: type[nn.Module], gate: type[nn.Module]):
+    """Norms and gates as prologues of the linears behind them."""
+    given = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given.extend([len(args[0])] if func is torch.ops.dlp.linear_fwd.default else [])
+            return func(*args, **(kwargs or {}))
+
+    linears = [ops.Linear(H, sizes, recipe="fp8_current") for sizes in ((H, H), H)]
+    model = ops.Sequential(norm(H), linears[0], gate(), linears[1])
+    expected = run(model)
+    with Counts():
+        same(run(model), expected, 0.02)
+    assert given == [1 + len(list(model[0].parameters())), 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_compiled_code_is_given_the_dtype_of_torch_autocast(recipe: str):
+    model = mlp(recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(model)
+        model.compile(backend="aot_eager", fullgraph=True)
+        found = run(model)
+    assert expected["y"].dtype == found["y"].dtype == torch.bfloat16
+    same(found, expected, 0.02)
