@@ -34,7 +34,7 @@ def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Seque
         before = None if sums is None else sums.check_announced
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                op._parameters[name] = local(parameter, getattr(op, "layer_name", type(op).__name__), before=before)
+                op._parameters[name] = local(parameter, op.layer_name, before=before)
     try:
         return _run(fuser, x, extra_inputs, kwargs)
     finally:

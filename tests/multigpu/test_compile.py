@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import dlp
 from dlp.parallel.linear.core import run_forward, to_save
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
+from launch.config import Config
 from tests import pool as worker
+from tests import training
 from tests.metrics import relative_error
 
 pytestmark = pytest.mark.slow
@@ -168,6 +170,37 @@ def test_a_converted_model_compiles(ranks, backend, whole, world):
     for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
         assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
         assert whole or graphs == 1, "equal blocks share a graph"
+
+
+def graphs_of_blocks(config: Config) -> int:
+    """How many graphs three steps of a run make, its blocks compiled one by one."""
+    trainer, _ = training.trainer(config)
+    for block in trainer.built.model.model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for step in range(3):
+        trainer.train_step(step)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    return graphs
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("fused", ["true", "false"])
+def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path, fused):
+    """torch stops compiling a function after its eighth graph, and runs what is left of a deep model as it is."""
+    data, graphs = training.shards(tmp_path), []
+    for layers in (2, 4):
+        config = training.config(
+            tmp_path,
+            data,
+            "--mesh.tp=1",
+            f"--model.fused={fused}",
+            f"--model.layers={layers}",
+            "--train.deterministic=false",
+        )
+        graphs += ranks(1).run(graphs_of_blocks, config)
+    assert graphs[0] == graphs[1] <= 4, graphs
 
 
 def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int, prologue: str | None) -> None:
