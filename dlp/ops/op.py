@@ -104,7 +104,9 @@ class BasicOperation(FusibleOperation):
     looked_through: tuple[str, ...] = ()  # by those who ask for these quantizers: it hands on what it is given
     part_of: Any = None  # a linear that does this itself where ops run one by one
     traced_otherwise = ""  # what it does else where torch traces or watches, for plans
-    layer_name: str  # that of a converted model, else the class: read as an attribute, so that traced blocks share a graph
+    layer_name: (
+        str  # that of a converted model, else the class: read as an attribute, so that traced blocks share a graph
+    )
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
