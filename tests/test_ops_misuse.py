@@ -51,6 +51,18 @@ def test_extra_tensors_of_a_sequence_in_a_sequence():
         model(x)
 
 
+def test_names_that_were_given_stay_and_no_module_is_lost():
+    act = {"norm": ops.RMSNorm(H), "act": ops.GELU()}
+    assert list(ops.Sequential(act).insert(1, ops.ReLU())._modules) == ["norm", "1", "act"]
+    model = ops.Sequential(act).append(ops.ReLU())
+    del model[0]
+    assert list(model._modules) == ["act", "1"]
+    assert [type(op) for op in ops.Sequential({"1": ops.GELU()}).append(ops.ReLU())] == [ops.GELU, ops.ReLU]
+    numbered = ops.Sequential(*map(ops.ConstantScale, range(4)))
+    del numbered[1:3]
+    assert [(name, op.scale) for name, op in numbered.named_children()] == [("0", 0), ("1", 3)]
+
+
 # In place
 
 

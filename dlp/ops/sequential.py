@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -59,16 +60,13 @@ class Sequential(nn.Module):
         self.add_module(list(self._modules)[index], module)
 
     def __delitem__(self, index: int | slice) -> None:
-        names = list(self._modules)
-        kept = [
-            m
-            for name, m in self._modules.items()
-            if name not in ([names[index]] if isinstance(index, int) else names[index])
-        ]
-        self._renumber(kept)
+        named = list(self._modules.items())
+        del named[index]
+        self._renumber(named)
 
     def append(self, module: nn.Module) -> Sequential:
-        self.add_module(str(len(self)), module)
+        name = next(str(i) for i in count(len(self)) if str(i) not in self._modules)
+        self.add_module(name, module)
         return self
 
     def extend(self, modules: Iterable[nn.Module]) -> Sequential:
@@ -77,16 +75,16 @@ class Sequential(nn.Module):
         return self
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Modules behind it are numbered anew."""
-        modules: list[Any] = list(self)
-        modules.insert(index, module)
-        self._renumber(modules)
+        """Modules behind it are numbered anew, but for those that were given names."""
+        named: list[Any] = list(self._modules.items())
+        named.insert(index, ("0", module))
+        self._renumber(named)
         return self
 
-    def _renumber(self, modules: list[Any]) -> None:
+    def _renumber(self, named: list[Any]) -> None:
         self._modules.clear()
-        for name, module in enumerate(modules):
-            self.add_module(str(name), module)
+        for place, (name, module) in enumerate(named):
+            self.add_module(str(place) if name.isdigit() else name, module)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_groups"}
