@@ -189,18 +189,7 @@ def run_backward(
     plan = transfers.plan
 
     x_col = transfers.x_kept(saved) if learns else None  # on its way while dy is cast, if it travels
-    dy_rows: Sequence[Any]
-    dy_cols: Sequence[Columnwise | None]
-    with named_range(f"{spec.name}.cast_dy"):
-        if spec.style.gathers == "dy":  # of such a layer there are no siblings
-            sent = transfers.dy(wanted.dx, learns).send(rows[0])
-            dy_rows, dy_cols = [sent.rowwise], [sent.columnwise]
-        else:
-            given = [found for dy in rows if (found := getattr(dy, OPERANDS, None)) is not None]
-            made = (
-                given if len(given) == len(rows) else quantize(bound, "dy", rows, (wanted.dx, learns), members=members)
-            )
-            dy_rows, dy_cols = zip(*made, strict=True)
+    dy_rows, dy_cols = _operands_of_dy(bound, transfers, rows, members, (wanted.dx, learns))
 
     dx: Tensor | Pending[Tensor] | None = None
     ws: list[QuantizedTensor] = []
@@ -239,13 +228,34 @@ def run_backward(
 
     whole = trimmed(arrived(dx), weights[0].shape[1])
     transport.finish(spec.group)
+    return [_finished(bound, whole, saved, wanted), *grads, *later]
+
+
+def _operands_of_dy(
+    bound: BoundSpec, transfers: BoundTransfers, rows: Sequence[Any], members: Sequence[str], reads: tuple[bool, bool]
+) -> tuple[Sequence[Any], Sequence[Columnwise | None]]:  # fmt: skip
+    """dy_i [M, N_i] cast, rowwise for dgrad and columnwise for wgrad, here or on their way; as they came, if they came
+    quantized. `reads`: which of the two there will be."""
+    with named_range(f"{bound.spec.name}.cast_dy"):
+        if bound.spec.style.gathers == "dy":  # of such a layer there are no siblings
+            sent = transfers.dy(*reads).send(rows[0])
+            return [sent.rowwise], [sent.columnwise]
+        given = [found for dy in rows if (found := getattr(dy, OPERANDS, None)) is not None]
+        made = given if len(given) == len(rows) else quantize(bound, "dy", rows, reads, members=members)
+        rowwise, columnwise = zip(*made, strict=True)
+        return rowwise, columnwise
+
+
+def _finished(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor], wanted: GradsWanted) -> Tensor:
+    """dx [M, K] of the GEMM -> 0 where x was clipped, through its format, in the dtype and the shape of x."""
+    recipe = bound.spec.recipe
     if bound.clips:
-        clipped = spec.recipe.x.rowwise.format.wrap(saved).parts[-1]
-        whole = whole.masked_fill_(trimmed(clipped, whole.shape[1]), 0)
-    if spec.recipe.dx is not None:
-        whole = _through_format(bound, "dx", spec.members[0], whole)
-    whole = whole if whole.dtype == wanted.dtype else rounded(whole, wanted.dtype)
-    return [whole if wanted.shape is None else whole.view(wanted.shape), *grads, *later]
+        clipped = recipe.x.rowwise.format.wrap(saved).parts[-1]
+        dx = dx.masked_fill_(trimmed(clipped, dx.shape[1]), 0)
+    if recipe.dx is not None:
+        dx = _through_format(bound, "dx", bound.spec.members[0], dx)
+    dx = dx if dx.dtype == wanted.dtype else rounded(dx, wanted.dtype)
+    return dx if wanted.shape is None else dx.view(wanted.shape)
 
 
 def layer_backward(
