@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from launch.hf_config import CONFIG, config_json, read_config
 from launch.links import said_bytes
 from launch.models.modules import DTYPES, Llama
 from launch.models.rope import ORIGINAL
-from launch.models.tables import UNREAD, their_names
+from launch.models.tables import EMBEDDING, HEAD, UNREAD, their_names
 from launch.schema import toml_lines
 from launch.sections import Model
 
@@ -92,16 +92,17 @@ def import_folder(folder: Path, out: Path) -> str:
                 f"{entry.file}: {theirs[name]} is {list(entry.shape)}, and {CONFIG} makes it {list(parameter.shape)}"
             )
         tensors[name] = parameter.to(entry.dtype)
-    used = {theirs[name] for name in tensors} | ({"lm_head.weight"} if model.tie_embeddings else set())
+    used = {theirs[name] for name in tensors} | ({HEAD} if model.tie_embeddings else set())
     if over := sorted(name for name in found.keys() - used if not name.endswith(UNREAD)):
         raise ValueError(f"{found[over[0]].file}: {over[0]} is no tensor that a {model.family} has here")
+    _check_tied(model, found)
     text = start_config(model, folder, out, config)
     digest = sha256(folder / TOKENIZER)
     size = weights.write(
         out,
         model,
         tensors,
-        lambda name: hf_folder.read(found[theirs[name]], theirs[name]),
+        lambda name: finite(found[theirs[name]], theirs[name]),
         config=text,
         tokenizer=digest,
     )
@@ -109,6 +110,29 @@ def import_folder(folder: Path, out: Path) -> str:
     return (
         f"{len(tensors)} tensors, {said_bytes(size)}, of a {model.family} in {out}; {out}/config.toml starts from them"
     )
+
+
+def _check_tied(model: Model, found: Mapping[str, hf_folder.Entry]) -> None:
+    """ValueError where a folder whose config.json ties the head has another one, which would be lost."""
+    if not (model.tie_embeddings and HEAD in found):
+        return
+    head, embedding = (hf_folder.read(found[name], name) for name in (HEAD, EMBEDDING))
+    if not torch.equal(head, embedding):
+        raise ValueError(
+            f"{found[HEAD].file}: {HEAD} is not {EMBEDDING}, but {CONFIG} says tie_word_embeddings; set that to false, or "
+            f"leave the tensor out"
+        )
+
+
+def finite(entry: hf_folder.Entry, name: str) -> Tensor:
+    """A tensor of a folder. ValueError for one with a NaN or Inf, which no run could start from."""
+    tensor = hf_folder.read(entry, name)
+    bad = tensor.numel() - int(tensor.isfinite().sum())
+    if bad:
+        raise ValueError(
+            f"{entry.file}: {bad} of {tensor.numel()} elements of {name} are NaN or Inf; get the file again"
+        )
+    return tensor
 
 
 def start_config(model: Model, folder: Path, out: Path, config: dict[str, object]) -> str:

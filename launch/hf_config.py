@@ -16,6 +16,7 @@ from launch.schema import ConfigError
 from launch.sections import Model
 
 CONFIG = "config.json"
+NEEDED = ("layers", "hidden", "ffn", "heads", "vocab")  # [model] keys without which nothing is known
 
 
 def read_config(folder: Path) -> tuple[Model, dict[str, Any]]:
@@ -38,6 +39,8 @@ def read_config(folder: Path) -> tuple[Model, dict[str, Any]]:
         settings.pop("sliding_window", None)
     settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
     known = {ours: settings[theirs] for ours, theirs in KEYS.items() if theirs in settings}
+    if lacking := [KEYS[ours] for ours in NEEDED if ours not in known]:
+        raise ValueError(f"{path}: no {', '.join(lacking)} in it; fetch it again")
     known.setdefault("head_dim", _head_dim(known))
     theta, scaling = _positions(path, given)
     try:
@@ -54,12 +57,16 @@ def _refuse(path: Path, given: dict[str, Any]) -> None:
 
 
 def _head_dim(known: dict[str, Any]) -> Any:
-    return known["hidden"] // known["heads"] if known.get("heads") else None
+    hidden, heads = known["hidden"], known["heads"]
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
 
 def _positions(path: Path, given: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """rope_theta and rope_scaling; version 5 of `transformers` writes both as rope_parameters."""
-    said = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    tables = [given.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"{path}: rope_scaling and rope_parameters: expected tables, got {tables}")
+    said = {**tables[0], **tables[1]}
     theta = said.pop("rope_theta", given.get("rope_theta") or 10000.0)
     kind = said.get("rope_type", said.pop("type", "default"))
     if kind == "default":

@@ -22,7 +22,7 @@ from launch.sections import Model
 from tests import training
 from tests.command import command
 
-pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 SHAPE = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=384)  # of tests.training, with
 TWO_BLOCKS = "--model.layers=2"
@@ -100,6 +100,19 @@ def pickled(folder: Path) -> None:
     (folder / INDEX).rename(folder / "pytorch_model.bin")
 
 
+def changed(folder: Path, name: str, values: Callable[[Tensor], Tensor]) -> None:
+    """A tensor holds other values, in its file."""
+    file = hf_folder.entries(folder)[name].file
+    tensors = {
+        each: hf_folder.read(entry, each) for each, entry in hf_folder.entries(folder).items() if entry.file == file
+    }
+    save_file(tensors | {name: values(tensors[name])}, file)
+
+
+def nan_at_the_end(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor[:-1], torch.full_like(tensor[-1:], float("nan"))])
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] = {
     "tensor": (lambda f: without(f, "model.norm.weight"), {}, "published: no tensor model.norm.weight in its files, which"),
     "file": (lambda f: next(f.glob("*00002*")).unlink(), {}, "00002-of-00004.safetensors: no such file, but model.safet"),
@@ -115,6 +128,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] 
     "turned": (None, {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
                "partial_rotary_factor is 0.5, but here heads turn whole"),
     "quantized": (None, {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, but models here have"),
+    "not finite": (lambda f: changed(f, "model.layers.1.mlp.up_proj.weight", nan_at_the_end), {},
+                   "safetensors: 64 of 8192 elements of model.layers.1.mlp.up_proj.weight are NaN or Inf; get the file again"),
+    "another head": (None, {"tie_word_embeddings": True},
+                     "lm_head.weight is not model.embed_tokens.weight, but config.json says tie_word_embeddings; set that"),
+    "table": (None, {"rope_parameters": [1]}, "rope_scaling and rope_parameters: expected tables, got [{}, [1]]"),
+    "lacking": (None, {"num_hidden_layers": None, "hidden_size": None}, "config.json: no num_hidden_layers, hidden_size in"),
+    "text": (None, {"hidden_size": "64", "head_dim": None}, "config.json: [model] hidden: expected an integer >= 1, got '64'"),
     "number": (None, {"vocab_size": 0}, "config.json: [model] vocab: expected an integer >= 1, got 0"),
 }  # fmt: skip
 

@@ -44,11 +44,13 @@ KEYS = {
     "sliding_window": "sliding_window",
 }
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 # Our parameter: theirs. {i} is a block's number.
 NAMES = {
-    "model.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
+    "lm_head.weight": HEAD,
     **{
         f"model.layers.{{i}}.{name}": f"model.layers.{{i}}.{name}"
         for name in (
