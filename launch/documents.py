@@ -17,7 +17,7 @@ from typing import Any
 from launch.tokenizer import MissingPackage, need
 
 Row = tuple[Any, int]  # what stands in the column, and about how many bytes of the file that was
-SAVED = "state.json"  # of a Hugging Face dataset
+SAVED, SPLITS = "state.json", "dataset_dict.json"  # of a Hugging Face dataset, and of several
 
 
 class RowError(ValueError):
@@ -52,22 +52,30 @@ def list_files(given: Iterable[Path]) -> dict[str, Path]:
 
 def saved_dataset(folder: Path) -> dict[str, Path]:
     """The Arrow files of a Hugging Face dataset, by name; none where the folder is not one."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+    if (folder / SPLITS).is_file():
+        names = _listed(folder / SPLITS, lambda found: [str(name) for name in found["splits"]])
         raise ValueError(
-            f"{folder}: a dataset of the splits {', '.join(splits)}; give one of their folders, as {folder / splits[0]}"
+            f"{folder}: a dataset of the splits {', '.join(names)}; give one of their folders, as {folder / names[0]}"
         )
     if not (folder / SAVED).is_file():
         return {}
-    try:
-        listed = json.loads((folder / SAVED).read_text(encoding="utf-8"))["_data_files"]
-        files = {f"{folder.name}/{each['filename']}": folder / each["filename"] for each in listed}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / SAVED}: not that of a saved dataset ({type(error).__name__}: {error})") from None
+    names = _listed(folder / SAVED, lambda found: [each["filename"] for each in found["_data_files"]])
+    files = {f"{folder.name}/{name}": folder / name for name in names}
     for file in files.values():
         if not file.is_file():
             raise ValueError(f"{file}: missing, {SAVED} beside it lists it; save the dataset again")
     return files
+
+
+def _listed(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
+    """What a dataset's file lists, one name at least."""
+    try:
+        found = names(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not that of a saved dataset ({type(error).__name__}: {error})") from None
+    if not found:
+        raise ValueError(f"{path}: it lists nothing, so the dataset is empty; save it again, or leave it out")
+    return found
 
 
 def _check_name(path: Path, name: str) -> None:
@@ -85,13 +93,18 @@ def is_text(path: Path) -> bool:
 
 
 def has_rows(path: Path) -> bool:
-    return path.name.endswith(tuple(READERS))
+    return _kind(path).endswith(tuple(READERS))
+
+
+def _kind(path: Path) -> str:
+    """A name of which the end says what the file is, in capitals, too."""
+    return path.name.lower()
 
 
 def rows(path: Path, column: str) -> Iterator[tuple[int, bytes, int]]:
     """(number, text, bytes of the file) of each row from 1; the text is empty where there is none. ValueError for a file or a
     row that cannot be read."""
-    reader = next(read for suffix, read in READERS.items() if path.name.endswith(suffix))
+    reader = next(read for suffix, read in READERS.items() if _kind(path).endswith(suffix))
     number = 0
     try:
         for number, (value, nbytes) in enumerate(reader(path, column), start=1):
@@ -115,7 +128,7 @@ def _encoded(text: str, path: Path, number: int) -> bytes:
 
 
 def json_lines(path: Path, column: str) -> Iterator[Row]:
-    opened: Any = gzip.open if path.suffix == ".gz" else open
+    opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
     with opened(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             row = json.loads(line) if line.strip() else {column: ""}

@@ -96,7 +96,14 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
     end = vocabulary[_separator(path, vocabulary, separator)]
 
     def encode(texts: Sequence[Text]) -> list[Tokens]:
-        found = made.encode_batch([_decoded(*text) for text in texts])
+        decoded = [_decoded(*text) for text in texts]
+        try:
+            found = made.encode_batch(decoded)
+        except Exception as error:  # the package raises Exception itself
+            raise ValueError(
+                f"{path}: it cannot encode what stands between {texts[0][0]} and {texts[-1][0]} ({error}); give a tokenizer of "
+                f"this text"
+            ) from None
         return [np.array([*each.ids, *[end] * (each.ids[-1:] != [end])], np.uint32) for each in found]
 
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -115,8 +122,14 @@ def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str
     """The token that ends a document."""
     beside = path.with_name("tokenizer_config.json")
     if asked is None and beside.is_file():
-        found: Any = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-        asked = found["content"] if isinstance(found, dict) else found
+        try:
+            found: Any = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            asked = found["content"] if isinstance(found, dict) else found
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ValueError(
+                f"{beside}: it names no eos_token that can be read ({type(error).__name__}: {error}); fetch it again, or name "
+                f"the token that ends a document with --separator"
+            ) from None
     if asked is None:
         raise ValueError(
             f"{path}: no tokenizer_config.json beside it names an eos_token, so which token ends a document is not known; "

@@ -62,7 +62,7 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-SOURCES = {"a.jsonl": json_lines, "a.jsonl.gz": json_lines, "a.parquet": parquet, "set": saved}
+SOURCES = {"a.JSONL": json_lines, "a.jsonl.gz": json_lines, "a.parquet": parquet, "set": saved}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -149,6 +149,18 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path) -> None:
     assert told.endswith("names an eos_token, so which token ends a document is not known; name it with --separator")
     told = refused(tmp_path, rows, "--tokenizer", str(path), "--separator", "<|end|>")
     assert told == f"{path}: '<|end|>', which is to end documents, is none of its {len(ROWS) + 13} tokens"
+    for config, told in (('{"eos_token": ', "JSONDecodeError: "), ('{"eos_token": {"a": 1}}', "KeyError: 'content')"),
+                         ("[1]", "AttributeError: ")):  # fmt: skip
+        beside = path.with_name("tokenizer_config.json")
+        beside.write_text(config)
+        assert refused(tmp_path, rows, "--tokenizer", str(path)).startswith(
+            f"{beside}: it names no eos_token that can be read ({told}"
+        )
+    package = pytest.importorskip("tokenizers")
+    package.Tokenizer(package.models.WordLevel({"</s>": 0})).save(str(path))
+    told = refused(tmp_path, rows, "--tokenizer", str(path), "--separator", "</s>")
+    assert told.startswith(f"{path}: it cannot encode what stands between {rows}, row 1 and {rows}, row ")
+    assert told.endswith("Missing [UNK] token from the vocabulary); give a tokenizer of this text")
     path = tokenizer(tmp_path / "foreign", words="le chat")
     told = refused(tmp_path, str(json_lines(tmp_path / "long.jsonl", ROWS * 3)), "--tokenizer", str(path))
     assert told.startswith(f"{path}: 75% of the tokens up to {tmp_path / 'long.jsonl'}, row 2")
@@ -188,6 +200,13 @@ def test_parquet_and_datasets_that_cannot_be_read_are_named(tmp_path: Path) -> N
     assert refused(tmp_path, str(folder)) == (
         f"{folder}/data-00001-of-00002.arrow: missing, state.json beside it lists it; save the dataset again"
     )
+    for name, content, told in (
+        ("state.json", '{"_data_files": []}', "it lists nothing, so the dataset is empty; save it again, or leave it out"),
+        ("dataset_dict.json", '{"splits": []}', "it lists nothing, so the dataset is empty; save it again, or leave it out"),
+        ("dataset_dict.json", "{", "not that of a saved dataset (JSONDecodeError: "),
+    ):  # fmt: skip
+        (folder / name).write_text(content)
+        assert refused(tmp_path, str(folder)).startswith(f"{folder / name}: {told}")
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert refused(tmp_path, str(tmp_path / "all")) == (
