@@ -28,6 +28,10 @@ from launch.optimizers import check_installed, make_optimizer
 from launch.recompute import recompute
 from launch.sections import Mesh
 
+# Of the code of a block: a few for steps, validation and each recipe it is swapped to. Where torch would make more it raises
+# and says why; by itself it makes 8, and runs what is left of a model uncompiled.
+GRAPHS = 64
+
 
 @dataclass(frozen=True)
 class Built:
@@ -86,6 +90,7 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
     fuse(model)
     recompute(list(model.model.layers), config.train)
     if config.train.compile:
+        torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = GRAPHS, True
         for block in model.model.layers:
             block.compile()
     if batch.dp_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import dlp
 from dlp.parallel.linear.core import run_forward, to_save
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
+from launch import build
 from launch.config import Config
 from tests import pool as worker
 from tests import training
@@ -201,6 +203,32 @@ def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path, fused):
         )
         graphs += ranks(1).run(graphs_of_blocks, config)
     assert graphs[0] == graphs[1] <= 4, graphs
+
+
+def steps_within(config: Config, graphs: int) -> str:
+    """What two steps of compiled blocks raise where so many graphs are allowed."""
+    eager = partialmethod(nn.Module.compile, backend="eager")
+    with (
+        torch._dynamo.config.patch({}),
+        patch.object(build, "GRAPHS", graphs),
+        patch.object(nn.Module, "compile", eager),
+    ):
+        trainer, _ = training.trainer(config)
+        try:
+            for step in range(2):
+                trainer.train_step(step)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            return str(error)
+        finally:
+            torch._dynamo.reset()
+    return ""
+
+
+@pytest.mark.ranks(1)
+def test_a_block_that_torch_would_no_longer_compile_ends_the_run(ranks, tmp_path):
+    config = training.config(tmp_path, training.shards(tmp_path), "--mesh.tp=1", "--train.compile=true")
+    (refused,), (compiled,) = (ranks(1).run(steps_within, config, graphs) for graphs in (1, 64))
+    assert "recompile_limit" in refused and compiled == ""
 
 
 def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int, prologue: str | None) -> None:
