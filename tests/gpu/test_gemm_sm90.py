@@ -8,16 +8,13 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
 
+from bench.arrivals import Arrivals
 from dlp.kernels import gemm_sm90, gemms, loader
-from dlp.kernels.launches import new_event, recording
-from dlp.kernels.table import Arriving
+from dlp.kernels.launches import recording
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import load
 from tests.gpu.test_gemms import excess, operands
@@ -95,46 +92,6 @@ def test_it_is_captured_and_replayed(device):
     assert torch.equal(captured, before)
 
 
-class Arrivals:
-    """Rows of A [world * rows, C] of which those of another rank are poison until a stream beside the current one brings them:
-    after a delay, by a copy and a word behind it. `by_engine`: from memory of the host, else by what copies within a GPU."""
-
-    def __init__(self, a, world: int, rank: int, began: int, use: int, by_engine: bool, patience: int = 20_000) -> None:
-        self.rank, self.world, self.use, self.rows = rank, world, use, len(a.payload) // world
-        self.given = [part.contiguous().view(torch.uint8) for part in a.parts]
-        self.parts = [torch.full_like(each, 0xFF) for each in self.given]  # NaN, as codes and as scales
-        self._keep(rank, self.given)
-        self.sources = [part.cpu().pin_memory() if by_engine else part for part in self.given]
-        self.words = torch.full((world,), (began + 2**31) % 2**32 - 2**31, dtype=torch.int32).cuda().view(torch.uint32)
-        self.report, self.said = (
-            torch.zeros(8, dtype=torch.int32).pin_memory(),
-            torch.zeros((), dtype=torch.int32).cuda(),
-        )
-        waiting = (patience, self.report.data_ptr(), self.said.data_ptr(), rank, world, use)
-        self.arriving = Arriving((self.words.data_ptr(), self.rows, new_event(), 0 if by_engine else 4), waiting)
-        torch.cuda.synchronize()
-
-    def _keep(self, rank: int, sources: list[Tensor]) -> None:
-        mine = slice(rank * self.rows, (rank + 1) * self.rows)
-        for part, source in zip(self.parts, sources, strict=True):
-            part[mine].copy_(source[mine], non_blocking=True)
-
-    def bring(self, delay: int) -> None:
-        """On the current stream, cycles later."""
-        torch.cuda._sleep(delay)
-        for turn in range(1, self.world):
-            peer = (self.rank - turn) % self.world
-            self._keep(peer, self.sources)
-            _SymmetricMemory.stream_write_value32(self.words, peer, self.use % 2**32)
-
-    def gemm(self, a, b, out_dtype, **more) -> Callable[[Arriving], Tensor]:
-        codes, scales = self.parts[0].view(a.payload.dtype), self.parts[1].view(torch.float32)
-        b_scale = gemms.block_scales(b.parts[1], tile=True)
-        run = gemm_sm90.while_arriving(codes, b.payload, self.rows, out_dtype, (scales, b_scale), **more)
-        assert run is not None
-        return run
-
-
 ARRIVALS = [  # rows of a rank, ranks, cols, contraction; the word at first, and once rows are here
     ((256, 2, 200, 256), 0, 7), ((512, 4, 1024, 1040), -3, 5), ((256, 3, 264, 144), 0x7FFFFFFF, 0x80000001),
     ((2048, 2, 7168, 4096), 0, 1), ((1024, 8, 4096, 512), 2**32 - 2, 1),
@@ -149,7 +106,8 @@ def test_rows_that_arrive_late_are_awaited(device, size, began, use, by_engine):
     for rank, dtype in ((0, torch.bfloat16), (world - 1, torch.float32)):
         expected = gemm_sm90.product(a.payload, b.payload, dtype, scaled(a, b))
         for delay in (0, 4_000_000):
-            late, beside = Arrivals(a, world, rank, began, use, by_engine), torch.cuda.Stream(priority=-1)
+            late = Arrivals(a, world, rank, began, use, by_engine=by_engine, spare=0 if by_engine else 4)
+            beside = torch.cuda.Stream(priority=-1)
             run = late.gemm(a, b, dtype)
             with torch.cuda.stream(beside):
                 late.bring(delay)
@@ -162,11 +120,11 @@ def test_rows_that_arrive_late_are_awaited(device, size, began, use, by_engine):
 def test_late_rows_are_added_to_what_is_there_and_replayed(device):
     """In a CUDA graph the kernel begins behind an event."""
     a, b = operands(load("fp8_block", fp8_format="HYBRID"), "dgrad", 1024, 264, 384)
-    late, total = Arrivals(a, 2, 1, 0, 3, True), torch.randn(1024, 264, device=device)
+    late, total = Arrivals(a, 2, 1, 0, 3), torch.randn(1024, 264, device=device)
     bias, whole = torch.randn(264, device=device), total.clone()
     expected = gemm_sm90.product(a.payload, b.payload, torch.float32, scaled(a, b), accumulate=total.clone(), bias=bias)
     run = late.gemm(a, b, torch.float32, accumulate=whole, bias=bias)
-    late.bring(0)
+    late.bring()
     event, graph = late.arriving.rows[2], torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -179,7 +137,7 @@ def test_late_rows_are_added_to_what_is_there_and_replayed(device):
 def wait_in_vain() -> None:
     """For rows that do not come: prints what is said."""
     a, b = operands(load("fp8_block"), "fprop", 512, 256, 256)
-    late = Arrivals(a, 2, 1, 4, 6, True, patience=300)
+    late = Arrivals(a, 2, 1, 4, 6, patience=300)
     late.gemm(a, b, torch.bfloat16)(late.arriving)
     try:
         torch.cuda.synchronize()

@@ -266,7 +266,8 @@ def _fused(row: LayerPlan, place: Place) -> Iterator[str]:
         elif step.gather is not None and entry is None:
             yield f"fused: {gemm} runs as chunked does: {kernel_name(a, b, place.device_type)} multiplies rows that are here"
         elif step.gather is not None and entry is not None:
-            yield f"fused: {gemm} waits for rows inside {entry.name}, where that runs ({entry.when}); else it is serial"
+            where = f"{entry.name}, where that runs ({entry.when})"
+            yield f"fused: {gemm} waits for rows inside {where}, which has run on no GPU yet; else it is serial"
 
 
 def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:
