@@ -4,7 +4,9 @@
 terminal, plain lines in a log file or a pipe. Whoever prints while a bar may be there does so by `tell`.
 """
 
+import errno
 import json
+import os
 import re
 import resource
 import sys
@@ -58,6 +60,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file; a last line without its end, left by a run that was killed, is not one."""
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines]
+
+
+def append(path: Path, text: str) -> None:
+    """Adds lines to a file. OSError, as of a full disk, leaves it as it was."""
+    data = text.encode()
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def drop_after(path: Path, step: int) -> None:

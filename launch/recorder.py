@@ -15,8 +15,10 @@ from launch import sinks
 from launch.baseline import Baseline
 from launch.config import Config
 from launch.exposure import Exposure
-from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
+from launch.metrics import Progress, append, drop_after, flops_per_token, peak_flops, peak_memory, read_metrics
 from launch.rundir import RunDir
+
+LINE = "\n"
 
 
 class Stopwatch:
@@ -56,7 +58,8 @@ class Recorder:
         peak = peak_flops(device)
         self._peak = None if peak is None else peak * world_size
         self._progress: Progress | None = None
-        self._sinks: list[sinks.Sink] = []
+        self._sinks: dict[str, sinks.Sink] = {}
+        self._unwritten = ""  # lines of metrics.jsonl that wait for room on the disk
         sinks.check(config.run.metrics)
 
     def begin(self, step: int) -> None:
@@ -64,7 +67,7 @@ class Recorder:
         if not self._run.leader:
             return
         drop_after(self._path, step)
-        self._sinks = [sinks.SINKS[name](self._run.path, step) for name in self._config.run.metrics]
+        self._sinks = {name: sinks.SINKS[name](self._run.path, step) for name in self._config.run.metrics}
         self._progress = Progress(self._config.train.steps, step, self._config.train.log_every)
 
     def step(
@@ -127,8 +130,15 @@ class Recorder:
         if self._progress is not None:
             self._progress.close()
             self._plot()
-        for sink in self._sinks:
-            sink.close()
+        for name, sink in self._sinks.items():
+            try:
+                sink.close()
+            except OSError as error:
+                self._run.say(f"WARNING: the last numbers for {name} could not be written ({error.strerror or error})")
+        if self._unwritten:
+            self._run.say(
+                f"WARNING: {self._path} lacks the last {self._unwritten.count(LINE)} records, for want of room"
+            )
 
     def _plot(self) -> None:
         """A picture that cannot be written ends no run; `launch.plot` draws it later from the metrics."""
@@ -141,7 +151,23 @@ class Recorder:
             self._run.say(f"{path} could not be written ({error.strerror or error}); the run goes on without it")
 
     def _write(self, **record: Any) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        for sink in self._sinks:
-            sink.write(record)
+        """What cannot be written, as where a disk is full, ends no run: lines wait, a sink is left out."""
+        waited = bool(self._unwritten)
+        self._unwritten += json.dumps(record) + LINE
+        try:
+            append(self._path, self._unwritten)
+            self._unwritten = ""
+        except OSError as error:
+            if not waited:
+                self._run.say(
+                    f"WARNING: {self._path} could not be written ({error.strerror}); the run goes on, and its records wait"
+                )
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.write(record)
+            except OSError as error:
+                del self._sinks[name]
+                self._run.say(
+                    f"WARNING: {name} could not be written ({error.strerror}) and gets no more of this run until it is started "
+                    f"anew; metrics.jsonl has all"
+                )

@@ -62,8 +62,11 @@ class RunDir:
     def _write(self, text: str) -> None:
         if self._log is None:
             self._kept.append(text)
-        else:
+            return
+        try:
             self._log.write(text)
+        except OSError as error:  # a full disk ends no run; Python keeps the last lines and writes them with the next
+            print(f"log/rank{dist.get_rank()}.txt: {error.strerror}: {text.rstrip()}", file=sys.stderr)
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:

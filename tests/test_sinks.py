@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+import resource
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -18,6 +21,7 @@ from torch import nn
 from dlp import ops
 from launch import oom, sinks
 from launch.config import ConfigError, load, to_toml
+from launch.metrics import read_metrics
 from launch.nvtx import layer_ranges
 from launch.recorder import Recorder
 from launch.rundir import RunDir
@@ -35,8 +39,43 @@ def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
         split = {"forward": 0.25, "backward": 0.5}
         recorder.step(step, loss=4 / step, norm=1.0, lr=0.1, seconds=1.0, split=split, wire_bytes={"tp": 10})
     recorder._write(step=steps, validation_loss=1.5)
-    for sink in recorder._sinks:
+    for sink in recorder._sinks.values():
         sink.close()
+
+
+@contextmanager
+def room(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes: what is written is cut there, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_no_run_and_records_wait_for_room(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = load("tiny", ["--run.metrics", '["csv"]'])
+    recorder = Recorder(config, cast(RunDir, Namespace(path=tmp_path, leader=True, say=said.append)), CPU, 1)
+    recorder.begin(0)
+    metrics = tmp_path / "metrics.jsonl"
+    recorder._write(step=1, loss=1.0)
+    before = metrics.read_bytes()
+    with room(len(before) + 5):
+        recorder._write(step=2, loss=2.0)
+        recorder._write(step=3, loss=3.0)
+        assert metrics.read_bytes() == before
+    assert len(said) == 2 and said[0].endswith("metrics.jsonl could not be written (No space left on device); the run goes "
+                                               "on, and its records wait")  # fmt: skip
+    assert said[1].startswith("WARNING: csv could not be written (") and not recorder._sinks
+    recorder._write(step=4, loss=4.0)
+    assert [each["loss"] for each in read_metrics(metrics)] == [1.0, 2.0, 3.0, 4.0] and len(said) == 2
+    with room(5):
+        recorder._write(step=5, loss=5.0)
+    recorder._progress = None  # and no picture
+    recorder.close()
+    assert said[-1] == f"WARNING: {metrics} lacks the last 1 records, for want of room"
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
