@@ -182,7 +182,7 @@ class Train(Section):
         "none",
     )
     recompute_every: int = setting(integer(">= 1"), "with checkpointing: every n-th block does, the others keep all", 1)
-    compile: bool = setting(flag(), "torch.compile, block by block", False)
+    compile: bool = setting(flag(), "torch.compile, block by block; blocks that torch gives up on end the run", False)
     weight_cache: str = setting(
         choice("step", "forward"),
         "step: weights are cast once a step and kept; forward: wherever they are used, which keeps nothing",
