@@ -21,7 +21,7 @@ from dlp.ops.captured import Direction
 from dlp.ops.fusions import REGISTERED, fuse
 from dlp.ops.passes import Members, apply_fused, forward
 from dlp.ops.traced import one_by_one
-from dlp.ops.values import INTEGERS, each
+from dlp.ops.values import each
 from dlp.parallel.linear.autograd import multiplies_tf32, no_autocast, opaque, refuse_transforms, shape_keys
 from dlp.parallel.linear.capture import LIMIT
 from dlp.parallel.linear.modules import autocasts, in_autocast_dtype
@@ -132,8 +132,7 @@ class OperationFuser:
     ) -> FuserCall:  # fmt: skip
         """Without its plan. TypeError for activations that are DTensors or no floating point, ValueError for ops whose
         parameters are computed."""
-        if not (tensors[0].dtype.is_floating_point or INTEGERS in self.basic_ops[0].takes):
-            raise TypeError(f"{self.names[0]}: x must be floating point; got {tensors[0].dtype}: convert it before")
+        self.members.check_floating(tensors[0].dtype)
         for name, op in zip(self.names, self.basic_ops, strict=True):
             if is_parametrized(op):
                 raise ValueError(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.ops.calls import FuserCall, Pass, Placed, once
 from dlp.ops.captured import Flat, Kept
-from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, overlap, tensor_of
+from dlp.ops.values import HANDED, INTEGERS, LAZY, MANY, Value, each, is_handed, overlap, tensor_of
 from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, only_once, owned, past_functorch
 from dlp.parallel.weight.local import held
 
@@ -39,6 +39,21 @@ def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
             raise RuntimeError(
                 f"{name}: a parameter is {tuple(parameter.shape)}, and the gradient that it returned {tuple(grad.shape)}"
             )
+
+
+def check_output(name: str, value: Value) -> None:
+    """RuntimeError for an output that is no value."""
+    for one in each(value):
+        if not isinstance(one, Tensor) and not hasattr(one, "tensor"):
+            raise RuntimeError(f"{name}: it returned a {type(one).__name__} as its output; due is a tensor")
+
+
+def check_is_there(name: str, grad: Value) -> None:
+    """RuntimeError for a gradient of the input that is none."""
+    if grad is None:
+        raise RuntimeError(
+            f"{name}: it returned None as the gradient of its input, which ops before it need: return zeros where there is none"
+        )
 
 
 class Members:
@@ -63,21 +78,14 @@ class Members:
             if its and not op.takes_keywords:
                 raise TypeError(f"{name}: it takes no keywords; got {', '.join(its)}")
 
-    def check_output(self, place: int, value: Value) -> None:
-        """RuntimeError for what is no value."""
-        for one in each(value):
-            if not isinstance(one, Tensor) and not hasattr(one, "tensor"):
-                raise RuntimeError(
-                    f"{self.names[place]}: it returned a {type(one).__name__} as its output; due is a tensor"
-                )
+    def check_floating(self, dtype: torch.dtype) -> None:
+        """TypeError for an x of integers, where the first op does not say that it takes some."""
+        if not (dtype.is_floating_point or INTEGERS in self.ops[0].takes):
+            raise TypeError(f"{self.names[0]}: x must be floating point; got {dtype}: convert it before")
 
     def check_gradient(self, place: int, grad: Value, shapes: Sequence[Sequence[int]]) -> None:
         """RuntimeError for a gradient of the input that has another shape than that, or is none."""
-        if grad is None:
-            raise RuntimeError(
-                f"{self.names[place]}: it returned None as the gradient of its input, which ops before it need: return zeros "
-                f"where there is none"
-            )
+        check_is_there(self.names[place], grad)
         found = [None if one is None else tuple(one.shape) for one in each(grad)]
         if len(found) != len(shapes) or any(one not in (None, its) for one, its in zip(found, shapes, strict=False)):
             raise RuntimeError(
@@ -185,7 +193,7 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
             raise members.at(placed.places, error) from None
         members.check_count(first, "results, output and extra outputs of each basic op,", found, 2)
         value, extra = found
-        members.check_output(last, value)
+        check_output(members.names[last], value)
         members.check_count(first, "tuples of extra outputs", extra, len(placed.places))
         for i, its in zip(placed.places, extra, strict=True):
             members.check_count(i, "extra outputs", its, members.extra_outputs[i])

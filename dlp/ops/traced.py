@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from dlp.ops.context import OWN, OperationContext
 from dlp.ops.handed import Handed
-from dlp.ops.passes import check_count, check_many
-from dlp.ops.values import tensor_of
+from dlp.ops.passes import check_count, check_is_there, check_many, check_output
+from dlp.ops.values import each, tensor_of
 from dlp.parallel.weight.local import local
 
 
@@ -28,6 +28,7 @@ def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Seque
             f"{fuser.names[0]}: compiled code reads values, and is given a Handed: compile what hands it on with it, or pass "
             f"its tensor()"
         )
+    fuser.members.check_floating(each(x)[0].dtype)
     held = [(op, dict(op._parameters)) for op in fuser.basic_ops if not hasattr(op, "core")]
     for op, parameters in held:
         sums = getattr(op, "tp_sums", None)
@@ -85,10 +86,13 @@ class OneOpFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Any, name: str, kwargs: Mapping[str, Any], x: Tensor, *tensors: Tensor) -> Any:
         own = OperationContext()
-        y, extra = op.fuser_forward(
+        found = op.fuser_forward(
             [own], x, basic_op_extra_inputs=[tensors[: op.num_extra_inputs]], prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None, basic_op_kwargs=[kwargs],
         )  # fmt: skip
+        check_count(name, "results, output and extra outputs of each basic op,", found, 2)
+        y, extra = found
+        check_output(name, y)
         check_count(name, "tuples of extra outputs", extra, 1)
         (more,) = extra
         check_count(name, "extra outputs", more, op.num_extra_outputs)
@@ -106,10 +110,14 @@ class OneOpFn(torch.autograd.Function):
         for name, value in ctx.attributes:
             setattr(own, name, value)
         own.saved_tensors = ctx.saved_tensors
-        dx, parameters, inputs = op.fuser_backward([own], grad, basic_op_grad_extra_outputs=[of_extra])
+        found = op.fuser_backward([own], grad, basic_op_grad_extra_outputs=[of_extra])
+        check_count(ctx.name, "results, gradients of input, of parameters and of extra inputs,", found, 3)
+        dx, parameters, inputs = found
+        if ctx.needs_input_grad[3]:
+            check_is_there(ctx.name, dx)
         check_count(ctx.name, "tuples of gradients of parameters", parameters, 1)
         check_count(ctx.name, "tuples of gradients of extra inputs", inputs, 1)
         (of_parameters,), (of_inputs,) = parameters, inputs
         check_count(ctx.name, "gradients of parameters", of_parameters, ctx.count)
         check_count(ctx.name, "gradients of extra inputs", of_inputs, op.num_extra_inputs)
-        return None, None, None, tensor_of(dx), *of_inputs, *of_parameters
+        return None, None, None, None if dx is None else tensor_of(dx), *of_inputs, *of_parameters
