@@ -78,6 +78,15 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
         train.global_batch % train.micro_batch == 0,
         f"[train] global_batch: expected a multiple of micro_batch = {train.micro_batch}, got {train.global_batch}",
     )
+    yield (
+        train.recompute_every == 1 or train.checkpointing != "none",
+        f'[train] recompute_every: expected 1 while checkpointing = "none" runs no block again, got {train.recompute_every}; '
+        f'set checkpointing = "selective" or "full"',
+    )
+    yield (
+        train.profile <= train.steps,
+        f"[train] profile: expected one of the {train.steps} steps, or 0, got {train.profile}",
+    )
     measured = [group.name for group in config.groups if group.stats]
     yield (
         not (train.cuda_graph and measured),

@@ -151,6 +151,10 @@ llama3_1b
     tiny.toml: [mesh] dp_replicate, dp_shard: expected one -1, got two
 --groups.edges.name default
     tiny.toml: [[groups]] name: expected names that differ, got default, default
+--train.recompute_every 2
+    tiny.toml: [train] recompute_every: expected 1 while checkpointing = "none" runs no block again, got 2; set...
+--train.profile 6 --train.steps 5
+    tiny.toml: [train] profile: expected one of the 5 steps, or 0, got 6
 --train.cuda_graph true --groups.default.stats true
     tiny.toml: [train] cuda_graph: expected no group with stats, which no graph can take (measure without it), got default
 """
