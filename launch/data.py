@@ -24,7 +24,7 @@ import numpy as np
 
 from launch.documents import has_rows, is_text, list_files, walk
 from launch.index import check_against, read_index
-from launch.prepare import SPLITS, check_share, prepare
+from launch.prepare import SPLITS, check_share, prepare, unfinished
 from launch.shard import REMEDY, VERSION, Shard, open_shard, verify
 from launch.tokenizer import add_options, open_tokenizer
 
@@ -140,6 +140,8 @@ def _prepare_command(known: argparse.Namespace) -> None:
     if known.out.exists():
         raise ValueError(f"{known.out}: exists already; remove it or choose another --out")
     check_share(known.validation)
+    for left in unfinished(known.out):
+        print(f"{left} is of a preparation that was killed, or that is at work now; remove it if none is")
     tokenizer = open_tokenizer(known.tokenizer, known.separator)
     files = list_files(known.files)
     read = {name: path for name, path in files.items() if has_rows(path) or is_text(path)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,6 +145,12 @@ class ShardWriter:
         self._pending = []
 
 
+def unfinished(folder: Path) -> list[Path]:
+    """What preparations of a folder that did not end have left beside it."""
+    name = re.compile(re.escape(f".{folder.name}-") + "[0-9a-f]{32}")
+    return sorted(each for each in folder.parent.glob(".*") if name.fullmatch(each.name))
+
+
 def prepare(
     files: Mapping[str, Path], folder: Path, *, validation: float, tokenizer: Tokenizer = BYTES, column: str = "text",
     progress: bool = False,
@@ -154,10 +161,10 @@ def prepare(
 
     If another process completes the same folder first, its work stands. ValueError for what cannot be read, encoded or split.
     """
-    unfinished = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
-    unfinished.mkdir(parents=True)
+    work = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    work.mkdir(parents=True)
     try:
-        writers = {split: ShardWriter(unfinished, split, tokenizer.vocabulary) for split in SPLITS}
+        writers = {split: ShardWriter(work, split, tokenizer.vocabulary) for split in SPLITS}
         known, total = KnownTokens(tokenizer), sum(path.stat().st_size for path in files.values())
         with tqdm(desc="prepare", total=total, unit="B", unit_scale=True, disable=not progress) as bar:
             for batch in batched(documents(files, validation, column)):
@@ -167,14 +174,14 @@ def prepare(
                 bar.update(min(sum(document.size for document in batch), total - bar.n))
             bar.update(total - bar.n)
         shards = _closed(writers.values(), validation)
-        write_index(unfinished, tokenizer, shards)
+        write_index(work, tokenizer, shards)
         try:
-            unfinished.rename(folder)
+            work.rename(folder)
         except OSError:
             if not folder.is_dir():
                 raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _closed(writers: Iterable[ShardWriter], share: float) -> Sequence[Shard]:

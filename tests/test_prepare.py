@@ -234,6 +234,16 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert told.endswith(f"/train-00000.shard: No space left on device; nothing is left of {tmp_path / 'out'}"), told
 
 
+def test_what_a_killed_preparation_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = tmp_path / f".out-{'0a' * 16}"
+    for folder in (left, tmp_path / ".out-mine", tmp_path / f".other-{'0a' * 16}"):
+        folder.mkdir()
+    rows = str(json_lines(tmp_path / "a.jsonl"))
+    main(["prepare", "--out", str(tmp_path / "out"), rows, "--validation", "0.2"])
+    told = [line for line in capsys.readouterr().out.split("\n") if "at work" in line]
+    assert told == [f"{left} is of a preparation that was killed, or that is at work now; remove it if none is"]
+
+
 def test_an_index_finds_shards_that_are_missing_swapped_or_foreign(tmp_path: Path) -> None:
     files = list_files([json_lines(tmp_path / "a.jsonl")])
     for name, share in (("one", 0.2), ("two", 0.3)):
