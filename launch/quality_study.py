@@ -55,6 +55,7 @@ def _edges(*blocks: int) -> list[str]:
 
 # nvfp4 keeps the last of the six blocks in bf16, as its authors do
 EXTRA = {"nvfp4": _edges(-1)}
+LATE = '[{ at_step = 1300, recipe = "bf16" }]'  # the last seventh of the steps, as the authors of nvfp4 pretraining do
 # What of a recipe costs quality: its name in the study -> what it changes
 VARIANTS = {
     "fp8_delayed-16": ["--recipe", '{ name = "fp8_delayed", amax_history_len = 16 }'],
@@ -64,6 +65,7 @@ VARIANTS = {
     "nvfp4-all": ["--recipe", "nvfp4"],
     "nvfp4-1d": ["--recipe", '{ name = "nvfp4", disable_2d_quantization = true }', *_edges(-1)],
     "nvfp4-no-rht": ["--recipe", '{ name = "nvfp4", disable_rht = true }', *_edges(-1)],
+    "nvfp4-then-bf16": ["--recipe", "nvfp4", *_edges(-1), "--groups.default.swap", LATE],
     "nvfp4-nearest": ["--recipe", '{ name = "nvfp4", disable_stochastic_rounding = true }', *_edges(-1)],
 }
 LAST = 0.1  # of the steps, whose mean loss is the smoothed final loss
