@@ -84,6 +84,7 @@ def interrupted(config: Config, steps: int) -> None:
     """Train `steps` steps of a longer run, and leave without a word."""
     trainer, done = training.trainer(config)
     trainer.recorder.begin(done)
+    trainer.find_scales(done)
     for step in range(done, steps):
         trainer.read(trainer.train_step(step))
         if (step + 1) % config.checkpoint.every == 0:
