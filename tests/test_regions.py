@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -289,3 +291,30 @@ def test_a_region_without_a_step_boundary_is_not_captured(monkeypatch: pytest.Mo
     monkeypatch.setattr(autocast, "capturing", lambda: True)
     with dlp.autocast(recipe="bf16"), pytest.raises(ValueError, match="it runs in dlp.autocast while a CUDA graph"):
         linear(matrix("gauss", SIZE, SIZE, 1))
+
+
+WITHOUT_A_DRIVER = """
+import torch
+
+def insufficient():
+    raise RuntimeError("CUDA error: CUDA driver version is insufficient for CUDA runtime version")
+
+torch.backends.cuda.is_built = lambda: True
+torch.cuda.is_current_stream_capturing = insufficient
+
+import dlp
+
+linear = dlp.Linear(32, 32, recipe="fp8_delayed")
+optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+dlp.attach(linear, optimizer)
+with dlp.autocast(recipe="fp8_current"):
+    linear(torch.ones(16, 32)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_torch_that_was_built_for_cuda_trains_where_there_is_no_driver():
+    """As pip's default torch on Linux is: asked whether it captures, it raises."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_A_DRIVER], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

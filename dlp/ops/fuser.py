@@ -26,7 +26,7 @@ from dlp.parallel.linear.autograd import multiplies_tf32, no_autocast, opaque, r
 from dlp.parallel.linear.capture import LIMIT
 from dlp.parallel.linear.modules import autocasts, in_autocast_dtype
 from dlp.parallel.model.autocast import active_spec
-from dlp.parallel.model.session import capturing
+from dlp.parallel.model.checks import capturing
 from dlp.parallel.weight.local import held, num_axes
 
 Ops = Sequence[Any]

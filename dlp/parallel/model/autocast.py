@@ -36,7 +36,8 @@ from torch.utils import checkpoint
 
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
-from dlp.parallel.model.session import Layer, Session, UpdateBehind, capturing, in_backward
+from dlp.parallel.model.checks import capturing
+from dlp.parallel.model.session import Layer, Session, UpdateBehind, in_backward
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
 from dlp.quant.recipe import Operand, Recipe

@@ -54,11 +54,16 @@ Named = dict[str, Tensor]
 Mark = tuple[int, int, int, int]
 
 
+def capturing() -> bool:
+    """Whether the current stream captures a CUDA graph. Before torch has begun to use CUDA there is nothing to ask: a torch that
+    was built for CUDA raises on a machine without its driver."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def looks(step: int) -> bool:
     """Whether before step number `step`, from 0, somebody takes a look for which the device must be waited for: not while a
     step is captured, of which nothing is there to be seen."""
-    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return (step < ALWAYS or step % THEN == 0) and not captured
+    return (step < ALWAYS or step % THEN == 0) and not capturing()
 
 
 # ---- numbers that ranks share
@@ -179,7 +184,7 @@ class StaleWeights:
     @torch.no_grad()
     def check_values(self) -> None:
         """RuntimeError where a sample says that casts in use are of other weights. It waits for the device."""
-        if not self._seen or (self._seen[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not self._seen or capturing():
             return
         now = [torch.cat(views) for views in self._by_dtype().values()]
         if all(bool((_bits(a) == _bits(b)).all()) for a, b in zip(now, self._seen, strict=True)):
@@ -369,7 +374,7 @@ class NonFiniteWatch:
     def look(self, steps: int) -> None:
         """After the boundary of step number `steps`: look at the flags of the one before. Raises FloatingPointError. Where
         the boundary is being captured nothing is read, as nothing could be in a replay."""
-        if self._action == "ignore" or _capturing():
+        if self._action == "ignore" or capturing():
             return
         before = self._coming
         self._coming = steps, [OnTheWay(closed) for closed in self._flags.closed]
@@ -384,7 +389,3 @@ class NonFiniteWatch:
         if self._action == "raise":
             raise FloatingPointError(f"step {step}: {found}; to go on after it, dlp.attach(..., on_nonfinite='warn')")
         LOG.warning("step %d: %s", step, found)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dlp.comm.amax import agree
-from dlp.parallel.model.checks import Flags, StaleWeights
+from dlp.parallel.model.checks import Flags, StaleWeights, capturing
 from dlp.quant.quantizer import ScaleSlot, SlotOptions
 from dlp.quant.recipe import Recipe
 from dlp.quant.state import ForwardScales, ScalingState, SlotUse
@@ -56,15 +56,6 @@ from dlp.quant.stats import StatsTable
 FORWARD = ("x", "w", "y")  # tensors that forward casts
 LOG = logging.getLogger("dlp")
 _ENGINE: Any = torch.autograd.Variable._execution_engine
-
-
-def _never() -> bool:
-    return False
-
-
-capturing: Callable[[], bool] = (
-    torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else _never
-)  # asked at each forward
 
 
 class Spec(Protocol):
