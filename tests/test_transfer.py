@@ -24,28 +24,28 @@ def test_what_a_column_parallel_layer_sends_of_x():
     assert (plan.tokens, plan.y_tokens, plan.kept) == (128, 256, "rowwise")
     assert plan.x[False].gathers == (Gathered("fprop", False, leased=True),)
     assert plan.x[True].gathers == (Gathered("fprop", False, leased=False),), "what is kept must not keep the whole"
-    assert plan.x_again.gathers == (Gathered("wgrad", False),) and plan.x_again.here == (False, False)
-    assert plan.dy(True, True).here == (True, True) and plan.dy(True, True).gathers == ()
+    assert plan.x_again.gathers == (Gathered("wgrad", False),) and plan.x_again.cast_before == (False, False)
+    assert plan.dy(True, True).cast_before == (True, True) and plan.dy(True, True).gathers == ()
     assert (plan.fprop, plan.dgrad) == (None, Reduction("scatter", "hp"))
 
 
 def test_what_a_row_parallel_layer_sends_of_dy():
     plan = transfer_plan(recipes.load("fp8_block"), ROW_SP, 2, 512)
-    assert plan.y_tokens == 256 and plan.kept == "columnwise" and plan.x[True].here == (True, True)
+    assert plan.y_tokens == 256 and plan.kept == "columnwise" and plan.x[True].cast_before == (True, True)
     assert plan.dy(True, True).gathers == (Gathered("dgrad", False, True), Gathered("wgrad", True, True))
     assert plan.dy(True, False).gathers == (Gathered("dgrad", False, True),)
-    assert plan.dy(False, False).gathers == () and plan.dy(False, False).here == (False, False)
+    assert plan.dy(False, False).gathers == () and plan.dy(False, False).cast_before == (False, False)
     assert (plan.fprop, plan.dgrad) == (Reduction("scatter", "hp"), None)
 
 
 def test_values_travel_where_shards_do_not_concatenate():
     plan = transfer_plan(recipes.load("fp8_block"), ROW_SP, 2, 200)  # 100 tokens of dy a rank, in blocks of 128
     route = plan.dy(True, True)
-    assert route.here == (True, False) and route.there == (False, True)
+    assert route.cast_before == (True, False) and route.cast_after == (False, True)
     assert route.gathers == (Gathered("dgrad", False, True), Gathered("wgrad", None))
-    assert route.why[0] is None and "100 tokens a rank are no multiple of 128" in str(route.why[1])
+    assert route.reasons[0] is None and "100 tokens a rank are no multiple of 128" in str(route.reasons[1])
     whole = transfer_plan(replace(recipes.load("fp8_block"), gather_dy="high_precision"), ROW_SP, 2, 512).dy(True, True)
-    assert whole.gathers == (Gathered("dgrad", None),) and whole.there == (True, True), "one transfer for both"
+    assert whole.gathers == (Gathered("dgrad", None),) and whole.cast_after == (True, True), "one transfer for both"
 
 
 def test_a_rank_alone_reduces_nothing():
@@ -64,7 +64,7 @@ def test_every_style_has_a_plan_for_every_recipe(recipe):
             assert gathered <= wanted and bool(gathered) == bool(wanted)
             assert x_tokens_of(style, 2, plan.y_tokens) == plan.tokens
             if tokens is None:  # as many as every block wants: nothing stands in the way
-                assert all(why is None for route in (*plan.x, plan.x_again, *plan.dys) for why in route.why)
+                assert all(why is None for route in (*plan.x, plan.x_again, *plan.dys) for why in route.reasons)
     assert transfer_plan(recipes.load(recipe), LOCAL, 1, 64).kept in ("values", "columnwise")
 
 

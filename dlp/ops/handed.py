@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from dlp.kernels.ops import LazyMatrix
-from dlp.parallel.casts import BOTH, Beside, CastPlan, Operands, cast, cast_plan
+from dlp.parallel.casts import BOTH, CastContext, CastPlan, Operands, cast, cast_plan
 from dlp.parallel.style import COLUMN_SP, LOCAL, ROW_SP
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand, Recipe
@@ -111,12 +111,12 @@ def quantized(
     scales as those that gather x or dy do; None: scales are this rank's."""
     row = LOCAL if group is None else STYLE_THAT_GATHERS[tensor]
     plan = cast_plan(row, recipe, tensor, BOTH, rows.shape[0], group=group)
-    (made,) = cast(plan, BOTH, [rows], [tensor], _nothing_beside)
+    (made,) = cast(plan, BOTH, [rows], [tensor], _no_context)
     operand = recipe.of(tensor)
     assert operand is not None
     return Handed(made, Making(operand, group, strict), shape, rows.dtype)
 
 
-def _nothing_beside(plan: CastPlan, *asked: Any) -> Beside:
+def _no_context(plan: CastPlan, *asked: Any) -> CastContext:
     """Of a recipe without slots and origins (`why_not`)."""
-    return Beside(None, (None,) * len(plan.reads), ((),) * len(plan.reads))
+    return CastContext(None, (None,) * len(plan.reads), ((),) * len(plan.reads))

@@ -1,17 +1,23 @@
 """The cast engine: from matrices to quantized operands.
 
-    plan       of one tensor: which reads of it make the orientations that are needed, padded to what, agreed on or not
-    observe    what casts need to know; of all matrices of a `CastBatch` that share a quantizer in one launch
-    agree      one MAX all-reduce a group for all that was observed; those whose rows lie on several ranks first
-    cast       into new operands, or into those given; of a `CastBatch` in one launch for all that share a quantizer
+    matrix [rows, columns]  ──►  rowwise operand [rows, columns]       quantized along its columns
+                                 columnwise operand [columns, rows]    quantized along its rows, stored transposed
 
-x and dy of a layer are batches of their own, made at once (`make_casts`). Weights are cast together at the step boundary, into
-operands that stay where they are (`CastBatch`): a launch there reads a table of addresses in device memory, which is written
-when a matrix, an operand or a delayed scale has moved: in the first steps, after a load and after a swap. A step in between
-only launches, so it can be captured in a CUDA graph. Where a quantizer offers no batch, where operands are still to be
-allocated, or where no kernel reads a matrix, it is observed and cast by itself, with the same bits.
+    plan       `CastPlan`, one for a tensor (x, w, dy, y, dx) and a number of rows: which reads of the matrix make the wanted
+               orientations, what is padded, which scales ranks agree on
+    observe    the amaxes that the casts need
+    agree      one MAX all-reduce a group over all that was observed; `Groups` with two members agree one after the other
+    cast       into new storage, or into storage that is passed
 
-Nothing here knows a layer: `dlp.parallel.linear.state` says what casts of one take beside a matrix.
+x and dy are cast when the layer runs (`make_casts`). Weights are cast all together at the step boundary, into operands whose
+memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in one. Such a launch
+reads a table of addresses in device memory, which is rewritten when a matrix, an operand or a delayed scale has moved: in the
+first steps, after a load, after a swap of recipes. All other steps only launch, so that a CUDA graph can capture them. A matrix
+is observed and cast by itself, with the same bits, where its quantizer offers no batch, where its operands have no storage yet,
+or where no kernel reads it.
+
+This file knows no layer. A layer's delayed scales, random-number origins and flags come as a `CastContext`, from
+`dlp.parallel.linear.state`.
 """
 
 from __future__ import annotations
@@ -54,20 +60,22 @@ BOTH: Orientations = (True, True)
 
 HP = HighPrecision()
 Values = Tensor | LazyMatrix
-Groups = tuple[ProcessGroup | None, ProcessGroup | None]  # that agree, the second on what the first has agreed on
+# the groups over which an amax is agreed: over the first, then the result over the second; None: no agreement
+Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 NOBODY: Groups = (None, None)
-NOWHERE: Wanted = (None, None)
+NOWHERE: Wanted = (None, None)  # casts allocate their operands
 
 
 def agrees(
     style: ParallelStyle, recipe: Recipe, tensor: str, quantizer: Quantizer, columnwise: bool, *,
     whole: bool = False, own_group: bool = False,
 ) -> bool:  # fmt: skip
-    """The rule: tp cuts the dimension that a scale spans, in an operand that is gathered, or, with `amax_scope="all"`, in any.
+    """Whether ranks agree on the scales of an operand: where tp cuts the dimension that a scale spans, and the operand is
+    gathered, or the recipe has `amax_scope="all"`.
 
-    columnwise   the quantizer is given the transposed tensor
-    whole        the tensor has been gathered: no rank has a part of it
-    own_group    a group of the user's agrees, on every scale
+    columnwise   the quantizer casts the transposed tensor
+    whole        the tensor has been gathered, so that every rank sees all of it
+    own_group    the user named an amax group, which agrees on every scale
     """
     if own_group:
         return True
@@ -79,23 +87,27 @@ def agrees(
 
 
 def operand_shape(recipe: Recipe, tensor: str, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-    """[rows, contraction] of an operand of values [tokens, features] of x or dy, or [N, K] of w, with the zeros that casts
-    append."""
+    """[rows, contraction] of the operand of a matrix of this `shape`, x [M, K], w [N, K] or dy [M, N], zeros of padding
+    included."""
     rows, columns = (size + -size % unit for size, unit in zip(shape, _units(recipe, tensor), strict=True))
     return (columns, rows + -rows % recipe.units[0]) if columnwise else (rows, columns)
 
 
 def _units(recipe: Recipe, tensor: str) -> tuple[int, int]:
-    """What rows and columns of a stored tensor are padded to multiples of; rows that are tokens only where they are
-    contracted."""
+    """The multiples that rows and columns of a stored tensor are padded to. Tokens are padded only where they are contracted:
+    to `CastPlan.contracted`."""
     _, n, k = recipe.units
     return {"x": (1, k), "w": (n, k), "dy": (1, n)}.get(tensor, (1, 1))
 
 
 @dataclass(frozen=True)
 class Read:
-    """What one read of a stored matrix makes: by `rowwise` its operand, by `columnwise` that of its transpose, None for one
-    that is not wanted; both only where `one_read` makes both. `groups`: who agrees on what is observed for each of them."""
+    """One read of a stored matrix, and the operands that it makes.
+
+    rowwise      the quantizer of its rowwise operand, None where it makes none
+    columnwise   that of its columnwise one; a read makes both only where `one_read` offers that
+    groups       which ranks agree on the amaxes of each
+    """
 
     rowwise: Quantizer | None
     columnwise: Quantizer | None
@@ -108,7 +120,7 @@ class Read:
 
     @cached_property
     def quantizer(self) -> Quantizer:
-        """Whose slot, origin and flag the cast takes."""
+        """The quantizer whose caps say whether the cast takes a slot, an origin, a flag."""
         quantizer = self.rowwise or self.columnwise
         assert quantizer is not None, "a read that makes nothing"
         return quantizer
@@ -128,18 +140,18 @@ class Read:
 
     @cached_property
     def origins(self) -> tuple[bool, ...]:
-        """Of each origin that the cast asks for: whether it is that of the transposed matrix."""
+        """One entry for each `Origin` that the cast takes: whether that is of the transposed matrix."""
         wanted = ((False, self.rowwise), (True, self.columnwise))
         return tuple(col for col, q in wanted if q is not None) if caps_of(self.quantizer).origin else ()
 
     @cached_property
     def _writes(self) -> Orientations:
-        """What it writes: not what is kept as it is."""
+        """The orientations that it writes; one that keeps the source's values is not written."""
         row, col = self.rowwise, self.columnwise
         return row is not None and not row.format.keeps_source, col is not None and not col.format.keeps_source
 
     def into(self, wanted: Wanted) -> Wanted:
-        """Where it writes, of storage for both orientations."""
+        """The storage that it writes to, of storage for both orientations."""
         row, col = self._writes
         return wanted[0] if row else None, wanted[1] if col else None
 
@@ -153,8 +165,13 @@ class Read:
 
 
 class Cast(NamedTuple):
-    """A read of `matrix` [rows, columns], as stored. `slot`, `at`: as quantizers take them; `into`: the operands, where there
-    are some already; `flag`: see `flagged`."""
+    """A read of one matrix, with all that it needs.
+
+    matrix      [rows, columns] as stored, or lazy
+    slot, at    delayed scale and origins, as `Quantizer.cast` takes them
+    into        storage of its operands; None: the cast allocates
+    flag        fp32 [], see `flagged`
+    """
 
     read: Read
     matrix: Any  # Values
@@ -164,7 +181,7 @@ class Cast(NamedTuple):
     flag: Tensor | None = None
 
     def make(self, amaxes: Amaxes) -> Wanted:
-        """The operands, by agreed amaxes."""
+        """The operands, with these agreed amaxes."""
         read, matrix, slot, at, (out, out_t), flag = self
         more: dict[str, Any] = {}
         if flag is not None:
@@ -175,7 +192,7 @@ class Cast(NamedTuple):
         if both is not None:
             if at:
                 more["at"] = at
-            if out is not None or out_t is not None:  # where one of them travels, the other one is made like it
+            if out is not None or out_t is not None:  # `both` takes storage for both or none; the other is compact, too
                 rowwise, columnwise = both.rowwise.format, both.columnwise.format
                 more["outs"] = (
                     out or compact(rowwise, matrix.shape, matrix.dtype, matrix.device),
@@ -194,7 +211,7 @@ class Cast(NamedTuple):
         return None, placed(read.quantizer.cast(matrix.t(), amaxes[1], **more), out_t)
 
     def batch(self) -> Quantizer | None:
-        """The quantizer whose batch this cast can be part of; None: it is made by itself."""
+        """The quantizer whose batch this cast can join; None: it runs by itself."""
         read = self.read
         wanted = [
             (q, into) for q, into in zip((read.rowwise, read.columnwise), self.into, strict=True) if q is not None
@@ -205,27 +222,28 @@ class Cast(NamedTuple):
         return quantizer if ops.has_batches(self.matrix) else None
 
     def addresses(self) -> tuple[int, ...]:
-        """All that a launch reads or writes."""
-        parts = [part for operand in self.into if operand is not None for part in operand.parts]
-        beside = [] if self.slot is None else [self.slot.scale, self.slot.staging]
-        beside += [] if self.flag is None else [self.flag]
-        return tuple(tensor.data_ptr() for tensor in (self.matrix, *parts, *beside))
+        """The addresses of all that the launch reads and writes."""
+        tensors = [self.matrix, *(part for operand in self.into if operand is not None for part in operand.parts)]
+        tensors += [] if self.slot is None else [self.slot.scale, self.slot.staging]
+        tensors += [] if self.flag is None else [self.flag]
+        return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def compact(fmt: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
-    """Storage for an operand as it travels, where `Format.empty` may lay scales out for a GEMM."""
+    """Contiguous storage for an operand [rows, contraction], as a gather sends it; `Format.empty` may give scales the strides
+    that a GEMM reads."""
     rows, contraction = shape
     parts = zip(fmt.part_shapes((rows, contraction)), fmt.part_dtypes(dtype), strict=True)
     return fmt.wrap([torch.empty(part, dtype=of, device=device) for part, of in parts])
 
 
 def placed(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
-    """The operand in `out`: copied there by a quantizer that did not write into it."""
+    """The operand in `out`: copied there if the quantizer did not write to it."""
     return made if out is None or made is out else made.format.fill(out, *made.parts)
 
 
 class Operands(NamedTuple):
-    """One tensor in the orientations that were asked for; None for another."""
+    """The operands of one tensor, by orientation; None where one was not asked for."""
 
     rowwise: QuantizedTensor | None
     columnwise: QuantizedTensor | None
@@ -236,30 +254,36 @@ class Operands(NamedTuple):
         return found
 
 
-class Beside(NamedTuple):
-    """What the casts of one matrix take beside it: where they tell that a value was not finite, and by read the delayed scale
-    and the origins of what they make."""
+class CastContext(NamedTuple):
+    """What the casts of one matrix take from the model around the layer.
+
+    flag       fp32 [], which becomes NaN where a value is not finite; None: nobody looks
+    slots      for each read its delayed scale, None for a recipe without
+    origins    for each read the origins of what it makes, for stochastic rounding
+    """
 
     flag: Tensor | None
     slots: Sequence[ScaleSlot | None]
     origins: Sequence[tuple[Origin, ...]]
 
 
-# the plan, whose values they are, their shape, where they lie, and whether amaxes count
-AskBeside = Callable[["CastPlan", str, torch.Size, torch.device, bool], Beside]
+# (plan, member, shape of the values, their device, whether amaxes count) -> the context of the casts of one matrix
+GetContext = Callable[["CastPlan", str, torch.Size, torch.device, bool], CastContext]
 
 
 @dataclass(frozen=True)
 class CastPlan:
-    """How matrices of one tensor become operands; the same for all with so many rows.
+    """How matrices of one tensor become operands: one plan for all matrices with equally many rows.
 
-    whole      they have been gathered: no rank has a part of them
-    reads      which reads make what is needed
-    agreed     by orientation: whether ranks agree on its scales
-    derived    the columnwise operand is the transposed rowwise one
-    units      what rows and columns are padded to multiples of; `contracted`: and rows where they are contracted
-    lazy       the one cast there is may be given a `LazyMatrix`
-    quantizes  not all is kept as it is
+    tensor      x, w, dy, y or dx
+    whole       it has been gathered, so that every rank sees all of it
+    reads       the reads that make the wanted operands
+    agreed      by orientation: whether ranks agree on its scales
+    derived     the columnwise operand is the rowwise one, transposed
+    units       the multiples that rows and columns are padded to
+    contracted  the multiple that rows are padded to for the columnwise operand, whose contraction they are
+    lazy        there is one read, and it takes a `LazyMatrix`
+    quantizes   False where both orientations keep the source's values
     """
 
     tensor: str
@@ -274,11 +298,11 @@ class CastPlan:
 
     @cached_property
     def pads(self) -> bool:
-        """Whether a matrix may need zeros; with none, and one read, it is cast as it is."""
+        """Whether there are matrices that need zeros."""
         return (*self.units, self.contracted) != (1, 1, 1)
 
     def matrices(self, value: Values) -> list[Any]:
-        """What each read is given, as stored."""
+        """The matrix that each read is given: the value, stored and padded as the read needs it."""
         if not self.lazy:
             value = stored(value)
         if not self.pads:
@@ -290,30 +314,30 @@ class CastPlan:
         return [padded if read.rowwise is not None else _pad(padded, self.contracted, 1) for read in self.reads]
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Those of `matrices`, of a value of this shape."""
+        """The shapes of `matrices`, for a value of this shape."""
         rows, columns = (size + -size % unit for size, unit in zip(shape, self.units, strict=True))
         whole = rows + -rows % self.contracted
         return [(rows if read.rowwise is not None else whole, columns) for read in self.reads]
 
     @cached_property
     def keeps(self) -> bool:
-        """All is kept as it is, and nothing is known of it."""
+        """Whether both orientations are the source's values and no quantizer around them measures: there is nothing to run."""
         return all(type(q) is KeepHighPrecision for read in self.reads for q in (read.rowwise, read.columnwise) if q)
 
     @cached_property
     def scaled_by_slots(self) -> bool:
-        """A cast reads a delayed scale."""
+        """Whether a cast reads a delayed scale."""
         return any(read.has_slot for read in self.reads)
 
-    def casts(self, matrices: Sequence[Any], beside: Beside, into: Wanted = NOWHERE) -> list[Cast]:
-        """Those of one tensor, of which each read is given a matrix."""
+    def casts(self, matrices: Sequence[Any], context: CastContext, into: Wanted = NOWHERE) -> list[Cast]:
+        """The casts of one tensor; `matrices`: one for each read."""
         casts = []
-        for read, matrix, slot, at in zip(self.reads, matrices, beside.slots, beside.origins, strict=True):
-            casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else read.into(into), beside.flag))
+        for read, matrix, slot, at in zip(self.reads, matrices, context.slots, context.origins, strict=True):
+            casts.append(Cast(read, matrix, slot, at, into if into is NOWHERE else read.into(into), context.flag))
         return casts
 
     def numbers_agreed(self, value: Tensor) -> int:
-        """How many numbers ranks agree on before these casts."""
+        """How many fp32 numbers ranks agree on before the casts of this value."""
         observed: list[Tensor | None] = []
         for read, matrix in zip(self.reads, self.matrices(value), strict=True):
             observed += [amax for amax, agreed in zip(read.observe(matrix), self.agreed, strict=True) if agreed]
@@ -321,7 +345,7 @@ class CastPlan:
 
 
 def numbers_in(amaxes: Iterable[Tensor | None]) -> int:
-    """How many there are; by identity, since one value may serve both orientations."""
+    """How many numbers these are; a tensor that serves both orientations counts once."""
     return sum({id(amax): amax.numel() for amax in amaxes if amax is not None}.values())
 
 
@@ -329,8 +353,11 @@ def cast_plan(
     style: ParallelStyle, recipe: Recipe, tensor: str, orientations: Orientations, rows: int, *,
     whole: bool = False, own_group: bool = False, group: ProcessGroup | None = None,
 ) -> CastPlan:  # fmt: skip
-    """The plan of matrices of x, w, dy, y or dx with so many rows, in these orientations. `whole`, `own_group`: see `agrees`;
-    `group`: the ranks that agree where they do, None for one alone."""
+    """The plan that makes these orientations of matrices of x, w, dy, y or dx with this number of rows.
+
+    whole, own_group   see `agrees`
+    group              the ranks that agree, where any do; None: there is one rank, or nothing is executed
+    """
     quantizers = recipe.of(tensor)
     assert quantizers is not None, f"{recipe} has no quantizer for {tensor}"
     row, col = orientations
@@ -370,20 +397,20 @@ def cast_plan(
 
 
 def _pad(matrix: Values, rows: int, columns: int) -> Any:
-    """Zeros appended up to multiples; the matrix itself where it fits."""
+    """The matrix with zeros appended up to multiples of `rows` and `columns`; itself where it fits."""
     below, right = -matrix.shape[0] % rows, -matrix.shape[1] % columns
     return F.pad(stored(matrix), (0, right, 0, below)) if below or right else matrix
 
 
 def cast(
-    plan: CastPlan, orientations: Orientations, values: Sequence[Values], members: Sequence[str], beside: AskBeside, *,
+    plan: CastPlan, orientations: Orientations, values: Sequence[Values], members: Sequence[str], get_context: GetContext, *,
     record: bool = True, into: Wanted = NOWHERE,
 ) -> list[Operands]:  # fmt: skip
-    """Values [rows, cols] of the plan's tensor, one of each member -> their operands, with one amax agreement for all.
+    """Values [rows, columns] of the plan's tensor, one for each member -> their operands, with one amax agreement for all.
 
-    beside   says what casts take beside a matrix
-    record   their amaxes count for delayed scales
-    into     storage of `operand_shape` for the one operand there is, in the orientations that have some
+    get_context   gives the `CastContext` of each value
+    record        amaxes count for delayed scales
+    into          storage of `operand_shape` for the operands of a single value; None for an orientation: the cast allocates
     """
     row, col = orientations
     if not plan.reads:
@@ -397,7 +424,7 @@ def cast(
     casts: list[Cast] = []
     for value, member in zip(values, members, strict=True):
         matrices = plan.matrices(value)
-        casts += plan.casts(matrices, beside(plan, member, value.shape, value.device, record), into)
+        casts += plan.casts(matrices, get_context(plan, member, value.shape, value.device, record), into)
     made = make_casts(casts)
     if len(plan.reads) == 1 and not plan.derived:
         return list(starmap(Operands, made))
@@ -411,8 +438,8 @@ def _kept(matrix: Tensor) -> QuantizedTensor:
 
 
 def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[Wanted]:
-    """All ranks that agree call it with casts in the same order; returns their operands, `into` where that was given.
-    `prepared`: the launches that make some of them."""
+    """Observe, agree, cast. Ranks that agree call it with the same casts in the same order. Returns the operands of each cast.
+    `prepared`: launches that already exist for some of the casts."""
     grads = _gate_grads(casts) if prepared is None and len(casts) == 2 else None
     if grads is not None:
         quantizer: Any = casts[0].read.quantizer
@@ -424,7 +451,7 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
     for cast in casts:
         if prepared is not None or cast.read.agreed:
             break
-    else:
+    else:  # no agreement, and no batch
         made = []
         for cast in casts:
             made.append(cast.make(cast.read.observe(cast.matrix)))
@@ -438,18 +465,19 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
 
 
 def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
-    """What two casts make their matrices of, where these are both gradients of a gate and one read makes all four operands."""
+    """The lazy pair of gradients that these two casts read, of gate and up of one SwiGLU or GeGLU, where one kernel makes all
+    four operands from one read of it; else None."""
     first, second = casts
-    mine, its, read = first.matrix, second.matrix, first.read
-    if not (isinstance(mine, ops.GatedGrad) and isinstance(its, ops.GatedGrad) and mine.of_both(its)):
+    gate, up, read = first.matrix, second.matrix, first.read
+    if not (isinstance(gate, ops.GatedGrad) and isinstance(up, ops.GatedGrad) and gate.of_both(up)):
         return None
-    alike = read is second.read and read.both is not None and read.rowwise == read.columnwise
+    same_read = read is second.read and read.both is not None and read.rowwise == read.columnwise
     plain = first.into is NOWHERE and (first.flag is None or read.takes_flag)
-    return mine.grads if alike and plain and caps_of(read.quantizer).gate_grads else None
+    return gate.grads if same_read and plain and caps_of(read.quantizer).gate_grads else None
 
 
 def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:
-    """What was observed; where a cast asks for it, the maximum over the first group, then over the second."""
+    """The observed amaxes, after each was maximized over the first, then the second of its read's groups."""
     for turn in range(len(NOBODY)):
         by_group: dict[ProcessGroup, dict[int, Tensor]] = {}  # by identity: one value may serve both orientations
         for cast, amaxes in zip(casts, observed, strict=True):
@@ -466,13 +494,13 @@ def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:
 
 
 class Prepared(NamedTuple):
-    """Launches that make casts: of each kind the places of the casts among all, and what observes and casts them."""
+    """Launches of batched casts. `places[i]`: the indices, among all casts, of those that `launches[i]` observes and casts."""
 
     places: list[list[int]]
     launches: list[ops.Launches]
 
     def observe(self) -> dict[int, Amaxes]:
-        """What the casts observe, by place."""
+        """Launch the reads of amaxes; returns them by index of cast."""
         amaxes: dict[int, Amaxes] = {}
         for places, launches in zip(self.places, self.launches, strict=True):
             for launch in launches.observe:
@@ -481,7 +509,7 @@ class Prepared(NamedTuple):
         return amaxes
 
     def cast(self, agreed: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
-        """`agreed`: what was observed, where the launches read it, and what ranks have agreed on."""
+        """Launch the casts. `agreed`: pairs of an observed amax, whose memory the launches read, and the agreed one."""
         changed = {id(own): (own, new) for own, new in agreed if own is not None and new is not None and own is not new}
         if changed:
             owns, news = zip(*changed.values(), strict=True)
@@ -491,7 +519,7 @@ class Prepared(NamedTuple):
 
 
 class CastBatch:
-    """Makes casts that come again and again; keeps the launches that it has prepared for them."""
+    """Runs the same casts at every step boundary, and keeps the launches prepared for them as long as no address changes."""
 
     def __init__(self) -> None:
         self._made_for: list[tuple[int, Quantizer, tuple[int, ...]]] = []
@@ -499,7 +527,7 @@ class CastBatch:
 
     @torch.no_grad()
     def make(self, casts: Sequence[Cast]) -> list[Wanted]:
-        """`make_casts`, with as few launches as quantizers offer."""
+        """`make_casts`, with one launch for all casts that share a quantizer and a dtype, where the quantizer offers that."""
         batched: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
         for i, cast in enumerate(casts):
             quantizer = cast.batch()
@@ -513,7 +541,7 @@ class CastBatch:
 
 
 def _launches(quantizer: Any, casts: Sequence[Cast]) -> ops.Launches:
-    """`quantizer`: that of all of them, which has a `batch`."""
+    """The launches of these casts, all by this `quantizer`, which has a method `batch`."""
     matrices, into = [cast.matrix for cast in casts], [cast.into for cast in casts]
     made: ops.Launches = quantizer.batch(matrices, into, [cast.slot for cast in casts], [cast.flag for cast in casts])
     return made

@@ -1,22 +1,31 @@
-"""TransferPlan: all that one layer with so many tokens casts, agrees on, sends and keeps; decided once.
+"""TransferPlan: what a layer casts, agrees on, sends and saves for a given number of tokens; decided once.
 
     y  [M, N]   fprop of x rowwise [M, K], w rowwise [N, K]               x columnwise [K, M] is kept for wgrad
     dx [M, K]   dgrad of dy rowwise [M, N], w columnwise [K, N]
     dw [N, K]   wgrad of dy columnwise [N, M], x columnwise [K, M]
 
-A pure function of a recipe, a row of the style table, the number of tp ranks and the tokens of this rank. Layers carry it
-out (`dlp.parallel.linear.core`); the opaque ops read shapes and dtypes from it, the plan's notes and predicted bytes the rest.
-The observer of bytes does not know it. Shards travel quantized where they concatenate to the quantized whole; otherwise the
-values travel and are cast on arrival.
+A pure function of a recipe, a row of the style table, the number of tp ranks and the tokens of this rank. It is read by
 
-What contributions to a sum over ranks are carried as (`WIRES`), by the name that recipes and settings use:
+    dlp.parallel.linear.core        executes it
+    dlp.parallel.linear.autograd    shapes and dtypes of results, for torch.compile
+    dlp.parallel.model.rows         the notes of the printed plan
+    dlp.parallel.traffic.predict    predicted bytes; the observer that counts bytes does not read it
 
-    hp      the dtype they have
+A `Route` is the path of x or dy to a GEMM. If the shards of an operand concatenate to the operand of all tokens, they are cast,
+then gathered; else the values are gathered in high precision, then cast:
+
+    x [M/R, K] of this rank  ──cast──►  operand of M/R tokens  ──gather──►  operand of M tokens
+                             ──gather──►  x [M, K]             ──cast──►    operand of M tokens
+
+A reduction sums contributions of all ranks, each carried in the format that a `ReduceCodec` packs (`WIRES`), by the name that
+recipes and settings use:
+
+    hp      the dtype of the result
     bf16    bf16
     fp8     E4M3 with an fp32 scale every 128 features (1.03 bytes an element)
 
-All are exchanged once, summed in fp32 in rank order and rounded once, so a sum has the same bits on every run. A rank's
-own contribution is rounded as those of others are: a sum does not depend on which rank adds it up.
+Contributions are exchanged once, summed in fp32 in rank order and rounded once, so a sum has the same bits on every run. A
+rank's own contribution is packed as those of others are, so a sum does not depend on which rank adds it up.
 """
 
 from __future__ import annotations
@@ -67,14 +76,18 @@ WIRES = {
     "fp8": ReduceCodec(pack_fp8, _sum_fp8, _kinds_fp8),
 }
 
-ASKED = "its recipe asks for it"
+ASKED = "its recipe asks for it"  # by gather_dy = "high_precision"
 Reasons = tuple[str | None, str | None]
 
 
 class Gathered(NamedTuple):
-    """One transfer. `gemm`: whose strategy moves it. `columnwise`: the orientation of the operand that travels; None: the
-    values do, [M/R, features]. `leased`: the operand only travels, so it is quantized straight into this rank's segment of
-    what is gathered; one that forward keeps is not, since it would keep the whole."""
+    """One gather.
+
+    gemm         the GEMM whose overlap strategy schedules it
+    columnwise   the orientation of the operand that is gathered; None: the values are, [M/R, features]
+    leased       the operand is cast straight into this rank's segment of the gathered storage. Not one that forward saves for
+                 backward, since that would keep the whole storage alive
+    """
 
     gemm: str
     columnwise: bool | None
@@ -82,12 +95,12 @@ class Gathered(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Along which dimension of the operand shards concatenate."""
+        """The dimension of the operand along which shards concatenate."""
         return int(bool(self.columnwise))
 
     @property
     def at_once(self) -> bool:
-        """Whether it is read when all of it is here: what wgrad contracts, and values that are cast then."""
+        """Whether it is read only when all shards have arrived: by wgrad, which contracts over them, and by a cast after it."""
         return self.gemm == "wgrad" or self.columnwise is None
 
 
@@ -95,21 +108,21 @@ class Gathered(NamedTuple):
 class Route:
     """x or dy, from the tokens of this rank to the GEMMs that read it.
 
-    here      the orientations that are cast of this rank's tokens (how, and agreed over whom: `TransferPlan.casts`)
-    gathers   the transfers, in the order in which they start
-    there     the orientations that are cast of the values of all ranks, when these have arrived
-    why       of each orientation in `there`
+    cast_before   the orientations that are cast of this rank's tokens, before the gathers
+    gathers       in the order in which they start
+    cast_after    the orientations that are cast of the values of all ranks, after their gather
+    reasons       for each orientation in `cast_after`: why it is not cast before
     """
 
     tensor: str
-    here: Orientations
+    cast_before: Orientations
     gathers: tuple[Gathered, ...] = ()
-    there: Orientations = NEITHER
-    why: Reasons = (None, None)
+    cast_after: Orientations = NEITHER
+    reasons: Reasons = (None, None)
 
 
 class Result(NamedTuple):
-    """What a tensor is like that a pass returns or keeps."""
+    """Shape and dtype of a tensor that a pass returns or saves."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -124,16 +137,17 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Of one layer with so many tokens.
+    """For one layer and one number of tokens.
 
-    tokens     rows of x and dx on this rank; `y_tokens`: of y and dy, which are token shards [M, N] of their own where x is
-               gathered or y scattered, and else have x's own leading dimensions
-    x          fprop's x, without and with a wgrad to come
-    kept       what forward keeps of x for wgrad: "values" (x itself), or the operand that it is, "rowwise" or "columnwise"
-    x_again    wgrad's x, from what is kept
-    dys        dgrad's and wgrad's dy, by which of them is asked for: see `dy`
+    tokens         rows of x and dx on this rank
+    y_tokens       rows of y and dy on this rank: others than `tokens` where x is gathered or y scattered
+    x              the routes of x to fprop, without and with a wgrad to come
+    kept           what forward saves of x for wgrad: "values" (x itself), or its "rowwise" or "columnwise" operand
+    x_again        the route of x to wgrad, from what is saved
+    dys            the routes of dy to dgrad and wgrad, by which of the two are wanted: see `dy`
     fprop, dgrad   how y and dx are reduced; None: they are not
-    own_group  the user's own group agrees on every scale; `group`: of the ranks that agree, None where nothing is carried out
+    own_group      the user named an amax group, which agrees on every scale
+    group          the ranks that agree; None where nothing is executed, as in a prediction
     """
 
     recipe: Recipe
@@ -150,34 +164,37 @@ class TransferPlan:
     group: ProcessGroup | None = None
 
     def casts(self, route: Route, *, arrived: bool = False) -> CastPlan:
-        """How the orientations `here` are cast, or those `there` of what has `arrived`."""
-        whole = "dy" if route.tensor == "x" else "x"  # has the tokens of all ranks
-        orientations, rows = (route.there, self.rows(whole)) if arrived else (route.here, self.rows(route.tensor))
+        """How the orientations `cast_before` are cast of this rank's tokens, or, of values that have `arrived`,
+        `cast_after`."""
+        orientations, rows = route.cast_before, self.rows(route.tensor)
+        if arrived:  # where x is gathered, dy has the tokens of all ranks, and the other way round
+            orientations, rows = route.cast_after, self.rows("dy" if route.tensor == "x" else "x")
         return cast_plan(
             self.style, self.recipe, route.tensor, orientations, rows, whole=arrived, own_group=self.own_group,
             group=self.group,
         )  # fmt: skip
 
     def format(self, route: Route, gathered: Gathered) -> Format | None:
-        """That of an operand that travels; None: the values do."""
+        """The format of the operand that is gathered; None: the values are."""
         quantizers: Operand = getattr(self.recipe, route.tensor)
         if gathered.columnwise is None:
             return None
         return (quantizers.columnwise if gathered.columnwise else quantizers.rowwise).format
 
     def sends_codes(self, tensor: str, agreed: ProcessGroup | None, group: ProcessGroup) -> bool:
-        """Whether operands of x or dy that exist, on whose scales some ranks have `agreed`, travel over a group as they are."""
+        """Whether operands of x or dy that were cast outside of the layer, with scales that the ranks of `agreed` share, can be
+        gathered over `group` as they are: no route gathers values, and the scales are agreed over that group or need not be."""
         routes = [*self.x, self.x_again] if tensor == "x" else self.dys
-        if any(any(route.there) for route in routes) or (tensor == "x" and self.kept == "values"):
+        if any(any(route.cast_after) for route in routes) or (tensor == "x" and self.kept == "values"):
             return False
-        return agreed is group or not any(any(self.casts(route).agreed) for route in routes if any(route.here))
+        return agreed is group or not any(any(self.casts(route).agreed) for route in routes if any(route.cast_before))
 
     def rows(self, tensor: str) -> int:
-        """Of x, dy, y or dx on this rank."""
+        """The rows of x, dy, y or dx on this rank."""
         return self.tokens if tensor in ("x", "dx") else self.y_tokens
 
     def sends(self, route: Route, gathered: Gathered, features: int, dtype: torch.dtype) -> int:
-        """Bytes of this rank's part of one transfer, of values [tokens, features] of `dtype`."""
+        """Bytes of this rank's part of one gather, of values [tokens, features] of `dtype`."""
         shape, fmt = (self.rows(route.tensor), features), self.format(route, gathered)
         if fmt is None:
             return HP.nbytes(shape, dtype)
@@ -190,11 +207,12 @@ class TransferPlan:
         return Result((rows, features + -features % unit), self.result_dtype(gemm, dtype))
 
     def result_dtype(self, gemm: str, dtype: torch.dtype) -> torch.dtype:
-        """Of y (fprop), which is that of dy, or of dx (dgrad) before it is x's, `dtype`."""
+        """The dtype of y (fprop), which dy has too, or of dx (dgrad) before it is rounded to that of x, `dtype`."""
         options: GemmOptions = getattr(self.recipe, gemm)
         return options.out_dtype or dtype
 
     def dy(self, row: bool, col: bool) -> Route:
+        """The route of dy where dgrad (`row`) and wgrad (`col`) read it, or one of them."""
         return self.dys[2 * row + col]
 
     def y(self, x: Result, out_features: int) -> Result:
@@ -203,18 +221,18 @@ class TransferPlan:
         return Result((*shape, out_features), self.result_dtype("fprop", x.dtype))
 
     def saved(self, x: Tensor, made: bool) -> list[Tensor]:
-        """Uninitialised tensors like those that forward keeps of x [..., K] for wgrad, strides included: the parts of an
-        operand, or none where that is x itself, and no prologue has `made` it."""
+        """Uninitialised tensors with the shapes, dtypes and strides of what `run_forward` returns of x [..., K] for wgrad: the
+        parts of an operand; x itself only where a prologue `made` it."""
         values = self.tokens, x.shape[-1]
         if self.kept == "values":
             return [x.new_empty(values)] if made else []
         shape, fmt = operand_shape(self.recipe, "x", values, self.kept == "columnwise"), self.recipe.x.columnwise.format
-        if self._made_beside_a_lease():
+        if self._saved_is_compact():
             return list(compact(fmt, shape, x.dtype, x.device).parts)
         return list(fmt.empty(shape, dtype=x.dtype, device=x.device).parts)
 
-    def _made_beside_a_lease(self) -> bool:
-        """Whether one read makes what forward keeps and what it sends, which is compact, and so is the other (`Cast.make`)."""
+    def _saved_is_compact(self) -> bool:
+        """Whether one read makes the saved operand together with a leased one: then both are compact (`Cast.make`)."""
         route = self.x[True]
         leased = any(each.leased for each in route.gathers) and not self.recipe.x.rowwise.format.keeps_source
         return leased and self.kept == "columnwise" and self.casts(route).reads[0].both is not None
@@ -224,14 +242,14 @@ class TransferPlan:
 
 
 def y_tokens_of(style: ParallelStyle, tp: int, tokens: int) -> int:
-    """Rows of y from those of x: x that is gathered is a shard of them, y that is scattered another."""
+    """Rows of y for so many rows of x on this rank."""
     if style.gathers == "x":
         return tokens * tp
     return tokens // tp if style.gathers == "dy" else tokens
 
 
 def x_tokens_of(style: ParallelStyle, tp: int, y_tokens: int) -> int:
-    """Rows of x from those of y."""
+    """Rows of x for so many rows of y on this rank."""
     if style.gathers == "x":
         return y_tokens // tp
     return y_tokens * tp if style.gathers == "dy" else y_tokens
@@ -241,9 +259,12 @@ def transfer_plan(
     recipe: Recipe, style: ParallelStyle, tp: int, tokens: int | None, *, kept: str = "", own_group: bool = False,
     group: ProcessGroup | None = None,
 ) -> TransferPlan:  # fmt: skip
-    """`tokens`: of x on this rank; None where they are not known yet: as many as every block wants. `kept`:
-    what forward keeps of x by the layer's choice; "values" are quantized again for wgrad; "": what is least. `own_group`: the
-    user's own agrees on every scale. `group`: that of the ranks that agree; None where nothing is carried out."""
+    """The plan of a layer.
+
+    tokens              rows of x on this rank; None: not known yet, and the plan assumes whole blocks
+    kept                "values" where the layer's options ask that x itself is saved; "": what needs the least memory
+    own_group, group    see `TransferPlan`
+    """
     if tokens is None:
         tokens = tp * _whole_blocks(recipe)
     y_tokens, kept = y_tokens_of(style, tp, tokens), kept or _kept(recipe, style, tokens)
@@ -258,6 +279,7 @@ def transfer_plan(
 
 
 def _whole_blocks(recipe: Recipe) -> int:
+    """A number of tokens a rank that every block of x and dy divides."""
     formats = [
         quantizer.format for operand in (recipe.x, recipe.dy) for quantizer in (operand.rowwise, operand.columnwise)
     ]
@@ -266,14 +288,14 @@ def _whole_blocks(recipe: Recipe) -> int:
 
 
 def _reduction(how: str | None, codec: str, tp: int) -> Reduction | None:
-    """A rank alone has the sum."""
+    """None where one rank has the whole sum."""
     return Reduction(how, codec) if how is not None and tp > 1 else None
 
 
 def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) -> str | None:
-    """Why shards of x or dy cannot be gathered quantized, so that they travel in high precision; None if they can.
+    """Why shards of x or dy cannot be gathered quantized, so that their values are; None if they can.
 
-    `tokens`: of a shard; None where it is not known yet.
+    `tokens`: of a shard; None where that is not known yet.
     """
     if name == "dy" and recipe.gather_dy == "high_precision":
         return ASKED
@@ -289,8 +311,12 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
 
 
 def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
-    """x itself, where wgrad reads it in high precision or it travels so. Rowwise, an operand whose payload may be transposed
-    when it is read: on arrival, if it travels again in backward, or by a view."""
+    """What forward saves of x.
+
+    values       wgrad reads x in high precision, or x is gathered in high precision for it
+    rowwise      its payload may be transposed, by a view, or, where x is gathered again in backward, after that
+    columnwise   else
+    """
     derived, gathered = recipe.derives("x", tokens), style.gathers == "x"
     if recipe.x.columnwise.format.keeps_source:
         return "values"
@@ -301,7 +327,7 @@ def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
 
 
 def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
-    """`kept`: what a wgrad to come wants; "": there is none."""
+    """The route to fprop. `kept`: what is saved for wgrad; "": no wgrad will read x."""
     columnwise = kept == "columnwise"
     if style.gathers != "x":
         return Route("x", (True, columnwise))
@@ -312,28 +338,30 @@ def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
 
 
 def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
+    """The route to wgrad, from what forward saved."""
     if style.gathers != "x":
         return Route("x", (False, kept == "values"))
     derived = recipe.derives("x", tokens)
     if kept == "values":
         why = obstacle(recipe, "x", not derived, tokens)
         if why is None and not recipe.x.columnwise.format.keeps_source:
-            here = ROWWISE if derived else COLUMNWISE
-            return Route("x", here, (Gathered("wgrad", not derived, leased=True),))
+            return Route("x", ROWWISE if derived else COLUMNWISE, (Gathered("wgrad", not derived, leased=True),))
         return Route("x", NEITHER, (Gathered("wgrad", None),), COLUMNWISE, (None, obstacle(recipe, "x", True, tokens)))
     return Route("x", NEITHER, (Gathered("wgrad", kept == "columnwise"),))
 
 
 def _dy(recipe: Recipe, style: ParallelStyle, tokens: int, row: bool, col: bool) -> Route:
-    """`tokens`: of dy on this rank. One transfer where wgrad's operand is the transposed one of dgrad."""
+    """The route to dgrad, if `row`, and to wgrad, if `col`. `tokens`: of dy on this rank. One gather serves both where wgrad's
+    operand is dgrad's, transposed, and where both are cast after it."""
     if style.gathers != "dy" or not (row or col):
         return Route("dy", (row, col))
     why = obstacle(recipe, "dy", False, tokens), obstacle(recipe, "dy", True, tokens)
     if recipe.derives("dy", tokens) and why[0] is None:
         return Route("dy", ROWWISE, (Gathered("dgrad", False, leased=True),))
-    here = row and why[0] is None, col and why[1] is None
-    there = row and not here[0], col and not here[1]
-    gathers = [Gathered(gemm, way, True) for way, gemm in ((False, "dgrad"), (True, "wgrad")) if here[way]]
-    if any(there):
-        gathers.append(Gathered("dgrad" if there[0] else "wgrad", None))
-    return Route("dy", here, tuple(gathers), there, (why[0] if there[0] else None, why[1] if there[1] else None))
+    before = row and why[0] is None, col and why[1] is None
+    after = row and not before[0], col and not before[1]
+    both = ((False, "dgrad"), (True, "wgrad"))
+    gathers = [Gathered(gemm, columnwise, True) for columnwise, gemm in both if before[columnwise]]
+    if any(after):
+        gathers.append(Gathered("dgrad" if after[0] else "wgrad", None))
+    return Route("dy", before, tuple(gathers), after, (why[0] if after[0] else None, why[1] if after[1] else None))

@@ -5,20 +5,25 @@
     dw [N, K] = dy [M, N].T @ x [M, K]            wgrad    dy columnwise [N, M]  x columnwise [K, M]
     db [N]    = dy [M, N].sum(0)
 
-    M  tokens of all ranks in operands that are gathered, else of this rank;   K  in_features, N  out_features, of this rank's w
-    x  [M/R, K] where sequence parallelism gathers it, dy [M/R, N] likewise, R ranks;   y, dx  [M/R, ...] where it scatters them
+    M  tokens: those of all R ranks of tp in an operand that has been gathered, else this rank's
+    N, K  out_features and in_features of this rank's w
+    COLUMN_SP   is called with x [M/R, K], which is gathered;  dx [M/R, K] is scattered
+    ROW_SP      returns y [M/R, N], which is scattered;  its backward is called with dy [M/R, N], which is gathered
 
-    forward   quantize x, start its gather;  y = token_gemm(x rowwise, w rowwise);  keep this rank's tokens of x, quantized
-    backward  quantize dy; start the gathers in order of need (what dgrad consumes first)
+    forward   quantize x, start its gather
+              y = token_gemm(x rowwise, w rowwise)
+              save this rank's tokens of x, quantized
+    backward  quantize dy, start the gathers in order of need: dgrad's operand first
               dx = token_gemm(dy rowwise, w columnwise); its reduction runs under wgrad
-              dw = contract_gemm(dy columnwise, x columnwise); now, or in `backward_dw`
+              dw = contract_gemm(dy columnwise, x columnwise), now or in `backward_dw`
 
 Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
-x, and their dgrads accumulate into one fp32 buffer that is reduced once. x, and dy, may be matrices that are still to be made
-(`ops.Produced`): an op of `dlp.ops` hands them on, and so does a prologue (`dlp.parallel.linear.prologue`) in a layer that is
-called with what x is made of (`layer_forward`).
+x, and their dgrads accumulate into one fp32 buffer that is reduced once.
 
-What is cast, agreed on, sent and kept, the `TransferPlan` of the layer's tokens says; `BoundRoute` carries it out.
+x and dy may be lazy (`ops.Produced`): matrices that the cast computes as it reads what they are made of. An op of `dlp.ops`
+passes one, and so does a layer with a prologue (`layer_forward`, `dlp.parallel.linear.prologue`).
+
+The `TransferPlan` of a number of tokens decides what is cast, agreed on, sent and saved; `BoundRoute` executes it.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ from dlp.kernels.ops import LazyMatrix, Produced, Summed, rounded, stored
 from dlp.kernels.ranges import named_range
 from dlp.parallel.casts import COLUMNWISE, HP, NOWHERE, ROWWISE, Operands, Orientations, Values, cast, operand_shape
 from dlp.parallel.linear.spec import LinearSpec
-from dlp.parallel.linear.state import BoundSpec, beside, quantize, remembered
+from dlp.parallel.linear.state import BoundSpec, cast_context, quantize, remembered
 from dlp.parallel.model.checks import check_gathered
 from dlp.parallel.overlap import Gather, Lease, Overlap
 from dlp.parallel.transfer import ASKED, WIRES, Gathered, Reduction, Route, TransferPlan
@@ -48,15 +53,21 @@ from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import Format, QuantizedTensor
 
-Given = Values | Produced
-OPERANDS = "operands"  # what x or dy has that came quantized
+LayerInput = Values | Produced  # x or dy: stored, or lazy
+OPERANDS = "operands"  # the attribute of an x or dy that arrives quantized (`dlp.ops.handed.Handed`)
+# an operand that is on this rank, or one whose gather has been started
 Rowwise = QuantizedTensor | Gather
 Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
 
 
 class GradsWanted(NamedTuple):
-    """The gradients that one backward makes. used: the members whose y has a gradient (a sibling whose y nobody used has none);
-    dx: that of x, in `dtype`, that of x; dw, db: by used member; shape: of dx, None for [M, K]."""
+    """Which gradients a backward computes.
+
+    used     the members whose y has a gradient; a sibling whose y is not used has none
+    dx       whether that of x is wanted, in `dtype`, the dtype of x
+    dw, db   the same of weight and bias, by used member
+    shape    what dx is returned in; None: [M, K]
+    """
 
     used: tuple[int, ...]
     dx: bool
@@ -67,7 +78,8 @@ class GradsWanted(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """What the GEMM of fprop or dgrad does to its sums: times `alpha`, added into `into` [rows, columns], which it returns."""
+    """The epilogue of fprop or dgrad: the GEMM's result is alpha A @ B.T, or, with `into` [rows, columns], `into` to which that
+    has been added."""
 
     alpha: float = 1.0
     into: Tensor | None = None
@@ -80,18 +92,19 @@ NO_FINISH = Finish()
 
 
 def run_forward(
-    bound: BoundSpec, x: Given, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    bound: BoundSpec, x: LayerInput, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
     parts: Sequence[Tensor], save: bool, record: bool, finish: Finish = NO_FINISH,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """x and w -> y.
+    """y_i = x @ w_i.T + b_i, for every member i.
 
-    x         [..., K], as it is, or still to be made, or with `operands`
-    weights   w_i [N_i, K] and biases b_i [N_i] of this rank; parts: of their rowwise operands, none: they are cast here
+    x         [..., K]: stored, lazy, or quantized already
+    weights   w_i [N_i, K] of this rank; biases: b_i [N_i], or None
+    parts     the parts of the rowwise operands of all w_i; empty: the weights are cast here
     save      backward will read x (`keeps_x`)
     record    gradients are enabled, so amaxes count for delayed scales
-    finish    of the one member there is, where its y is not reduced
-    returns   y_i [..., N_i] (token shards [M/R, N_i] where x is gathered or y scattered), and what is kept for backward: the
-              parts of x, or x itself where wgrad reads that and it was made here
+    finish    the epilogue, of a layer with one member whose y is not reduced
+    returns   y_i [..., N_i], or [M, N_i], [M/R, N_i], where x is gathered, y scattered; and what backward needs of x: its
+              parts, or x itself where wgrad reads that and x was lazy
     """
     spec = bound.spec
     transport.start(spec.group, spec.style.name, (spec.name, "forward"))
@@ -99,28 +112,28 @@ def run_forward(
     transfers = _transfers(bound, x.shape)
     plan, reduce = transfers.plan, transfers.plan.fprop
 
-    mine = getattr(values, OPERANDS, None)
-    operand: Rowwise | None = mine.rowwise if mine is not None else None
-    if mine is None or transfers.x[save].gathers:
+    own = getattr(values, OPERANDS, None)  # this rank's operands of x
+    x_row: Rowwise | None = own.rowwise if own is not None else None
+    if own is None or transfers.x[save].gathers:
         with named_range(f"{spec.name}.cast_x"):
-            operand, _, mine = transfers.x[save].send(values, record)
-    assert operand is not None
+            x_row, _, own = transfers.x[save].send(values, record)
+    assert x_row is not None
     kept: list[Tensor] = []
-    if save and plan.kept == "values":
+    if save and plan.kept == "values":  # a stored x is saved by the caller (`to_save`)
         kept = [values.value] if isinstance(values, LazyMatrix) else []
     elif save:
-        kept = list(mine.at(columnwise=plan.kept == "columnwise").parts)
+        kept = list(own.at(columnwise=plan.kept == "columnwise").parts)
 
     ws = _weight_operands(bound, spec.members, weights, parts, x.dtype, ROWWISE, record)
     options, dtype, ys = spec.recipe.fprop, spec.recipe.fprop.out_dtype or x.dtype, []
     for member, weight, w, bias in zip(spec.members, weights, ws, biases, strict=True):
-        features, inside = weight.shape[0], None
-        if bias is not None and reduce is None:  # else it is added once, behind the sum
-            appended = w.shape[0] - features
-            inside = F.pad(bias, (0, appended)) if appended else bias
-        gemm = Gemm("fprop", w, dtype, inside, finish.into, options, alpha=finish.alpha, rounds=True)
+        features, gemm_bias = weight.shape[0], None
+        if bias is not None and reduce is None:  # else each rank would add it: it is added once, after the sum
+            appended = w.shape[0] - features  # zeros of a padded operand
+            gemm_bias = F.pad(bias, (0, appended)) if appended else bias
+        gemm = Gemm("fprop", w, dtype, gemm_bias, finish.into, options, alpha=finish.alpha, rounds=True)
         with named_range(f"{spec.name}.fprop"):
-            y = trimmed(arrived(token_gemm(spec, reduce, spec.overlap.fprop, [operand], [gemm], dtype)), features)
+            y = trimmed(arrived(token_gemm(spec, reduce, spec.overlap.fprop, [x_row], [gemm], dtype)), features)
         if bias is not None and reduce is not None:
             y = y + bias.to(y.dtype)
         if spec.recipe.y is not None:
@@ -134,8 +147,8 @@ def layer_forward(
     bound: BoundSpec, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
     parts: Sequence[Tensor], save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """The same of a whole layer, which is called with x, or with what its prologue makes x of: kept for backward is then what
-    that keeps, too."""
+    """`run_forward` of a layer that is called with `inputs`: x, or the tensors that its prologue makes x of. What the prologue
+    needs in backward is then returned as well, after what is kept of x."""
     prologue = bound.spec.prologue
     if prologue is None:
         return run_forward(bound, inputs[0], weights, biases, parts, save, record)
@@ -145,18 +158,21 @@ def layer_forward(
 
 
 def keeps_x(recipe: Recipe, dx: bool, dw: bool) -> bool:
-    """Whether a backward that makes these gradients reads what forward kept of x: for dw, and to see where x was clipped."""
+    """Whether a backward that computes these gradients reads x: for dw, and for dx where x was clipped."""
     return dw or (dx and recipe.x.clips)
 
 
 def reads_w(recipe: Recipe, dx: bool, dw: bool) -> bool:
-    """Whether a backward that makes these gradients reads weights: for dx, and to see where w was clipped."""
+    """Whether a backward that computes these gradients reads the weights: for dx, and for dw where w was clipped."""
     return dx or (dw and recipe.w.clips)
 
 
 def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> list[Tensor]:
-    """What backward reads of a forward that was called with `inputs` and returned `kept`: parts of x, or x itself; where a
-    prologue made x, then what that keeps, and what it was given."""
+    """What autograd saves of a forward that was called with `inputs` and returned `kept`.
+
+    x alone           the parts of x, or x itself; nothing where backward does not read x
+    with a prologue   what forward kept of x, what the prologue kept, and the inputs
+    """
     if len(inputs) > 1:
         return [*kept, *inputs]
     return list(kept or inputs) if save else []
@@ -166,88 +182,109 @@ def to_save(inputs: Sequence[Tensor], kept: Sequence[Tensor], save: bool) -> lis
 
 
 def run_backward(
-    bound: BoundSpec, dys: Sequence[Given], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
+    bound: BoundSpec, dys: Sequence[LayerInput], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
     wanted: GradsWanted, finish: Finish = NO_FINISH, into: Sequence[Target | None] = (),
 ) -> list[Tensor]:  # fmt: skip
-    """dy -> dx, dw and db.
+    """dx = sum over i of dy_i @ w_i,   dw_i = dy_i.T @ x,   db_i = dy_i.sum(0),   for the used members i.
 
-    dys       dy_i [..., N_i] of the used members, as their y are, or [M, N_i] that are still to be made
+    dys       dy_i [..., N_i], shaped as y_i was, or lazy [M, N_i]
     saved     what forward saved (`to_save`)
-    weights   w_i [N_i, K] of the used members; parts: of their columnwise operands, none: they are cast here
-    finish    of dgrad, where dx is not reduced; its `alpha` of wgrad, too
-    into      where dw_i are written; none, or None: they are returned
-    returns   what is wanted, in the order dx [M, K], dw_i [N_i, K], db_i [N_i]; without dw_i that are written. Where wgrads
-              wait: what they will read instead of dw_i, at the end, for `leave_wgrads` to take
+    weights   w_i [N_i, K] of the used members
+    parts     the parts of their columnwise operands; empty: the weights are cast here
+    finish    the epilogue of dgrad, where dx is not reduced; its `alpha` scales wgrad as well
+    into      where each dw_i is written; empty, or None: it is returned
+    returns   what is wanted of dx [M, K], then dw_i [N_i, K], then db_i [N_i]; no dw_i that was written `into`. Of delayed
+              wgrads the operands are returned instead, at the end of the list, for `leave_wgrads`
     """
-    spec, learns = bound.spec, any(wanted.dw)
+    spec, any_dw = bound.spec, any(wanted.dw)
     transport.start(spec.group, spec.style.name, (spec.name, "backward"))
     members = spec.members if len(wanted.used) == len(spec.members) else [spec.members[i] for i in wanted.used]
     rows: list[Any] = list(map(as_matrix, dys))
-    if any(wanted.db):  # the cast of dy sums its rows on the way
+    if any(wanted.db):  # db is summed in the read that casts dy
         rows = [Summed(dy) if needed else dy for dy, needed in zip(rows, wanted.db, strict=True)]
     transfers = _transfers_back(bound, rows[0].shape[0])
-    plan = transfers.plan
 
-    x_col = transfers.x_kept(saved) if learns else None  # on its way while dy is cast, if it travels
-    dy_rows, dy_cols = _operands_of_dy(bound, transfers, rows, members, (wanted.dx, learns))
-
-    dx: Tensor | Pending[Tensor] | None = None
+    # where x travels again, its gather starts first and runs under the cast of dy
+    x_col = transfers.x_kept(saved) if any_dw else None
+    dy_rows, dy_cols = _operands_of_dy(bound, transfers, rows, members, (wanted.dx, any_dw))
     ws: list[QuantizedTensor] = []
-    if reads_w(spec.recipe, wanted.dx, learns):
+    if reads_w(spec.recipe, wanted.dx, any_dw):
         ws = _weight_operands(bound, members, weights, parts, wanted.dtype, COLUMNWISE, True)
-    if wanted.dx:
-        options = spec.recipe.dgrad
-        dtype = options.out_dtype or wanted.dtype
-        gemms = [Gemm("dgrad", w, dtype if len(rows) == 1 else torch.float32, options=options) for w in ws]
-        if finish is not NO_FINISH:
-            gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
-        with named_range(f"{spec.name}.dgrad"):
-            dx = token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)
 
+    # dgrad first: its reduction runs under wgrad
+    dx = _dgrad(bound, transfers.plan, dy_rows, ws, wanted, finish) if wanted.dx else None
     grads: list[Tensor] = []
-    later: list[Tensor] = []
+    delayed: list[Tensor] = []
     if x_col is not None:
-        keep = waits(spec.options.delay_wgrad, wanted.dx)
-        x = _here(x_col, bound, keep)
-        targets = into or [None] * len(weights)
-        clips = [q.parts[-1].t() for q in ws] if spec.recipe.w.clips else [None] * len(weights)
-        for dy, w, needed, target, clipped in zip(dy_cols, weights, wanted.dw, targets, clips, strict=True):
-            if needed:
-                assert dy is not None
-                dy = _here(dy, bound, keep)
-                if keep:
-                    later += dy.parts
-                    continue
-                dw = contract_gemm(bound, dy, x, w.shape, w.dtype, finish.alpha, target, clipped)
-                grads += [dw] if target is None else []
-        later += x.parts if keep else ()
+        grads, delayed = _wgrads(bound, dy_cols, x_col, weights, ws, wanted, finish.alpha, into)
     grads += [rounded(dy.sums(), w.dtype) for dy, w, db in zip(rows, weights, wanted.db, strict=True) if db]
-    if dx is None:  # then nothing waits
+    if dx is None:
         transport.finish(spec.group)
-        return grads
+        return grads  # without dx no wgrad is delayed (`waits`)
 
     whole = trimmed(arrived(dx), weights[0].shape[1])
     transport.finish(spec.group)
-    return [_finished(bound, whole, saved, wanted), *grads, *later]
+    return [_finish_dx(bound, whole, saved, wanted), *grads, *delayed]
 
 
 def _operands_of_dy(
-    bound: BoundSpec, transfers: BoundTransfers, rows: Sequence[Any], members: Sequence[str], reads: tuple[bool, bool]
+    bound: BoundSpec, transfers: BoundTransfers, rows: Sequence[Any], members: Sequence[str], orientations: Orientations
 ) -> tuple[Sequence[Any], Sequence[Columnwise | None]]:  # fmt: skip
-    """dy_i [M, N_i] cast, rowwise for dgrad and columnwise for wgrad, here or on their way; as they came, if they came
-    quantized. `reads`: which of the two there will be."""
+    """dy_i [M, N_i] -> their rowwise operands, for dgrad, and their columnwise ones, for wgrad, as `orientations` asks: on this
+    rank, or with a gather that has started. A dy that arrives quantized is not cast."""
     with named_range(f"{bound.spec.name}.cast_dy"):
-        if bound.spec.style.gathers == "dy":  # of such a layer there are no siblings
-            sent = transfers.dy(*reads).send(rows[0])
+        if bound.spec.style.gathers == "dy":  # a row-parallel layer, which has one member
+            sent = transfers.dy(*orientations).send(rows[0])
             return [sent.rowwise], [sent.columnwise]
-        given = [found for dy in rows if (found := getattr(dy, OPERANDS, None)) is not None]
-        made = given if len(given) == len(rows) else quantize(bound, "dy", rows, reads, members=members)
-        rowwise, columnwise = zip(*made, strict=True)
+        quantized = [operands for dy in rows if (operands := getattr(dy, OPERANDS, None)) is not None]
+        if len(quantized) < len(rows):
+            quantized = quantize(bound, "dy", rows, orientations, members=members)
+        rowwise, columnwise = zip(*quantized, strict=True)
         return rowwise, columnwise
 
 
-def _finished(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor], wanted: GradsWanted) -> Tensor:
-    """dx [M, K] of the GEMM -> 0 where x was clipped, through its format, in the dtype and the shape of x."""
+def _dgrad(
+    bound: BoundSpec, plan: TransferPlan, dy_rows: Sequence[Any], ws: Sequence[QuantizedTensor], wanted: GradsWanted,
+    finish: Finish,
+) -> Tensor | Pending[Tensor]:  # fmt: skip
+    """dy_i rowwise [M, N_i], w_i columnwise [K, N_i] -> dx [M, K], which may be padded, or its reduction in flight. The dgrads
+    of siblings are summed in fp32."""
+    spec, options = bound.spec, bound.spec.recipe.dgrad
+    dtype = options.out_dtype or wanted.dtype
+    gemms = [Gemm("dgrad", w, dtype if len(ws) == 1 else torch.float32, options=options) for w in ws]
+    if finish is not NO_FINISH:
+        gemms[0] = replace(gemms[0], alpha=finish.alpha, accumulate=finish.into, rounds=True)
+    with named_range(f"{spec.name}.dgrad"):
+        return token_gemm(spec, plan.dgrad, spec.overlap.dgrad, dy_rows, gemms, dtype)
+
+
+def _wgrads(
+    bound: BoundSpec, dy_cols: Sequence[Columnwise | None], x_col: Columnwise, weights: Sequence[Tensor],
+    ws: Sequence[QuantizedTensor], wanted: GradsWanted, alpha: float, into: Sequence[Target | None],
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """dy_i columnwise [N_i, M], x columnwise [K, M] -> the wanted dw_i [N_i, K] that are not written `into` a target; or, where
+    wgrads are delayed, the parts of their operands: those of each dy_i, then those of x."""
+    spec, grads, operands = bound.spec, list[Tensor](), list[Tensor]()
+    delayed = waits(spec.options.delay_wgrad, wanted.dx)
+    x = x_col if isinstance(x_col, QuantizedTensor) else _gathered(x_col, bound, delayed)
+    targets = into or [None] * len(weights)
+    clips = [w.parts[-1].t() for w in ws] if spec.recipe.w.clips else [None] * len(weights)
+    for dy_col, w, needed, target, clipped in zip(dy_cols, weights, wanted.dw, targets, clips, strict=True):
+        if not needed:
+            continue
+        assert dy_col is not None
+        dy = dy_col if isinstance(dy_col, QuantizedTensor) else _gathered(dy_col, bound, delayed)
+        if delayed:
+            operands += dy.parts
+            continue
+        dw = contract_gemm(bound, dy, x, w.shape, w.dtype, alpha, target, clipped)
+        grads += [dw] if target is None else []
+    return grads, [*operands, *x.parts] if delayed else operands
+
+
+def _finish_dx(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor], wanted: GradsWanted) -> Tensor:
+    """dx [M, K] of the GEMM -> dx as autograd gets it: 0 where x was clipped, rounded by the recipe's quantizer of dx, in the
+    dtype and shape of x."""
     recipe = bound.spec.recipe
     if bound.clips:
         clipped = recipe.x.rowwise.format.wrap(saved).parts[-1]
@@ -262,20 +299,20 @@ def layer_backward(
     bound: BoundSpec, dys: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor], parts: Sequence[Tensor],
     wanted: GradsWanted, into: Sequence[Target | None] = (),
 ) -> list[Tensor]:  # fmt: skip
-    """The same of a whole layer, with the gradients of what its prologue read in the place of dx."""
+    """`run_backward` of a layer; with a prologue, the gradients of the prologue's inputs take the place of dx."""
     prologue = bound.spec.prologue
     if prologue is None:
         return run_backward(bound, dys, saved, weights, parts, wanted, into=into)
-    kept = len(saved) - prologue.keeps - len(prologue.reads)
-    made = run_backward(bound, dys, saved[:kept], weights, parts, wanted, into=into)
+    inputs_at = len(saved) - len(prologue.reads)  # saved: parts of x, what the prologue kept, its inputs (`to_save`)
+    kept_at = inputs_at - prologue.keeps
+    grads = run_backward(bound, dys, saved[:kept_at], weights, parts, wanted, into=into)
     if wanted.dx:
-        given = kept + prologue.keeps
-        made[:1] = prologue.gradients(made[0], saved[kept:given], *saved[given:])
-    return made
+        grads[:1] = prologue.gradients(grads[0], saved[kept_at:inputs_at], *saved[inputs_at:])
+    return grads
 
 
 def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:
-    """How many tensors at the end of what `run_backward` makes are for waiting wgrads."""
+    """How many tensors at the end of what `run_backward` returns are operands of delayed wgrads."""
     if not (waits(bound.spec.options.delay_wgrad, wanted.dx) and any(wanted.dw)):
         return 0
     dy, x = (len(operand.columnwise.format.parts) for operand in (bound.spec.recipe.dy, bound.spec.recipe.x))
@@ -283,28 +320,28 @@ def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:
 
 
 def leave_wgrads(
-    bound: BoundSpec, wanted: GradsWanted, weights: Sequence[Tensor], made: list[Tensor], alpha: float = 1.0
+    bound: BoundSpec, wanted: GradsWanted, weights: Sequence[Tensor], results: list[Tensor], alpha: float = 1.0
 ) -> list[Tensor]:  # fmt: skip
-    """What `run_backward` made, or the end of it, without what waiting wgrads read: they are left to `backward_dw`, if any
-    wait."""
-    start = len(made) - num_left(bound, wanted)
-    if start == len(made):
-        return made
-    formats = [operand.columnwise.format for operand in (bound.spec.recipe.dy, bound.spec.recipe.x)]
-    sizes = [len(fmt.parts) for fmt in formats]
-    x, at = formats[1].wrap(made[len(made) - sizes[1] :]), start
+    """`results`: of `run_backward`, or their end. Returns them without the operands of delayed wgrads, which are queued for
+    `backward_dw`."""
+    start = len(results) - num_left(bound, wanted)
+    if start == len(results):
+        return results
+    dy_format, x_format = bound.spec.recipe.dy.columnwise.format, bound.spec.recipe.x.columnwise.format
+    size, at = len(dy_format.parts), start
+    x = x_format.wrap(results[len(results) - len(x_format.parts) :])
     for i, w, needed in zip(wanted.used, weights, wanted.dw, strict=True):
         if needed:
-            dy = formats[0].wrap(made[at : at + sizes[0]])
+            dy = dy_format.wrap(results[at : at + size])
             wgrad = partial(contract_gemm, bound, dy, x, w.shape, w.dtype, alpha)
             bound.session.waiting.append((bound.weights.members[i], wgrad))
-            at += sizes[0]
-    return made[:start]
+            at += size
+    return results[:start]
 
 
 def waits(delay: bool | None, needs_dx: bool) -> bool:
-    """Whether wgrad is left to `backward_dw`. Nobody waits for a layer without dx, and an op without a result would be
-    dropped from a compiled graph."""
+    """Whether wgrads are delayed until `backward_dw`: where that was chosen, and dx is wanted. Without dx nothing waits for
+    this backward, so that a delay gains nothing, and torch.compile would drop an op that returns nothing."""
     return bool(delay) and needs_dx
 
 
@@ -315,10 +352,11 @@ def token_gemm(
     spec: LinearSpec, reduce: Reduction | None, overlap: Overlap, operands: Sequence[Rowwise], gemms: Sequence[Gemm],
     dtype: torch.dtype,
 ) -> Tensor | Pending[Tensor]:  # fmt: skip
-    """fprop and dgrad, where tokens are rows of the result: the sum over i of GEMM i on operand i, reduced over tp once,
-    where `reduce` says how.
+    """sum over i of gemm_i(operand_i) [M, features]: fprop or dgrad, where tokens are rows of the result.
 
-    `dtype`: of the result, and of the contributions to a reduction before they are packed for its wire.
+    reduce   how the sum is then reduced over tp; None: it is not
+    dtype    of the result, and of each rank's contribution to a reduction before the codec packs it
+    returns  the result; where it is reduced, a reduction in flight
     """
     total: Tensor | None = None
     for a, gemm in zip(operands[:-1], gemms[:-1], strict=True):
@@ -336,7 +374,7 @@ def arrived(result: Tensor | Pending[Tensor]) -> Tensor:
 
 
 def _run(a: Rowwise, gemm: Gemm) -> Tensor:
-    """The GEMM on an operand that is here, or on its way."""
+    """The GEMM on an operand that is on this rank, or as the strategy of its gather schedules it."""
     return gemm(a) if isinstance(a, QuantizedTensor) else a.gemm(gemm)
 
 
@@ -344,42 +382,38 @@ def contract_gemm(
     bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype,
     alpha: float = 1.0, into: Target | None = None, clipped: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """wgrad, where tokens are contracted: dy columnwise [N, M], x columnwise [K, M], which may be padded -> the gradient of a
-    weight of this shape [N, K] and dtype, one GEMM over all tokens; written to `into`, where that is given; zero where the
-    weight was `clipped`, bool [N, K], which may be padded."""
+    """dw [N, K] = dy.T @ x: wgrad, one GEMM over all tokens, which are contracted.
+
+    dy, x         columnwise operands [N, M] and [K, M], which may be padded
+    shape, dtype  of the weight
+    into          where dw is written or added; None: it is returned
+    clipped       bool [N, K], which may be padded: where the weight was clipped, dw is 0
+    """
     options = bound.spec.recipe.wgrad
     gemm = Gemm("wgrad", x, options.out_dtype or dtype, options=options, alpha=alpha)
     with named_range(f"{bound.spec.name}.wgrad"):
-        return _wgrad(gemm, dy, shape, dtype, into, clipped)
+        exact = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape) and clipped is None
+        if into is not None and exact and options.out_dtype in (None, into.tensor.dtype):  # the GEMM writes it itself
+            added, written = (None, into.tensor) if into.overwrite else (into.tensor, None)
+            return replace(gemm, out_dtype=into.tensor.dtype, accumulate=added, out=written)(dy)
+        dw = trimmed(gemm(dy), shape[1], shape[0])
+        dw = dw if dw.dtype == dtype else rounded(dw, dtype)
+        if clipped is not None:
+            dw = dw.masked_fill_(trimmed(clipped, shape[1], shape[0]), 0)
+        if into is None:
+            return dw
+        return into.tensor.copy_(dw) if into.overwrite else into.tensor.add_(dw)
 
 
-def _wgrad(
-    gemm: Gemm, dy: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype, into: Target | None, clipped: Tensor | None
-) -> Tensor:  # fmt: skip
-    options, x = gemm.options, gemm.b
-    whole = (dy.payload.shape[0], x.payload.shape[0]) == tuple(shape) and clipped is None
-    if into is not None and whole and options.out_dtype in (None, into.tensor.dtype):
-        out = None if into.overwrite else into.tensor
-        written = into.tensor if into.overwrite else None
-        return replace(gemm, out_dtype=into.tensor.dtype, accumulate=out, out=written)(dy)
-    dw = trimmed(gemm(dy), shape[1], shape[0])
-    dw = dw if dw.dtype == dtype else rounded(dw, dtype)
-    if clipped is not None:
-        dw = dw.masked_fill_(trimmed(clipped, shape[1], shape[0]), 0)
-    if into is None:
-        return dw
-    return into.tensor.copy_(dw) if into.overwrite else into.tensor.add_(dw)
-
-
-def as_matrix(x: Given) -> Any:
-    """[..., K] -> [M, K]."""
+def as_matrix(x: LayerInput) -> Any:
+    """[..., K] -> [M, K]; lazy matrices and operands are matrices already."""
     if isinstance(x, Produced):
         return x.matrix
     return x if isinstance(x, LazyMatrix) or hasattr(x, OPERANDS) or x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """The values without what was appended to their operands; they are contiguous."""
+    """The result without the rows and columns that padded operands added to it, contiguous."""
     if values.shape[1] != columns or (rows is not None and values.shape[0] != rows):
         values = values[:rows, :columns]
     return values.contiguous()
@@ -389,21 +423,22 @@ def _weight_operands(
     bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], parts: Sequence[Tensor], dtype: torch.dtype,
     wanted: Orientations, record: bool,
 ) -> list[QuantizedTensor]:  # fmt: skip
-    """One orientation of the weights: of flat parts that exist, or cast here, with one agreement."""
+    """The operands of the weights in one orientation: wrapped from their flat `parts`, or, where there are none, cast here from
+    `dtype`, with one amax agreement for all."""
     columnwise = wanted == COLUMNWISE
     if not parts:
-        made = quantize(bound, "w", [rounded(w, dtype) for w in weights], wanted, members=members, record=record)
-        return [operands.at(columnwise=columnwise) for operands in made]
+        cast_here = quantize(bound, "w", [rounded(w, dtype) for w in weights], wanted, members=members, record=record)
+        return [operands.at(columnwise=columnwise) for operands in cast_here]
     formats, sizes = bound.spec.weight_formats
     fmt, size = formats[columnwise], sizes[columnwise]
-    found = []
+    wrapped = []
     for i in range(0, len(parts), size):
-        found.append(QuantizedTensor(fmt, tuple(parts[i : i + size])))
-    return found
+        wrapped.append(QuantizedTensor(fmt, tuple(parts[i : i + size])))
+    return wrapped
 
 
 def _through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
-    """The result y or dx, rounded by its quantizer."""
+    """The result y or dx, cast by the recipe's quantizer of it and decoded again."""
     quantizers = bound.spec.recipe.of(tensor)
     assert quantizers is not None
     padded = quantizers.rowwise.format.padded(values)
@@ -415,23 +450,23 @@ def _through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, 
 
 
 class Sent(NamedTuple):
-    """An operand that is here or on its way, in the orientations that were asked for, and this rank's own part of it."""
+    """x or dy after its casts: each orientation whole on this rank or with its gather started, None where it was not asked for;
+    `own`: the operands of this rank's tokens alone."""
 
     rowwise: Rowwise | None
     columnwise: Columnwise | None
-    mine: Operands
+    own: Operands
 
 
-def _here(operand: Columnwise, bound: BoundSpec, keep: bool) -> QuantizedTensor:
-    """An operand that is here or on its way; in memory of its own, where it is kept for longer than this direction."""
-    if isinstance(operand, QuantizedTensor):
-        return operand
-    arrived = operand()
-    return arrived.format.wrap(transport.kept(bound.spec.group, arrived.parts)) if keep else arrived
+def _gathered(wait: Callable[[], QuantizedTensor], bound: BoundSpec, keep: bool) -> QuantizedTensor:
+    """Wait for an operand's gather. `keep`: copy it out of memory that the transport will use for the next gather, since it is
+    read after this direction."""
+    operand = wait()
+    return operand.format.wrap(transport.kept(bound.spec.group, operand.parts)) if keep else operand
 
 
 class BoundGather:
-    """One transfer of a route: whose strategy moves it, over whom, as which format (None: the values travel)."""
+    """One gather of a route, bound to a strategy, a group and a format; format None: the values are gathered, unquantized."""
 
     def __init__(self, bound: BoundSpec, tensor: str, gathered: Gathered, fmt: Format | None) -> None:
         self.bound, self.tensor, self.dim, self.columnwise = bound, tensor, gathered.dim, bool(gathered.columnwise)
@@ -444,7 +479,8 @@ class BoundGather:
         self._shapes: dict[Any, tuple[int, int]] = {}
 
     def lease(self, values: Values) -> Lease | None:
-        """This rank's segment of what is gathered of the operand of values [M/R, features]; None where it is not leased."""
+        """This rank's segment of the gathered operand's storage, which values [M/R, features] are cast into; None where the
+        operand has storage of its own (`Gathered.leased`)."""
         if not self.leased:
             return None
         assert self.format is not None
@@ -454,60 +490,63 @@ class BoundGather:
             self._shapes[values.shape] = shape
         return self.overlap.lease(self.format, shape, self.dim, self.group, dtype=values.dtype, device=values.device)
 
-    def start(self, mine: QuantizedTensor, lease: Lease | None = None) -> Gather:
-        """Start gathering an operand: where it has been leased, or from where it is."""
+    def start(self, own: QuantizedTensor, lease: Lease | None = None) -> Gather:
+        """Start gathering this rank's operand, which lies in `lease` if one is given."""
         if self.bound.session.watches_scales:
-            check_gathered(self.bound.spec.name, self.gemm, mine, self.dim, self.bound.spec.tp_group)
+            check_gathered(self.bound.spec.name, self.gemm, own, self.dim, self.bound.spec.tp_group)
         with observer.label(direction=self.gemm, precision=self.precision), named_range(self.range):
-            return lease.gather() if lease else self.overlap.gather(mine, self.dim, self.group)
+            return lease.gather() if lease else self.overlap.gather(own, self.dim, self.group)
 
 
 class BoundRoute:
-    """A route of one layer's x or dy with so many tokens: how it is cast here and on arrival, and its transfers. Made once."""
+    """A `Route` of x or dy, for one layer and number of tokens: the casts before and after its gathers, and the gathers. Built
+    once, then executed by each `send`."""
 
     def __init__(self, bound: BoundSpec, plan: TransferPlan, route: Route) -> None:
         self.bound, self.route = bound, route
-        self.casts = plan.casts(route) if any(route.here) else None
-        self.arrived = plan.casts(route, arrived=True) if any(route.there) else None
+        self.casts_before = plan.casts(route) if any(route.cast_before) else None
+        self.casts_after = plan.casts(route, arrived=True) if any(route.cast_after) else None
         self.gathers = [BoundGather(bound, route.tensor, each, plan.format(route, each)) for each in route.gathers]
-        self.owner, self.beside = bound.spec.owners(route.tensor), partial(beside, bound)
+        self.owner, self.context = bound.spec.owners(route.tensor), partial(cast_context, bound)
         self.leases = any(gather.leased for gather in self.gathers)
         self.remarks = [
             f"{route.tensor} {orientation} ({bound.spec.recipe.name}) travels in high precision: {why}"
-            for orientation, why in zip(("rowwise", "columnwise"), route.why, strict=True) if why not in (None, ASKED)
+            for orientation, why in zip(("rowwise", "columnwise"), route.reasons, strict=True) if why not in (None, ASKED)
         ]  # fmt: skip
 
     def send(self, values: Values, record: bool = True) -> Sent:
-        """Values [M/R, features] of this rank: cast what is cast of them, straight into leases, and start all transfers; of
-        what came quantized, those of its operands."""
-        route, given = self.route, getattr(values, OPERANDS, None)
+        """Values [M/R, features] of this rank: cast them, straight into leased memory where that is gathered, and start all
+        gathers. Values that arrive quantized are not cast again."""
+        route, quantized = self.route, getattr(values, OPERANDS, None)
         leases: list[Lease | None] = [None] * len(self.gathers)
         into: list[QuantizedTensor | None] = [None, None]
-        if self.leases and given is None:
+        if self.leases and quantized is None:
             for i, gather in enumerate(self.gathers):
                 lease = leases[i] = gather.lease(values)
                 if lease is not None:
                     into[gather.columnwise] = lease.mine
-        mine = given or NOTHING
-        if self.casts is not None and given is None:
-            room = (into[0], into[1]) if self.leases else NOWHERE
-            (mine,) = cast(self.casts, route.here, [values], self.owner, self.beside, record=record, into=room)
-        rowwise: Rowwise | None = mine.rowwise
-        columnwise: Columnwise | None = mine.columnwise
+        own = quantized or NOTHING
+        if self.casts_before is not None and quantized is None:
+            storage = (into[0], into[1]) if self.leases else NOWHERE
+            (own,) = cast(
+                self.casts_before, route.cast_before, [values], self.owner, self.context, record=record, into=storage
+            )
+        rowwise: Rowwise | None = own.rowwise
+        columnwise: Columnwise | None = own.columnwise
         for gather, lease in zip(self.gathers, leases, strict=True):
             if gather.format is None:
-                operands = self._on_arrival(gather, stored(values), record)
-                rowwise = operands().rowwise if route.there[0] else rowwise
-                columnwise = partial(_columnwise_of, operands) if route.there[1] else columnwise
+                operands = self._gather_values(gather, stored(values), record)
+                rowwise = operands().rowwise if route.cast_after[0] else rowwise
+                columnwise = partial(_columnwise_of, operands) if route.cast_after[1] else columnwise
                 continue
-            started = gather.start(mine.at(gather.columnwise), lease)
+            started = gather.start(own.at(gather.columnwise), lease)
             rowwise = rowwise if gather.columnwise else started
             columnwise = started.whole if gather.columnwise else partial(_transposed, started)
-        return Sent(rowwise, columnwise, mine)
+        return Sent(rowwise, columnwise, own)
 
-    def _on_arrival(self, gather: BoundGather, values: Tensor, record: bool) -> Callable[[], Operands]:
-        """Start gathering values; they are quantized when they are first asked for."""
-        bound, route, casts = self.bound, self.route, self.arrived
+    def _gather_values(self, gather: BoundGather, values: Tensor, record: bool) -> Callable[[], Operands]:
+        """Start gathering values unquantized. Returns what waits for them, casts them at its first call, and keeps that."""
+        bound, route, casts = self.bound, self.route, self.casts_after
         assert casts is not None
         for remark in self.remarks:
             bound.session.note(remark)
@@ -515,7 +554,7 @@ class BoundRoute:
 
         def operands() -> Operands:
             whole = started.whole().payload
-            return cast(casts, route.there, [whole], self.owner, self.beside, record=record)[0]
+            return cast(casts, route.cast_after, [whole], self.owner, self.context, record=record)[0]
 
         return Pending((), operands).wait
 
@@ -532,7 +571,8 @@ def _transposed(gather: Gather) -> QuantizedTensor:
 
 
 class BoundTransfers:
-    """The routes of one layer with so many tokens."""
+    """The routes of one layer's x and dy, for one number of tokens: `x` without and with a wgrad to come, `x_again` in
+    backward, `dy` by the orientations that backward reads."""
 
     def __init__(self, bound: BoundSpec, plan: TransferPlan) -> None:
         self.bound, self.plan = bound, plan
@@ -547,7 +587,8 @@ class BoundTransfers:
         return found
 
     def x_kept(self, saved: Sequence[Tensor]) -> Columnwise:
-        """wgrad's operand of x from what forward kept: parts, or x itself [..., K]; it may travel again."""
+        """x columnwise, wgrad's operand, from what forward saved: parts, or x itself [..., K]. Where x is gathered, the gather
+        starts here."""
         if self.plan.kept == "values":
             columnwise = self.x_again.send(as_matrix(saved[0])).columnwise
             assert columnwise is not None
@@ -562,7 +603,7 @@ class BoundTransfers:
 
 @remembered
 def _transfers(bound: BoundSpec, shape: torch.Size) -> BoundTransfers:
-    """Of x of this shape [..., K]. ValueError where sequence parallelism gets something else than equal token shards."""
+    """For x of this shape [..., K]. ValueError where sequence parallelism gets anything but equal token shards."""
     spec, style, tokens = bound.spec, bound.spec.style, prod(shape[:-1])
     unsplit = spec.tokens is not None and tokens * spec.tp != spec.tokens
     if style.cut_x == 0 and (len(shape) != 2 or unsplit):
@@ -582,5 +623,5 @@ def _transfers(bound: BoundSpec, shape: torch.Size) -> BoundTransfers:
 
 @remembered
 def _transfers_back(bound: BoundSpec, dy_tokens: int) -> BoundTransfers:
-    """Of dy with so many rows."""
+    """For dy with this number of rows."""
     return BoundTransfers(bound, bound.transfers_back(dy_tokens))

@@ -1,9 +1,13 @@
-"""What one layer keeps: a `LayerState`, a `BoundSpec` of each spec that it runs under; and what its casts take of its model.
+"""The state of one layer.
 
-The opaque ops take tensors and two names: a `spec_id`, a tensor, says which `BoundSpec` a call runs; a `trace_id`, an integer,
-is the same for all specs of equal style, recipe, tp, options and prologue, and is all that results depend on in shape and
-number. torch.compile sees the trace_id as a constant and the spec_id as an input, so that equal blocks share one compiled
-graph.
+    LayerState   a layer's weights, and the specs that it runs under: its own, and those that autocast regions ask for
+    BoundSpec    one such spec, with the session, and with all that was decided for calls under it
+    quantize     casts x, w, dy, y or dx of a layer, with the scales, flags and random origins of its session
+
+The opaque ops take tensors and two identifiers. `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs.
+`trace_id`, an integer, is equal for all specs of equal style, recipe, tp, options and prologue, on which number and shapes of
+results depend, and nothing else. torch.compile sees trace_id as a constant and spec_id as an input, so that equal blocks share
+one compiled graph.
 """
 
 from __future__ import annotations
@@ -22,7 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from dlp.comm.transport import mapped_memory
-from dlp.parallel.casts import BOTH, NOWHERE, Beside, Cast, CastPlan, Operands, Orientations, Values, cast, cast_plan
+from dlp.parallel.casts import (
+    BOTH,
+    NOWHERE,
+    Cast,
+    CastContext,
+    CastPlan,
+    Operands,
+    Orientations,
+    Values,
+    cast,
+    cast_plan,
+)
 from dlp.parallel.linear.prologue import Prologue
 from dlp.parallel.linear.prologue import load as load_prologue
 from dlp.parallel.linear.spec import LinearSpec, num_inputs
@@ -32,11 +47,11 @@ from dlp.quant.quantizer import Origin, Wanted
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.stats import StatsTable, measured, plain
 
-Answer = TypeVar("Answer")
-Asked = ParamSpec("Asked")
+Result = TypeVar("Result")
+Params = ParamSpec("Params")
 
-# What numbers name. A model's own go with it (its session keeps them, for a backward that is still to come when a layer has
-# another already); a spec of each trace stays, with no model behind it.
+# The `BoundSpec` of each spec_id, as long as its model lives: the session holds it, since a backward may still need the spec of
+# its forward when the layer has another already. Of each trace_id one spec stays, which belongs to no model.
 _BOUND: WeakValueDictionary[int, BoundSpec] = WeakValueDictionary()
 _TRACES: dict[tuple[Any, ...], int] = {}
 _SPEC_OF_TRACE: dict[int, LinearSpec] = {}
@@ -44,65 +59,66 @@ _NUMBERS = itertools.count()
 
 
 def remembered(
-    ask: Callable[Concatenate[BoundSpec, Asked], Answer],
-) -> Callable[Concatenate[BoundSpec, Asked], Answer]:
-    """A method of a bound spec, or a function of one, whose answers are kept: a spec never changes, and is asked the same with
-    every call of its layer."""
+    compute: Callable[Concatenate[BoundSpec, Params], Result],
+) -> Callable[Concatenate[BoundSpec, Params], Result]:
+    """Cache a method of a bound spec, or a function whose first argument is one, in `BoundSpec.cache`: by its positional
+    arguments, since a spec never changes."""
 
-    @wraps(ask)
-    def answer(bound: BoundSpec, *args: Asked.args, **none: Asked.kwargs) -> Answer:
-        key = (ask, *args)
+    @wraps(compute)
+    def cached(bound: BoundSpec, *args: Params.args, **none: Params.kwargs) -> Result:
+        key = (compute, *args)
         try:
-            found: Answer = bound.cache[key]
+            result: Result = bound.cache[key]
         except KeyError:
-            found = bound.cache[key] = ask(bound, *args, **none)
-        except TypeError:  # a symbolic size, while something traces
-            found = ask(bound, *args, **none)
-        return found
+            result = bound.cache[key] = compute(bound, *args, **none)
+        except TypeError:  # a symbolic size has no hash: something traces
+            result = compute(bound, *args, **none)
+        return result
 
-    return answer
+    return cached
 
 
 class BoundSpec:
     """A spec as one layer of one session runs it.
 
-    session    what changes between steps, shared by the layers of a model
-    weights    `LayerWeights` of the layer
-    num_inputs  how many tensors the layer is called with
-    clips      its x says where it was clipped (`Operand.clips`)
-    spec_id    names it to the opaque ops, int64 []; `trace_id`: see above
-    cache      what has been decided for calls of it (`remembered`)
-    calls      bound calls and captured directions (`dlp.parallel.linear.autograd`)
+    session      what the layers of the model share, and the step boundary changes
+    weights      `LayerWeights` of the layer
+    num_inputs   how many tensors the layer is called with
+    clips        operands of x say where codes were clipped (`Operand.clips`)
+    spec_id      int64 [], identifies it to the opaque ops; trace_id: see the module
+    cache        results of functions that are `remembered`
+    calls        `BoundCall`s and captured directions (`dlp.parallel.linear.autograd`)
     """
 
     def __init__(self, spec: LinearSpec, session: Session, weights: Any = None) -> None:
         self.spec, self.session, self.weights = spec, session, weights
         if spec.slots:
             spec.check_group(session.amax_group)
-        session.made.append(self)
+        session.bounds.append(self)
         session.draws |= spec.draws
-        self._enter()
+        self._register()
 
-    def _enter(self) -> None:
-        """Take a number, in this process."""
+    def _register(self) -> None:
+        """Take a spec_id, which is of this process, and start with empty caches."""
         number, spec = next(_NUMBERS), self.spec
         _BOUND[number] = self
         self.spec_id = torch.tensor(number, device="cpu")  # whatever the default device is
         self.trace_id = _trace_of(spec)
         self.num_inputs = num_inputs(spec)
-        self.clips = spec.recipe.x.clips  # here, since torch.compile cannot compute what is computed once
+        self.clips = spec.recipe.x.clips  # looked up here, since torch.compile cannot trace a cached_property
         self.cache: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSpec:
-        """A copied layer has scales of its own, which begin as these are, and is not measured."""
+        """The bound spec of a copied layer, whose session is a copy, too. The copy's casts are not measured
+        (`record_stats`)."""
         spec = replace(self.spec, recipe=plain(self.spec.recipe))
         new = memo[id(self)] = BoundSpec(spec, copy.deepcopy(self.session, memo))
         new.weights = copy.deepcopy(self.weights, memo)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """ValueError, where a model is pickled, for a layer that is spread over ranks."""
+        """ValueError for a layer with a process group, which cannot be pickled."""
         if self.spec.group is not None or self.spec.amax_group is not None:
             cannot_pickle(self.spec.name)
         return {
@@ -113,26 +129,26 @@ class BoundSpec:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._enter()
+        self._register()
 
     @remembered
     def transfers(self, tokens: int) -> TransferPlan:
-        """What travels, with so many rows of x on this rank."""
+        """The plan for this number of rows of x on this rank."""
         return transfers(self.spec, tokens)
 
     @remembered
     def transfers_back(self, dy_tokens: int) -> TransferPlan:
-        """The same, with so many rows of dy on this rank."""
+        """The plan for this number of rows of dy on this rank."""
         return self.transfers(x_tokens_of(self.spec.style, self.spec.tp, dy_tokens))
 
     def kept_memory(self) -> list[Tensor]:
-        """What kernels of this layer, and what is captured with it, read and write that is no operand; it stays where it is
-        while `calls` do."""
+        """The tensors besides operands that launches of this layer read and write. Their addresses do not change as long as
+        `calls` is not cleared."""
         return [*self.session.kept_memory(self.spec), *mapped_memory()]
 
 
 def transfers(spec: LinearSpec, tokens: int) -> TransferPlan:
-    """What travels under a spec, with so many rows of x on this rank."""
+    """The plan of a layer with this spec, for this number of rows of x on this rank."""
     group = spec.amax_group or spec.group
     return transfer_plan(
         spec.recipe, spec.style, spec.tp, tokens, kept=spec.options.keeps, own_group=spec.amax_group is not None,
@@ -141,18 +157,19 @@ def transfers(spec: LinearSpec, tokens: int) -> TransferPlan:
 
 
 def bound_of(spec_id: Tensor) -> BoundSpec:
-    """What a `spec_id` names."""
+    """The bound spec with this id."""
     return _BOUND[int(spec_id)]
 
 
 def spec_of(trace_id: int) -> LinearSpec:
-    """One that stands for all specs of a trace."""
+    """A spec that stands for all with this trace_id."""
     return _SPEC_OF_TRACE[trace_id]
 
 
 def _trace_of(spec: LinearSpec) -> int:
-    """A hash of what it stands for, not a count: inductor keeps compiled graphs on disk and finds them by such constants, and
-    another process, of other recipes or another version of this package, must not take what was compiled for other shapes."""
+    """The trace_id of a spec. It is a hash and not a count, since inductor finds compiled graphs on disk by such constants: a
+    process with other recipes, or with another version of this package, must not find one that was compiled for other
+    shapes."""
     key = spec.style, spec.recipe, spec.tp, spec.options, spec.prologue
     if key not in _TRACES:
         digest = sha256(repr(key).encode() + _sources())
@@ -163,19 +180,20 @@ def _trace_of(spec: LinearSpec) -> int:
 
 @cache
 def _sources() -> bytes:
-    """Of this package."""
+    """A hash of the Python sources of this package."""
     files = sorted(Path(__file__).parents[2].rglob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
 @torch.compiler.assume_constant_result
 def trace_with(trace_id: int, prologue: str, *options: tuple[str, Any]) -> int:
-    """Of the specs of a trace, but with this prologue. A function of constants, so that equal blocks share a graph."""
+    """The trace_id of the specs of another trace_id, but with this prologue. torch.compile evaluates it while it traces, so
+    that equal blocks share a graph."""
     return _trace_of(replace(spec_of(trace_id), prologue=load_prologue({"name": prologue, **dict(options)})))
 
 
 def under_trace(bound: BoundSpec, trace_id: int) -> BoundSpec:
-    """The same under a trace of its own, or of its own but for a prologue (`trace_with`)."""
+    """The bound spec, or, for a trace_id of `trace_with`, the same with that prologue."""
     return bound if bound.trace_id == trace_id else _with_prologue(bound, spec_of(trace_id).prologue)
 
 
@@ -187,9 +205,11 @@ def _with_prologue(bound: BoundSpec, prologue: Prologue | None) -> BoundSpec:
 class LayerState:
     """One layer: its weights and the specs that it runs under.
 
-    bound      its own spec; `variants`: others, by what an autocast region asks for
-    members    its weights' modules and names, in order; `weights`: where they live (`dlp.parallel.weight`)
-    stats      what measures its tensors, if something does
+    bound      its own spec, bound
+    variants   specs of autocast regions, bound, by what the region asks for
+    members    module and parameter names of each weight (`dlp.parallel.weight.base.Member`)
+    weights    `LayerWeights`: where the weights live
+    stats      the table that statistics of its casts go to; None: they are not measured
     """
 
     weights: Any
@@ -205,7 +225,7 @@ class LayerState:
 
     @property
     def spec(self) -> LinearSpec:
-        """The layer's own."""
+        """The layer's own spec."""
         return self.bound.spec
 
     @property
@@ -233,7 +253,7 @@ class LayerState:
         return replace(self.spec, recipe=chosen)
 
     def set_spec(self, spec: LinearSpec, session: Session | None = None) -> None:
-        """Change the layer's own spec, at a step boundary. `session`: another than it has been in."""
+        """Change the layer's own spec, at a step boundary. `session`: one that the layer moves to."""
         self.bound = BoundSpec(spec, session or self.session, self.weights)
         self.variants.clear()
         self.weights.drop()
@@ -249,32 +269,33 @@ def cores(model: nn.Module) -> Iterator[Any]:
             yield core
 
 
-# What casts of a layer take
+# Casts of one layer
 
 
 def quantize(
     bound: BoundSpec, tensor: str, values: Sequence[Values], orientations: Orientations, *,
     members: Sequence[str] | None = None, record: bool = True, whole: bool = False, into: Wanted = NOWHERE,
 ) -> list[Operands]:  # fmt: skip
-    """Values [rows, cols] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
+    """Values [rows, columns] of x, w, dy, y or dx -> their operands, with one amax agreement for all.
 
-    members    whose values they are, where not every member has some
-    record     their amaxes count for delayed scales
-    whole      x or dy has been gathered: no rank has a part of it
-    into       storage of `operand_shape` for the one operand there is, in the orientations that have some
+    members    to which members the values belong; None: one value for each that has this tensor
+    record     amaxes count for delayed scales
+    whole      x or dy has been gathered, so that this rank has all of it
+    into       storage of `operand_shape` for the operands of a single value; None for an orientation: the cast allocates
     """
     plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
     owners = members or bound.spec.owners(tensor)
-    return cast(plan, orientations, values, owners, partial(beside, bound), record=record, into=into)
+    return cast(plan, orientations, values, owners, partial(cast_context, bound), record=record, into=into)
 
 
 def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
-    """x or dy that came quantized (`dlp.ops.Handed`): as it is, where this layer would have cast it alike, else decoded, with a
-    note. ValueError where it must not be decoded."""
+    """An x or dy that arrives quantized (`dlp.ops.handed.Handed`): itself, where this layer would have made the same operands;
+    else its decoded values, which the layer quantizes again, with a note in the log. ValueError where it is `strict`, which
+    forbids that."""
     spec, making = bound.spec, value.making
-    own, options = making.quantizers, spec.options
-    whole = not (own.rowwise.format.keeps_source or own.columnwise.format.keeps_source)
-    same = own == spec.recipe.of(tensor) and not options.save_original_input and spec.prologue is None and whole
+    theirs, options = making.quantizers, spec.options
+    quantized = not (theirs.rowwise.format.keeps_source or theirs.columnwise.format.keeps_source)
+    same = theirs == spec.recipe.of(tensor) and not options.save_original_input and spec.prologue is None and quantized
     shared = spec.tp == 1 or (spec.amax_group is None and spec.recipe.amax_scope == "table")
     if same and shared and spec.style.gathers == tensor and spec.tp > 1:
         rows = value.numel() // value.shape[-1]
@@ -287,15 +308,15 @@ def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
         if same else f"it came as {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts it otherwise"
     )  # fmt: skip
     if making.strict:
-        way = "process_group=, the ranks that gather it" if same else "this recipe"
-        raise ValueError(f"{why}; give Quantize {way}, or leave strict away")
+        remedy = "process_group=, the ranks that gather it" if same else "this recipe"
+        raise ValueError(f"{why}; give Quantize {remedy}, or leave strict away")
     bound.session.note(why)
     return value.tensor()
 
 
 @remembered
 def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool, rows: int) -> CastPlan:
-    """`rows`: of the matrices, as many as tokens in x and dy."""
+    """`rows`: of the stored matrices, for x and dy the number of tokens."""
     spec = bound.spec
     group = spec.amax_group or spec.group
     return cast_plan(
@@ -304,11 +325,12 @@ def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool
     )  # fmt: skip
 
 
-def beside(
+def cast_context(
     bound: BoundSpec, plan: CastPlan, member: str, shape: torch.Size, device: torch.device, record: bool
-) -> Beside:
-    """What the casts of one matrix of this shape read and write of the layer's model: always the same, but for slots."""
-    key = id(plan), member, shape, device  # the entry keeps the plan
+) -> CastContext:
+    """Flag, slots and origins for the casts of one matrix of this shape. Flag and origins are cached; slots are looked up at
+    each call, since an autocast region may have scales of its own."""
+    key = id(plan), member, shape, device  # the entry holds the plan, so that no other one gets its id
     found = bound.cache.get(key)
     if found is None:
         flag = bound.session.flag(bound.spec.members, plan.tensor, member, device) if plan.quantizes else None
@@ -320,37 +342,38 @@ def beside(
             bound.spec.slot_name(plan.tensor, member, read.rowwise is None) if read.has_slot else None
             for read in plan.reads
         ]
-        found = bound.cache[key] = plan, Beside(flag, (None,) * len(names), origins), names
-    _, its, names = found
+        found = bound.cache[key] = plan, CastContext(flag, (None,) * len(names), origins), names
+    _, context, names = found
     if not plan.scaled_by_slots:
-        return its
+        return context
     slots = [None if name is None else bound.session.slot(name, record) for name in names]
-    return Beside(its.flag, slots, its.origins)
+    return CastContext(context.flag, slots, context.origins)
 
 
 def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
-    """What `quantize(bound, "w", [weight], BOTH)` casts and agrees on, to be made with the casts of other layers. `value`: the
-    weight, padded to its `operand_shape`."""
+    """The casts that `quantize(bound, "w", [weight], BOTH)` would run, to be run together with those of other layers. `value`:
+    the weight, padded to its `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
     matrices = [value] * len(plan.reads)
-    return plan.casts(matrices, beside(bound, plan, member, weight.shape, value.device, True), into)
+    return plan.casts(matrices, cast_context(bound, plan, member, weight.shape, value.device, True), into)
 
 
 @cache
 def _tensor_id(name: str) -> int:
-    """32 bits that are the same for this name everywhere and always."""
+    """32 bits of a hash: the same for a name on every rank and in every run."""
     return int.from_bytes(sha256(name.encode()).digest()[:4], "little")
 
 
 def _origin(
     bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[int], columnwise: bool
 ) -> Origin:
-    """Where this rank's matrix lies in the unsharded one, over tp and, along the tokens, over data-parallel ranks;
-    `columnwise`: its transpose in the transposed one."""
+    """Where this rank's matrix lies in the unsharded one, which tp cuts along a dimension and data parallelism along the
+    tokens; `columnwise`: where its transpose lies in the transposed one."""
     spec, session, tensor = bound.spec, bound.session, plan.tensor
     cut = None if plan.whole else spec.style.cut(tensor)
 
     def span(dim: int, size: int) -> tuple[int, int]:
+        """First index and size in the unsharded matrix, along a dimension of this size here."""
         index, count = (spec.tp_group.rank(), spec.tp) if cut == dim and spec.tp > 1 else (0, 1)
         if dim == 0 and tensor != "w":
             index, count = index + session.dp[0] * count, count * session.dp[1]
@@ -364,7 +387,7 @@ def _origin(
 
 
 def weights_agree(spec: LinearSpec) -> bool:
-    """Whether other ranks may have a say in the scales of this rank's weights."""
+    """Whether scales of this rank's weights may be agreed with other ranks."""
     return spec.amax_group is not None or (spec.group is not None and spec.recipe.amax_scope == "all")
 
 

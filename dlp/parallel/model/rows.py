@@ -356,7 +356,7 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
         return
     plan = transfer_plan(recipe, style, 1, tokens)
     routes = (plan.x[True], plan.x_again) if style.gathers == "x" else (plan.dy(True, True),)
-    whys = [(way, why) for route in routes for way, why in zip(WAYS, route.why, strict=True) if why is not None]
+    whys = [(way, why) for route in routes for way, why in zip(WAYS, route.reasons, strict=True) if why is not None]
     if any(why == ASKED for _, why in whys):
         yield f"{style.gathers} travels once, in high precision, and is quantized on arrival: {ASKED}"
         return

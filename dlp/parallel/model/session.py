@@ -154,7 +154,7 @@ class Session:
         self.amax_group, self.lone = amax_group, lone
         # its layers, and what conversion made of them
         self.cores: list[Layer] = []
-        self.made: list[Bound] = []  # all that refer to it, for a backward that is still to come
+        self.bounds: list[Bound] = []  # of all specs that layers run or ran under: a backward may still need one
         self.plan: Any = None  # as `convert` printed it; None: layers made by hand
         self.noted: set[str] = set()
         # what casts read and write
@@ -304,7 +304,7 @@ class Session:
         if self._scaling is None:
             return
         self._scaling = self._scaling.replaced_by(self._make_scaling())
-        for bound in self.made:  # whose captured launches read the old one
+        for bound in self.bounds:  # their captured launches read the old table
             bound.calls.clear()
         for core in self.cores:
             if core.weights.parts is not None:
@@ -372,8 +372,8 @@ class Session:
         """ValueError, where a model is pickled, for one that is spread over ranks."""
         if self.amax_group is not None:
             cannot_pickle(self.cores[0].spec.name)
-        made = [core.bound for core in self.cores]
-        return self._taken() | {"seed": self.seed, "dp": self.dp, "lone": self.lone, "made": made}
+        bounds = [core.bound for core in self.cores]
+        return self._taken() | {"seed": self.seed, "dp": self.dp, "lone": self.lone, "bounds": bounds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(vars(Session()) | state)

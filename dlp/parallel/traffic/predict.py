@@ -289,7 +289,7 @@ class _Layer:
             self._strategy(each.gemm)  # whichever it is, the shard goes to each other rank
             sent = Sent(self.load.named(TP), self.name, each.gemm, precision_of(plan.format(route, each) or HP, dtype))
             yield sent, observer.gathered(plan.sends(route, each, size, dtype), self.load.ranks(TP))
-        if any(route.there):
+        if any(route.cast_after):
             yield self._agreement(plan.casts(route, arrived=True), [(self.load.tokens, features[0])])
 
     def _agreement(self, casts: CastPlan, shapes: Sequence[Shape]) -> tuple[Sent, int]:
