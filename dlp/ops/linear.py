@@ -126,7 +126,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     def operands(self, bound: BoundSpec, dtype: torch.dtype, record: bool) -> tuple[Any, Sequence[Tensor]]:
         """For x of this dtype, the operands of the weights that were there before the pass, if there are some, and the parts
         that forward reads."""
-        sides = self.core.weights.kept(bound, dtype)
+        sides = self.core.weights.operands_for(bound, dtype)
         if sides is not None:
             return sides, sides.rowwise
         weights = self.whole(bound)

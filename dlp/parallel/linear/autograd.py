@@ -1,12 +1,16 @@
-"""The linear as autograd sees it: where nothing traces or watches one function, elsewhere two opaque ops.
+"""The linear as autograd sees it: one autograd function, or, where something traces or watches, two opaque ops.
 
-    eager     `DirectLinearFn`   a `BoundCall` keeps what is the same from call to call; either direction of it may run as
-                                 captured launches (`dlp.parallel.linear.capture`)
-    watched   `OpaqueLinearFn`   `dlp::linear_fwd` and `dlp::linear_bwd`: what torch.compile, a dispatch mode or fake tensors
-                                 see. They take tensors and two names (`dlp.parallel.linear.state`), their shapes are those of
-                                 the `TransferPlan`; streams, groups and collectives stay inside
+    inputs -> y_i                forward     saves for backward: this rank's w_i, and what `to_save` lists
+    dy_i   -> dx, dw_i, db_i     backward    dx: the gradients of all inputs, where a prologue makes x
 
-Both run `layer_forward` and `layer_backward`. Passing the ops by spares the host more than it needs for a tiny linear.
+    eager     `DirectLinearFn`   a `BoundCall` holds what is the same from call to call; each direction may run as captured
+                                 launches (`dlp.parallel.linear.capture`)
+    watched   `OpaqueLinearFn`   `dlp::linear_fwd` and `dlp::linear_bwd`, which torch.compile, dispatch modes and fake tensors
+                                 see. They take tensors and two identifiers (`dlp.parallel.linear.state`); the `TransferPlan`
+                                 gives the shapes of their results; streams, groups and collectives stay inside
+
+Both run `layer_forward` and `layer_backward`. An eager call does not go through the ops, since dispatching them costs the host
+more than a tiny linear does.
 """
 
 from __future__ import annotations
@@ -46,11 +50,11 @@ from dlp.parallel.weight.local import check_whole, held, num_axes
 from dlp.quant.quantizer import caps_of
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-X = 2  # the place of x, or of what the prologue reads, among the arguments of `DirectLinearFn`
+X = 2  # the index of the first input among the arguments of `DirectLinearFn`
 
 
 def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
-    """ValueError for x [..., K] of another K than this rank's weight [N, K] has."""
+    """ValueError for x [..., K] whose K is not that of this rank's weight [N, K]."""
     found, wanted = x.shape[-1] if x.dim() else 0, weight.shape[1]
     if found != wanted:
         part = f", a rank's part of {wanted * spec.tp}" if spec.style.cut_x == 1 and spec.tp > 1 else ""
@@ -61,7 +65,7 @@ def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
 
 
 def no_autocast(tensors: Sequence[Tensor | None]) -> torch.autocast:
-    """Inside, torch.autocast does not touch the sums and products that a layer is made of."""
+    """A context in which torch.autocast is off for the device of these tensors, since a layer chooses its dtypes itself."""
     return torch.autocast(next(tensor.device.type for tensor in tensors if tensor is not None), enabled=False)
 
 
@@ -69,17 +73,17 @@ def no_autocast(tensors: Sequence[Tensor | None]) -> torch.autocast:
 
 
 def multiplies_tf32(x: Tensor) -> bool:
-    """Whether GEMMs of such an x are rounded to TF32, which torch lets change between two calls."""
+    """Whether GEMMs of this x are rounded to TF32: a switch of torch's, which may change between two calls."""
     return x.dtype is torch.float32 and gemms.tf32()
 
 
 def shape_key(tensor: Tensor) -> Key:
-    """What launches over a tensor depend on beside its address."""
+    """All that launches over a tensor depend on but its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
 
 
 def shape_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
-    """`shape_key` of each, without a call for each; they lie on one device."""
+    """`shape_key` of several tensors on one device, without a Python call for each."""
     found: list[Any] = [tensors[0].get_device(), *[address % ALIGNMENT for address in addresses]]
     for tensor in tensors:
         found += tensor.shape, tensor.stride(), tensor.dtype
@@ -87,22 +91,25 @@ def shape_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
 
 
 def layout_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
-    """The same of those whose shapes and dtypes are known."""
+    """The part of `shape_keys` that shapes and dtypes leave open."""
     return *[address % ALIGNMENT for address in addresses], *[tensor.stride() for tensor in tensors]
 
 
 def layout_key(tensor: Tensor) -> Key:
-    """The same of one whose shape and dtype are known."""
+    """The part of `shape_key` that shape and dtype leave open."""
     return tensor.stride(), tensor.data_ptr() % ALIGNMENT
 
 
 class BoundCall:
-    """A layer, called with tensors like those at hand: what does not change between such calls. It holds no tensors.
+    """What stays the same between calls of a layer with tensors of equal shapes, strides, dtypes and `requires_grad`. It holds
+    no tensors.
 
-    first            the place of the first weight among the arguments of `DirectLinearFn`
-    differentiable   there will be a backward; `save`: one that reads x
-    layouts          of parameters that are DTensors
-    captured         its directions, as launches
+    first            the index of the first weight among the arguments of `DirectLinearFn`
+    differentiable   there will be a backward
+    save             there will be a backward that reads x
+    layouts          the DTensorSpec of each parameter that is a DTensor, else None
+    captured         its two directions as captured launches, once they are
+    wanted           results of `wants`
     """
 
     def __init__(self, bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any]) -> None:
@@ -110,21 +117,21 @@ class BoundCall:
         self.bound, self.record, self.count = bound, record, len(bound.spec.members)
         self.everyone = range(self.count)
         self.x_shape, self.x_dtype = x.shape, x.dtype
-        learns = [p is not None and p.requires_grad for p in parameters]
-        needs_dx = any(given.requires_grad for given in inputs)
-        self.differentiable = record and (needs_dx or any(learns))
-        self.save = self.differentiable and keeps_x(bound.spec.recipe, needs_dx, any(learns[: self.count]))
+        trained = [p is not None and p.requires_grad for p in parameters]
+        needs_dx = any(tensor.requires_grad for tensor in inputs)
+        self.differentiable = record and (needs_dx or any(trained))
+        self.save = self.differentiable and keeps_x(bound.spec.recipe, needs_dx, any(trained[: self.count]))
         self.layouts = [p._spec if isinstance(p, DTensor) else None for p in parameters]
         self.distributed = any(layout is not None for layout in self.layouts)
         self.captured = of_layer(bound, x)
         self.wanted: dict[Key, tuple[GradsWanted, list[int]]] = {}
 
-    def wants(self, needs: tuple[bool, ...], there: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
-        """What a backward makes, and where it goes among the gradients of `DirectLinearFn`, in the order dx, dw, db. `needs`:
-        those of `DirectLinearFn`; `there`: which y have a gradient."""
-        found = self.wanted.get((needs, there))
+    def wants(self, needs: tuple[bool, ...], has_dy: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
+        """Which gradients a backward computes, and the index of each among those that `DirectLinearFn.backward` returns, in the
+        order dx, dw_i, db_i. `needs`: `ctx.needs_input_grad`; `has_dy`: which y_i have a gradient."""
+        found = self.wanted.get((needs, has_dy))
         if found is None:
-            used = tuple([i for i, dy in enumerate(there) if dy])
+            used = tuple([i for i, dy in enumerate(has_dy) if dy])
             weights, biases, dx = self.first, self.first + self.count, any(needs[X : self.first])
             dw, db = (tuple([needs[first + i] for i in used]) for first in (weights, biases))
             now = () if waits(self.bound.spec.options.delay_wgrad, dx) else dw
@@ -132,12 +139,13 @@ class BoundCall:
             places += [weights + i for i, need in zip(used, now, strict=False) if need]
             places += [biases + i for i, need in zip(used, db, strict=True) if need]
             shape = self.x_shape if len(self.x_shape) != 2 else None
-            found = self.wanted[needs, there] = GradsWanted(used, dx, dw, db, self.x_dtype, shape), places
+            found = self.wanted[needs, has_dy] = GradsWanted(used, dx, dw, db, self.x_dtype, shape), places
         return found
 
 
 def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
-    """ValueError for x, the first, in a dtype that nothing computes in, and for tensors that do not lie where x does."""
+    """`given`: x, further inputs, parameters. ValueError for x in a dtype that layers do not take, and for a tensor on another
+    device than x."""
     spec, x = bound.spec, given[0]
     if x.dtype not in ACTIVATIONS:
         raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
@@ -153,22 +161,29 @@ def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
 
 
 def call_of(
-    bound: BoundSpec, record: bool, inputs: Sequence[Tensor], parameters: Sequence[Any], sides: WeightParts | None
+    bound: BoundSpec,
+    record: bool,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Any],
+    cast_weights: WeightParts | None,
 ) -> BoundCall:
-    """The call that this one is like. It is kept with the operands that it reads, and goes with them, or with the spec."""
-    if sides is None:
-        calls, alike = bound.calls, [None if p is None else _parameter_key(p) for p in parameters]
+    """The `BoundCall` for these inputs: the one of an earlier call with equal keys, else a new one, for which all is checked.
+
+    Where weights were cast at the step boundary, captured launches hold the addresses of these operands, so the call is kept in
+    `WeightParts.calls` and forgotten with them; else it is kept with the spec."""
+    if cast_weights is None:
+        calls, parameter_keys = bound.calls, [None if p is None else _parameter_key(p) for p in parameters]
     else:
-        calls = sides.calls
-        alike = [None if p is None else (num_axes(p), p.dtype, p.requires_grad) for p in parameters]
+        calls = cast_weights.calls
+        parameter_keys = [None if p is None else (num_axes(p), p.dtype, p.requires_grad) for p in parameters]
     x = inputs[0]
-    key = (bound, record, x.requires_grad, *shape_key(x), *alike, multiplies_tf32(x))
-    for beside in inputs[1:]:
-        key += (beside.requires_grad, *shape_key(beside))
+    key = (bound, record, x.requires_grad, *shape_key(x), *parameter_keys, multiplies_tf32(x))
+    for other in inputs[1:]:
+        key += (other.requires_grad, *shape_key(other))
     found: BoundCall | None = calls.get(key)
     if found is None:
         spec = bound.spec
-        check_given(bound, (*inputs, *(parameters if sides is None else ())))
+        check_given(bound, (*inputs, *(parameters if cast_weights is None else ())))
         for parameter in parameters:
             if parameter is not None:
                 check_whole(parameter, spec.num_axes, spec.name)
@@ -180,15 +195,15 @@ def call_of(
 
 
 def _parameter_key(parameter: Any) -> Key:
-    """`shape_key` of what this rank has of it, and on how many axes it is spread: FSDP may have resharded it."""
+    """`shape_key` of this rank's part of a parameter, and over how many mesh axes it is spread now, which FSDP changes."""
     return num_axes(parameter), *shape_key(held(parameter)), parameter.requires_grad
 
 
 def forward(
-    call: BoundCall, sides: WeightParts | None, inputs: Sequence[Tensor], parameters: Sequence[Any]
+    call: BoundCall, cast_weights: WeightParts | None, inputs: Sequence[Tensor], parameters: Sequence[Any]
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:  # fmt: skip
-    """x [..., K], or what the prologue reads -> y_i [..., N_i], what is kept for backward (see `layer_forward`), and this
-    rank's weights."""
+    """Inputs (x [..., K], or the tensors that the prologue reads) -> y_i [..., N_i], what is kept for backward (see
+    `layer_forward`), and this rank's weights."""
     bound, count, record = call.bound, call.count, call.record
     bound.session.begin_forward(bound, record)
     tensors = parameters
@@ -196,13 +211,13 @@ def forward(
         tensors = [p if layout is None else p._local_tensor for p, layout in zip(parameters, call.layouts, strict=True)]
     weights, biases = tensors[:count], tensors[count:]
     parts: Sequence[Tensor]
-    if sides is not None:
-        parts = sides.rowwise
+    if cast_weights is not None:
+        parts = cast_weights.rowwise
     else:
         parts = bound.weights.read(bound, call.everyone, weights, call.x_dtype, columnwise=False, record=record)
     if not call.captured.possible[FORWARD]:
         return *layer_forward(bound, inputs, weights, biases, parts, call.save, record), weights
-    key: Key = () if sides is not None else tuple(map(shape_key, parts))
+    key: Key = () if cast_weights is not None else tuple(map(shape_key, parts))
     run = partial(layer_forward, bound, inputs, weights, biases, parts, call.save, record)
     return *call.captured.forward(key, run, forward_reads(inputs, weights, biases, parts), count), weights
 
@@ -213,15 +228,16 @@ def forward_reads(inputs: Any, weights: Any, biases: Any, parts: Any) -> list[Te
 
 
 def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without torch's wrapper in Python, which looks at every tensor for one that a transform of functorch has
-    left behind: 3 of some 60 microseconds that the host needs for a tiny linear. Transforms are refused before it."""
-    past: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return past
+    """`function.apply` without torch's Python wrapper, which looks at every argument for tensors of torch.func's transforms: 3
+    of the some 60 microseconds of host time of a tiny linear. `refuse_transforms` runs before it."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What an autograd function returns, of what it was given: a view whose memory is its own as no view, so that whoever gets
-    it may write to it, as torch allows for no view that a function made."""
+    """The results of an autograd function, which was called with `given`, such that a user may write to them: torch refuses
+    that for a view that a function returns. A view that shares its memory with no input and no other result is detached, so
+    that it is no view any more."""
     if not any([result._is_view() for result in results]):
         return results
     bases = [_base(result) for result in results]
@@ -238,7 +254,7 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def refuse_transforms(name: str) -> None:
-    """RuntimeError inside of a transform of torch.func: kernels read memory, which its tensors do not have."""
+    """RuntimeError inside of a transform of torch.func, whose tensors have no memory that kernels could read."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{name}: it does not run inside of torch.func's transforms (grad, vmap, jvp, ...): use torch.autograd.grad, and "
@@ -247,8 +263,8 @@ def refuse_transforms(name: str) -> None:
 
 
 def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward` where a graph is made of it (`create_graph`): what it returns cannot be differentiated again, and says so.
-    torch's own says so only where a gradient that comes needs one, though all depends on x as well."""
+    """`backward` for `create_graph=True`: a second differentiation raises. torch's `once_differentiable` raises only if one of
+    the incoming gradients requires a gradient, though dx and dw depend on x and w as well; so here they all require one."""
     refusing = once_differentiable(backward)
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
@@ -258,15 +274,19 @@ def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DirectLinearFn(torch.autograd.Function):
-    """`apply(call, sides, *inputs, *weights, *biases)` -> a tuple of y_i; `inputs`: x, or what the prologue reads. Weights
-    and biases are parameters as modules hold them: DTensors are taken apart here, since a function that did it for each
-    would cost as much as the layer."""
+    """`apply(call, cast_weights, *inputs, *weights, *biases)` -> a tuple of y_i.
+
+    cast_weights   operands that the step boundary cast; None: there are none now
+    inputs         x, or the tensors that the prologue reads
+    weights        and biases: parameters as modules hold them. DTensors are unwrapped in here, and their gradients wrapped: an
+                   autograd function that did that for each parameter would cost as much host time as the layer
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: BoundCall, sides: WeightParts | None, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: BoundCall, cast_weights: WeightParts | None, *tensors: Any) -> tuple[Tensor, ...]:
         inputs, parameters = tensors[: call.first - X], tensors[call.first - X :]
-        ys, kept, weights = forward(call, sides, inputs, parameters)
-        ctx.call, ctx.sides, ctx.scales = call, sides, call.bound.session.scales
+        ys, kept, weights = forward(call, cast_weights, inputs, parameters)
+        ctx.call, ctx.cast_weights, ctx.scales = call, cast_weights, call.bound.session.scales
         ctx.save_for_backward(*weights, *to_save(inputs, kept, call.save))
         ctx.set_materialize_grads(False)
         return tuple(owned(ys, inputs))
@@ -289,15 +309,14 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     grads: list[Any] = [None] * len(needs)
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
     if into:
-        written = {
-            call.first + i: call.bound.weights.main_grads[i] for i, to in zip(wanted.used, into, strict=True) if to
-        }
+        main_grads = call.bound.weights.main_grads
+        written = {call.first + i: main_grads[i] for i, target in zip(wanted.used, into, strict=True) if target}
         places = [place for place in places if place not in written]
     for place, grad in zip(places, _gradients(call, wanted, dys, weights, saved, ctx, into), strict=True):
         grads[place] = grad
     if into:
-        for place, main in written.items():
-            grads[place] = main.written()
+        for place, main_grad in written.items():
+            grads[place] = main_grad.written()
     for place, layout in enumerate(call.layouts, call.first) if call.distributed else ():
         if layout is not None and grads[place] is not None:
             grads[place] = DTensor(grads[place], layout, requires_grad=False)
@@ -309,7 +328,8 @@ apply_directly = past_functorch(DirectLinearFn)
 
 
 def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) -> list[Target | None]:
-    """Where wgrads go; none: all to autograd, as those that wait, and where something watches."""
+    """Where each wgrad of the used members is written, None for one that goes to autograd; empty where all do: delayed ones,
+    and those of a backward that something watches."""
     if waits(call.bound.spec.options.delay_wgrad, wanted.dx) or torch._C._len_torch_dispatch_stack() > 0:
         return []
     found = call.bound.weights.targets(wanted.used, weights)
@@ -325,13 +345,13 @@ def _gradients(
     ctx: Any,
     into: Sequence[Target | None],
 ) -> list[Tensor]:
-    """Those that are wanted, in the order dx, dw_i, db_i, without what is written `into` something."""
-    bound, used, sides = call.bound, wanted.used, ctx.sides
+    """The wanted gradients, in the order dx, dw_i, db_i, without each dw_i that is written `into` a target."""
+    bound, used, cast_weights = call.bound, wanted.used, ctx.cast_weights
     bound.session.scales = ctx.scales
     if torch._C._len_torch_dispatch_stack() > 0:  # something watches that did not watch the forward
-        cached, names = [] if sides is None else sides.both_of(used), (bound.spec_id, bound.trace_id)
+        cached, ids = [] if cast_weights is None else cast_weights.both_of(used), (bound.spec_id, bound.trace_id)
         grads: list[Tensor] = torch.ops.dlp.linear_bwd(
-            dys, saved, weights, cached, *names, call.x_dtype, flags_of(wanted, call.count)
+            dys, saved, weights, cached, *ids, call.x_dtype, flags_of(wanted, call.count)
         )
         if wanted.dx and wanted.shape is not None:
             grads[0] = grads[0].view(wanted.shape)
@@ -339,17 +359,17 @@ def _gradients(
         bound.session.in_layer_backward(bound)
         parts: Sequence[Tensor] = ()
         reads_weights = reads_w(bound.spec.recipe, wanted.dx, any(wanted.dw))
-        if reads_weights and sides is not None:
-            parts = sides.columnwise_of(used)
+        if reads_weights and cast_weights is not None:
+            parts = cast_weights.columnwise_of(used)
         elif reads_weights:
             parts = bound.weights.read(bound, used, weights, call.x_dtype, columnwise=True, record=True)
         if call.captured.possible[BACKWARD]:
             key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
-            key += tuple(map(shape_key, parts)) if sides is None else ()
+            key += tuple(map(shape_key, parts)) if cast_weights is None else ()
             reads = [*dys, *saved, *((parts or weights) if reads_weights else ())]
             if into:
-                key += tuple([None if to is None else (*shape_key(to.tensor), to.overwrite) for to in into])
-                reads += [to.tensor for to in into if to is not None]
+                key += tuple([None if t is None else (*shape_key(t.tensor), t.overwrite) for t in into])
+                reads += [t.tensor for t in into if t is not None]
             run = partial(layer_backward, bound, dys, saved, weights, parts, wanted, into=into)
             grads = call.captured.backward(key, run, reads)
         else:
@@ -364,8 +384,8 @@ def _gradients(
 
 
 def flags_of(wanted: GradsWanted, count: int) -> list[int]:
-    """What a backward makes, as `linear_bwd` takes it: whether dx, then of each of `count` members 1 if it is used, 2 if dw, 4
-    if db is wanted."""
+    """`GradsWanted` as integers, for `linear_bwd`: 1 if dx is wanted, then for each of `count` members the sum of 1 if it is
+    used, 2 if dw and 4 if db is wanted."""
     flags = [int(wanted.dx)] + [0] * count
     for i, dw, db in zip(wanted.used, wanted.dw, wanted.db, strict=True):
         flags[1 + i] = 1 + 2 * dw + 4 * db
@@ -383,10 +403,13 @@ def _parts(
     bound: BoundSpec, used: Sequence[int], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
     *, columnwise: bool, record: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """One orientation of the `used` weights, as far as it is there before the pass."""
+    """The parts of one orientation of the `used` weights: `cached`, of the step boundary, or those that FSDP has gathered;
+    empty where the pass casts the weights itself."""
     if not cached:
-        found: Sequence[Tensor] = bound.weights.read(bound, used, weights, dtype, columnwise=columnwise, record=record)
-        return found
+        gathered: Sequence[Tensor] = bound.weights.read(
+            bound, used, weights, dtype, columnwise=columnwise, record=record
+        )
+        return gathered
     parts = WeightParts(cached, bound.spec.weight_formats[1])
     return parts.columnwise if columnwise else parts.rowwise
 
@@ -413,7 +436,7 @@ def linear_bwd(
     dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    """`layer_backward` as an op; `flags`: of `flags_of`."""
+    """`layer_backward` as an op; flags: see `flags_of`."""
     bound, wanted = under_trace(bound_of(spec_id), trace_id), _wanted(flags, dtype)
     bound.session.in_layer_backward(bound)
     used = wanted.used
@@ -428,7 +451,7 @@ def linear_bwd(
 
 
 def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedDirections:
-    """Those of a layer that is called as ops, for x or dy in this dtype."""
+    """The captured directions of a layer that is called as ops, for x or dy of this device and dtype."""
     key = CapturedDirections, x.get_device(), multiplies_tf32(x)
     found: CapturedDirections | None = bound.calls.get(key)
     if found is None:
@@ -440,25 +463,25 @@ def _linear_fwd_fake(
     inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """What the results are like, by the plan, for torch.compile, whose kernels hold them to their strides."""
+    """Empty tensors with the shapes, dtypes and strides of the results, by the plan; inductor relies on the strides."""
     spec, x = spec_of(trace_id), inputs[0]
-    tokens, like = x.numel() // x.shape[-1], Result(x.shape, x.dtype)
+    tokens = x.numel() // x.shape[-1]
     plan = transfers(spec, tokens)
     kept = plan.saved(x, spec.prologue is not None) if save else []
     if spec.prologue is not None and record:
         kept += [x.new_empty(tokens, dtype=torch.float32) for _ in range(spec.prologue.keeps)]
-    return _empty(x, [plan.y(like, w.shape[0]) for w in weights]), kept
+    return _empty(x, [plan.y(Result(x.shape, x.dtype), w.shape[0]) for w in weights]), kept
 
 
 def _linear_bwd_fake(
     dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    """Shapes and dtypes only, of the plan, for torch.compile."""
+    """Empty tensors with the shapes and dtypes of the results, by the plan."""
     spec, dy, wanted = spec_of(trace_id), dys[0], _wanted(flags, dtype)
     grads: list[Result] = []
     if wanted.dx and spec.prologue is not None:
-        grads = [Result(given.shape, given.dtype) for given in saved[-num_inputs(spec) :]]
+        grads = [Result(each.shape, each.dtype) for each in saved[-num_inputs(spec) :]]
     elif wanted.dx:
         tokens = x_tokens_of(spec.style, spec.tp, dy.numel() // dy.shape[-1])
         grads = [transfers(spec, tokens).dx(weights[0].shape[1], dtype)]
@@ -476,8 +499,8 @@ def _forward_flops(
     inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]], biases: Any, cached: Any, spec_id: Any,
     trace_id: int, *args: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
-    """Of fprop, for torch's FlopCounterMode: 2 M K N for all tokens that are multiplied on this rank. Of tensors it is given
-    shapes."""
+    """FLOPs of fprop on this rank, for torch's FlopCounterMode, which passes shapes in place of tensors: 2 M K N, with M after
+    the gather."""
     spec = spec_of(trace_id)
     tokens = prod(inputs[0][:-1]) * (spec.tp if spec.style.gathers == "x" else 1)
     return sum(2 * tokens * prod(weight) for weight in weights)
@@ -486,7 +509,7 @@ def _forward_flops(
 def _backward_flops(
     dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], *args: Any, out_shape: Any = None
 ) -> int:  # fmt: skip
-    """Of dgrad and wgrad, now or in `backward_dw`."""
+    """FLOPs of dgrad and wgrad; a delayed wgrad is counted here."""
     _, _, trace_id, dtype, flags = args
     spec, wanted = spec_of(trace_id), _wanted(flags, dtype)
     tokens = prod(dys[0][:-1]) * (spec.tp if spec.style.gathers == "dy" else 1)
@@ -494,7 +517,7 @@ def _backward_flops(
 
 
 def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
-    """The op, whose transfers belong to its layer and, where nothing finer is said, to this GEMM."""
+    """The op, under a label of the observer: its layer, and this GEMM for transfers that are not labelled more finely."""
 
     @wraps(op)
     def labelled(*args: Any) -> Any:
@@ -523,17 +546,21 @@ for _name, _real, _fake, _flops, _gemm in (
 
 
 def opaque() -> bool:
-    """Whether a linear has to be the opaque ops: where something traces or watches. Elsewhere they are passed by, which
-    spares the host more than it needs for a tiny linear (`DirectLinearFn`)."""
+    """Whether something traces or watches, so that a linear must run as the opaque ops."""
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-FIRST = 7  # the place of x among the arguments of `OpaqueLinearFn`
+FIRST = 7  # the index of x among the arguments of `OpaqueLinearFn`
 
 
 class OpaqueLinearFn(torch.autograd.Function):
-    """`apply(spec_id, trace_id, reads, count, save, record, delay, *inputs, *weights, *biases, *cached)` -> a tuple of y_i;
-    `reads` inputs, `count` weights and biases; `delay`: the spec's `delay_wgrad`."""
+    """`apply(spec_id, trace_id, reads, count, save, record, delay, *inputs, *weights, *biases, *cached)` -> a tuple of y_i.
+
+    reads, count   how many inputs, and how many weights and biases, follow
+    save, record   as in `run_forward`
+    delay          the spec's `delay_wgrad`
+    cached         flat parts of the operands that the step boundary cast, in both orientations; empty: there are none now
+    """
 
     @staticmethod
     def forward(
@@ -545,8 +572,10 @@ class OpaqueLinearFn(torch.autograd.Function):
         saved = to_save(inputs, kept, save)
         ctx.trace_id, ctx.reads, ctx.count, ctx.delay, ctx.num_saved = trace_id, reads, count, delay, len(saved)
         ctx.x_shape, ctx.x_dtype = inputs[0].shape, inputs[0].dtype
-        traced = torch.compiler.is_dynamo_compiling()  # no region reaches into that
-        ctx.scales = None if traced else bound_of(spec_id).session.scales
+        compiling = (
+            torch.compiler.is_dynamo_compiling()
+        )  # scales of an autocast region do not apply inside a compiled graph
+        ctx.scales = None if compiling else bound_of(spec_id).session.scales
         ctx.save_for_backward(spec_id, *saved, *weights, *cached)
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -562,7 +591,7 @@ def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
     reads, count, (spec_id, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
     saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
     cached = list(tensors[ctx.num_saved + count :])
-    used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y nobody used has no gradient
+    used = [i for i, dy in enumerate(dys) if dy is not None]  # a sibling whose y is not used has no gradient
     needs_dx, needs = any(ctx.needs_input_grad[FIRST : FIRST + reads]), ctx.needs_input_grad[FIRST + reads :]
     flags = [int(needs_dx)] + [(1 + 2 * needs[i] + 4 * needs[count + i]) if i in used else 0 for i in range(count)]
     size = len(cached) // count

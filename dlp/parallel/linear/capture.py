@@ -1,14 +1,16 @@
-"""A direction of a linear as captured launches.
+"""A direction of a linear, its forward or its backward, as captured launches.
 
-A layer that casts and multiplies by kernels of this package, and communicates through memory that ranks map
-(`dlp.comm.mapped`) or not at all, launches the same for tensors of the same shapes; only addresses differ. So does one that
-communicates by collectives, which are called between its launches. Such a direction is captured (`dlp.kernels.captured`):
+For inputs of equal shapes, strides and alignment a direction launches the same kernels; only addresses differ. If it does
+nothing but launch, it is captured (`dlp.kernels.captured`):
 
-    first call      the functions of `linear_fn`, as everywhere else; plans, workspaces and tables come to be
-    second call     the same functions are captured, and the captured launches run
-    further calls   the captured launches: memory for the results, one call; with collectives, one for each stretch of launches
+    first call      runs `layer_forward` or `layer_backward`, which build GEMM plans, workspaces and tables
+    second call     records the launches of the same functions, and runs them
+    further calls   allocate the results and run the recorded launches in one native call; collectives of NCCL and gloo split
+                    that into several, and are called between them
 
-The bits are the same captured and not. What is not captured is launched step by step, and `describe` says why.
+So casts and GEMMs must be kernels of this package, and what is communicated must go through memory that ranks map
+(`dlp.comm.mapped`) or by collectives. The bits are the same captured and not. A direction that is not captured is launched step
+by step, and `describe` says why.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, cores, remembered
 
 DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
-LIMIT = 64  # a layer whose shapes vary without end runs without programs
+LIMIT = (
+    64  # how many kinds of inputs of a layer are captured; one whose shapes vary without end is launched step by step
+)
 SEEN = "called once with such tensors"
 REGION = "its forward ran under scales of an autocast region, or before a step boundary changed them"
 WATCHED = "an observer counts what it sends"
@@ -39,12 +43,13 @@ Key = tuple[Any, ...]
 
 
 class CapturedDirections:
-    """Those of a layer, or of several with what is between them (`dlp.ops.captured`).
+    """The captured directions of a layer, or of a sequence of ops with layers in it (`dlp.ops.captured`).
 
-    why        why a direction is not captured, whatever comes; empty: it can be. `possible`: whether it can
-    found      captured launches by direction and what they depend on beside addresses; a string where there are none: not yet,
-               or for the reason that it says
-    passed     why a call of a direction was launched step by step last
+    why        by direction: why it is never captured; empty: it can be
+    possible   by direction: whether it can be
+    found      by direction and all that its launches depend on but addresses: the captured launches, or why there are none:
+               SEEN after the first call, else the reason
+    passed     by direction: why a call was last launched step by step although the direction can be captured
     """
 
     def __init__(self, name: str, bounds: Sequence[BoundSpec], why: Mapping[str, str], x: Tensor) -> None:
@@ -60,22 +65,22 @@ class CapturedDirections:
     def forward(
         self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What `run`, a `run_forward` of `count` y, returns, which reads these tensors. `key`: what it depends on beside
-        addresses, as far as that is not the same for all calls of these."""
+        """Call `run`, a `layer_forward` with `count` y_i, or its captured launches. `key`: all that they depend on but
+        addresses, and what the owner of this object fixes; `reads`: the tensors that they read."""
 
         def flat() -> list[Tensor]:
             ys, kept = run()
             return [*ys, *kept]
 
-        made = self.run((FORWARD, *key), reads, flat)
-        return made[:count], made[count:]
+        results = self.run((FORWARD, *key), reads, flat)
+        return results[:count], results[count:]
 
     def backward(self, key: Key, run: Run, reads: Sequence[Tensor]) -> list[Tensor]:
-        """What `run`, a `run_backward`, returns, which reads these tensors."""
+        """Call `run`, a `layer_backward`, or its captured launches; `key` and `reads` as in `forward`."""
         return self.run((BACKWARD, *key), reads, run)
 
     def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
-        """What `run` returns, which reads the tensors given. `key`: a direction, and what it depends on."""
+        """Call `run`, which reads `given`, or its captured launches. `key`: a direction, and what they depend on."""
         direction, why = key[0], self.obstacle()
         if why:
             return self._launched(direction, why, run)
@@ -94,19 +99,19 @@ class CapturedDirections:
         if not captured.disjoint(given):
             return self._launched(direction, SHARED, run)
         try:
-            made = captured.record(run, given, self._kept_memory())
+            launches = captured.record(run, given, self._kept_memory())
         except NotPlain as why:
             self.found[key] = str(why)
             return run()
-        self.found[key] = made
-        return made(given)
+        self.found[key] = launches
+        return launches(given)
 
     def obstacle(self) -> str:
-        """Why nothing that is captured may run now; empty: it may."""
-        for session in self.sessions:  # captured launches read the scales in the table
+        """Why captured launches may not run now; empty: they may."""
+        for session in self.sessions:  # captured launches read scales from the session's table
             if session.scales is not None and session.scales.values is not None:
                 return REGION
-        if self.communicates and observer.counting():  # what launches send is seen as it is launched from here
+        if self.communicates and observer.counting():  # the observer counts transfers that Python issues
             return WATCHED
         return ""
 
@@ -119,32 +124,32 @@ class CapturedDirections:
         return run()
 
     def states(self, direction: str) -> Iterator[str]:
-        """Of each kind of tensors that this direction was called with: why it is not captured, empty where it is."""
+        """For each kind of inputs that this direction was called with: why it is not captured, empty where it is."""
         if self.why.get(direction):
             yield self.why[direction]
-        for key, made in self.found.items():
+        for key, launches in self.found.items():
             if key[0] == direction:
-                yield made if isinstance(made, str) else ""
+                yield launches if isinstance(launches, str) else ""
         if direction in self.passed:
             yield self.passed[direction]
 
 
 def of_layer(bound: BoundSpec, x: Tensor) -> CapturedDirections:
-    """Those of one layer, for tensors that lie where x does."""
+    """The captured directions of one layer, for tensors on the device of x."""
     why = {direction: obstacle(bound, direction) for direction in DIRECTIONS}
     return CapturedDirections(bound.spec.name, (bound,), why, x)
 
 
 @remembered
 def obstacle(bound: BoundSpec, direction: str) -> str:
-    """Why this direction is not captured: quantizers are not pure, GEMMs are not those of this package, or something is
-    communicated otherwise than by launches. Empty: it can be."""
+    """Why this direction is never captured: a quantizer is not pure, a GEMM is not of this package, or something is
+    communicated neither by launches nor by collectives. Empty: it can be captured."""
     return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, direction)
 
 
 def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
-    """Why transfers of a direction, if there are any, are neither launches, through memory that ranks map, in the order they
-    start, nor collectives that are called between launches."""
+    """Why transfers of a direction can be neither launches, through memory that ranks map, nor collectives that are called
+    between launches; empty: they can be, or there are none."""
     gemms = ("fprop",) if direction == FORWARD else ("dgrad", "wgrad")
     steps = [getattr(spec.style, gemm) for gemm in gemms]
     communicates = spec.tp > 1 and (
@@ -159,7 +164,7 @@ def _sends_otherwise(spec: LinearSpec, direction: str) -> str:
 
 
 def describe(model: nn.Module) -> list[str]:
-    """Which directions of the layers that have run are captured, in lines, and which are launched step by step, by reason."""
+    """Lines that say in how many layers each direction is captured, and why it is launched step by step in the others."""
     lines = []
     for direction in DIRECTIONS:
         count, reasons = 0, dict[str, list[str]]()
@@ -176,11 +181,11 @@ def describe(model: nn.Module) -> list[str]:
     return lines
 
 
-_PASSING = (SEEN, WATCHED, REGION)  # nothing to tell of a direction that is captured for other calls
+_PASSING = (SEEN, WATCHED, REGION)  # reasons that pass by themselves: `describe` leaves them out
 
 
 def _called(core: Any) -> Iterator[CapturedDirections]:
-    """Those of all calls of a layer, whatever they read."""
+    """The captured directions of all calls of a layer so far."""
     parts = core.weights.parts
     for bound in core.bounds():
         for call in (*bound.calls.values(), *(parts.calls.values() if parts is not None else ())):

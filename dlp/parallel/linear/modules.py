@@ -1,7 +1,13 @@
 """Linear, ColumnParallelLinear, RowParallelLinear, and the siblings that conversion makes.
 
-A module owns parameters under their names; the computing is done by a `LinearCore`, which holds the frozen spec, knows
-where the weights are, and is shared by siblings: layers that read the same x and run as one.
+A module owns the parameters; a `LinearCore` computes. The core holds the layer's spec and finds its weights. Siblings, which
+are layers that read the same x, share one core and run as one layer. A forward goes through
+
+    modules.py    `LinearCore.__call__`             checks the inputs, finds the spec that applies and the operands of weights
+    autograd.py   `call_of`, `DirectLinearFn`       what is the same for each call; what autograd saves
+    core.py       `layer_forward`, `run_forward`    cast, gather, GEMM, reduce
+    casts.py      `cast`                            observe, agree, cast
+    overlap/      the strategy                      when gathers and reductions are issued
 """
 
 from __future__ import annotations
@@ -42,24 +48,24 @@ from dlp.quant.tensor import QuantizedTensor
 
 
 def check_inputs(spec: LinearSpec, inputs: Sequence[Any]) -> None:
-    """ValueError for another number of tensors than the layer reads, TypeError for what is no plain tensor."""
+    """ValueError for a wrong number of inputs, TypeError for one that is no plain tensor."""
     prologue = spec.prologue
     reads = ("x",) if prologue is None else prologue.reads
     if len(inputs) != num_inputs(spec):
-        said = "x" if prologue is None else f"{', '.join(reads)} (prologue {prologue.name})"
-        raise ValueError(f"{spec.name}: it is called with {said}; got {len(inputs)} tensors")
-    for name, given in zip(reads, inputs, strict=True):
-        if isinstance(given, QuantizedTensor):
+        expected = "x" if prologue is None else f"{', '.join(reads)} (prologue {prologue.name})"
+        raise ValueError(f"{spec.name}: it is called with {expected}; got {len(inputs)} tensors")
+    for name, tensor in zip(reads, inputs, strict=True):
+        if isinstance(tensor, QuantizedTensor):
             raise TypeError(
-                f"{spec.name}: {name} is a QuantizedTensor ({given.format.name}), but a layer quantizes {name} itself, as "
+                f"{spec.name}: {name} is a QuantizedTensor ({tensor.format.name}), but a layer quantizes {name} itself, as "
                 f"its recipe says; pass the tensor it was made of, or its dequantize(dtype)"
             )
-        if isinstance(given, DTensor):
+        if isinstance(tensor, DTensor):
             raise TypeError(
                 f"{spec.name}: {name} is a DTensor, but layers read this rank's plain tensor; pass to_local() of it"
             )
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{spec.name}: {name} must be a tensor; got {type(given).__name__}")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{spec.name}: {name} must be a tensor; got {type(tensor).__name__}")
 
 
 def autocasts(inputs: Sequence[Tensor]) -> bool:
@@ -68,48 +74,48 @@ def autocasts(inputs: Sequence[Tensor]) -> bool:
 
 
 def in_autocast_dtype(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What nn.Linear does under torch.autocast: activations in its dtype, in which y comes, too."""
+    """The inputs in the dtype of torch.autocast, which y then has, too: what nn.Linear does."""
     dtype = torch.get_autocast_dtype(inputs[0].device.type)
-    return [given.to(dtype) if given.dtype in ACTIVATIONS else given for given in inputs]
+    return [x.to(dtype) if x.dtype in ACTIVATIONS else x for x in inputs]
 
 
-def moment(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What the y of these tensors depends on beside who they are: their values, as far as torch counts changes in place
-    (it does not for tensors made in inference mode, nor in a graph that it compiles), and how a layer runs now."""
-    now = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+def calling_state(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """All that y depends on besides the identity of its inputs: grad mode, autocast regions, and the inputs' version counters,
+    which torch has for neither tensors of inference mode nor while it compiles."""
+    modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
     if torch.compiler.is_dynamo_compiling():
-        return now
+        return modes
     try:
-        return *now, active_region(), *[given._version for given in inputs]
-    except RuntimeError:  # of inference mode
-        return *now, active_region()
+        return *modes, active_region(), *[x._version for x in inputs]
+    except RuntimeError:  # tensors of inference mode have no version
+        return *modes, active_region()
 
 
 class SharedCall:
-    """What siblings share: the y_i that the first call with an x has made, and nobody has collected yet. The others bring the
-    same x and collect theirs."""
+    """The y_i of siblings between their calls: the first sibling that is called with an x computes the y of all, the others are
+    called with the same x and take theirs."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """The weights changed: nobody may collect the rest."""
+        """Drop what was not taken: the weights changed."""
         self._inputs: tuple[Tensor, ...] = ()
-        self._moment: tuple[Any, ...] = ()
+        self._state: tuple[Any, ...] = ()
         self._ys: dict[int, Tensor] = {}
 
-    def holds(self, index: int, now: tuple[Any, ...]) -> bool:
-        """Whether this member's y is there and would be the same if it were made now."""
-        return index in self._ys and now == self._moment
+    def holds(self, index: int, state: tuple[Any, ...]) -> bool:
+        """Whether this member's y was computed, and in the same `calling_state`."""
+        return index in self._ys and state == self._state
 
     def reads(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether it was made of these tensors."""
-        return all(given is first for given, first in zip(inputs, self._inputs, strict=True))
+        """Whether the y_i were computed of these very tensors."""
+        return all(x is first for x, first in zip(inputs, self._inputs, strict=True))
 
-    def keep(self, inputs: tuple[Tensor, ...], now: tuple[Any, ...], ys: Sequence[Tensor]) -> None:
-        self._inputs, self._moment, self._ys = inputs, now, dict(enumerate(ys))
+    def keep(self, inputs: tuple[Tensor, ...], state: tuple[Any, ...], ys: Sequence[Tensor]) -> None:
+        self._inputs, self._state, self._ys = inputs, state, dict(enumerate(ys))
 
-    def collect(self, index: int) -> Tensor:
+    def take(self, index: int) -> Tensor:
         y = self._ys.pop(index)
         if not self._ys:
             self.forget()
@@ -117,7 +123,12 @@ class SharedCall:
 
 
 class LinearCore(LayerState):
-    """Computes y_i = x @ w_i.T + b_i for its members."""
+    """Computes y_i = x @ w_i.T + b_i for its members, one of a linear by itself, several of siblings.
+
+    ran_under     the specs that it ran under in autocast regions and activation checkpoints (`LayerRuns`)
+    bias_apart    `return_bias`: y_i is returned without b_i
+    shared        y_i between the calls of siblings
+    """
 
     def __init__(self, spec: LinearSpec, session: Session, members: Sequence[Member]) -> None:
         super().__init__(spec, session, members)
@@ -131,7 +142,7 @@ class LinearCore(LayerState):
         return super().__getstate__() | {"shared": SharedCall()}
 
     def parameters(self) -> list[Any]:
-        """The weights, then the biases that it adds, as modules hold them."""
+        """The weights, then the biases that are added to y (None for none), as the modules hold them."""
         try:
             weights = [m.module._parameters[m.weight] for m in self.members]
             return weights + [None if self.bias_apart else m.module._parameters[m.bias] for m in self.members]
@@ -149,8 +160,8 @@ class LinearCore(LayerState):
         return None if bias is None else self._local(bias)
 
     def bias_for(self, index: int, y: Tensor) -> Tensor | None:
-        """What `return_bias` returns beside y: this rank's bias [N] in y's dtype, in memory of its own, as FSDP frees what it
-        has gathered. Gradients go to the parameter; that of a row-parallel layer counts what this rank adds it to."""
+        """The bias [N] that `return_bias` returns with y: this rank's part in y's dtype, copied, since FSDP frees what it has
+        gathered. Its gradient goes to the parameter, and covers the tokens that this rank adds it to."""
         bias = self._bias(self.members[index])
         return None if bias is None else bias.to(y.dtype, copy=True)
 
@@ -158,9 +169,9 @@ class LinearCore(LayerState):
         return local(parameter, self.spec.name, self.spec.num_axes)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """x [..., K], or what the prologue reads -> y_i [..., N_i] (token shards in or out as the style says).
+        """x [..., K], or the tensors that the prologue reads -> y_i [..., N_i]; token shards in or out, as the style says.
 
-        Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y comes in it."""
+        Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y has that dtype."""
         count = len(inputs)
         if (
             count != self.bound.num_inputs
@@ -177,33 +188,35 @@ class LinearCore(LayerState):
             return self.by_ops(inputs)
         refuse_transforms(self.spec.name)
         bound, record = active_spec(self), torch.is_grad_enabled()
-        sides = self.weights.kept(bound, inputs[0].dtype)
+        cast_weights = self.weights.operands_for(bound, inputs[0].dtype)
         parameters = self.parameters()
-        call = call_of(bound, record, inputs, parameters, sides)
+        call = call_of(bound, record, inputs, parameters, cast_weights)
         if call.differentiable:
-            results: tuple[Tensor, ...] = apply_directly(call, sides, *inputs, *parameters)
+            results: tuple[Tensor, ...] = apply_directly(call, cast_weights, *inputs, *parameters)
             return results
-        return tuple(forward(call, sides, inputs, parameters)[0])
+        return tuple(forward(call, cast_weights, inputs, parameters)[0])
 
     def _accepted(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Tensors, of which those that came quantized are as this layer can take them."""
+        """The inputs; one that arrives quantized is decoded where this layer would quantize it otherwise (`accepted`)."""
         bound = self.bound if opaque() else active_spec(self)
         return tuple([accepted(bound, x, "x") if hasattr(x, "operands") else x for x in inputs])
 
     def by_ops(self, inputs: tuple[Tensor, ...], prologue: tuple[Any, ...] = ()) -> tuple[Tensor, ...]:
-        """The same, for what traces or watches. `prologue`: in the place of the layer's own, as `trace_with` takes it."""
+        """`__call__` by the opaque ops, where something traces or watches. `prologue`: one that replaces the layer's own, as
+        arguments of `trace_with`."""
         bound = self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
         trace = trace_with(bound.trace_id, *prologue) if prologue else bound.trace_id
-        kept, weights, biases = self.weights.kept(bound, inputs[0].dtype), self.weight_tensors(), self.biases()
-        cached = [] if kept is None else kept.parts
+        cast_weights = self.weights.operands_for(bound, inputs[0].dtype)
+        weights, biases = self.weight_tensors(), self.biases()
+        cached = [] if cast_weights is None else cast_weights.parts
         record = torch.is_grad_enabled()
         if not (record and any(t is not None and t.requires_grad for t in (*inputs, *weights, *biases))):
             # no autograd function where there is nothing to differentiate: torch 2.11 compiles one wrongly there
-            given = list(inputs)
-            ys, _ = torch.ops.dlp.linear_fwd(given, weights, biases, cached, bound.spec_id, trace, False, record)
+            listed = list(inputs)
+            ys, _ = torch.ops.dlp.linear_fwd(listed, weights, biases, cached, bound.spec_id, trace, False, record)
             return tuple(ys)
-        needs_dx, learns = (any(t.requires_grad for t in given) for given in (inputs, weights))
-        save = keeps_x(bound.spec.recipe, needs_dx, learns)
+        needs_dx, needs_dw = (any(t.requires_grad for t in tensors) for tensors in (inputs, weights))
+        save = keeps_x(bound.spec.recipe, needs_dx, needs_dw)
         results: tuple[Tensor, ...] = OpaqueLinearFn.apply(
             bound.spec_id, trace, len(inputs), len(weights), save, record, bound.spec.options.delay_wgrad, *inputs,
             *weights, *biases, *cached,
@@ -211,24 +224,24 @@ class LinearCore(LayerState):
         return results
 
     def sibling(self, index: int, *inputs: Tensor) -> Tensor:
-        """y of one member. The first call with an x computes all; the others, which must bring the same x, collect. One
-        for which anything has changed since, x in place or the grad mode, computes anew."""
+        """y of one member. The first sibling called with an x computes all y_i; the others, which must be called with the same
+        x, take theirs. If x was changed in place since, or the grad mode was, all are computed anew."""
         if len(self.members) == 1:
             return self(*inputs)[0]
-        now = moment(inputs)
-        if not self.shared.holds(index, now):
-            self.shared.keep(inputs, now, self(*inputs))
+        state = calling_state(inputs)
+        if not self.shared.holds(index, state):
+            self.shared.keep(inputs, state, self(*inputs))
         elif not self.shared.reads(inputs):
             names = ", ".join(repr(m.module.name) for m in self.members)
             raise ValueError(
                 f"{self.members[index].module.name}: siblings must read the same tensor, but this one got another than "
                 f"its siblings ({names}); set siblings = false for this layer group"
             )
-        return self.shared.collect(index)
+        return self.shared.take(index)
 
 
 def parameter_is_gone(layer: str, parameter: str) -> NoReturn:
-    """A layer has not found its parameter where modules keep them."""
+    """Raise ValueError for a parameter that is missing in its module."""
     raise ValueError(
         f"{layer}: its {parameter} is no parameter of it any more, as after weight_norm, or under torch's FSDP1; parametrize "
         f"linears before dlp.convert and leave them out by a layer group with convert = false; instead of FSDP1 use "
@@ -237,7 +250,11 @@ def parameter_is_gone(layer: str, parameter: str) -> NoReturn:
 
 
 class ParallelLinear(nn.Module):
-    """Base of the linear layers: parameters `weight` [N, K] and `bias` [N] (or one pair per sibling), and a core."""
+    """Base of the linear layers: parameters `weight` [N, K] and `bias` [N] (or one pair per sibling), and a core.
+
+    dlp_made     who made it parallel: "by hand" or "by convert"
+    tp_partial   names of parameters whose gradients are partial sums over tp
+    """
 
     dlp_made = "by hand"
     core: LinearCore
@@ -259,15 +276,16 @@ class ParallelLinear(nn.Module):
 
 
 def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:
-    """The parameters whose gradient on each rank covers its own tokens only."""
+    """The parameters whose gradient on a rank covers only that rank's tokens, so that it must be summed over tp."""
     weights = [m.weight for m in members] if spec.style.partial_weight_grad else []
     biases = [m.bias for m in members] if spec.style.partial_bias_grad else []
     return tuple(weights + biases)
 
 
 class ConvertedLinear(ParallelLinear, nn.Linear):
-    """An nn.Linear that conversion made parallel, in place: what was registered with it or refers to it stays, and code that
-    initialises linears finds it. It owns its parameters; the core is its own, or that of siblings with the same x."""
+    """An nn.Linear that `convert` made parallel, by changing its class: the object, its hooks and references to it stay, and it
+    is still an nn.Linear to code that initialises those. Its core is shared with its siblings, if it has some, as member
+    `index`."""
 
     dlp_made = "by convert"
     name: str
@@ -278,22 +296,30 @@ class ConvertedLinear(ParallelLinear, nn.Linear):
         return (y, self.core.bias_for(self.index, y)) if self.core.bias_apart else y
 
     def reset_parameters(self) -> None:
-        """Those of an nn.Linear: rank 0 draws, each rank keeps its part. Needs memory for the whole weight for a moment."""
+        """The initial values of an nn.Linear: rank 0 draws them, each rank keeps its part. Allocates the whole weight for a
+        moment."""
         device, dtype, biased = self.weight.device, self.weight.dtype, self.bias is not None
         drawn = nn.Linear(self.in_features, self.out_features, biased, device=device, dtype=dtype)
         with self.core.weights.shown(written=True):
-            for mine, whole in zip(self.parameters(False), drawn.parameters(), strict=True):
-                fill(mine, whole)
+            for parameter, whole in zip(self.parameters(False), drawn.parameters(), strict=True):
+                fill(parameter, whole)
         self.core.weights.drop()
 
 
 class Linear(ParallelLinear):
     """y = x @ weight.T + bias, whole on every rank. x [..., in_features] -> [..., out_features].
 
-    `prologue`: what makes x in the cast of it: "rms_norm", or {"name": "rms_norm", "eps": ...}, of layer(x, weight);
-    "layer_norm" of layer(x, weight, bias); "swiglu" and "geglu" of layer(gate, up). The gradients go to what it is called with.
-    `return_bias`: forward returns (y, bias) where whoever is called next adds the bias; siblings a tuple of each.
-    `save_original_input`: x itself is kept for wgrad, and quantized again in backward.
+    tp                    a DeviceMesh with the axis tp, or a ProcessGroup
+    sequence_parallel     tokens are cut over tp: x [M/tp, in_features]
+    recipe                a name, or a Recipe
+    overlap               "serial", "chunked" or "fused"
+    prologue              what x is made of, in the same read as its cast: "rms_norm", of layer(x, weight); "layer_norm", of
+                          layer(x, weight, bias); "swiglu" or "geglu", of layer(gate, up); with options {"name": "rms_norm",
+                          "eps": ...}. Gradients go to the tensors that the layer is called with
+    return_bias           forward returns (y, bias), for a caller that adds the bias later; of siblings a tuple of each
+    save_original_input   x itself is saved for wgrad, and quantized again in backward
+
+    ValueError for an unknown recipe, strategy or prologue, and for options that exclude each other (`LinearSpec`).
     """
 
     _style = "local"
@@ -333,7 +359,7 @@ class Linear(ParallelLinear):
         self.tp_partial = partial_names(spec, owners)
 
     def forward(self, x: Tensor, *more: Tensor) -> Any:
-        """`more`: what a prologue reads beside the first of its tensors."""
+        """x, and `more`: further inputs of a prologue -> y, or a tuple of y_i; with `return_bias` (y, bias)."""
         ys, one = self.core(x, *more), isinstance(self.out_features, int)
         if not self.core.bias_apart:
             return ys[0] if one else ys
@@ -342,7 +368,7 @@ class Linear(ParallelLinear):
 
 
 class ColumnParallelLinear(Linear):
-    """out_features are cut over tp: x [..., K] whole (or token shards [M/tp, K]) -> y [..., N/tp].
+    """out_features are cut over tp: x [..., K] (with sequence parallelism token shards [M/tp, K]) -> y [..., N/tp].
 
     `out_features` may be a tuple: several weights (`weight_0`, `weight_1`, ...) that read the same x; forward then
     returns a tuple. Raises ValueError when tp does not divide an out_features.
@@ -352,7 +378,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """in_features are cut over tp: x [..., K/tp] -> y [..., N] whole (or token shards [M/tp, N]).
+    """in_features are cut over tp: x [..., K/tp] -> y [..., N] (with sequence parallelism token shards [M/tp, N]).
 
     Raises ValueError when tp does not divide in_features.
     """
@@ -370,5 +396,5 @@ class RowParallelLinear(Linear):
 def _as_mesh(tp: DeviceMesh | ProcessGroup | None, device: torch.device | str | None) -> DeviceMesh | None:
     if tp is None or isinstance(tp, DeviceMesh):
         return tp
-    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    return DeviceMesh.from_group(tp, kind, mesh_dim_names=(TP,))
+    device_type = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    return DeviceMesh.from_group(tp, device_type, mesh_dim_names=(TP,))

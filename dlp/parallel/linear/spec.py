@@ -1,8 +1,8 @@
-"""LinearSpec: everything a parallel linear is besides its tensors, as a pure value.
+"""LinearSpec: everything that defines a parallel linear but its tensors, as a frozen value.
 
-Specs are frozen, hold nothing that changes, and are equal where their fields are. What one layer keeps of a spec that it runs
-under is a `BoundSpec` (`dlp.parallel.linear.state`). Changing a layer's recipe or overlap makes a new spec, so a spec in flight
-(a forward whose backward is still to come) never changes.
+Two specs with equal fields are equal. A layer under another recipe or overlap has another spec, so that a forward whose
+backward is still to come keeps the one that it ran under. What a layer caches for a spec is in its `BoundSpec`
+(`dlp.parallel.linear.state`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Overlaps:
 
     @classmethod
     def named(cls, chosen: str | Mapping[str, str]) -> Overlaps:
-        """By one strategy's name, or one for each GEMM, "serial" where none is given. ValueError for an unknown one."""
+        """From the name of one strategy, or names by GEMM, "serial" for a GEMM that has none. ValueError for an unknown
+        name."""
         names = dict.fromkeys(GEMMS, chosen) if isinstance(chosen, str) else chosen
         return cls(**{gemm: overlaps.load(names.get(gemm, "serial")) for gemm in GEMMS})
 
@@ -45,8 +46,8 @@ def _allowed(style: ParallelStyle) -> None:
 
 
 def _switch(doc: str, note: str, refused: Callable[[ParallelStyle], str | None] = _allowed) -> Any:
-    """A field of LayerOptions. `doc`: its line in the tables of settings; `note`: what the plan says of a layer that has it;
-    `refused`: what it says of one whose style cannot have it, None where it can."""
+    """A field of LayerOptions. `doc`: its description among the settings; `note`: the plan's note on a layer where it is on;
+    `refused(style)`: the note on a layer whose style cannot have it, None for a style that can."""
     return field(default=None, metadata={"doc": doc, "note": note, "refused": refused})
 
 
@@ -58,8 +59,8 @@ def _sums_at_the_end(style: ParallelStyle) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """Switches of a linear beside style, recipe and overlap, each declared here alone: layer groups set them, the rows of a
-    plan carry them whole, and `LinearSpec.options` has them. None is off, and nobody has said so."""
+    """Switches of a linear besides style, recipe and overlap. Each is declared here only: layer groups, the rows of a plan and
+    `LinearSpec.options` hold a LayerOptions. None: off by default, so that another layer group may set it."""
 
     delay_wgrad: bool | None = _switch(
         "weight gradients wait in backward until `dlp.backward_dw(model)`",
@@ -74,17 +75,17 @@ class LayerOptions:
 
     @property
     def keeps(self) -> str:
-        """What forward keeps of x for wgrad (`TransferPlan.kept`), where that was chosen."""
+        """What forward must save of x for wgrad (`TransferPlan.kept`); "": the plan decides."""
         return "values" if self.save_original_input else ""
 
     def settled(self, style: ParallelStyle) -> LayerOptions:
-        """Those that a layer of this style has."""
+        """The switches as a layer of this style runs with them, True or False."""
         return LayerOptions(**{
             each.name: bool(getattr(self, each.name)) and each.metadata["refused"](style) is None for each in OPTIONS
         })  # fmt: skip
 
     def notes(self, style: ParallelStyle) -> tuple[str, ...]:
-        """What the plan says of those that were chosen."""
+        """The plan's notes on the switches that are on."""
         chosen = [each.metadata for each in OPTIONS if getattr(self, each.name)]
         return tuple(each["refused"](style) or each["note"] for each in chosen)
 
@@ -94,11 +95,20 @@ OPTIONS, OFF = fields(LayerOptions), LayerOptions()
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """`group`: the tp group, None for a layer without one. `amax_group`: when given, every observed amax is agreed over
-    it, a superset of what the style asks. `tokens`: B*S of a microbatch, which sequence-parallel layers check x
-    against, None where it is not known. `members`: a name for each weight, under which its scales are kept and its random bits
-    drawn. `variant`: sets the scales of a recipe that overrides the layer's own apart. `prologue`: what makes x of what the
-    layer is called with; None: that is x. `return_bias`: forward returns y without the bias, and the bias."""
+    """A parallel linear without its tensors.
+
+    name          for messages; members: a name for each weight, under which scales are kept and random bits are drawn
+    style         a row of the style table
+    recipe        how operands are quantized; overlap: the strategy of each GEMM
+    group         the tp group; None: the layer has none
+    amax_group    the group over which every amax is agreed; None: only those that `dlp.parallel.casts.agrees` asks for
+    tokens        B*S of a microbatch, which sequence-parallel layers check x against; None: not known
+    variant       appended to the names of delayed scales, for a recipe that overrides the layer's own in an autocast region
+    prologue      what makes x of the tensors that the layer is called with; None: it is called with x
+    return_bias   forward returns (y without bias, bias)
+
+    ValueError for a recipe, options or groups that the style cannot have.
+    """
 
     name: str
     style: ParallelStyle
@@ -121,11 +131,11 @@ class LinearSpec:
         self.check_group(self.amax_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSpec:
-        """A value has no need of copies."""
+        """Itself: frozen values need no copies, and groups cannot be copied."""
         return self
 
     def check_group(self, amax_group: ProcessGroup | None) -> None:
-        """Ranks whose shards are gathered must share scales. ValueError for a group without some of them."""
+        """ValueError for an amax group that lacks some of the ranks whose shards are gathered, which must share scales."""
         if amax_group is None or self.style.gathers is None:
             return
         shared, tp = (dist.get_process_group_ranks(group) for group in (amax_group, self.tp_group))
@@ -136,7 +146,8 @@ class LinearSpec:
             )
 
     def check_unattached(self) -> None:
-        """ValueError for a layer that runs with delayed scales, and without a step boundary, where it cannot."""
+        """ValueError for options that need a step boundary, called for a layer with delayed scales and no attached
+        optimizer."""
         if self.options.save_original_input:
             raise ValueError(
                 f"{self.name}: {self.recipe} has other scales in backward where no optimizer is attached, so that x, which "
@@ -149,7 +160,7 @@ class LinearSpec:
 
     @property
     def num_axes(self) -> int:
-        """Over how many axes of a mesh its parameters are spread where it computes: tp, if it was given one."""
+        """Over how many mesh axes its parameters are spread while it computes: 1, tp, or 0 without a tp group."""
         return int(self.group is not None)
 
     @property
@@ -158,7 +169,7 @@ class LinearSpec:
         return self.group
 
     def owners(self, tensor: str) -> tuple[str, ...]:
-        """The members that have this tensor."""
+        """The members that have this tensor of their own."""
         return owners(self.members, tensor)
 
     def slot_name(self, tensor: str, member: str, columnwise: bool) -> str:
@@ -167,7 +178,7 @@ class LinearSpec:
 
     @cached_property
     def slots(self) -> dict[str, tuple[str, SlotOptions]]:
-        """Slot name -> (tensor, options) for all that this layer casts with a delayed scale."""
+        """Slot name -> (tensor, options), for each tensor that this layer casts with a delayed scale."""
         return {f"{name}{self.variant}": found for name, found in delayed_slots(self.recipe, self.members).items()}
 
     @cached_property
@@ -178,13 +189,13 @@ class LinearSpec:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether a cast of this layer rounds by chance."""
+        """Whether a cast of this layer rounds stochastically."""
         return any(caps_of(quantizer).origin for quantizer in self.recipe.quantizers())
 
 
 def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
-    """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales. `gathers`: what
-    travels, None: nothing."""
+    """ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales. `gathers`: the
+    operand that the style gathers, or None."""
     delayed = any(caps_of(quantizer).slot is not None for quantizer in recipe.quantizers())
     if gathers is not None and delayed and not recipe.reduce_amax:
         raise ValueError(
@@ -196,7 +207,7 @@ def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
 def check_extras(
     layer: str, recipe: Recipe, options: LayerOptions, prologue: Prologue | None, return_bias: bool
 ) -> None:
-    """ValueError for two choices of which one takes away what the other needs."""
+    """ValueError for two choices that exclude each other."""
     if return_bias and recipe.y is not None:
         raise ValueError(
             f"{layer}: {recipe} quantizes y, and return_bias = true leaves y without its bias, whose sum would not be what "
@@ -220,8 +231,8 @@ def check_extras(
 
 
 def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequence[int], tp: int) -> None:
-    """ValueError where tp cuts blocks of x or w, and a recipe trains for the codes that they have as a whole. `shape`: of the
-    whole weight [N, K]."""
+    """ValueError where tp would cut a block of x or w and the recipe trains for codes that the unsharded tensor has (`qat`).
+    `shape`: of the unsharded weight [N, K]."""
     if tp == 1 or not is_fake(recipe):
         return
     features = ("out_features", "in_features")
@@ -236,31 +247,31 @@ def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequen
 
 
 def num_inputs(spec: LinearSpec) -> int:
-    """How many tensors the layer is called with."""
+    """How many tensors the layer is called with: 1, x, or those that its prologue reads."""
     return 1 if spec.prologue is None else len(spec.prologue.reads)
 
 
 def owners(members: tuple[str, ...], tensor: str) -> tuple[str, ...]:
-    """The members that have this tensor; siblings share x, and so dx, which goes by the first one's name."""
+    """The members that have this tensor of their own. Siblings share x and dx, which are listed under the first one."""
     return members[:1] if tensor in ("x", "dx") else members
 
 
 def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> str:
-    """The name of the delayed scale of one tensor; its orientations share it where their quantizers are equal."""
+    """The name of the delayed scale of one tensor; both orientations share one where their quantizers are equal."""
     quantizers = recipe.of(tensor)
-    apart = columnwise and quantizers is not None and quantizers.rowwise != quantizers.columnwise
-    return f"{member}.{tensor}{'.columnwise' * apart}"
+    separate = columnwise and quantizers is not None and quantizers.rowwise != quantizers.columnwise
+    return f"{member}.{tensor}{'.columnwise' * separate}"
 
 
 def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[str, SlotOptions]]:
-    """Slot name -> (tensor, options) for all that a layer of these members casts with a delayed scale."""
-    found: dict[str, tuple[str, SlotOptions]] = {}
+    """Slot name -> (tensor, options), for each tensor that a layer with these members casts with a delayed scale."""
+    slots: dict[str, tuple[str, SlotOptions]] = {}
     for tensor in (*OPERANDS, *RESULTS):
         quantizers = recipe.of(tensor)
-        ways = [] if quantizers is None else [(False, quantizers.rowwise), (True, quantizers.columnwise)]
-        for columnwise, quantizer in ways:
+        orientations = [] if quantizers is None else [(False, quantizers.rowwise), (True, quantizers.columnwise)]
+        for columnwise, quantizer in orientations:
             options = caps_of(quantizer).slot
             if options is not None:
                 names = [_slot_name(recipe, tensor, member, columnwise) for member in owners(members, tensor)]
-                found |= {name: (tensor, options) for name in names}
-    return found
+                slots |= {name: (tensor, options) for name in names}
+    return slots

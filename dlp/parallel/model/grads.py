@@ -336,7 +336,7 @@ def backward_dw(model: nn.Module) -> int:
         parameter = getattr(weight.member.module, weight.member.weight)
         mains = weight.owner.main_grads
         main = mains[weight.index] if mains else None
-        target = None if main is None else main.there()
+        target = None if main is None else main.buffer()
         with no_autocast([parameter]):
             if main is None or target is None:
                 _accumulate(parameter, wgrad())

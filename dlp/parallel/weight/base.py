@@ -1,24 +1,28 @@
-"""Where w lives, what a layer reads of it, and what becomes of its gradient: `Weight`, and the weights of one layer.
+"""Where w lives, which operands a layer reads of it, and where its gradient goes: `Weight`, and the weights of one layer.
 
-    LocalWeight     (local.py)    values: cast at the step boundary into operands that passes only read, else by the pass
+    rowwise     w [N, K]      operand of fprop
+    columnwise  w.T [K, N]    operand of dgrad
+
+    LocalWeight     (local.py)    the whole parameter is on this rank. It is cast at the step boundary, into operands that
+                                  forward and backward only read; without a step boundary, in each pass
     ManagedWeight   (local.py)    the same, where FSDP manages the parameter on one rank and a layer may see a copy of it
-    HeldWeight      (held.py)     codes and scales, which are all there is
-    ShardedWeight   (sharded.py)  some rows on each rank, cast at the step boundary, gathered for the pass
+    HeldWeight      (held.py)     there are codes and scales only, no high-precision parameter
+    ShardedWeight   (sharded.py)  FSDP shards its rows. Each rank casts its own at the step boundary; passes gather them
 
-The step boundary casts all weights of a model together (`refresh`): their values are rounded together (`Values`), then
-observed, agreed on and cast in one `CastBatch`.
+The step boundary casts all weights of a model together (`refresh`): their values are rounded to the dtype of activations
+(`Values`), then observed, agreed on and cast in one `CastBatch`.
 
-**Main gradients**: wgrad adds to a gradient itself, with beta = 1, where autograd would add a tensor of its own (`MainGrad`).
+**Main gradients** (`MainGrad`): the GEMM of wgrad adds dw to a gradient that exists, with beta = 1, in place of autograd.
 
     off         autograd gets dw [N, K] of each backward and adds it to the parameter's `grad`
-    grad        where the parameter has a `grad` already, in fp32, dw is added to it in the GEMM; the first one autograd leaves
-    main_grad   dw is added to the parameter's `main_grad`, in fp32 or bf16, which the user made, as Megatron-LM does; where
-                `overwrite_main_grad` is true it takes its place. `grad_added_to_main_grad` is set to True, and autograd gets
+    grad        the first dw becomes the parameter's `grad`, by autograd; to a `grad` in fp32 further ones are added by the GEMM
+    main_grad   dw is added to the parameter's `main_grad`, fp32 or bf16, which the user allocates, as in Megatron-LM; where
+                `overwrite_main_grad` is true it replaces that. `grad_added_to_main_grad` is then set to True, and autograd gets
                 zeros where `zero_out_wgrad` is true, for hooks that wait for a gradient
 
-The bits of fp32 are those of autograd's sum: the same sums of products, added once; on a GPU, nvfp4 multiplies them by a scale
-and adds in one rounding, where autograd has two. A backward that takes gradients otherwise than by leaving them in parameters
-(`torch.autograd.grad`) gets them from autograd, as ever.
+In fp32 the bits are those of autograd's sum: equal sums of products, added once; except that nvfp4 on a GPU multiplies the sum
+by a scale and adds in one rounding, where autograd rounds twice. `torch.autograd.grad`, which does not leave gradients in
+parameters, gets all of them from autograd.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ class Member(NamedTuple):
 
 
 class Layer(Protocol):
-    """What weights know of their layer: its own spec, its members, and all specs that it runs under now."""
+    """What weights use of their layer: its own spec, its members, and all specs that it runs under."""
 
     bound: BoundSpec
     members: list[Member]
@@ -74,8 +78,8 @@ class Layer(Protocol):
 
 
 class Use(NamedTuple):
-    """A pass that reads a weight. value [N, K]: of its parameter on this rank, now; dtype: of x; record: gradients are
-    enabled, so amaxes count for delayed scales."""
+    """A forward or backward that reads a weight. value [N, K]: its parameter on this rank, now; dtype: of x; record: gradients
+    are enabled, so amaxes count for delayed scales."""
 
     bound: BoundSpec
     value: Tensor
@@ -86,15 +90,15 @@ class Use(NamedTuple):
 class Weight(Protocol):
     """One w [N, K] of a layer.
 
-    owner      the weights of its layer
-    name       of its member, under which scales are kept
-    stored     the parameter that optimizers step on; None where a parametrization has taken its place
-    parts      flat parts of operands that passes only read, `num_rowwise` of them of the rowwise one, which come first; none:
-               there are no such operands now
-    managed    FSDP has it, and the layer may see a copy of `stored`
-    gathered   its operands come to be before a pass, not inside of it
-    fresh      the casts in use, if there are some, are those of a step boundary
-    why, told  why its operands do not travel as the recipe says, if so, and what the log has said of that
+    owner         the weights of its layer
+    name          of its member, under which scales are kept
+    stored        the parameter that optimizers step on; None where a parametrization replaced it
+    parts         the parts of its cast operands, of which `num_rowwise` belong to the rowwise one and come first; empty: a pass
+                  casts it
+    managed       FSDP manages it, and the layer may see a copy of `stored`
+    gathered      its operands are made before a pass, by FSDP's hooks
+    fresh         the operands in use, if there are any, were cast at a step boundary
+    why, noted    why its operands are not gathered as the recipe says, None if they are; and the reason that was logged last
     """
 
     owner: LayerWeights
@@ -104,7 +108,7 @@ class Weight(Protocol):
     gathered: bool
     fresh: bool
     why: str | None
-    told: str | None
+    noted: str | None
 
     @property
     def bound(self) -> BoundSpec:
@@ -123,57 +127,58 @@ class Weight(Protocol):
         """w.T [K, N], dgrad's operand."""
 
     def casts(self, values: Values) -> list[Cast]:
-        """Those that the step boundary makes of it."""
+        """The casts that the step boundary runs for it; empty: none."""
 
     def take(self, made: Sequence[Wanted]) -> None:
-        """What those casts have made."""
+        """Take the operands that those casts made."""
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
-        """The amaxes that delayed scaling has recorded in those casts, and a group that must agree on them, where the update
-        of scales does not see to that."""
+        """Amaxes that delayed scaling recorded in those casts and that a group must agree on now; None where `ScalingState`
+        agrees on them."""
 
     def check(self, recipe: Recipe) -> None:
         """ValueError for a recipe that its layer cannot run under."""
 
     def serves(self, spec: LinearSpec) -> bool:
-        """Whether `parts` are operands under a spec that is not the layer's own. ValueError as of `check`."""
+        """Whether `parts` are also the operands under another spec than the layer's own. ValueError as in `check`."""
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Forget casts: the recipe or the values changed other than by a step, or, `retyped`, the dtype of x did."""
+        """Forget operands, since the recipe changed, or the values did, other than by a step; `retyped`: the dtype of x did."""
 
     def shown(self, *, written: bool) -> AbstractContextManager[None]:
-        """Inside, the parameter has its values; `written`: they may be overwritten there."""
+        """A context in which the parameter holds its values; `written`: they may be overwritten there."""
 
 
 class Target(NamedTuple):
-    """What wgrad writes dw [N, K] to: added to what is there, or in its place."""
+    """The tensor [N, K] that wgrad adds dw to, or, with `overwrite`, writes it to."""
 
     tensor: Tensor
     overwrite: bool = False
 
 
 class MainGrad:
-    """The gradient of one parameter of layer `name`, in one of the modes but "off"."""
+    """Where wgrads of one parameter of layer `name` go, in mode "grad" or "main_grad"."""
 
     def __init__(self, parameter: nn.Parameter, mode: str, name: str) -> None:
         self.parameter, self.mode, self.name = parameter, mode, name
         self._leaf = get_gradient_edge(parameter).node
 
     def target(self, value: Tensor) -> Target | None:
-        """In a backward of a forward that read `value`, this rank's part of the parameter; None: dw is autograd's."""
-        if value.data_ptr() != _local(self.parameter).data_ptr() or not self._leaves():
+        """Where wgrad writes in the running backward; None: autograd gets dw. `value`: the weight that forward read; in other
+        memory than the parameter's it was computed from that, and autograd goes on from dw."""
+        if value.data_ptr() != _local(self.parameter).data_ptr() or not self._accumulates():
             return None
-        return self.there()
+        return self.buffer()
 
-    def _leaves(self) -> bool:
-        """Whether the backward that is running leaves gradients in the parameter."""
+    def _accumulates(self) -> bool:
+        """Whether the running backward accumulates into the parameter's `grad`."""
         try:
             return torch._C._will_engine_execute_node(self._leaf)
-        except RuntimeError:  # torch.autograd.grad takes it
+        except RuntimeError:  # torch.autograd.grad returns it
             return False
 
-    def there(self) -> Target | None:
-        """ValueError for a `main_grad` that no dw can be added to."""
+    def buffer(self) -> Target | None:
+        """The gradient that dw can be added to; None: there is none. ValueError for an unfit `main_grad`."""
         parameter = self.parameter
         if self.mode == "grad":
             grad = None if parameter.grad is None else _local(parameter.grad)
@@ -191,7 +196,7 @@ class MainGrad:
         return Target(main, bool(getattr(parameter, "overwrite_main_grad", False)))
 
     def written(self) -> Tensor | None:
-        """dw is there -> what autograd gets in its place."""
+        """What autograd gets after wgrad wrote dw."""
         if self.mode == "grad":
             return None
         self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -204,7 +209,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class MemberWeight:
-    """What every weight has of its layer, of which it is one member."""
+    """Base of weights: what each knows of its layer, of which it is member `index`."""
 
     managed = gathered = fresh = False
 
@@ -213,7 +218,7 @@ class MemberWeight:
         self.parts: list[Tensor] = []
         self.num_rowwise = 0
         self.why: str | None = None
-        self.told: str | None = None
+        self.noted: str | None = None
 
     @property
     def bound(self) -> BoundSpec:
@@ -228,7 +233,8 @@ class MemberWeight:
         raise NotImplementedError
 
     def check(self, recipe: Recipe) -> None:
-        """Values can be cast by any recipe, and travel where codes of them cannot; but see `check_blocks`."""
+        """Values can be cast by any recipe, and are gathered in high precision where codes cannot be, so only `check_blocks`
+        may refuse."""
         spec, stored = self.bound.spec, self.stored
         if stored is not None:
             check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
@@ -241,8 +247,13 @@ class MemberWeight:
 
 
 class WeightParts:
-    """Flat parts of the persistent operands of a layer's weights, by orientation. `number`: no others have it; `calls`: what
-    reads them and keeps to their addresses (see `dlp.parallel.linear.autograd`)."""
+    """The parts of the operands that the step boundary cast, of all weights of a layer, as flat lists.
+
+    number               unique among all WeightParts
+    parts                for each weight those of the rowwise operand, then those of the columnwise one
+    rowwise, columnwise  of one orientation
+    calls                `BoundCall`s whose captured launches hold the addresses of these parts
+    """
 
     def __init__(self, parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
         self.number = next(_NUMBERS)
@@ -253,7 +264,7 @@ class WeightParts:
 
     @property
     def columnwise(self) -> list[Tensor]:
-        """RuntimeError where the weights are held for forward passes alone."""
+        """RuntimeError for a frozen layer, which holds rowwise operands only."""
         if not self._sizes[1]:
             raise RuntimeError(
                 "a backward reached a frozen layer, which holds no columnwise codes to make dx of: call its forward under "
@@ -277,10 +288,10 @@ class WeightParts:
 class LayerWeights:
     """The weights of one layer, in the order of its members.
 
-    caches   the step boundary casts weights that are whole here; else passes do
-    dtype    of x when the layer last ran: what values are rounded to before their cast
-    parts    of all of them, where each has some
-    main_grads  of each member, where a wgrad may add to its gradient itself; none: autograd adds all
+    caches       weights that are whole on this rank are cast at the step boundary, else in each pass
+    dtype        of x when the layer last ran: values are rounded to it before they are cast
+    parts        the cast operands of all of them; None: at least one has none
+    main_grads   for each member where its wgrads go, None: to autograd; empty: all go to autograd
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -292,7 +303,7 @@ class LayerWeights:
         self._gathered = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Those of a copied layer are cast by passes, until it is attached to an optimizer of its own."""
+        """A copied layer casts its weights in each pass, until it is attached to an optimizer of its own."""
         return vars(self) | {"caches": False, "dtype": None, "parts": None, "main_grads": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -303,30 +314,30 @@ class LayerWeights:
         return iter(self.members)
 
     def set(self, members: Sequence[Weight]) -> None:
-        """They live elsewhere from now on."""
+        """Replace the members: from now on the weights live elsewhere."""
         self.members = list(members)
         self._gathered = any(weight.gathered for weight in members)
         self.collect()
 
     def collect(self) -> None:
-        """The operands of a weight may be others, in other memory, than before."""
-        found = [part for weight in self.members for part in weight.parts]
-        if self.parts is None or list(map(id, found)) != list(map(id, self.parts.parts)):
-            whole, rowwise = all(weight.parts for weight in self.members), self.members[0].num_rowwise
-            sizes = rowwise, len(found) // len(self.members) - rowwise
-            self.parts = WeightParts(found, sizes) if whole else None
+        """Renew `parts` after a member's operands may have changed."""
+        parts = [part for weight in self.members for part in weight.parts]
+        if self.parts is None or list(map(id, parts)) != list(map(id, self.parts.parts)):
+            complete, rowwise = all(weight.parts for weight in self.members), self.members[0].num_rowwise
+            sizes = rowwise, len(parts) // len(self.members) - rowwise
+            self.parts = WeightParts(parts, sizes) if complete else None
 
-    def kept(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
-        """The operands that there are for activations of `dtype`; None: `read` says what there is."""
+    def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
+        """The operands that the step boundary cast, if they serve a pass under this spec with x of `dtype`; None: `read` gives
+        those that FSDP gathered, or none."""
         if bound is not self.layer.bound:
             return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
-        if self.dtype != dtype:  # the next step boundary casts for it
+        if self.dtype != dtype:  # the next step boundary casts for the new dtype
             self.dtype = dtype
             for weight in self.members:
                 weight.drop(retyped=True)
-            if not all(
-                weight.parts for weight in self.members
-            ):  # without `collect`: a trace would hold on to tensors by id
+            # not by `collect`, whose ids of tensors torch.compile would guard on
+            if not all(weight.parts for weight in self.members):
                 self.parts = None
         return self.parts
 
@@ -334,29 +345,29 @@ class LayerWeights:
         self, bound: BoundSpec, used: Sequence[int], values: Sequence[Tensor], dtype: torch.dtype, *, columnwise: bool,
         record: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """The flat parts of one orientation of the `used` weights, made before the pass that reads them; none where that
-        casts them all itself, with one agreement."""
+        """The flat parts of one orientation of the `used` weights, where FSDP gathers operands for the pass; empty where the
+        pass casts the weights itself, with one agreement for all."""
         if not self._gathered:
             return ()
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for i, value in zip(used, values, strict=True):
             weight, use = self.members[i], Use(bound, value, dtype, record)
-            found += (weight.columnwise(use) if columnwise else weight.rowwise(use)).parts
-        return found
+            parts += (weight.columnwise(use) if columnwise else weight.rowwise(use)).parts
+        return parts
 
     def targets(self, used: Sequence[int], values: Sequence[Tensor]) -> list[Target | None]:
-        """Where the wgrads of the `used` members, of which forward read these values, go in this backward; none: all to
-        autograd."""
-        mains = [self.main_grads[i] for i in used]
-        found = [None if main is None else main.target(w) for main, w in zip(mains, values, strict=True)]
-        return found if any(found) else []
+        """Where the wgrads of the `used` members are written in the running backward, None for one that goes to autograd; empty
+        where all do. `values`: the weights that forward read."""
+        main_grads = [self.main_grads[i] for i in used]
+        targets = [None if main is None else main.target(w) for main, w in zip(main_grads, values, strict=True)]
+        return targets if any(targets) else []
 
     def stored(self) -> list[Tensor]:
-        """The parameters that optimizers step on, without those that a parametrization has taken the place of."""
+        """The parameters that optimizers step on, without those that a parametrization replaced."""
         return [stored for weight in self.members if (stored := weight.stored) is not None]
 
     def in_use(self) -> bool:
-        """Whether passes compute with casts that a step boundary made."""
+        """Whether passes compute with operands that a step boundary cast."""
         return self.parts is not None or all(weight.gathered and weight.fresh for weight in self.members)
 
     def check(self, recipe: Recipe) -> None:
@@ -365,15 +376,15 @@ class LayerWeights:
             weight.check(recipe)
 
     def drop(self) -> None:
-        """Forget casts, see `Weight.drop`."""
+        """Forget all operands, see `Weight.drop`."""
         for weight in self.members:
             weight.drop()
         self.collect()
-        tell(self.members)
+        note_reasons(self.members)
 
     @contextmanager
     def shown(self, *, written: bool = False) -> Iterator[None]:
-        """Inside, parameters have their values; `written`: which may be overwritten there."""
+        """A context in which parameters hold their values; `written`: they may be overwritten there."""
         with ExitStack() as stack:
             for weight in self.members:
                 stack.enter_context(weight.shown(written=written))
@@ -381,66 +392,66 @@ class LayerWeights:
 
 
 def weights_in(model: nn.Module) -> Iterator[LayerWeights]:
-    """Those of all layers of a model, each once."""
+    """The weights of all layers of a model, each once."""
     found = (getattr(getattr(module, "core", None), "weights", None) for module in model.modules())
     yield from dict.fromkeys(weights for weights in found if isinstance(weights, LayerWeights))
 
 
-def tell(weights: Sequence[Weight]) -> None:
-    """Amend the plan by what travels otherwise than its recipe promises, once."""
-    reasons: dict[str, list[Weight]] = {}
+def note_reasons(weights: Sequence[Weight]) -> None:
+    """Log, once for each reason, why weights are gathered in high precision though their recipe quantizes them."""
+    by_reason: dict[str, list[Weight]] = {}
     for weight in weights:
-        if weight.why not in (None, weight.told):
-            reasons.setdefault(str(weight.why), []).append(weight)
-        weight.told = weight.why
-    for why, its in reasons.items():
+        if weight.why not in (None, weight.noted):
+            by_reason.setdefault(str(weight.why), []).append(weight)
+        weight.noted = weight.why
+    for why, its in by_reason.items():
         some = its[0].name if len(its) == 1 else f"{its[0].name} and {len(its) - 1} more"
         its[0].bound.session.note(f"w is gathered in high precision: {why} [{some}]")
 
 
 class Values:
-    """What these casts read: weights as they are stored, or copies in the dtype and of the size that casts want.
+    """The matrices that casts at the step boundary read: weights themselves, or copies in the dtype and size that casts need.
 
-    The copies of one model, by the names of its weights, are kept from step to step, since launches know where they lie, and
-    are renewed all at once: weights that are only rounded in one multi-tensor call, padded ones in another.
+    The copies of a model are kept from step to step, by the names of its weights, since launches hold their addresses. They are
+    renewed all together: those that are only rounded in one multi-tensor call, padded ones in another.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-        self._asked: dict[str, tuple[Tensor, Tensor]] = {}  # this time: the copy, and what it is made from
+        self._copies: dict[str, Tensor] = {}
+        self._requested: dict[str, tuple[Tensor, Tensor]] = {}  # since the last `renew`: (copy, weight)
 
     def of(self, name: str, weight: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
-        """The values of a weight [N, K] in `dtype`, with zeros appended up to `shape`: itself where it is that already,
-        else a copy, which has them after the next `renew`."""
+        """The weight [N, K] in `dtype`, with zeros appended up to `shape`: itself where it is that already, else a copy, whose
+        values the next `renew` writes."""
         if weight.dtype == dtype and weight.shape == shape:
             return weight
-        kept = self._kept.get(name)
-        if kept is None or (kept.dtype, kept.shape, kept.device) != (dtype, shape, weight.device):
-            kept = torch.zeros(shape, dtype=dtype, device=weight.device)
-        self._asked[name] = kept, weight
-        return kept
+        copy = self._copies.get(name)
+        if copy is None or (copy.dtype, copy.shape, copy.device) != (dtype, shape, weight.device):
+            copy = torch.zeros(shape, dtype=dtype, device=weight.device)
+        self._requested[name] = copy, weight
+        return copy
 
     def renew(self) -> None:
-        """Copy what was asked for since the last time, and forget what was not."""
-        pairs = list(self._asked.values())
+        """Write the copies that were requested since the last `renew`; forget all others."""
+        pairs = list(self._requested.values())
         for padded in (False, True):
-            chosen = [(kept, weight) for kept, weight in pairs if (kept.shape != weight.shape) == padded]
+            chosen = [(copy, weight) for copy, weight in pairs if (copy.shape != weight.shape) == padded]
             if chosen:
-                torch._foreach_copy_([kept[: len(w), : w.shape[1]] for kept, w in chosen], [w for _, w in chosen])
-        self._kept, self._asked = {name: kept for name, (kept, _) in self._asked.items()}, {}
+                torch._foreach_copy_([copy[: len(w), : w.shape[1]] for copy, w in chosen], [w for _, w in chosen])
+        self._copies, self._requested = {name: copy for name, (copy, _) in self._requested.items()}, {}
 
 
 class WeightBatch:
-    """What one model keeps for this from step to step."""
+    """What one model keeps from one `refresh` to the next: copies of values, prepared launches."""
 
     def __init__(self) -> None:
         self.values, self.casts = Values(), CastBatch()
 
 
-@torch.inference_mode(False)  # later boundaries write into what this one has made
+@torch.inference_mode(False)  # later boundaries write into the operands that this one allocates
 @torch.no_grad()
 def refresh(session: Any, weights: Sequence[Weight]) -> None:
-    """Cast these weights of a model; all ranks call it together."""
+    """Cast these weights of a model, all in one batch. All ranks call it together."""
     session.weight_batch = batch = session.weight_batch or WeightBatch()
     wanted = [(weight, casts) for weight in weights if (casts := weight.casts(batch.values))]
     batch.values.renew()
@@ -454,7 +465,7 @@ def refresh(session: Any, weights: Sequence[Weight]) -> None:
 
 
 def _share(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:
-    """Agree on what casts have staged, over these groups."""
+    """Agree on staged amaxes, once for each group."""
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for group, its in staged:
         by_group.setdefault(group, []).extend(its)

@@ -36,7 +36,7 @@ from dlp.comm.collectives import ReduceCodec
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
 from dlp.parallel.model.session import Session, in_backward
 from dlp.parallel.transfer import WIRES
-from dlp.parallel.weight.base import LayerWeights, Weight, refresh, tell, weights_in
+from dlp.parallel.weight.base import LayerWeights, Weight, note_reasons, refresh, weights_in
 from dlp.parallel.weight.local import LocalWeight, ManagedWeight, is_placeholder, placeholder, show
 from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
@@ -168,7 +168,7 @@ def gather_quantized(model: nn.Module) -> None:
             gathers += [_Gather(module, param, *owners[owner], asked) for param, owner in found]
     for gather in gathers:
         gather.weight.drop()
-    tell([gather.weight for gather in gathers])
+    note_reasons([gather.weight for gather in gathers])
 
 
 def cast_managed(weights: LayerWeights, records: Sequence[Managed | None]) -> None:
