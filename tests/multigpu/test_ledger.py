@@ -248,7 +248,7 @@ class SilentWeights(Trainer):
         if step == WARM:
             weights = {weight.name: weight for weight in session_of(self.built.model).weights()}
             weight = weights["model.layers.0.mlp.down_proj"]
-            weight.travel, weight.why = (VALUES, VALUES), "this test asks for it"
+            weight.layouts, weight.why = (VALUES, VALUES), "this test asks for it"
         return super().train_step(step)
 
 

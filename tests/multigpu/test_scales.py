@@ -128,8 +128,8 @@ def kept_over_shards(recipe: str, spoil: bool) -> tuple[int, str]:
     dlp.end_step(made)
     (weight,) = session_of(made).weights()
     if spoil and mesh["dp_shard"].get_local_rank() == 1:
-        for mine in weight.mine.values():
-            mine.parts[-1].mul_(2)
+        for operand in weight.own.values():
+            operand.parts[-1].mul_(2)
     try:
         return dlp.check_scales(made), ""
     except RuntimeError as error:

@@ -65,8 +65,8 @@ class CapturedDirections:
     def forward(
         self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Call `run`, a `layer_forward` with `count` y_i, or its captured launches. `key`: all that they depend on but
-        addresses, and what the owner of this object fixes; `reads`: the tensors that they read."""
+        """Call `run`, a `layer_forward` with `count` y_i, or its captured launches. `key`: all that they depend on, but
+        for addresses and what is the same for all calls of this object; `reads`: the tensors that they read."""
 
         def flat() -> list[Tensor]:
             ys, kept = run()

@@ -190,9 +190,9 @@ def _weights(core: Layer) -> Named:
 
 
 def _shards(weight: ShardedWeight) -> Named:
-    """What ranks that gather a weight take for equal."""
+    """The parts of a sharded weight's operands that are not gathered, since all ranks have equal ones."""
     return {
-        f"{weight.name}.w {name} of {mine.format.name}": tensor
-        for layout, mine in weight.mine.items()
-        for name, tensor in not_sent(mine, int(layout.transposed)).items()
+        f"{weight.name}.w {name} of {operand.format.name}": tensor
+        for layout, operand in weight.own.items()
+        for name, tensor in not_sent(operand, int(layout.transposed)).items()
     }

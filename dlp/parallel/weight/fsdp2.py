@@ -1,19 +1,20 @@
 """fully_shard: PyTorch's own, on the data-parallel axes of our mesh, with weights gathered quantized.
 
-FSDP2 asks the local tensor of a sharded parameter, by two methods, what it shall gather and what the gathered parameter
-is. Here these are attributes of a plain tensor, set by `dlp.attach`: state dicts, optimizers and checkpoints see plain
-DTensors whatever the recipe, at their own speed. (The usual way is a tensor subclass, which each of them must unwrap.)
+FSDP2 calls two methods on the local tensor of a sharded parameter, if it has them: `fsdp_pre_all_gather` returns what is to be
+gathered, `fsdp_post_all_gather` gets what was. `dlp.attach` sets both as attributes of a plain tensor, so that state dicts,
+optimizers and checkpoints see plain DTensors under every recipe. (A tensor subclass, the usual place of these methods, would
+have to be unwrapped by each of them.)
 
-The gathered parameter that layers see is a placeholder: the shape, dtype and autograd identity of the weight, without
-memory, NaN wherever somebody reads it. Its layer reads codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and
-frees what is gathered, reduces gradients, prefetches and reshards as always.
+    hooked      fsdp_pre_all_gather: the cast shard ─► one all-gather for each FSDP unit ─► fsdp_post_all_gather
+    unhooked    FSDP gathers the values by itself, in `mp_policy.param_dtype`
 
-    attached    local tensor.fsdp_pre_all_gather  ─► casts of the shard ─► one all-gather a unit ─► fsdp_post_all_gather
-    unhooked    what FSDP does by itself: values, in `mp_policy.param_dtype`
+The gathered parameter that a layer sees is a placeholder: it has shape, dtype and autograd identity of the weight, no memory,
+and reads as NaN. The layer reads codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory,
+prefetches, reshards and reduces gradients as always.
 
-Gradients may be carried over dp_shard as less than the dtype of their reduction (`set_grad_wire`).
+Gradients may be sent over dp_shard in fewer bits than the dtype of their reduction (`set_grad_wire`).
 
-All that is private in FSDP2 is touched in this file.
+This is the only file that touches what is private in FSDP2.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
 @dataclass(frozen=True)
 class Gathering:
-    """What `fully_shard` was asked for. refused: why the weights of this unit cannot travel quantized. early: the hook of
-    forwards before `dlp.attach`."""
+    """The arguments of `fully_shard` for one unit. refused: why its weights cannot be gathered quantized, None: they can;
+    early: the forward hook that notes that `dlp.attach` has not been called."""
 
     group: ProcessGroup
     from_master: bool
@@ -59,13 +60,12 @@ def fully_shard(
     """Shard the module's parameters over dp_shard and replicate them over dp_replicate, where that is more than 1.
 
     mesh                  the mesh of `build_mesh`
-    quantized_gather      once `dlp.attach` has made a step boundary, weights travel as their recipe's codes and scales,
-                          cast shard by shard after each optimizer step. What is gathered equals the cast of the whole
-                          weight bit for bit, so that losses do not depend on this. Weights for which it would not,
-                          and all where this is False, travel in `mp_policy.param_dtype` and are cast where they are
-                          used; the plan is amended by why
-    quantize_from_master  casts read the parameters as they are stored, not rounded to `param_dtype` first; weights
-                          that are cast where they are used then travel as they are stored
+    quantized_gather      after `dlp.attach`, weights are gathered as their recipe's codes and scales, which each rank casts of
+                          its shard after every optimizer step. The gathered operand equals the cast of the whole weight bit
+                          for bit, so that losses do not depend on this. Weights for which it would not, and all where this is
+                          False, are gathered in `mp_policy.param_dtype` and cast where they are used; a note says why
+    quantize_from_master  casts read the parameters as they are stored, not rounded to `param_dtype` first; weights that are
+                          cast where they are used are then gathered as they are stored
 
     The other keywords, and all the rest (gradients are averaged over data-parallel ranks), are those of
     `torch.distributed.fsdp.fully_shard`. Call it after `convert`, for each block, then for the model.
@@ -90,7 +90,7 @@ def fully_shard(
 
 
 def _check_order(module: nn.Module) -> None:
-    """ValueError after `dlp.attach`, which made casts of weights that were whole."""
+    """ValueError if `dlp.attach` was called before, which decided how weights are cast."""
     layers = [weights.layer for weights in weights_in(module)]
     attached = next((layer.spec.name for layer in layers if layer.session.attached), None)
     if attached is not None:
@@ -98,7 +98,7 @@ def _check_order(module: nn.Module) -> None:
 
 
 def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """ValueError for a weight of which there are codes only."""
+    """ValueError for a weight that is held as codes only."""
     left = {*map(id, ignored)}
     for weights in weights_in(module):
         if any(is_placeholder(stored) and id(stored) not in left for stored in weights.stored()):
@@ -109,8 +109,9 @@ def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
 
 
 def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
-    """An integer `reshard_after_forward` of one rank, or of all, is False or True. ValueError for another that FSDP2 cannot
-    do: parameters that it keeps on a part of the ranks must be plain, and gathered by itself."""
+    """The keywords, with an integer `reshard_after_forward` of 1 or of all `ranks` as False or True. ValueError for another
+    integer where FSDP2 cannot do it: parameters that are resharded to some of the ranks must be plain tensors that FSDP gathers
+    itself."""
     reshard = keywords.get("reshard_after_forward")
     if not _is_integer(reshard) or reshard in (1, ranks):
         return keywords | ({"reshard_after_forward": reshard != 1} if _is_integer(reshard) else {})
@@ -127,7 +128,7 @@ def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: di
 
 
 def _is_sharded(parameter: DTensor) -> bool:
-    """Whether it belongs to another unit already."""
+    """Whether a parameter is sharded already, by another unit."""
     return placement_on(DP_SHARD, parameter) is not None
 
 
@@ -137,14 +138,14 @@ def _is_integer(reshard: Any) -> bool:
 
 @torch.compiler.disable
 def _before_attach(module: nn.Module, args: Any) -> None:
-    """Until there is a step boundary nothing is kept between calls, so values travel; an evaluation never has one."""
+    """Note that values are gathered as long as there is no step boundary; not in an evaluation, which needs none."""
     for weights in weights_in(module):
         if torch.is_grad_enabled() and not weights.layer.spec.recipe.w.keeps_source:
             weights.layer.session.note("w is gathered in high precision: dlp.attach has not been called")
 
 
 def _refused(keywords: dict[str, Any]) -> str | None:
-    """Why FSDP2 cannot gather what a hook returns."""
+    """Why FSDP2, called with these keywords, cannot gather what a hook returns; None: it can."""
     reshard = keywords.get("reshard_after_forward")
     if _is_integer(reshard):
         return f"reshard_after_forward={reshard} keeps values"
@@ -152,7 +153,7 @@ def _refused(keywords: dict[str, Any]) -> str | None:
 
 
 def gather_quantized(model: nn.Module) -> None:
-    """From now on the weights of this model's layers travel as `fully_shard` was asked to let them."""
+    """Hook the weights of this model's layers, so that they are gathered as the arguments of `fully_shard` say."""
     owners = {
         (id(member.module), member.weight): (weights, i)
         for weights in weights_in(model)
@@ -172,8 +173,8 @@ def gather_quantized(model: nn.Module) -> None:
 
 
 def cast_managed(weights: LayerWeights, records: Sequence[Managed | None]) -> None:
-    """The step boundary casts these weights, of which FSDP cuts none, from what optimizers step on. `records`: None for a
-    weight that FSDP does not manage."""
+    """Let the step boundary cast these weights, none of which FSDP shards, from the parameters that optimizers step on.
+    `records`: FSDP's record of each, None for a weight that FSDP does not manage."""
     weights.set([
         weight if record is None or type(weight) is not LocalWeight else ManagedWeight(weights, i, record)
         for i, (weight, record) in enumerate(zip(weights, records, strict=True))
@@ -181,7 +182,7 @@ def cast_managed(weights: LayerWeights, records: Sequence[Managed | None]) -> No
 
 
 class _Gather:
-    """The hooks of one parameter, and FSDP2's record of what it gathers for it."""
+    """The hooks of one parameter, and the buffers that FSDP2 gathers into, by the layouts that are gathered together."""
 
     def __init__(self, module: nn.Module, param: Any, weights: LayerWeights, index: int, asked: Gathering) -> None:
         self._module, self._param = module, param
@@ -206,8 +207,9 @@ class _Gather:
         return padded
 
     def _update(self, changed: bool) -> None:
-        """Hook the parameter, or release it, as its layer's recipe says now. `changed`: otherwise than before."""
-        hook = self.weight.travel is not None
+        """Hook the parameter where it is gathered quantized, else remove the hooks. `changed`: the layouts are others than
+        before, so that FSDP2 must allocate anew."""
+        hook = self.weight.layouts is not None
         if changed or hook != self._hooked:
             self._module.reshard()  # type: ignore[operator]
             self._outputs = {}
@@ -227,7 +229,7 @@ class _Gather:
         return placeholder(self.weight.rows.shape, self.weight.rows.dtype, self._param.device)
 
     def _values(self) -> Tensor:
-        """What FSDP2 makes of an unhooked parameter at its first gather: a view of memory that it then manages."""
+        """The gathered parameter as FSDP2 makes it at the first gather without hooks: a view of a buffer that FSDP2 resizes."""
         size = self._param.padded_sharded_param_size.numel() * self.weight.rows.group.size()
         out = torch.empty(size, dtype=self.weight.rows.dtype, device=self._param.device)
         view = torch.as_strided(out, self._param._orig_size, self._param._contiguous_orig_stride, 0)
@@ -238,7 +240,8 @@ class _Gather:
     def _pre(
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[ShardLayout, ...]]:
-        """FSDP2's question what to gather; its records are one for each set of layouts that travels together."""
+        """`fsdp_pre_all_gather`: this rank's parts to gather, and their layouts, which `_post` gets back. FSDP2 then gathers
+        into the buffers of these layouts."""
         session = self.weight.bound.session
         if not in_backward() and session.stale.moved(self.weight.owner):
             self.weight.fresh = False
@@ -256,14 +259,15 @@ class _Gather:
         *,
         out: Tensor | None = None,
     ) -> tuple[Any, tuple[Tensor, ...]] | None:
-        """FSDP2's question what was gathered: at first the parameter and the memory it shall manage beside its own."""
+        """`fsdp_post_all_gather`: takes what was gathered. At the first gather of a parameter it returns the tensor that layers
+        see, and no further memory for FSDP2 to manage."""
         self._outputs[layouts] = self._param.all_gather_outputs
         self.weight.arrive(outputs, layouts)
         return None if out is not None else (_Strided(self._placeholder()), ())
 
 
 class _Strided:
-    """Stands for a tensor while FSDP2 takes `torch.as_strided` of it, which a placeholder without memory refuses."""
+    """Wraps a placeholder for FSDP2's call of `torch.as_strided` on it, which torch refuses for a tensor without memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -276,8 +280,8 @@ class _Strided:
 
 
 def _cast_late(session: Session) -> None:
-    """Weights are gathered before any step boundary has cast them, or after they were loaded: do it now, all of them.
-    Their delayed amaxes take the place of those that the last boundary staged."""
+    """Cast all sharded weights that are not `fresh`: a gather came before the first step boundary, or after weights were
+    loaded. Their delayed amaxes replace those that the last boundary staged."""
     stale: list[Weight] = [weight for weight in session.weights() if weight.gathered and not weight.fresh]
     if not session.has_slots():
         refresh(session, stale)
@@ -287,7 +291,7 @@ def _cast_late(session: Session) -> None:
 
 
 class Managed:
-    """What FSDP2 has of a parameter: the sharded one, that an optimizer holds, and the gathered one, that autograd sees."""
+    """FSDP2's record of a parameter: `stored`, the sharded one, which an optimizer holds; `gathered`, which autograd sees."""
 
     def __init__(self, param: Any, group: Any) -> None:
         self._param, self._group = param, group
@@ -304,18 +308,18 @@ class Managed:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What the gathered one is rounded to, where that is asked for."""
+        """What the gathered parameter is rounded to; None: it is not rounded."""
         dtype: torch.dtype | None = self._param.mp_policy.param_dtype
         return dtype
 
     @property
     def ranks(self) -> int:
-        """How many ranks have a shard."""
+        """How many ranks share the parameter."""
         return int(self._param.mesh_info.shard_mesh_size)
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward brings gradients to the sharded parameter, or keeps them with the gathered one."""
+        """Whether a backward reduces gradients into the sharded parameter, or accumulates them in the gathered one."""
         return bool(self._group.reduce_grads)
 
 

@@ -1,19 +1,18 @@
-"""quantized_model_init: layers that hold their weights as codes and scales, and in no other form.
+"""quantized_model_init: layers that hold their weights as codes and scales only.
 
     with dlp.quantized_model_init(recipe="fp8_current", preserve_high_precision_init_val=True):
         model = Net()                                    # dlp's own layers, or dlp.convert of a model
     optimizer = dlp.with_master_weights(model, lambda parameters: AdamW(parameters, lr=1e-3))
 
-The parameter that such a layer shows is a placeholder: shape, dtype and gradient of the weight, no memory, NaN where it
-is read. State dicts hold the decoded values, and loading quantizes what is loaded. A step of plain optimizers on codes
-would be lost in rounding, so `with_master_weights` steps on fp32 weights beside the optimizer's states, wherever these live:
+The parameter of such a layer is a placeholder: it has shape, dtype and gradient of the weight, but no memory, and reads as NaN.
+State dicts hold the decoded values, and loading quantizes what is loaded. A plain optimizer's step on codes would be lost in
+rounding, so `with_master_weights` makes an optimizer step on fp32 weights of its own, the masters:
 
     before a step   gradients move from the placeholders to the masters
-    step            on the masters, as on any parameters
-    behind it       the masters are quantized into the layers
+    step            the optimizer steps on the masters
+    after it        the masters are quantized into the layers
 
-Weights that are loaded become the masters, so that the next step begins from them; `dlp.state_dict` holds the masters in
-full.
+Loaded weights become the masters, so that the next step starts from them; `dlp.state_dict` holds the masters in fp32.
 """
 
 from __future__ import annotations
@@ -41,55 +40,57 @@ from dlp.quant.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Region:
+    """The arguments of the `quantized_model_init` that is active."""
+
     recipe: Any
     preserve: bool
 
 
-_ASKED: ContextVar[_Asked | None] = ContextVar("dlp_quantized_model_init", default=None)
+_REGION: ContextVar[_Region | None] = ContextVar("dlp_quantized_model_init", default=None)
 
 
 @contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Linears made inside hold their weights quantized only.
+    """Linears that are made inside hold their weights quantized only.
 
-    enabled                           False: as if it were not there
+    enabled                           False: it does nothing
     recipe                            a name, a Recipe or a CustomRecipe, which the layers then run under; None: their own
-    preserve_high_precision_init_val  keep the values that were quantized, in host memory, for `with_master_weights`
+    preserve_high_precision_init_val  keep the values before quantization, in host memory, for `with_master_weights`
 
     A layer whose recipe quantizes no weights is left as it is. ValueError for weights without memory (meta device), for
-    one that other modules share, and for recipes whose weight scales follow their history.
+    a weight that other modules share, and for recipes with delayed scales of weights.
     """
     chosen = None if recipe is None else recipes.as_recipe(recipe)
-    token = _ASKED.set(_Asked(chosen, preserve_high_precision_init_val) if enabled else None)
+    token = _REGION.set(_Region(chosen, preserve_high_precision_init_val) if enabled else None)
     try:
         yield
     finally:
-        _ASKED.reset(token)
+        _REGION.reset(token)
 
 
 def hold_quantized(weights: LayerWeights) -> None:
-    """A layer is being made: where a region asks for it, quantize its weights and let go of their values."""
-    layer = weights.layer
-    asked = _ASKED.get()
-    if asked is None:
+    """Inside `quantized_model_init`: quantize the weights of a layer that is being made, and free their values."""
+    layer, region = weights.layer, _REGION.get()
+    if region is None:
         return
-    if asked.recipe is not None:
-        layer.set_spec(layer.with_recipe(asked.recipe.for_layer(layer.spec.members[0])))
+    if region.recipe is not None:
+        layer.set_spec(layer.with_recipe(region.recipe.for_layer(layer.spec.members[0])))
     if not layer.spec.recipe.w.keeps_source:
-        weights.set([HeldWeight(weights, i, asked.preserve) for i in range(len(layer.members))])
+        weights.set([HeldWeight(weights, i, region.preserve) for i in range(len(layer.members))])
 
 
 def check_untied(model: nn.Module) -> None:
-    """Before a model is converted inside a region: ValueError for a linear's weight that another module needs too."""
+    """ValueError for a model that is converted inside `quantized_model_init` and has a linear whose weight another module
+    uses."""
     owners: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
             first = owners.setdefault(id(parameter), name)
             linear = isinstance(module, nn.Linear) or isinstance(model.get_submodule(first), nn.Linear)
-            if _ASKED.get() is not None and parameter is not None and first != name and linear:
+            if _REGION.get() is not None and parameter is not None and first != name and linear:
                 raise ValueError(
                     f"quantized_model_init: {first} and {name} share a parameter, of which codes would be all that is "
                     f"left; untie them, or convert this model outside of the region"
@@ -97,8 +98,13 @@ def check_untied(model: nn.Module) -> None:
 
 
 class HeldWeight(LocalWeight):
-    """Codes and scales, in `parts`; `initial`: the values they were made from, on the host; `master`: the fp32 weight that
-    an optimizer steps on, whose codes they are."""
+    """A weight that is held as codes and scales, in `parts`.
+
+    recipe      whose codes they are
+    parameter   the placeholder
+    initial     the values before quantization, on the host; None: not preserved, or changed since
+    master      the fp32 weight that an optimizer steps on (`with_master_weights`); None: there is no such optimizer
+    """
 
     def __init__(self, owner: LayerWeights, index: int, preserve: bool) -> None:
         super().__init__(owner, index)
@@ -148,10 +154,10 @@ class HeldWeight(LocalWeight):
         return True
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Codes are all there is: they stay."""
+        """Nothing: the codes are the only form of the weight."""
 
     def casts(self, values: Values) -> list[Cast]:
-        """None: what there is to cast is not here; `write` is called with it."""
+        """Empty: the step boundary has no values to cast; `write` is called with new ones."""
         return []
 
     @torch.no_grad()
@@ -180,7 +186,8 @@ class HeldWeight(LocalWeight):
 
     @torch.no_grad()
     def _load(self, values: Tensor) -> None:
-        """What was loaded, of which the master is left as it is where it is what its codes stand for."""
+        """Quantize loaded values and make them the master, unless they are the decoded codes of the master: then its own, finer
+        values stay."""
         if self.master is not None:
             if not torch.equal(self.decoded(), values):
                 local_values(self.master).copy_(values)
@@ -188,7 +195,7 @@ class HeldWeight(LocalWeight):
         self.write(values)
 
     def take_master(self) -> nn.Parameter:
-        """The master, of the preserved initial value or the decoded one if there was none."""
+        """The master; a new one has the preserved initial values, or, if there are none, the decoded ones."""
         if self.master is None:
             values = self.decoded() if self.initial is None else self.initial
             values, parameter = values.to(self.parameter.device, torch.float32).clone(), self.parameter
@@ -210,7 +217,7 @@ Closure = Callable[[], Any]
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """The closure that `step` is called with, of what hooks of optimizers see: `args` begin with the optimizer."""
+    """The closure among the arguments of `step` as hooks of optimizers get them, the optimizer first; None: there is none."""
     closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure
 
@@ -223,11 +230,12 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure
 
 
 def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
-    """`make`'s optimizer over the model's parameters, with fp32 weights of its own for those that are held quantized:
-    the preserved initial values, or the decoded ones. Its step moves gradients there, and quantizes what comes out.
+    """`make(parameters)`, an optimizer, over the model's parameters with fp32 masters in the place of those that are held
+    quantized. Masters start from the preserved initial values, or from the decoded ones. A step moves gradients to them, steps,
+    and quantizes them into the layers.
 
-    They are part of `dlp.state_dict`; weights that are loaded without them become them. The optimizer's `zero_grad` clears
-    the gradients of the model's held parameters as well."""
+    Masters are part of `dlp.state_dict`; weights that are loaded without masters become the masters. The optimizer's
+    `zero_grad` clears the gradients of held parameters as well."""
     held = [weight for weight in _held(model) if weight.parameter.requires_grad]  # not those of `dlp.freeze`
     pairs = [(weight, weight.take_master()) for weight in held]
     masters = {id(weight.parameter): master for weight, master in pairs}
@@ -284,13 +292,13 @@ class _MasterSteps:
 
 
 def masters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The masters of held weights, by layer."""
+    """The masters of held weights, by name of the weight."""
     return {weight.name: weight.master for weight in _held(model) if weight.master is not None}
 
 
 @torch.no_grad()
 def load_masters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
-    """Take back what `masters_of` gave, on this or another mesh; returns the names of those that it lacks."""
+    """Load masters that `masters_of` returned, on this or another mesh. Returns the names of masters that `saved` lacks."""
     lacking = []
     for weight in _held(model):
         master = weight.master

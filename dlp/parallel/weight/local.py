@@ -1,7 +1,7 @@
-"""Weights that are whole on this rank, and how their parameters lie there.
+"""Weights that are whole on a tp rank, and the parameters that hold them.
 
-Every parameter of a converted model is a DTensor on the mesh's tp axis (FSDP adds its own axes), so clipping and
-checkpoints work by themselves. Layers compute on this rank's plain tensor, which `local` hands out.
+Every parameter of a converted model is a DTensor on the mesh's tp axis, to which FSDP adds its own axes; so gradient clipping
+and checkpoints work by themselves. Layers compute on this rank's plain tensor (`local`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dlp.quant.tensor import QuantizedTensor
 
 
 def local_weights(layer: Layer) -> LayerWeights:
-    """Those of a layer that is being made."""
+    """The weights of a layer that is being constructed."""
     weights = LayerWeights(layer)
     weights.set([LocalWeight(weights, i) for i in range(len(layer.members))])
     return weights
 
 
 class LocalWeight(MemberWeight):
-    """Values, whole on this rank."""
+    """A weight whose parameter holds all its values on this rank."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"parts": []}
@@ -41,12 +41,14 @@ class LocalWeight(MemberWeight):
 
     @property
     def stored(self) -> Tensor | None:
-        member = self.owner.layer.members[self.index]  # asked of each weight before a model's forward
+        member = self.owner.layer.members[
+            self.index
+        ]  # not by `member`: this runs for each weight before a model's forward
         return member.module._parameters.get(member.weight)
 
     @property
     def value(self) -> Tensor:
-        """What the step boundary casts [N, K]."""
+        """[N, K], which the step boundary casts."""
         spec = self.bound.spec
         return local(getattr(self.member.module, self.member.weight), spec.name, spec.num_axes).detach()
 
@@ -64,8 +66,8 @@ class LocalWeight(MemberWeight):
         return made.at(columnwise=columnwise)
 
     def casts(self, values: Values) -> list[Cast]:
-        """Of the values, rounded to the dtype of activations first, in both orientations, into the operands there are; none
-        before the layer has run, or where passes cast."""
+        """The casts of both orientations, of values rounded to the dtype of activations, into the operands of the last
+        boundary. Empty before the layer has run, since that dtype is not known, and where passes cast."""
         bound, dtype = self.bound, self.owner.dtype
         if dtype is None or not self.owner.caches:
             return []
@@ -79,10 +81,10 @@ class LocalWeight(MemberWeight):
         self.keep(Operands(row[0], col[0] if col else row[0].transpose()))
 
     def staged(self) -> None:
-        """The update of scales sees to it."""
+        """None: `ScalingState` agrees on these amaxes."""
 
     def keep(self, operands: Operands) -> None:
-        """Hold them: where some are held already, in their memory."""
+        """Hold these operands; if there are some already, copied into their memory, whose addresses launches hold."""
         parts = flatten([operands])
         if not self.parts:  # both orientations may share a scale, but torch.compile takes no tensor twice
             self.parts = [part.detach() for part in parts]
@@ -98,8 +100,8 @@ class LocalWeight(MemberWeight):
 
 
 class Record(Protocol):
-    """What FSDP has of a parameter: the one that optimizers step on, and what the copy that layers see is rounded to, None:
-    not at all."""
+    """FSDP's record of a parameter. stored: the one that optimizers step on; dtype: what the copy that layers see is rounded
+    to, None: it is not rounded."""
 
     @property
     def stored(self) -> nn.Parameter: ...
@@ -109,8 +111,8 @@ class Record(Protocol):
 
 
 class ManagedWeight(LocalWeight):
-    """Of a parameter that FSDP manages and does not cut, since dp_shard is one rank. What the layer holds may be FSDP's copy
-    of it, so the step boundary reads the one that the optimizer steps on."""
+    """A weight whose parameter FSDP manages and does not shard, since dp_shard is one rank. The layer may hold FSDP's copy of
+    the parameter, so the step boundary casts the parameter that the optimizer steps on."""
 
     managed = True
 
@@ -127,7 +129,8 @@ class ManagedWeight(LocalWeight):
         return local_values(self.stored)
 
     def casts(self, values: Values) -> list[Cast]:
-        """None where FSDP's copy is what the layer reads, and where it is rounded otherwise than for it."""
+        """Empty where the recipe keeps w in high precision, and where FSDP rounds its copy to another dtype than activations
+        have: then the layer reads that copy."""
         w = self.bound.spec.recipe.w
         if w.keeps_source or self._record.dtype not in (None, self.owner.dtype):
             return []
@@ -153,7 +156,7 @@ class _Local(torch.autograd.Function):
 
 
 def shards_of(parameter: Tensor) -> tuple[int, ...]:
-    """Into how many shards each dimension of a parameter is cut."""
+    """The number of shards along each dimension of a parameter."""
     shards = [1] * parameter.dim()
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
@@ -163,13 +166,13 @@ def shards_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def num_axes(parameter: Any) -> int:
-    """Over how many axes of a mesh a parameter is spread: none for a plain one, tp alone for one that conversion placed,
-    and those of FSDP, too, for one that is resharded."""
+    """Over how many mesh axes a parameter is spread: 0 for a plain one, 1 (tp) for one that conversion placed, more while FSDP
+    has it resharded."""
     return len(parameter._spec.placements) if isinstance(parameter, DTensor) else 0
 
 
 def check_whole(parameter: Any, axes: int, name: str) -> None:
-    """RuntimeError for a parameter of which FSDP keeps a shard here now, where its layer has it on `axes` axes."""
+    """RuntimeError for a parameter that is not spread over `axes` mesh axes, as it is while its layer may compute with it."""
     if num_axes(parameter) < axes:
         raise RuntimeError(
             f"{name}: a plain tensor stands in place of a parameter that was put on tp; copy values into parameters, do not "
@@ -184,18 +187,23 @@ def check_whole(parameter: Any, axes: int, name: str) -> None:
 
 
 def held(parameter: Any) -> Any:
-    """What this rank keeps of a parameter, if it is one: its part, or a shard of that. Nobody may compute y with it."""
+    """This rank's tensor of a parameter, or None: its tp part, or, while FSDP has it resharded, a shard of that, with which
+    nothing may be computed (`check_whole`)."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def local_values(parameter: Tensor) -> Tensor:
-    """What this rank has of a parameter, as a plain tensor that autograd does not follow."""
+    """This rank's tensor of a parameter, detached."""
     return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None] | None = None) -> Tensor:
-    """This rank's part of a parameter, as a plain tensor that autograd follows back to it. RuntimeError, naming the layer
-    `name`, where that is no more than a shard of FSDP's. `before`: called by backward before it hands on the gradient."""
+    """This rank's tp part of a parameter, as a plain tensor whose gradient goes to the parameter.
+
+    name     of the layer, for messages
+    axes     see `check_whole`, whose RuntimeError this raises
+    before   called in backward before the gradient is passed on
+    """
     check_whole(parameter, axes, name)
     if not isinstance(parameter, DTensor):
         return parameter
@@ -208,7 +216,7 @@ def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Stands for a weight that is held in another form: no memory, NaN wherever it is read."""
+    """A tensor in the place of a weight that is held in another form: it has this shape and no memory, and reads as NaN."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
 
 
@@ -217,7 +225,8 @@ def is_placeholder(parameter: Tensor) -> bool:
 
 
 def show(parameter: Tensor, tensor: Tensor) -> None:
-    """Let a parameter hold this tensor on this rank; the parameter itself stays, a backward may be on its way to it."""
+    """Replace the tensor that a parameter holds on this rank. The parameter object stays, since a backward may still lead to
+    it."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = tensor
     else:
@@ -225,20 +234,20 @@ def show(parameter: Tensor, tensor: Tensor) -> None:
 
 
 def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
-    """A full tensor, equal on all tp ranks (rank 0's counts) -> the parameter that keeps this rank's part of it, and what
-    users have set on the tensor."""
-    kept: Tensor = tensor.detach()
+    """A full tensor, equal on all tp ranks (rank 0's is used) -> a parameter that holds this rank's part of it, with the
+    attributes that users have set on the tensor."""
+    part: Tensor = tensor.detach()
     if tp is not None:
         placement: Placement = Replicate() if shard_dim is None else Shard(shard_dim)
-        kept = distribute_tensor(kept, tp, [placement])
-    parameter = nn.Parameter(kept, requires_grad=tensor.requires_grad)
+        part = distribute_tensor(part, tp, [placement])
+    parameter = nn.Parameter(part, requires_grad=tensor.requires_grad)
     vars(parameter).update(vars(tensor))
     return parameter
 
 
 @torch.no_grad()
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Overwrite a parameter, of which this rank may have a part, with a tensor of its full shape: rank 0's."""
+    """Overwrite a parameter, of which this rank may hold a part, from a tensor of its full shape; rank 0's is used."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         replicated = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=True)

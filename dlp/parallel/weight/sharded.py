@@ -1,17 +1,19 @@
-"""Weights of which each data-parallel rank keeps some rows: cast shard by shard, gathered as codes and scales.
+"""Weights whose rows FSDP shards over dp_shard: each rank casts its shard, codes and scales are gathered.
 
-    step boundary   every rank casts its rows [n, K]; amaxes that span rows are agreed over dp_shard, in one all-reduce
-    forward         the casts are gathered rowwise                                       ─► fprop
-    backward        they are gathered columnwise, or rowwise again and transposed here   ─► dgrad
+    shard [n, K] of D ranks,  n = ceil(N / D);   w [N, K] of one tp rank
 
-What is gathered equals the cast of the whole weight, bit for bit; a weight whose shards would not (see `weight_obstacle`)
-travels in high precision and is cast where it is used. Who moves the bytes is not known here: a transfer asks `depart`
-for what to send in the pass that runs now, and hands `arrive` what came.
+    step boundary   each rank casts its shard; amaxes that span rows are agreed over dp_shard, in one all-reduce
+    forward         rowwise operands are gathered                                        ─► w [N, K]    for fprop
+    backward        columnwise operands are gathered, or rowwise ones and transposed     ─► w.T [K, N]  for dgrad
 
-A pass may need more than its transfer brought: backward runs a forward again (activation checkpointing), or the weights
-stay gathered from one pass to the next. The missing orientation is then gathered when it is read, and from the next time
-on it travels with the other. A layer that runs under another recipe than its own (`dlp.autocast`, or a backward whose
-forward came before a swap) gathers the values and casts them.
+The gathered operand equals the cast of the whole weight, bit for bit. Where it would not (`weight_obstacle`), the weight is
+gathered in high precision and cast where it is used. FSDP's hooks (`dlp.parallel.weight.fsdp2`) move the bytes: before a gather
+they call `depart` for this rank's parts, after it `arrive` with those of all ranks.
+
+A pass may read an orientation that was not gathered for it: a backward with activation checkpointing runs forwards again, and
+weights may stay gathered from forward to backward. That orientation is then gathered when it is read, and from the next pass on
+together with the other. A layer that runs under another recipe than its own (`dlp.autocast`, or a backward whose forward ran
+before a swap) gathers the values and casts them.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, Wanted,
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import SHARED, UNSAID, Format, QuantizedTensor, Shape
 
-# ---- how orientations travel: for layers, and for the plan that predicts it
+# ---- how orientations are gathered: read by layers, and by the prediction of bytes
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How one orientation of a weight travels whose rows are spread over ranks.
+    """How one orientation of a weight with sharded rows is cast and gathered.
 
-    quantizer    casts the shard [n, K] of a rank
-    transposed   it casts the transposed shard; else a columnwise operand is the gathered one, transposed
-    columnwise   the orientation; equal layouts of both are one cast and one transfer
+    quantizer    casts the shard [n, K] of a rank, or its transpose [K, n]
+    transposed   it casts the transpose. A columnwise operand of a format whose payload may be transposed is cast and gathered
+                 as [n, K] and transposed then
+    columnwise   the orientation. Layouts of both orientations that are otherwise equal share one cast and one gather
     """
 
     quantizer: Quantizer
@@ -57,12 +60,12 @@ class ShardLayout:
 
     @property
     def dims(self) -> list[int | None]:
-        """Along which dimension each part of the shards concatenates."""
+        """For each part the dimension along which shards concatenate; SHARED: it is equal on all ranks."""
         return self.format.moves_along(int(self.transposed))
 
     @property
     def spans_rows(self) -> bool:
-        """What the quantizer observes covers rows of other ranks too."""
+        """Whether one scale spans rows of several ranks."""
         return int(self.transposed) in self.quantizer.reduces
 
     def of(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -70,19 +73,19 @@ class ShardLayout:
         return (shape[1], shape[0]) if self.transposed else shape
 
 
-VALUES = ShardLayout(KeepHighPrecision())
+VALUES = ShardLayout(KeepHighPrecision())  # the weight itself, in high precision
 ShardLayouts = tuple[ShardLayout, ShardLayout]  # rowwise, columnwise
-ShardRead = tuple[ShardLayout | None, ShardLayout | None]  # of the rows of a shard, of its columns
+ShardRead = tuple[ShardLayout | None, ShardLayout | None]  # one read of a shard: what it casts of [n, K], and of [K, n]
 
 
 def shard_layouts(w: Operand) -> ShardLayouts:
-    """Those of the rowwise and the columnwise operand."""
+    """The layouts of the rowwise and the columnwise operand."""
     columnwise = w.columnwise
     return ShardLayout(w.rowwise), ShardLayout(columnwise, not columnwise.format.transposable, True)
 
 
 def shard_reads(layouts: Iterable[ShardLayout]) -> list[ShardRead]:
-    """The casts of a shard that make these: of its rows, of its columns, or of both in one read."""
+    """The reads of a shard that make these layouts: both in one read where the quantizers offer that."""
     chosen = [each for each in dict.fromkeys(layouts) if not each.format.keeps_source]
     if len(chosen) == 2 and not chosen[0].transposed and chosen[1].transposed:
         if one_read(chosen[0].quantizer, chosen[1].quantizer) is not None:
@@ -91,23 +94,23 @@ def shard_reads(layouts: Iterable[ShardLayout]) -> list[ShardRead]:
 
 
 def read_of(layouts: ShardRead, groups: tuple[Groups, Groups] = (NOBODY, NOBODY)) -> Read:
-    """One of `shard_reads` as a cast makes it."""
+    """One of `shard_reads`, as a `Read` of the cast engine."""
     row, col = (None if layout is None else layout.quantizer for layout in layouts)
     return Read(row, col, groups)
 
 
 def agreed_over(layout: ShardLayout | None, style: ParallelStyle, recipe: Recipe, own_group: bool) -> tuple[bool, bool]:
-    """Who has a say in what one cast of rows observes: other ranks of dp_shard, where it spans their rows; those of a wider
-    group after them. `own_group`: of `agrees`."""
+    """Whether the amaxes of one layout are agreed over dp_shard, since a scale spans rows of its ranks; and whether then over
+    the layer's amax group (`agrees`)."""
     if layout is None:
         return False, False
     return layout.spans_rows, agrees(style, recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
 
 
 def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_group: bool = False) -> str | None:
-    """Why the rows of a weight [N, K] (of one tp rank) over `ranks` cannot be cast apart; None if they can.
+    """Why shards of a weight [N, K] (of one tp rank) over `ranks` cannot be cast each by itself; None if they can.
 
-    own_group: the user's own group agrees on what was observed.
+    own_group: the user named an amax group, which agrees on every scale.
     """
     rows, uneven = -(-shape[0] // ranks), shape[0] % ranks > 0
     _, *multiples = recipe.units
@@ -133,9 +136,8 @@ def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_grou
 def weight_layouts(
     recipe: Recipe, shape: tuple[int, int], ranks: int, *, refused: str | None, own_group: bool
 ) -> tuple[ShardLayouts | None, str | None]:
-    """How the orientations of a weight [N, K] (of one tp rank) travel over `ranks`, None: as values; and why they do so
-    where the recipe quantizes them. `refused`: why they must;
-    `own_group`: of `weight_obstacle`."""
+    """The layouts in which a weight [N, K] (of one tp rank) is gathered over `ranks`, None: in high precision; and why so,
+    where the recipe quantizes w. `refused`: a reason that is known before; `own_group`: see `weight_obstacle`."""
     if recipe.w.keeps_source:
         return None, None
     why = refused or weight_obstacle(recipe, shape, ranks, own_group)
@@ -143,7 +145,7 @@ def weight_layouts(
 
 
 def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
-    """All that moves has the shape of the weight, so that shards may be padded."""
+    """Whether all parts that are gathered have the shape of the weight, so that shards may be padded with rows."""
     shapes = zip(layout.format.part_shapes(shape), layout.dims, strict=True)
     return not layout.transposed and all(part == shape for part, dim in shapes if dim is not SHARED)
 
@@ -153,9 +155,15 @@ def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True)
 class RowShards:
-    """Where a weight is. shape: [N, K] on this tp rank. shard: hands out the rows of this rank, with zero rows up to the
-    same number on all ranks. dtype: what shards are rounded to before their cast, and what they travel in otherwise.
-    from_master: the cast reads them unrounded. refused: why they must not travel quantized."""
+    """The parameter behind a sharded weight.
+
+    shape         [N, K] of the weight on this tp rank
+    group         dp_shard
+    shard()       this rank's rows [n, K], with zero rows up to the same n on all ranks
+    dtype         shards are rounded to it before their cast, and have it where they are gathered in high precision
+    from_master   shards are cast, and gathered in high precision, as they are stored, unrounded
+    refused       why the weight must not be gathered quantized; None: it may
+    """
 
     shape: tuple[int, int]
     group: ProcessGroup
@@ -166,8 +174,13 @@ class RowShards:
 
 
 class ShardedWeight(MemberWeight):
-    """One weight of a layer. `travel`: how its orientations travel, None: as FSDP would by itself. `fresh`: the casts
-    are those of the weight as it is."""
+    """One weight with sharded rows.
+
+    rows      the parameter
+    layouts   in which its orientations are gathered; None: FSDP gathers the values by itself
+    own       operands of this rank's shard, by layout, as the step boundary cast them
+    fresh     they were cast from the present values
+    """
 
     managed = gathered = True
 
@@ -179,13 +192,13 @@ class ShardedWeight(MemberWeight):
         stored: Callable[[], Tensor],
         hook: Callable[[bool], None],
     ) -> None:
-        super().__init__(owner, index)  # without parts, since nothing outlives a pass
+        super().__init__(owner, index)  # `parts` stay empty: whole operands do not outlive a pass
         self.rows, self._stored, self._hook = rows, stored, hook
-        self.travel: ShardLayouts | None = None
-        self.mine: dict[ShardLayout, QuantizedTensor] = {}
+        self.layouts: ShardLayouts | None = None
+        self.own: dict[ShardLayout, QuantizedTensor] = {}
         self._arrived: dict[ShardLayout, tuple[Tensor, ...]] = {}
-        self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}
-        self._backward = False
+        self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}  # by direction: also read in earlier passes
+        self._backward = False  # the direction of the last gather
         self.decide()
 
     @property
@@ -193,91 +206,93 @@ class ShardedWeight(MemberWeight):
         return self._stored()
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Rows are cast anew before they are next gathered, and may travel otherwise. The dtype of x is nothing to them."""
+        """Shards are cast anew before the next gather, maybe in other layouts. A new dtype of x changes nothing: shards are
+        rounded to FSDP's `param_dtype`."""
         if not retyped:
             self._hook(self.decide())
 
     def casts(self, values: Values) -> list[Cast]:
-        """Of this rank's rows, in the order of `reads`."""
+        """The casts of this rank's shard, in the order of `reads`."""
         if not self.reads:
             return []
-        bound, mine = self.bound, self.rows.shard().detach()
-        dtype = mine.dtype if self.rows.from_master else self.rows.dtype
-        matrix = values.of(self.name, mine, dtype, (mine.shape[0], mine.shape[1]))
-        flag, made = bound.session.flag(bound.spec.members, "w", self.name, matrix.device), []
+        bound, shard = self.bound, self.rows.shard().detach()
+        dtype = shard.dtype if self.rows.from_master else self.rows.dtype
+        matrix = values.of(self.name, shard, dtype, (shard.shape[0], shard.shape[1]))
+        flag, casts = bound.session.flag(bound.spec.members, "w", self.name, matrix.device), []
         for layouts in self.reads:
-            out, out_t = (None if each is None else self.mine.get(each) for each in layouts)
-            read = read_of(layouts, (self._agree(layouts[0]), self._agree(layouts[1])))
-            made.append(Cast(read, matrix, self._slot(layouts[0] or layouts[1]), (), (out, out_t), flag))
-        return made
+            out, out_t = (None if each is None else self.own.get(each) for each in layouts)
+            read = read_of(layouts, (self._groups(layouts[0]), self._groups(layouts[1])))
+            casts.append(Cast(read, matrix, self._slot(layouts[0] or layouts[1]), (), (out, out_t), flag))
+        return casts
 
-    def _agree(self, layout: ShardLayout | None) -> Groups:
-        """Who agrees on what one cast observes: see `agreed_over`."""
+    def _groups(self, layout: ShardLayout | None) -> Groups:
+        """The groups that agree on the amaxes of one layout, see `agreed_over`."""
         spec = self.bound.spec
         shards, wider = agreed_over(layout, spec.style, spec.recipe, spec.amax_group is not None)
         return self.rows.group if shards else None, (spec.amax_group or spec.group) if wider else None
 
     def _slot(self, layout: ShardLayout | None) -> ScaleSlot | None:
-        """The delayed scale that one cast reads, if it has one."""
+        """The delayed scale that the cast of one layout reads, if its quantizer has one."""
         if layout is None or caps_of(layout.quantizer).slot is None:
             return None
         return self.bound.session.slot(self.bound.spec.slot_name("w", self.name, layout.columnwise), True)
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
-        """Those of this rank's rows, where the ranks that share delayed scales are not all those that share the weight."""
+        """The staged amaxes of this shard and dp_shard, where not all of its ranks share delayed scales; where they do,
+        `ScalingState` agrees on them."""
         slots = [slot for row, col in self.reads if (slot := self._slot(row or col)) is not None]
-        sharing, keeping = self.bound.session.amax_group, self.rows.group
-        if sharing is not None and self.bound.spec.recipe.reduce_amax:
-            if set(dist.get_process_group_ranks(keeping)) <= set(dist.get_process_group_ranks(sharing)):
+        scales_group, shards_group = self.bound.session.amax_group, self.rows.group
+        if scales_group is not None and self.bound.spec.recipe.reduce_amax:
+            if set(dist.get_process_group_ranks(shards_group)) <= set(dist.get_process_group_ranks(scales_group)):
                 return None
-        return (keeping, [slot.staging for slot in slots]) if slots else None
+        return (shards_group, [slot.staging for slot in slots]) if slots else None
 
     def decide(self) -> bool:
-        """Read the layer's recipe, which is new or unchanged; whether the weight travels otherwise now. Casts are made
-        anew in any case."""
-        recipe, rows, before = self.bound.spec.recipe, self.rows, self.travel
+        """Derive `layouts` from the layer's recipe, and forget all casts. Returns whether the layouts changed."""
+        recipe, rows, before = self.bound.spec.recipe, self.rows, self.layouts
         own_group = self.bound.spec.amax_group is not None
         layouts, why = weight_layouts(recipe, rows.shape, rows.group.size(), refused=rows.refused, own_group=own_group)
-        self.fresh, self.mine, self.why = False, {}, why
-        self.travel = (VALUES, VALUES) if why is not None and rows.from_master else layouts
-        if self.travel != before:
+        self.fresh, self.own, self.why = False, {}, why
+        self.layouts = (VALUES, VALUES) if why is not None and rows.from_master else layouts
+        if self.layouts != before:
             self._arrived, self._more = {}, {False: [], True: []}
-        return self.travel != before
+        return self.layouts != before
 
     @property
     def reads(self) -> list[ShardRead]:
-        """What the step boundary casts."""
-        return shard_reads(self.travel or ())
-
-    def _values(self, as_stored: bool) -> Tensor:
-        """This rank's rows, as they are or rounded."""
-        values = self.rows.shard().detach()
-        return values if as_stored else values.to(self.rows.dtype)
+        """The reads of the shard that the step boundary makes."""
+        return shard_reads(self.layouts or ())
 
     def take(self, made: Sequence[Wanted]) -> None:
-        """What the casts of `reads` have made."""
+        """Take the operands that the casts of `reads` made."""
         for layouts, operands in zip(self.reads, made, strict=True):
-            self.mine |= {w: q for w, q in zip(layouts, operands, strict=True) if w is not None and q is not None}
+            self.own |= {w: q for w, q in zip(layouts, operands, strict=True) if w is not None and q is not None}
 
-    def _cast(self, layout: ShardLayout) -> QuantizedTensor:
+    def _operand_of_shard(self, layout: ShardLayout) -> QuantizedTensor:
+        """This rank's operand in one layout; one in high precision is the shard, rounded unless `from_master` says
+        otherwise."""
         if not layout.format.keeps_source:
-            return self.mine[layout]
-        return layout.quantizer.cast(self._values(self.rows.from_master and layout is VALUES), None)
+            return self.own[layout]
+        values = self.rows.shard().detach()
+        if not (self.rows.from_master and layout is VALUES):
+            values = values.to(self.rows.dtype)
+        return layout.quantizer.cast(values, None)
 
     def depart(self) -> tuple[tuple[Tensor, ...], tuple[ShardLayout, ...]]:
-        """What this rank sends in the pass that runs now, and in which layouts."""
-        assert self.travel is not None
+        """The parts that this rank sends for the pass that is running, and their layouts."""
+        assert self.layouts is not None
         self._backward = in_backward()
-        layouts = tuple(dict.fromkeys((self.travel[self._backward], *self._more[self._backward])))
-        return tuple(part for layout in layouts for part in self._moving(layout)), layouts
+        layouts = tuple(dict.fromkeys((self.layouts[self._backward], *self._more[self._backward])))
+        return tuple(part for layout in layouts for part in self._sent(layout)), layouts
 
-    def _moving(self, layout: ShardLayout) -> list[Tensor]:
-        """The parts of the shard that travel; FP8 as bytes, since gloo carries no such type."""
-        parts = zip(self._cast(layout).parts, layout.dims, strict=True)
+    def _sent(self, layout: ShardLayout) -> list[Tensor]:
+        """The parts of the shard that are gathered; FP8 as bytes, since gloo has no such dtype."""
+        parts = zip(self._operand_of_shard(layout).parts, layout.dims, strict=True)
         return [_as_wire(part) for part, dim in parts if dim is not SHARED]
 
     def arrive(self, received: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> None:
-        """What came of them: each moving part of all ranks along its first dimension. Valid until the next `depart`."""
+        """The gathered parts of these layouts, each concatenated over ranks along its first dimension. Valid until the next
+        `depart`."""
         rest = iter(received)
         self._arrived = {layout: tuple(next(rest) for dim in layout.dims if dim is not SHARED) for layout in layouts}
 
@@ -288,48 +303,49 @@ class ShardedWeight(MemberWeight):
         return self._read(use, columnwise=True)
 
     def _read(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
-        """One operand of the whole weight. RuntimeError where FSDP has freed what came."""
+        """One operand of the whole weight. RuntimeError where FSDP has freed what was gathered."""
         bound, layer = use.bound, self.owner.layer
-        if bound is not layer.bound and (self.travel is not None or bound not in layer.bounds()):
+        if bound is not layer.bound and (self.layouts is not None or bound not in layer.bounds()):
             bound.session.note(
                 f"layers that run under {bound.spec.recipe}, not their own recipe, gather their weights once more"
             )
-            return self._at_use(use, self._fetch(VALUES).payload, columnwise)
-        if self.travel is None:
-            self._check_there(use.value)
-            return self._at_use(use, use.value, columnwise)
-        if VALUES in self.travel and self.why is not None:
-            return self._at_use(use, self._operand(VALUES).payload, columnwise)
-        layout = self.travel[columnwise]
-        made = self._operand(layout)
-        return _kept_in(made.transpose() if columnwise and not layout.transposed else made, use.dtype)
+            return self._cast_whole(use, self._gather_now(VALUES).payload, columnwise)
+        if self.layouts is None:
+            self._check_not_freed(use.value)
+            return self._cast_whole(use, use.value, columnwise)
+        if VALUES in self.layouts and self.why is not None:
+            return self._cast_whole(use, self._gathered(VALUES).payload, columnwise)
+        layout = self.layouts[columnwise]
+        operand = self._gathered(layout)
+        return _values_in(operand.transpose() if columnwise and not layout.transposed else operand, use.dtype)
 
-    def _at_use(self, use: Use, values: Tensor, columnwise: bool) -> QuantizedTensor:
-        """The whole weight, cast here."""
+    def _cast_whole(self, use: Use, values: Tensor, columnwise: bool) -> QuantizedTensor:
+        """The operand of gathered values [N, K], cast by the pass."""
         values = values if self.rows.from_master else values.to(use.dtype)
         orientations = COLUMNWISE if columnwise else ROWWISE
-        (made,) = quantize(use.bound, "w", [values], orientations, members=[self.name], record=use.record)
-        return _kept_in(made.at(columnwise=columnwise), use.dtype)
+        (operands,) = quantize(use.bound, "w", [values], orientations, members=[self.name], record=use.record)
+        return _values_in(operands.at(columnwise=columnwise), use.dtype)
 
-    def _operand(self, layout: ShardLayout) -> QuantizedTensor:
-        """What arrived, as one operand; gathered now where it did not travel."""
+    def _gathered(self, layout: ShardLayout) -> QuantizedTensor:
+        """The whole operand in one layout: of the parts that arrived, or gathered now, and from the next pass on with the
+        others."""
         if layout not in self._arrived:
             self._more[self._backward].append(layout)
-            return self._fetch(layout)
+            return self._gather_now(layout)
         for part in self._arrived[layout]:
-            self._check_there(part)
+            self._check_not_freed(part)
         received, world = iter(self._arrived[layout]), self.rows.group.size()
-        mine = self._cast(layout) if SHARED in layout.dims else None
+        own = self._operand_of_shard(layout) if SHARED in layout.dims else None
         parts = [
-            mine.parts[i]
-            if dim is SHARED and mine
+            own.parts[i]
+            if dim is SHARED and own
             else _join(next(received), world, dim).view(part.dtype or self._dtype(layout))
             for i, (part, dim) in enumerate(zip(layout.format.parts, layout.dims, strict=True))
         ]
         return self._trim(layout, parts)
 
-    def _check_there(self, gathered: Tensor) -> None:
-        """Kernels would read memory that is no more."""
+    def _check_not_freed(self, gathered: Tensor) -> None:
+        """RuntimeError where kernels would read freed memory."""
         if gathered.numel() and not gathered.untyped_storage().size():
             raise RuntimeError(
                 f"{self.name}: FSDP has freed its gathered weight, which this pass reads; backward must begin at what the "
@@ -337,30 +353,32 @@ class ShardedWeight(MemberWeight):
             )
 
     def _dtype(self, layout: ShardLayout) -> torch.dtype:
+        """The dtype of parts that have that of their source."""
         return self.rows.shard().dtype if self.rows.from_master and _holds_values(layout.format) else self.rows.dtype
 
-    def _fetch(self, layout: ShardLayout) -> QuantizedTensor:
-        """Gather one orientation now."""
+    def _gather_now(self, layout: ShardLayout) -> QuantizedTensor:
+        """The whole operand in one layout, by a gather of its own."""
         with observer.label(direction="weights", precision="" if layout.format.keeps_source else layout.format.name):
-            return self._trim(layout, all_gather(self._cast(layout).parts, layout.dims, self.rows.group).wait())
+            parts = self._operand_of_shard(layout).parts
+            return self._trim(layout, all_gather(parts, layout.dims, self.rows.group).wait())
 
     def _trim(self, layout: ShardLayout, parts: Sequence[Tensor]) -> QuantizedTensor:
-        """Without the zero rows behind the last shard."""
+        """The operand of these parts, without the zero rows after the last shard."""
         shapes = layout.format.part_shapes(layout.of(self.rows.shape))
         return QuantizedTensor(
             layout.format, tuple(_first(part, shape) for part, shape in zip(parts, shapes, strict=True))
         )
 
 
-def _kept_in(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    """A high-precision operand in the dtype that GEMMs multiply."""
+def _values_in(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """The operand; one that holds values holds them in this dtype."""
     if not _holds_values(q.format) or q.payload.dtype == dtype:
         return q
     return QuantizedTensor(q.format, (q.payload.to(dtype), *q.parts[1:]))
 
 
 def _holds_values(fmt: Format) -> bool:
-    """In the dtype of their source."""
+    """Whether the payload holds values in the dtype of their source."""
     return fmt.parts[0].dtype is None
 
 
@@ -369,7 +387,7 @@ def _as_wire(part: Tensor) -> Tensor:
 
 
 def _join(received: Tensor, world: int, dim: int | None) -> Tensor:
-    """[R*s0, ...] as it arrived -> the R pieces concatenated along `dim`."""
+    """[D * s0, ...], concatenated over D ranks along the first dimension -> concatenated along `dim`."""
     return torch.cat(received.unflatten(0, (world, -1)).unbind(0), dim) if dim else received
 
 
