@@ -139,7 +139,7 @@ class Trainer:
 
     def place(self) -> Place:
         """Where this rank is, for whoever watches it from another thread."""
-        last, way, doing = self.recipes.last, self.recipes.way, self.doing
+        last, way, doing = self.recipes.last, self.recipes.direction, self.doing
         layer = "none yet" if last is None else f"{', '.join(last.members)} in {way}"
         text = f"step {self.recipes.steps + 1}, {doing + ', ' if doing else ''}last layer {layer}"
         return Place(text, bool(doing), self.took)

@@ -37,7 +37,7 @@ from torch.utils import checkpoint
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.model.checks import capturing
-from dlp.parallel.model.session import Layer, Session, UpdateBehind, in_backward
+from dlp.parallel.model.session import Layer, Session, UpdateAfterBackward, in_backward
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
 from dlp.quant.recipe import Operand, Recipe
@@ -225,7 +225,7 @@ def _first(core: Layer, region: Region | None) -> Ran:
     if session.attached or not bound.spec.slots:
         return Ran(bound, None)
     bound.spec.check_unattached()
-    return Ran(bound, session.scaling.hold(None if region is None else UpdateBehind(region.group)))
+    return Ran(bound, session.scaling.hold(None if region is None else UpdateAfterBackward(region.group)))
 
 
 def _again(core: Layer, checkpoints: list[Checkpoint]) -> Ran:

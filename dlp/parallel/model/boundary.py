@@ -1,27 +1,30 @@
-"""The step boundary, the one place where anything changes between steps; forward and backward only read.
+"""The step boundary: the one place where anything changes between steps. Forward and backward only read.
 
-    before a step   no backward runs; no wgrad waits; partial gradients are summed; replicas got equal gradients
-    step            of a closure: the same behind each evaluation, before which weights are cast as they are
-    after it        tensors that a backward may still want count as modified, as torch counts them; then the boundary:
+    before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and gradients of
+                    replicated parameters are equal over tp
+    step            with a closure: cast the weights before each evaluation, check as above after it
+    after it        bump the version counters of parameters, so that a backward that still needs old values raises; then the
+                    boundary itself, in this order:
 
-    scales          delayed ones are updated, all together, after one all-reduce of the amaxes of all microbatches
-    swaps           of recipes that are due are made; before the casts, so that no weight is cast for one it is about to leave
-    casts           weights that are whole on this rank are cast, in both orientations, into their persistent operands, and of
-                    weights that FSDP gathers this rank's rows, all together, with one agreement on all their amaxes
-    flags           of what was not finite are set aside, and read one step later
+    scales          one all-reduce of the amaxes of all microbatches, then an update of all delayed scales
+    swaps           those of recipes that are due, before the casts, so that no weight is cast for a recipe that it leaves
+    casts           all weights in one batch, with one amax agreement: whole ones in both orientations into their persistent
+                    operands, of those that FSDP shards this rank's rows
+    flags           of values that were not finite are copied, and read one step later
 
-`attach` installs it behind the optimizer's step, `end_step` runs it now. Without it nothing is kept between calls: weights are
-cast where they are used.
+`attach` installs it as a post-hook of the optimizer's step, `end_step` runs it now. Without it nothing is kept between calls,
+and weights are cast where they are used.
 
-**Swaps**: recipes of chosen layers change there too, by hand (`set_recipe`) or on a schedule. Only the chosen layers get a new
-spec, whose number the next forward uses; a forward whose backward is still to come keeps the old one. The scales of the old
-recipe are dropped, those of the new one start anew, all others stay. What was changed is kept in the session, from where
-checkpoints and logs take it. Statistics of casts (`dlp.quant.stats`) are a swap as well: to a recipe around the layer's own,
-whose quantizers measure as they cast.
+**Swaps**: the recipes of chosen layers change by hand (`set_recipe`) or on a schedule. Only these layers get a new spec, which
+the next forward uses; a forward whose backward is still to come keeps the old one. Delayed scales of the old recipe are
+dropped, those of the new one start anew, all others stay. The session lists the swaps that were made, for checkpoints and logs.
 
-dlp.record_stats(model, "layers.0.**")
-...                                        steps
-dlp.read_stats(model)                      {"layers.0.mlp.up_proj.x": {"amax": ..., "sqnr_db": ..., ...}, ...}
+**Statistics** of casts (`dlp.quant.stats`) are a swap as well: to a recipe that wraps the layer's own, whose quantizers measure
+as they cast:
+
+    dlp.record_stats(model, "layers.0.**")
+    ...                                        steps
+    dlp.read_stats(model)                      {"layers.0.mlp.up_proj.x": {"amax": ..., "sqnr_db": ..., ...}, ...}
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ WEIGHT_CACHES = ("step", "forward")
 
 
 def end_step(model: nn.Module) -> None:
-    """Run the step boundary now. Call it yourself after anything but an optimizer step has changed the weights."""
+    """Run the step boundary now: after something else than an attached optimizer's step has changed the weights."""
     model = converted_root(model) or model
     layers = list(cores(model))
     for core in layers:
@@ -90,17 +93,20 @@ def attach(
     A step then raises RuntimeError inside of a backward, when tp-partial gradients were not summed, wgrads still wait (see
     `backward_dw`), or the gradients of replicated parameters differ between tp ranks, looked at until each has had one.
 
-    weight_cache   "step": weights are cast once a step, both orientations, and kept. "forward": for want of memory nothing
-                   is kept, and they are cast wherever they are used, rowwise in forward and columnwise in backward, with
-                   the same bits. Of weights that FSDP gathers casts are kept unless its `quantized_gather` is False.
+    weight_cache   "step": weights are cast once a step, in both orientations, and the operands are kept. "forward": to save
+                   memory nothing is kept; weights are cast wherever they are used, rowwise in forward and columnwise in
+                   backward, with the same bits. Casts of shards under FSDP are kept in either case, unless `quantized_gather`
+                   is False.
 
-    on_nonfinite   a cast met a NaN or Inf, of which scales may make something finite. "raise": FloatingPointError at the end
-                   of the next step, on the ranks that saw it, naming layer, tensor, rank and step; "warn": a line in the log
-                   each time; "ignore": nothing (see `not_finite`). What is kept in high precision is not looked at.
+    on_nonfinite   what happens when a cast met a NaN or Inf, which quantization may turn into finite values. "raise":
+                   FloatingPointError at the end of the next step, on the ranks that saw it, naming layer, tensor, rank and
+                   step; "warn": a line in the log each time; "ignore": nothing (see `not_finite`). Tensors in high precision
+                   are not looked at.
 
-    main_grads     "off": autograd adds each microbatch's gradients of weights. "grad": wgrads add them in their GEMM to fp32
-                   gradients that are there already, with the same bits. "main_grad": to `weight.main_grad`, which the user
-                   made (`dlp.parallel.weight.base`). For which weights that cannot be, the plan notes.
+    main_grads     who accumulates gradients of weights over microbatches. "off": autograd. "grad": the GEMM of wgrad, into
+                   fp32 gradients that exist already, with the same bits. "main_grad": the GEMM of wgrad, into
+                   `weight.main_grad`, which the user allocates (`dlp.parallel.weight.base`). The plan notes which weights
+                   cannot have it.
 
     For a model of layers made by hand, not by `convert`: `mesh`, from `build_mesh`, says which tokens of a global batch
     this rank has, and `seed` is that of stochastic rounding; delayed scales are shared by all ranks. ValueError for another
@@ -140,15 +146,19 @@ def attach(
 
 
 def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> None:
-    """The boundary behind an optimizer's step. The weights that it casts are the next step's."""
+    """The step boundary after an optimizer's step. `watch` reads the flags of the step before, and copies those of this one."""
     watch.close()
     end_step(model)
     watch.look(session.steps)
 
 
 class AttachedOptimizer:
-    """The hooks of one optimizer. `recast`: casts the model's weights as they are; `end`: the step boundary. `fsdp`:
-    FSDP2's records of the model's parameters."""
+    """The step hooks of one optimizer.
+
+    fsdp     FSDP2's records of the model's parameters
+    recast   casts the model's weights as they are now
+    end      runs the step boundary
+    """
 
     def __init__(
         self, optimizer: Optimizer, session: Session, fsdp: Sequence[Managed], recast: Callable[[], None],
@@ -173,7 +183,8 @@ class AttachedOptimizer:
         return with_closure(args, kwargs, self._checked(closure))
 
     def _checked(self, closure: Closure) -> Closure:
-        """The closure; an optimizer may call it several times, at other weights each time."""
+        """The closure between a cast of the weights and the checks: an optimizer may call it several times in a step, each time
+        at other weights."""
 
         def evaluate() -> Any:
             self._recast()
@@ -202,14 +213,15 @@ class AttachedOptimizer:
 
 
 def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
-    """FSDP2's records of the weights of each layer, None where it does not manage one."""
+    """For each layer FSDP2's records of its weights, None for one that it does not manage."""
     found = {(id(module), name): record for module, name, record in managed(model)}
     return {core: [found.get((id(m.module), m.weight)) for m in core.members] for core in cores(model)}
 
 
 def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
-    """ValueError for layers outside of the converted `root` (None: all are made by hand, and have had no step boundary), and
-    for those that FSDP shards from outside of `model`."""
+    """ValueError for a layer in `model` whose step boundary would not be this one: outside of the converted module `root`, part
+    of another converted model, or sharded by a `fully_shard` of a module around `model`. root None: all layers are made by
+    hand."""
     inside = set(cores(root or model))
     for core, records in _records(model).items():
         name = core.spec.members[0]
@@ -229,7 +241,7 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
 
 
 def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) -> None:
-    """ValueError for an optimizer that would train nothing of a model. `held`: what stands for parameters there."""
+    """ValueError for an optimizer that holds no parameter of the model. `held`: masters, which it may hold instead."""
     own = {id(parameter): name for name, parameter in model.named_parameters()} | {id(master): "" for master in held}
     if own and not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
@@ -240,7 +252,7 @@ def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) 
 
 
 def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Session:
-    """One session for layers made by hand, which go by their names in the model from now on."""
+    """Give layers that are made by hand one session, and their names in the model."""
     world = dist.group.WORLD if dist.is_initialized() else None
     dims = None if mesh is None else ParallelDims.from_mesh(mesh)
     session = Session(seed=seed, amax_group=world, dp=(0, 1) if dims is None else (dims.dp_rank, dims.dp_size))
@@ -262,7 +274,7 @@ def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Sessi
 
 
 def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
-    """From here on the layers that `pattern` names, as in a layer group, run under this recipe.
+    """From now on the layers that `pattern` matches, as in a layer group, run under this recipe.
 
     `recipe`: a name, a table {"name": ..., option: value}, a Recipe or a CustomRecipe. Call it between an optimizer step
     and the next forward, on all ranks. Raises ValueError, before anything is changed, for a pattern that matches no
@@ -273,8 +285,8 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
 
 
 def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any) -> None:
-    """`set_recipe` for layers by name, done by the step boundary after `at_step` optimizer steps. Raises ValueError now
-    for what could not be done then."""
+    """`set_recipe` for layers by name, at the step boundary after `at_step` optimizer steps. Raises ValueError at once for what
+    that boundary would refuse."""
     made, session = recipes.as_recipe(recipe), _session(model, layers)
     if at_step <= session.steps:
         raise ValueError(f"a swap at step {at_step} is in the past: {session.steps} steps are done")
@@ -283,7 +295,7 @@ def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any)
 
 
 def make_due_swaps(model: nn.Module, session: Session) -> None:
-    """The step boundary: make the swaps whose step has come."""
+    """Make the scheduled swaps whose step has come."""
     for swap, made in [entry for entry in session.scheduled if entry[0].step <= session.steps]:
         session.scheduled.remove((swap, made))
         _apply(model, swap, made)
@@ -295,7 +307,7 @@ def layer_modules(model: nn.Module) -> dict[str, ParallelLinear]:
 
 
 def match_layers(model: nn.Module, pattern: str, asked_by: str) -> list[str]:
-    """The layers that a pattern names; ValueError, with the nearest names, if there are none."""
+    """The layers that a pattern matches; ValueError, with the nearest names, if there are none."""
     names = list(layer_modules(model))
     lengths = {
         name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
@@ -309,8 +321,9 @@ def recipes_of(model: nn.Module) -> dict[str, str]:
 
 
 def repeat(model: nn.Module, session: Session, swaps: Sequence[Swap]) -> list[str]:
-    """Bring a model as configured to where `swaps` had brought it. Returns what is to be told: scheduled swaps whose
-    step is over and that were not made. Raises ValueError for a swap that cannot be repeated and was not anticipated."""
+    """Repeat the `swaps` of a checkpoint on a model that has the recipes of its configuration. Returns lines for the log:
+    scheduled swaps whose step is over and that were not made. ValueError for a swap to a recipe made in Python, which cannot be
+    repeated, unless the layers have that recipe already."""
     for swap in swaps:
         if swap.asked is not None:
             _apply(model, swap, recipes.as_recipe(swap.asked))
@@ -339,7 +352,7 @@ def _session(model: nn.Module, layers: Sequence[str]) -> Session:
 
 
 def _new_specs(model: nn.Module, layers: Sequence[str], made: Any) -> list[tuple[LinearCore, LinearSpec]]:
-    """The cores of these layers, with the specs they will get."""
+    """The cores of these layers, each with the spec that it gets from recipe `made`."""
     modules = layer_modules(model)
     found = list(dict.fromkeys(modules[name].core for name in layers))
     for core in found:
@@ -381,7 +394,7 @@ def _swap(layers: Sequence[str], step: int, recipe: Any, made: Any) -> Swap:
 
 
 def record_stats(model: nn.Module, *patterns: str) -> list[str]:
-    """From now on measure every cast of the layers that these patterns name, and only theirs; none: stop. Returns them.
+    """From now on measure the casts of the layers that these patterns match, of no others; no pattern: stop. Returns them.
 
     Siblings are measured together, under the name of the first. Casts of forwards without gradients do not count, unless
     no layer learns, as in a frozen model. Call it on all ranks, at a step boundary. Raises ValueError for a pattern that
@@ -401,7 +414,7 @@ def record_stats(model: nn.Module, *patterns: str) -> list[str]:
 
 
 def read_stats(model: nn.Module) -> dict[str, dict[str, float | None]]:
-    """The numbers of the last step, by tensor, over all ranks; tensors that were not cast are left out. All ranks call it
+    """The statistics of the last step, by tensor, over all ranks; without tensors that were not cast. All ranks call it
     together, after the step boundary. Waits for the device."""
     table = session_of(model).stats
     if table is None:

@@ -1,29 +1,32 @@
-"""Session: what the layers of one model share. Forward and backward read it; the step boundary changes it.
+"""Session: the state that all layers of one model share. Forward and backward read it; the step boundary changes it.
 
-    scaling    the scales of delayed scaling, one table over all layers (`dlp.quant.state`); casts read scales and max amaxes
-               into its staging row
+    scaling    the table of delayed scales of all layers (`dlp.quant.state`): casts read scales, and record amaxes in its
+               staging row
     flags      which tensors were not finite when they were cast (`dlp.parallel.model.checks`)
-    counter    microbatches so far, int64 [] on the device: the random bits of stochastic rounding depend on it
-    steps      optimizer steps so far; `swaps`, `scheduled`: the recipe swaps made and to come (`dlp.parallel.model.boundary`)
-    stale      which weights are others than those that the boundary has cast (`dlp.parallel.model.checks`)
+    counter    microbatches so far, int64 [] on the device, on which the random bits of stochastic rounding depend
+    steps      optimizer steps so far
+    swaps      swaps of recipes that were made; scheduled: those to come (`dlp.parallel.model.boundary`)
+    stale      which weights have changed since the boundary cast them (`dlp.parallel.model.checks`)
 
-A layer is given its session and asks it, in forward and backward, for no more than
+In forward and backward a layer uses no more of it than
 
-    begin_forward, in_layer_backward      it says that it runs
-    slot, flag                            where a cast reads its scale, and tells its amax and that a value was not finite
+    begin_forward, in_layer_backward      called when the layer runs
+    slot, flag                            where a cast reads its delayed scale, records its amax, reports a value that is not
+                                          finite
     seed, dp, counter                     where in the stream of random bits a cast begins
-    scales                                the delayed scales of the forward that runs, is run again or is differentiated
-    kept_memory                           all of that which captured launches refer to by address
-    waiting                               wgrads that are left to `backward_dw`
-    note                                  a line that amends the printed plan
+    scales                                delayed scales that replace those of the table: of an autocast region, or of the
+                                          forward that is recomputed or differentiated
+    kept_memory                           the tensors whose addresses captured launches hold
+    waiting                               wgrads that are delayed until `backward_dw`
+    note                                  a line in the log that amends the printed plan
 
-A session knows its layers as `Layer`, and imports none: a layer made by hand makes its own, which knows no other layer, and
-gets that of the model around it from `convert` or `attach` (`dlp.parallel.model.boundary`, where the step boundary is).
+A session knows its layers by the protocol `Layer` and imports none. A layer that is made by hand has a session of its own,
+until `convert` or `attach` moves it to that of the model around it. The step boundary itself is `dlp.parallel.model.boundary`.
 
-The table of scales is made when it is first needed, for every layer of the model, whether or not it runs on this rank:
-tables are equal on all ranks, so one all-reduce of the staging row agrees on everything and waits for nobody. Scales change
-at the step boundary. A model without one, used under `autocast`, updates those of x and w when the region ends and those of
-dy at the end of the backward of what ran in it.
+The table of scales is made when it is first needed, for every layer of the model, whether or not the layer runs on this rank.
+So tables are equal on all ranks, and one all-reduce of the staging row agrees on all amaxes, whatever ran where. Scales change
+at the step boundary. Under `autocast` without a step boundary, those of x and w change when the region ends, and those of dy at
+the end of the backward of what ran in it.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 
 
 class Spec(Protocol):
-    """What a session reads of a layer's spec: `dlp.parallel.linear.spec.LinearSpec`."""
+    """What a session reads of a spec, `dlp.parallel.linear.spec.LinearSpec`."""
 
     @property
     def name(self) -> str: ...
@@ -78,7 +81,7 @@ class Spec(Protocol):
 
 
 class Bound(Protocol):
-    """A spec as one layer runs it: `dlp.parallel.linear.state.BoundSpec`."""
+    """What a session reads of a bound spec, `dlp.parallel.linear.state.BoundSpec`."""
 
     calls: dict[Any, Any]
 
@@ -87,7 +90,8 @@ class Bound(Protocol):
 
 
 class Layer(Protocol):
-    """What a session knows of a layer. `bound`: its own spec; `specs`: with those it has run under in autocast regions."""
+    """What a session reads of a layer, `dlp.parallel.linear.state.LayerState`. bound: its own spec; specs(): that, and those
+    that it has run under in autocast regions."""
 
     bound: Any
     variants: dict[Any, Any]
@@ -113,7 +117,7 @@ class Layer(Protocol):
 
 
 class PartialSums(Protocol):
-    """Gradients that are parts of a sum over tp: `dlp.parallel.model.grads.PartialGradients`."""
+    """What a session reads of `dlp.parallel.model.grads.PartialGradients`, which sums partial gradients over tp."""
 
     group: ProcessGroup
     num_sums: int
@@ -124,17 +128,17 @@ class PartialSums(Protocol):
     def check_summed(self, since: int) -> int: ...
 
 
-class UpdateBehind(NamedTuple):
-    """A forward ran in an autocast region: at the end of its backward dy's scales follow, agreed over `group`, None for the
-    model's own."""
+class UpdateAfterBackward(NamedTuple):
+    """Marks scales of a forward in an autocast region: at the end of its backward the scales of dy are updated, agreed over
+    `group`, None: the model's own group."""
 
     group: ProcessGroup | None
 
 
 @dataclass(frozen=True)
 class Swap:
-    """Layers by name that get a recipe after so many optimizer steps. `asked`: a recipe's name or table, from which the
-    swap can be repeated; None where it was made in Python. `said`: how it prints."""
+    """Layers, by name, that get another recipe after `step` optimizer steps. asked: the recipe's name or table, by which a
+    resumed run can repeat the swap, None for a recipe made in Python; said: the recipe as it prints."""
 
     step: int
     layers: tuple[str, ...]
@@ -143,52 +147,58 @@ class Swap:
 
 
 class Session:
-    """`seed`: of stochastic rounding. `dp` = (rank, size): which tokens of a global microbatch this rank has.
-    `amax_group`: who shares delayed scales, None for this rank alone. `lone`: of a single layer, which has no model
-    around it that would count microbatches."""
+    """The state that the layers of one model share; see the module.
+
+    seed         of stochastic rounding
+    dp           (rank, size): which tokens of a global microbatch this rank has
+    amax_group   the ranks that share delayed scales; None: this rank alone
+    lone         it is of a single layer, with no model around it that counts microbatches
+    """
 
     def __init__(
         self, *, seed: int = 0, dp: tuple[int, int] = (0, 1), amax_group: ProcessGroup | None = None, lone: bool = False
     ) -> None:
         self.seed, self.dp = seed, dp
         self.amax_group, self.lone = amax_group, lone
-        # its layers, and what conversion made of them
+        # layers
         self.cores: list[Layer] = []
         self.bounds: list[Bound] = []  # of all specs that layers run or ran under: a backward may still need one
-        self.plan: Any = None  # as `convert` printed it; None: layers made by hand
-        self.noted: set[str] = set()
-        # what casts read and write
+        self.plan: Any = None  # the `Plan` that `convert` returned; None: layers made by hand
+        self.noted: set[str] = set()  # texts of `note`
+        # casts
         self._scaling: ScalingState | None = None
-        self.scales: ForwardScales | None = None  # None: those in the table
+        self.scales: ForwardScales | None = None  # that casts read now; None: those in the table
         self.flags = Flags()
         self.stats: StatsTable | None = None
-        self.draws = False  # a layer rounds by chance, so microbatches are counted
-        self.watches_scales = False  # gathers first compare what they do not send
-        # what ran since the last step boundary
-        self.ran: set[tuple[str, ...]] = set()  # layers, with gradients
-        self.last: Spec | None = None  # the layer that ran last
-        self.way = "forward"  # in which direction
-        self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = deque()  # wgrads of weights (see `backward_dw`)
+        self.draws = False  # a layer rounds stochastically, so microbatches are counted
+        self.watches_scales = False  # inside `watch_scales`
+        # passes
+        self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
+        self.last: Spec | None = None  # of the layer that ran last
+        self.direction = "forward"  # in which it ran
+        self.waiting: deque[tuple[Any, Callable[..., Tensor]]] = (
+            deque()
+        )  # (weight, its delayed wgrad), see `backward_dw`
         self.regions = False  # a layer has run in an autocast region
-        self.graphing = False  # CUDA graphs are being made of layers (see `graphing`)
-        self.graphed: set[tuple[str, ...]] = set()  # layers of which there are some
-        self._task: int | None = None  # the backward whose end will update dy's scales
+        self.graphing = False  # inside `graphing`
+        self.graphed: set[tuple[str, ...]] = set()  # layers that a CUDA graph holds, by members
+        self._task: int | None = None  # the id of the backward at whose end scales of dy will be updated
         # the step boundary
         self.steps = 0
         self.attached = False  # an optimizer's step is the step boundary
-        self.optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # attached; whether it took its turn
+        self.optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # attached; see `count_step`
         self.swaps: list[Swap] = []
-        self.scheduled: list[tuple[Swap, Any]] = []  # swaps to come, with their recipes
+        self.scheduled: list[tuple[Swap, Any]] = []  # (swap, its recipe)
         self.weight_batch: Any = None  # `dlp.parallel.weight.base.WeightBatch`, once weights are cast
         self.stale = StaleWeights()
         self.sums: PartialSums | None = None
         self.replicas: Any = None  # `dlp.parallel.model.grads.Replicas`, once an optimizer is attached
 
-    # ---- asked by layers, in forward and backward
+    # ---- called by layers, in forward and backward
 
     def begin_forward(self, bound: Bound, record: bool) -> None:
-        """A layer runs; `record`: with gradients."""
-        self.last, self.way = bound.spec, "forward"
+        """A forward of a layer begins; `record`: with gradients enabled."""
+        self.last, self.direction = bound.spec, "forward"
         if self.graphing or capturing():
             self.graphed.add(bound.spec.members)
         if record:
@@ -197,13 +207,13 @@ class Session:
                 self.advance()
 
     def in_layer_backward(self, bound: Bound) -> None:
-        """A layer differentiates a forward that ran with `scales`. If that was in a region, the end of the backward that is
-        running now updates what it staged; every layer asks for it, it is done once. RuntimeError where partial gradients
-        would not be summed."""
-        self.last, self.way = bound.spec, "backward"
+        """A backward of a layer begins, of a forward that ran with `scales`. If that was in an autocast region, the scales of
+        dy are updated at the end of the running backward, once for all layers. RuntimeError where partial gradients would not
+        be summed."""
+        self.last, self.direction = bound.spec, "backward"
         if self.sums is not None:
             self.sums.check_announced()
-        if self.scales is None or self.attached or not isinstance(self.scales.behind, UpdateBehind):
+        if self.scales is None or self.attached or not isinstance(self.scales.behind, UpdateAfterBackward):
             return
         task, group = torch._C._current_graph_task_id(), self.scales.behind.group
         if task != self._task:
@@ -211,11 +221,11 @@ class Session:
             _ENGINE.queue_callback(lambda: self.update_scales(False, group))
 
     def slot(self, name: str, record: bool) -> ScaleSlot:
-        """What a cast of one tensor reads and writes. `record`: its amax counts."""
+        """The delayed scale of one tensor, for its cast. `record`: the amax of the cast counts."""
         return self.scaling.slot(name, record, None if self.attached else self.scales)
 
     def flag(self, members: tuple[str, ...], tensor: str, member: str, device: torch.device) -> Tensor:
-        """What a cast of one tensor, of the layer of these members, tells in whether it was finite."""
+        """fp32 [], which casts of one tensor set to NaN where a value is not finite; `members`: of the tensor's layer."""
         flag = self.flags.views.get((member, tensor, device))
         if flag is None:
             self.flags.reserve(members, device, sum(len(core.members) for core in self.cores))
@@ -228,12 +238,12 @@ class Session:
             return torch.zeros((), dtype=torch.int64, device=self.cores[0].device)
 
     def kept_memory(self, spec: Spec) -> list[Tensor]:
-        """What kernels of a layer read and write that is no operand. It stays where it is until `rebuild`."""
+        """The tensors besides operands that launches of a layer read and write. Their addresses stay until `rebuild`."""
         kept = [*self.flags.now, *(self.scaling.memory if spec.slots else ())]
         return [*kept, self.counter] if spec.draws else kept
 
     def note(self, text: str) -> None:
-        """Amend the plan: said once, on the first rank, however many layers it holds for."""
+        """Log a line that amends the plan: once, on rank 0, however many layers it holds for."""
         if text not in self.noted:
             self.noted.add(text)
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -251,24 +261,24 @@ class Session:
     # ---- microbatches
 
     def advance(self) -> None:
-        """The next microbatch begins; not where backward runs a forward again."""
+        """Count a microbatch; not in a backward, which recomputes a forward."""
         if not in_backward():
             self.counter.add_(1)
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        """The hook of the model that this is the session of."""
+        """The forward pre-hook of the session's model."""
         if self.attached and not torch.compiler.is_dynamo_compiling():
             if self.stale.may_have_moved() and not in_backward():
                 self.stale.drop_moved()
             if not torch.is_grad_enabled() and not in_backward():
                 self.stale.check_values()
         if self.stats is not None:
-            self.stats.recording = torch.is_grad_enabled() or not self._learns()
+            self.stats.recording = torch.is_grad_enabled() or not self._trains()
         if self.draws and torch.is_grad_enabled() and self.cores:
             self.advance()
 
-    def _learns(self) -> bool:
-        """Whether any weight does."""
+    def _trains(self) -> bool:
+        """Whether any weight requires a gradient."""
         members = (member for core in self.cores for member in core.members)
         return any(getattr(member.module, member.weight).requires_grad for member in members)
 
@@ -278,7 +288,7 @@ class Session:
         return [spec for core in self.cores for spec in core.specs()]
 
     def weights(self) -> list[Any]:
-        """Those of all layers, as `dlp.parallel.weight.local.Weight`."""
+        """The weights of all layers (`dlp.parallel.weight.base.Weight`)."""
         return [weight for core in self.cores for weight in core.weights]
 
     def has_slots(self) -> bool:
@@ -300,7 +310,7 @@ class Session:
         return ScalingState(uses, self.cores[0].device)
 
     def rebuild(self) -> None:
-        """Layers got another recipe: a table for them, in which slots that stay keep their state."""
+        """Make the table of scales anew after layers got other recipes; slots that are in both tables keep their state."""
         if self._scaling is None:
             return
         self._scaling = self._scaling.replaced_by(self._make_scaling())
@@ -311,8 +321,11 @@ class Session:
                 core.weights.parts.calls.clear()
 
     def update_scales(self, forward: bool | None = None, group: ProcessGroup | None = None) -> None:
-        """Agree on what was staged and let the scales follow: of all slots, or of those that forward (or backward)
-        casts. Every rank of the amax group calls it, whatever it ran. `group`: that of an autocast region."""
+        """Agree on staged amaxes and update the scales. Every rank of the amax group calls it, whatever it ran.
+
+        forward   None: all slots; True or False: those that forward or backward casts
+        group     the amax group of an autocast region; None: the session's own
+        """
         shared = group or self.amax_group
         self.scales = None
         if shared is None or shared.size() == 1:
@@ -321,15 +334,15 @@ class Session:
             self.scaling.update(lambda staged: agree([staged], shared)[0], forward)
 
     def leave_region(self, group: ProcessGroup | None) -> None:
-        """The outermost autocast region ends: forward is over. `group`: that of the region."""
+        """The outermost autocast region ends: update the scales of what forward casts, over the region's `group`."""
         if not self.attached and self.has_slots():
             self.update_scales(True, group)
 
     # ---- the step boundary
 
     def end_step(self) -> None:
-        """Close the step's statistics, and update delayed scales. The amax of a weight that was cast at the last boundary
-        counts if its layer has run since."""
+        """The session's part of the step boundary: close the step's statistics, update delayed scales. The amax of a weight,
+        which was recorded at the last boundary, counts only if its layer has run since."""
         if self.stats is not None:
             self.stats.close()
         if self.has_slots():
@@ -340,11 +353,12 @@ class Session:
 
     @property
     def swaps_next(self) -> bool:
-        """Whether the boundary of the step that runs swaps recipes."""
+        """Whether the boundary of the running step will swap recipes."""
         return any(swap.step <= self.steps + 1 for swap, _ in self.scheduled)
 
     def count_step(self, optimizer: Optimizer) -> None:
-        """An attached optimizer has stepped. Of several, that take turns, one counts the steps."""
+        """An attached optimizer has stepped. Several optimizers take turns, and a round of turns is one step: `optimizers`
+        holds who has had its turn."""
         if self.optimizers[optimizer] or not any(self.optimizers.values()):
             self.steps += 1
             for each in list(self.optimizers):
@@ -352,7 +366,7 @@ class Session:
         self.optimizers[optimizer] = True
 
     def after_any_step(self, optimizer: Optimizer) -> None:
-        """Behind the step of any optimizer."""
+        """The post-hook of all optimizers' steps, attached or not."""
         foreign, layers = optimizer not in self.optimizers, [core.weights for core in self.cores]
         if foreign and self.stale.count_step(optimizer, layers) and self.attached:
             self.note(
@@ -369,7 +383,7 @@ class Session:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """ValueError, where a model is pickled, for one that is spread over ranks."""
+        """ValueError for a model with process groups, which cannot be pickled."""
         if self.amax_group is not None:
             cannot_pickle(self.cores[0].spec.name)
         bounds = [core.bound for core in self.cores]
@@ -379,8 +393,8 @@ class Session:
         vars(self).update(vars(Session()) | state)
 
     def _taken(self) -> dict[str, Any]:
-        """What goes along when a model is copied: its layers and their scales; not the optimizer that it is attached to, and
-        nothing that is prepared for its next calls."""
+        """What a copy of the model takes along: layers and their scales; neither attached optimizers, nor what is cached for
+        the next calls."""
         names = ("cores", "sums", "steps", "swaps", "scheduled", "plan", "noted", "draws", "_scaling")
         return {name: getattr(self, name) for name in (*names, *(["counter"] if "counter" in vars(self) else []))}
 
@@ -389,7 +403,7 @@ class Session:
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session that `convert` or `attach` gave this model, or one inside of it. ValueError where neither has run."""
+    """The session of this model, or of the converted model inside it. ValueError before `convert` or `attach`."""
     root = converted_root(model)
     if root is None:
         raise ValueError("this model has no step boundary yet: call dlp.convert or dlp.attach on it first")
@@ -398,8 +412,8 @@ def session_of(model: nn.Module) -> Session:
 
 
 def converted_root(model: nn.Module) -> nn.Module | None:
-    """What `convert` or `attach` was given: this model, or the one module of it that has a session; None: there is none.
-    ValueError where there are several."""
+    """The module that `convert` or `attach` was called with: this model, or a module in it; None: there is none. ValueError for
+    several."""
     if "dlp_session" in vars(model):
         return model
     roots = {name: module for name, module in model.named_modules() if "dlp_session" in vars(module)}
@@ -409,14 +423,14 @@ def converted_root(model: nn.Module) -> nn.Module | None:
 
 
 def give_session(model: nn.Module, session: Session) -> None:
-    """Make this the session of `model`, whose forward begins a microbatch."""
+    """Make this the session of `model`, each of whose forwards is a microbatch."""
     model.dlp_session = session  # type: ignore[assignment]
     model.register_forward_pre_hook(session.before_forward)
     _watch_optimizers(model, session.after_any_step)
 
 
 def _watch_optimizers(model: nn.Module, after: Callable[[Optimizer], None]) -> None:
-    """Call `after`, a method, behind the step of any optimizer, as long as there is this model. It keeps neither alive."""
+    """Call `after`, a method, after each step of any optimizer, as long as the model lives. Keeps neither alive."""
     method = weakref.WeakMethod(after)
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -428,17 +442,17 @@ def _watch_optimizers(model: nn.Module, after: Callable[[Optimizer], None]) -> N
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """The tensors that held a NaN or Inf when this rank cast them, in the last step or since its boundary, such as
-    "x of model.layers.3.mlp.up_proj", in the order of forward. Waits for the device. What is kept in high precision is not
-    cast: it hands NaN and Inf on. ValueError before `convert` or `attach`."""
+    """The tensors that held a NaN or Inf when this rank cast them in the last step or since, such as
+    "x of model.layers.3.mlp.up_proj", in the order of forward. Waits for the device. Tensors in high precision are not looked
+    at, since NaN and Inf stay in them. ValueError before `convert` or `attach`."""
     return session_of(model).flags.bad_now()
 
 
 @contextmanager
 def watch_scales(model: nn.Module) -> Iterator[None]:
-    """Inside, each gather first compares the parts that are not sent because all ranks have them. Raises RuntimeError
-    on all ranks of the tp group where they differ. For debugging: one small reduction, and a wait for the device, a gather;
-    all ranks enter it together."""
+    """For debugging: inside, each gather first checks that the parts that it does not send, since all ranks should have equal
+    ones, are equal. RuntimeError on all ranks of the tp group where they are not. Costs one small reduction and a wait for the
+    device for each gather; all ranks enter it together."""
     session = session_of(model)
     session.watches_scales = True
     try:
@@ -486,12 +500,9 @@ def graphing(model: nn.Module) -> Iterator[None]:
 
 
 def _written(session: Session, delayed: bool) -> list[Tensor]:
-    """What passes write that a step boundary, or the next pass, will read."""
+    """The tensors that passes write and that a step boundary, or the next pass, reads."""
     staged = [session.scaling.table.staging] if delayed else []
     return [*staged, *session.flags.now, *([session.counter] if session.draws and session.cores else [])]
-
-
-# ---- where this is
 
 
 def in_backward() -> bool:
