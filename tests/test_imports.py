@@ -266,12 +266,12 @@ def test_an_allowed_import_is_not(module, source):
 
 if __name__ == "__main__":
     parallel, found = graph("dlp.parallel"), circles(graph("dlp"))
-    print(f"{len(parallel)} files with code in dlp/parallel (at most 32)")
+    print(f"{len(parallel)} files with code in dlp/parallel (at most {FILES})")
     for circle in found:
         print(f"circle of {len(circle)}:", *sorted(circle), sep="\n  ")
     if not circles(parallel):
         steps = longest_chain(parallel)
-        print(f"longest chain of {len(steps)} (at most 10):", *steps, sep="\n  ")
+        print(f"longest chain of {len(steps)} (at most {FLOORS}):", *steps, sep="\n  ")
 
 
 # What FSDP2 keeps for itself: its modules, and the attributes of the objects that these define.
