@@ -1,14 +1,14 @@
-"""Prologues: what makes a linear's x from what the layer is given, so that x itself need not be stored.
+"""Prologues: make a linear's x of the tensors that the layer is called with, in the read of x's cast, so that x is not stored.
 
     rms_norm     layer(x, weight)         x * rstd * weight                    x [..., K], weight [K]
     layer_norm   layer(x, weight, bias)   (x - mean) * rstd * weight + bias    x [..., K], weight and bias [K]
     swiglu       layer(gate, up)          silu(gate) * up                      gate, up [..., K]
     geglu        layer(gate, up)          gelu(gate) * up                      gate, up [..., K]
 
-The cast of x belongs to the linear, whose recipe and ranks it follows, so a norm or an activation that is to run inside of it
-runs inside the linear: forward makes the matrix on the way to its operands (`ops.LazyMatrix`), backward turns dx into the
-gradients of what was given. Kept for that are the tensors given and, of norms, rstd and mean. The bits are those of what makes
-x, `ops.rms_norm` and so on, before a linear without prologue.
+The cast of x belongs to the linear, since it depends on its recipe and ranks; so a norm or an activation that is fused with
+that cast runs inside the linear. In forward a prologue makes a lazy matrix (`ops.LazyMatrix`), which the cast computes as it
+reads. In backward it turns dx into the gradients of its inputs. Saved for that are the inputs and, by norms, rstd and mean. The
+bits are those of `ops.rms_norm` and so on before a linear without prologue.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ Matrix = Tensor | ops.LazyMatrix
 
 
 class Prologue(Protocol):
-    """Frozen. `reads`: the tensors that the layer is called with, of which the first is like x; `keeps`: how many further ones
-    backward needs; `in_cast`: casts that can make x do."""
+    """A frozen value.
+
+    reads     the names of the tensors that the layer is called with, the first of which has the shape of x
+    keeps     how many further tensors backward needs
+    in_cast   there are casts that compute x
+    """
 
     @property
     def name(self) -> str: ...
@@ -40,19 +44,19 @@ class Prologue(Protocol):
     def in_cast(self) -> bool: ...
 
     def check(self, layer: str, style: ParallelStyle, tp: int) -> None:
-        """ValueError where the layer cannot have it."""
+        """ValueError for a layer that cannot have it."""
         ...
 
     def make(self, layer: str, *given: Tensor) -> ops.Produced:
-        """What was given -> x [..., K]. ValueError where these do not fit."""
+        """Inputs -> x [..., K], lazy. ValueError for inputs that do not fit each other."""
         ...
 
     def kept(self, x: Any) -> list[Tensor]:
-        """What backward needs beside what was given; `x`: what `make` returned, after its casts."""
+        """The `keeps` further tensors that backward needs; `x`: returned by `make`, after its casts."""
         ...
 
     def gradients(self, dx: Tensor, kept: Sequence[Tensor], *given: Tensor) -> list[Tensor]:
-        """dx [..., K] -> the gradients of what was given, in its shapes and dtypes."""
+        """dx [..., K], the tensors of `kept`, the inputs -> the gradients of the inputs, in their shapes and dtypes."""
         ...
 
 
@@ -67,7 +71,7 @@ def rows(x: Tensor) -> Tensor:
 def norm_gradients(
     dy: Matrix, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dy [M, K] of `RmsNormed` -> dx like x, to which `add` [M, K] is added, and dweight."""
+    """dy [M, K] of `RmsNormed` -> dx, in the shape of x, to which `add` [M, K] is added; and dweight."""
     dx, dweight = ops.rms_norm_backward(ops.stored(dy), rows(x), weight, rstd, add)
     return dx.view(x.shape), ops.rounded(dweight, weight.dtype)
 
@@ -75,26 +79,26 @@ def norm_gradients(
 def layer_norm_gradients(
     dy: Matrix, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy [M, K] of `LayerNormed` -> dx like x, dweight and dbias in the dtype of the weight."""
+    """dy [M, K] of `LayerNormed` -> dx, in the shape of x; dweight and dbias, in the dtype of the weight."""
     dx, dweight, dbias = ops.layer_norm_backward(ops.stored(dy), rows(x), weight, mean, rstd)
     return dx.view(x.shape), ops.rounded(dweight, weight.dtype), ops.rounded(dbias, weight.dtype)
 
 
 def gated(gate: Tensor, up: Tensor, act: str) -> ops.Produced:
-    """act(gate) * up, of [..., K] each."""
+    """act(gate) * up, lazy, of gate and up [..., K]."""
     pair = rows(gate), rows(up)
     return ops.Produced(ops.Gated(*pair) if act == "silu" else ops.GatedBy(*pair, act), gate.shape)
 
 
 def gate_gradients(dh: Matrix, gate: Tensor, up: Tensor, act: str) -> tuple[ops.Produced, ops.Produced]:
-    """dh [M, K] -> the gradients of gate and up, made together when either is read."""
+    """dh [M, K] -> the gradients of gate and up, lazy: both are computed when one is first read."""
     grads = ops.GatedGrads(dh, rows(gate), rows(up), act)
     return ops.Produced(ops.GatedGrad(grads, 0), gate.shape), ops.Produced(ops.GatedGrad(grads, 1), up.shape)
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """Over the features of a row."""
+    """A norm over the features of a row."""
 
     eps: float = 1e-5
     name: ClassVar[str]
@@ -108,7 +112,7 @@ class _Norm:
             )
 
     def check_vectors(self, layer: str, x: Tensor, *vectors: Tensor) -> None:
-        """ValueError for a weight or bias of another norm."""
+        """ValueError for a weight or bias of another shape or dtype than the norm needs."""
         for name, vector in zip(self.reads[1:], vectors, strict=True):
             if vector.shape != x.shape[-1:] or vector.dtype != vectors[0].dtype:
                 said = " and ".join(f"{each} [{x.shape[-1]}]" for each in self.reads[1:])
@@ -205,8 +209,8 @@ PROLOGUES: dict[str, Any] = {made.name: made for made in (RmsNorm, LayerNorm, Sw
 
 
 def load(asked: str | Mapping[str, Any] | Prologue | None) -> Prologue | None:
-    """What users write: a name, a table {"name": ..., option: value}, or None for none. ValueError for another name or
-    option."""
+    """A prologue from what users write: a name, a table {"name": ..., option: value}, or None for none. ValueError for an
+    unknown name or option."""
     if asked is None or not isinstance(asked, str | Mapping):
         return asked
     options = {"name": asked} if isinstance(asked, str) else dict(asked)

@@ -1,22 +1,21 @@
-"""autocast: a recipe for what runs inside a `with` block, whatever the layers' groups say.
+"""autocast: a recipe for what runs inside a `with` block, in the place of the layers' own.
 
     with dlp.autocast(recipe=dlp.recipe("fp8_delayed")):
         y = model(x)
     y.sum().backward()                    # outside: backward follows the recipe that forward ran under
 
-The region is a context variable, looked up once per forward of a layer; regions nest, the innermost decides. A forward
-that backward runs again (activation checkpointing) uses what the first one used, wherever backward is, and whatever has
-run since.
+The region is a context variable, which a layer looks up once per forward; regions nest, the innermost decides. A forward that
+is recomputed in backward (activation checkpointing) uses what the first run used, wherever backward runs.
 
-Where no optimizer is attached, there is no step boundary. Delayed scales are then updated as Transformer Engine does:
-those of x and w when the outermost region ends, if gradients are enabled, and those of dy at the end of the backward of
-what ran in it. What runs in no region waits for `dlp.end_step`.
+Without an attached optimizer there is no step boundary. Delayed scales are then updated as in Transformer Engine: those of x
+and w when the outermost region ends, if gradients are enabled, and those of dy at the end of the backward of what ran in it.
+Those of layers that run in no region wait for `dlp.end_step`.
 
-**Which forward a recomputation repeats.** A layer that runs in an activation checkpoint runs again in backward, perhaps after
-other forwards, and then under what the first run had: its spec, and its delayed scales. What a layer ran under is kept for
-each checkpoint it ran in, in the order of its calls, and goes with the checkpoint. This is the only file that touches what is
-private in torch.utils.checkpoint. One with `use_reentrant=False` works by hooks on saved tensors, on a stack of this thread
-while its function runs, and they know its frame. One with `use_reentrant=True` leaves nothing to know it by.
+**Which forward a recomputation repeats.** A layer in an activation checkpoint runs again in backward, perhaps after other
+forwards, and must then run under the spec and the delayed scales of its first run. `LayerRuns` keeps both for each checkpoint
+that the layer ran in, in the order of its calls, as long as the checkpoint lives. This is the only file that touches what is
+private in torch.utils.checkpoint. With `use_reentrant=False` a checkpoint works by hooks on saved tensors, which are on a stack
+of this thread while its function runs, and which know its frame. A checkpoint with `use_reentrant=True` cannot be recognised.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"  # what the hooks of a first 
 
 @dataclass(frozen=True)
 class Calibrate(KeepHighPrecision):
-    """Leaves the values as they are and records their amax for the scale that this slot will have."""
+    """Keeps the values in high precision, and records their amax for the delayed scale of this slot."""
 
     slot: SlotOptions | None = None
 
@@ -68,7 +67,7 @@ class Calibrate(KeepHighPrecision):
 
 
 def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
-    """The recipe's layers in high precision; calibrating: amaxes are still recorded where it scales by them."""
+    """The recipe with all operands in high precision; `calibrating`: amaxes are still recorded for its delayed scales."""
 
     def keep(quantizer: Quantizer) -> Quantizer:
         options = caps_of(quantizer).slot if calibrating else None
@@ -86,8 +85,12 @@ def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
 
 @dataclass
 class Region:
-    """What one `with` block asks for, and the sessions of the layers that ran in it. `learns`: it was entered with
-    gradients enabled."""
+    """The arguments of one `with` block.
+
+    learns      it was entered with gradients enabled
+    touched     the sessions of layers that ran in it
+    resolved    the bound specs that layers ran under in it
+    """
 
     enabled: bool
     recipe: Any
@@ -127,12 +130,12 @@ _REGION: ContextVar[Region | None] = ContextVar("dlp_autocast", default=None)
 
 
 def active_region() -> Region | None:
-    """The innermost region here and now."""
+    """The innermost region around the caller; None: there is none."""
     return _REGION.get()
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose function is running. `hook` stands for this run of it; `again`: it is a recomputation."""
+    """A checkpoint whose function is running. hook: identifies this run of it; again: the run is a recomputation."""
 
     frame: Any
     hook: Any
@@ -140,7 +143,7 @@ class Checkpoint(NamedTuple):
 
 
 def _checkpoints() -> list[Checkpoint]:
-    """The checkpoints around what runs now, outermost first."""
+    """The checkpoints that are running, outermost first."""
     hooks = torch._C._autograd
     if hooks._top_saved_tensors_default_hooks(True) is None:
         return []
@@ -154,7 +157,7 @@ def _checkpoints() -> list[Checkpoint]:
 
 
 def _checkpoint(pack: Any) -> Checkpoint | None:
-    """That of a hook, if it is one of a checkpoint."""
+    """The checkpoint of a hook; None: the hook is none of a checkpoint."""
     inner = unwrap(pack)
     code, cells = getattr(inner, "__code__", None), getattr(inner, "__closure__", None)
     if code is None or not cells or inner.__module__ != checkpoint.__name__:
@@ -166,14 +169,14 @@ def _checkpoint(pack: Any) -> Checkpoint | None:
 
 
 class Ran(NamedTuple):
-    """What a forward of a layer ran under."""
+    """What a forward of a layer ran under: its bound spec, and delayed scales."""
 
     bound: BoundSpec
     scales: ForwardScales | None
 
 
 class LayerRuns:
-    """What the forwards of one layer ran under. `learned_in_region`: one ran in an autocast region that was entered with
+    """What the forwards of one layer in checkpoints ran under. `learned_in_region`: one ran in a region that was entered with
     gradients enabled."""
 
     def __init__(self) -> None:
@@ -182,17 +185,17 @@ class LayerRuns:
         self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by recomputation: how many it has repeated
 
     def __reduce__(self) -> Any:
-        """A copied layer has run nothing."""
+        """A copied layer has no runs."""
         return LayerRuns, ()
 
     def keep(self, ran: Ran, checkpoints: Sequence[Checkpoint]) -> None:
-        """A forward ran in these checkpoints."""
+        """Record a forward that runs in these checkpoints."""
         for each in checkpoints:
             if not each.again:
                 self._ran.setdefault(each.frame, []).append(ran)
 
     def next(self, checkpoints: Sequence[Checkpoint]) -> Ran | None:
-        """What the innermost recomputation now repeats; None where nobody can tell."""
+        """What the forward ran under that the innermost recomputation now repeats; None: not known."""
         again = next((each for each in reversed(checkpoints) if each.again), None)
         if again is None:
             return None
@@ -202,7 +205,7 @@ class LayerRuns:
 
 
 def active_spec(core: Layer) -> BoundSpec:
-    """The spec that a forward of this layer runs under, here and now; the session has its scales."""
+    """The bound spec under which a forward of this layer runs now. Sets the session's scales accordingly."""
     region, own = _REGION.get(), core.bound
     session = own.session
     if region is None and not session.regions and (session.attached or not own.spec.slots):
@@ -215,7 +218,7 @@ def active_spec(core: Layer) -> BoundSpec:
 
 
 def _first(core: Layer, region: Region | None) -> Ran:
-    """What a forward that no backward asks for runs under."""
+    """The spec and scales of a forward that is no recomputation."""
     bound, session = core.bound if region is None else region.spec_for(core), core.session
     if region is not None and not session.attached and capturing():
         raise ValueError(
@@ -229,7 +232,7 @@ def _first(core: Layer, region: Region | None) -> Ran:
 
 
 def _again(core: Layer, checkpoints: list[Checkpoint]) -> Ran:
-    """What the forward ran under that is run again now."""
+    """The spec and scales of a recomputation: those of the run that it repeats."""
     ran = core.ran_under.next(checkpoints)
     if ran is not None:
         return ran
@@ -242,7 +245,7 @@ def _again(core: Layer, checkpoints: list[Checkpoint]) -> Ran:
 
 
 def check_compiled(bound: BoundSpec) -> None:
-    """ValueError where a region is active that compiled code could not look up."""
+    """ValueError for compiled code that runs inside a region, which it cannot look up."""
     region = _REGION.get()
     if region is not None and bound not in region.resolved and not in_backward():
         raise ValueError(

@@ -1,30 +1,25 @@
-"""Checks: comparisons that find what would otherwise go wrong in silence. Each raises an error that names the tensor.
+"""Checks for errors that nothing else would show. Each raises an error that names the tensor.
 
-    compare, check_gathered   numbers that ranks must share are equal on all of them: scales, parts that a gather leaves out
-    StaleWeights              weights that something else than the step of an attached optimizer has changed, so that the
-                              casts of them are stale
+    compare, check_gathered   numbers that ranks must share are equal on all of them: scales, parts that a gather does not send
+    StaleWeights              weights that something else than an attached optimizer has changed, whose casts are out of date
     Flags, NonFiniteWatch     tensors that were not finite when they were cast
-    (and, of gradients, `dlp.parallel.model.grads.Replicas`)
+    (and for gradients `dlp.parallel.model.grads.Replicas`)
 
-Those of ranks are collective: all ranks of the group call them together. Those that wait for the device run in the first
-ten steps, and in every hundredth (`looks`).
+Checks over ranks are collective: all ranks of the group call them together. Checks that wait for the device run in the first
+ten steps, and then in every hundredth (`looks`).
 
-Of stale weights,
+**Stale weights** are found in two ways; what neither finds must be reported by `end_step`.
 
-    seen at once    in-place operations (torch's version counters), the steps of other optimizers, exchanged parameters and
-                    memory: looked at before each forward of the model; the casts are dropped, and weights are cast where
-                    they are used until the next step boundary
-    seen by values  writes that no counter sees, as those into `.data` or into the local tensor of a detached DTensor: a
-                    sample of each weight, compared before forwards without gradients and, at times, before the optimizer's
-                    step
+    marks     in-place operations (torch's version counters), steps of other optimizers, replaced parameters and memory, before
+              each forward of the model. The casts are dropped, and weights are cast where they are used until the next boundary
+    samples   writes that no counter sees, as into `.data` or into the local tensor of a detached DTensor: some values of each
+              weight, compared before forwards without gradients and, in steps that `looks` names, before the optimizer's step
 
-What neither sees has to be told by `end_step`.
-
-**What was not finite.** A scale makes something finite of an Inf, so a run may go on with it and nothing shows. Hence a number
-on the device for each tensor that a layer casts, 0, which the cast itself turns into NaN where a value is NaN or Inf: no
-launch more, and nobody waits. The step boundary sets those of the step aside and begins anew with 0; `NonFiniteWatch` reads
-them one step later (`dlp.attach(on_nonfinite=...)`). Operands in high precision have no flag: they hand Inf and NaN on, which
-the loss or the gradients then show.
+**Values that are not finite.** A cast can turn Inf into a finite value, so that a run goes on and nothing shows. Hence each
+tensor that a layer casts has a number on the device, 0, which the cast itself sets to NaN where a value is NaN or Inf: without
+a launch more, and without a wait. The step boundary copies the numbers of a step and zeroes them; `NonFiniteWatch` reads the
+copies one step later (`dlp.attach(on_nonfinite=...)`). Operands in high precision have no flag: Inf and NaN stay in them, and
+show in the loss or in gradients.
 """
 
 from __future__ import annotations
@@ -61,8 +56,8 @@ def capturing() -> bool:
 
 
 def looks(step: int) -> bool:
-    """Whether before step number `step`, from 0, somebody takes a look for which the device must be waited for: not while a
-    step is captured, of which nothing is there to be seen."""
+    """Whether checks that wait for the device run before step number `step`, from 0. Not while a CUDA graph captures the
+    step."""
     return (step < ALWAYS or step % THEN == 0) and not capturing()
 
 
@@ -70,7 +65,7 @@ def looks(step: int) -> bool:
 
 
 def compare(scales: Named, group: ProcessGroup) -> None:
-    """All ranks of `group` hold these numbers, with the same bits. Raises RuntimeError on all of them where not."""
+    """RuntimeError, on all ranks of `group`, unless all hold these numbers with equal bits."""
     if group.size() == 1 or not scales:
         return
     bits = torch.cat([tensor.detach().reshape(-1).float() for tensor in scales.values()]).view(torch.int32)
@@ -86,7 +81,8 @@ def compare(scales: Named, group: ProcessGroup) -> None:
 
 
 def check_gathered(layer: str, gemm: str, mine: QuantizedTensor, dim: int, group: ProcessGroup) -> None:
-    """The parts of an operand of this GEMM that a gather along `dim` takes for equal."""
+    """`compare` for the parts of a GEMM's operand that a gather along `dim` does not send, since all ranks should have equal
+    ones."""
     compare({f"{layer} {gemm} {name}": tensor for name, tensor in not_sent(mine, dim).items()}, group)
 
 
@@ -104,7 +100,7 @@ def not_sent(mine: QuantizedTensor, dim: int) -> Named:
 
 
 class CastWeight(Protocol):
-    """What is read of a weight here; see `dlp.parallel.weight.base.Weight`."""
+    """What these checks read of a weight, `dlp.parallel.weight.base.Weight`."""
 
     managed: bool
 
@@ -116,7 +112,7 @@ class CastWeight(Protocol):
 
 
 class LayerWeights(Protocol):
-    """Those of one layer; see `dlp.parallel.weight.base.LayerWeights`."""
+    """What these checks read of the weights of a layer, `dlp.parallel.weight.base.LayerWeights`."""
 
     parts: Any
 
@@ -133,13 +129,13 @@ class LayerWeights(Protocol):
 
 
 def _mark(parameter: Any) -> Mark:
-    """What changes when it is exchanged, or written to by an operation that torch counts."""
+    """Numbers that change when a parameter is replaced, or written by an operation that torch counts."""
     tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return id(parameter), parameter._version, tensor._version, tensor.data_ptr()
 
 
 class StaleWeights:
-    """The weights of one model as they were cast last: their marks, views of their samples, and what those held."""
+    """The weights of one model as they were when they were last cast: their marks, and the values of their samples."""
 
     def __init__(self) -> None:
         self._marks: dict[LayerWeights, list[Mark]] = {}
@@ -151,7 +147,7 @@ class StaleWeights:
 
     @torch.no_grad()
     def cast(self, layers: Sequence[LayerWeights]) -> None:
-        """The weights of these layers have just been cast."""
+        """Renew marks and samples of the weights of these layers, which have just been cast."""
         for weights in layers:
             parameters = weights.stored()
             marks, before = list(map(_mark, parameters)), self._marks.get(weights)
@@ -168,22 +164,22 @@ class StaleWeights:
         return [None if (stored := weight.stored) is None else _mark(stored) for weight in self._whole]
 
     def moved(self, weights: LayerWeights) -> bool:
-        """Whether its weights are others than those that were cast, as far as torch counts that."""
+        """Whether the marks of a layer's weights have changed since they were cast."""
         marks = self._marks.get(weights)
         return marks is not None and marks != list(map(_mark, weights.stored()))
 
     def may_have_moved(self) -> bool:
-        """Whether `drop_moved` has to look."""
+        """A quick test before each forward: False where no weight can have moved since it was cast."""
         return self._managed or self._now() != self._whole_marks
 
     def drop_moved(self) -> None:
-        """Forget the casts of weights that have moved."""
+        """Forget the casts of weights whose marks have changed."""
         for weights in [each for each in self._marks if each.parts is not None and self.moved(each)]:
             weights.drop()
 
     @torch.no_grad()
     def check_values(self) -> None:
-        """RuntimeError where a sample says that casts in use are of other weights. It waits for the device."""
+        """RuntimeError where samples differ from the weights that casts in use were made of. Waits for the device."""
         if not self._seen or capturing():
             return
         now = [torch.cat(views) for views in self._by_dtype().values()]
@@ -209,8 +205,8 @@ class StaleWeights:
         return found
 
     def count_step(self, optimizer: Optimizer, layers: Sequence[LayerWeights]) -> bool:
-        """An optimizer that is not attached has stepped; whether it holds weights of these layers. They count as changed:
-        fused optimizers, and those of DTensors, do not tell torch."""
+        """An optimizer that is not attached has stepped. Returns whether it holds weights of these layers, which then count as
+        changed: fused optimizers, and those that step on DTensors, do not bump version counters."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = [p for weights in layers for p in weights.stored() if id(p) in held]
         torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
@@ -218,13 +214,13 @@ class StaleWeights:
 
 
 def evenly(parameter: Tensor, count: int) -> Tensor:
-    """A view of so many of this rank's values, up to twice as many, evenly spaced; all where there are fewer."""
+    """A view of at least `count` of this rank's values, at most twice as many, evenly spaced; of all where there are fewer."""
     flat = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach().reshape(-1)
     return flat[:: max(1, len(flat) // count)]
 
 
 def _bits(values: Tensor) -> Tensor:
-    """As integers, so that NaN equals itself."""
+    """The values as integers, so that NaN equals itself."""
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
@@ -232,7 +228,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 class CastName(NamedTuple):
-    """A tensor of a layer, as flags tell it."""
+    """A tensor of a layer that has a flag."""
 
     tensor: str
     member: str
@@ -242,7 +238,8 @@ class CastName(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Some flags, fp32 [room]: those of the step that runs, and of the one before; and what the first of them are of."""
+    """A block of flags, fp32 [room]: those of the running step, those of the step before, and the names of the flags that are
+    in use."""
 
     now: Tensor
     closed: Tensor
@@ -254,15 +251,15 @@ class _Piece(NamedTuple):
 
 
 class Flags:
-    """Those of a model. They are made when a layer first casts, layer after layer in that order, and stay where they are:
-    launches that were taken down or captured keep writing to them."""
+    """The flags of one model. They are allocated when a layer first casts, in the order of layers, and their memory stays:
+    captured launches write to it."""
 
     def __init__(self) -> None:
         self.views: dict[tuple[str, str, torch.device], Tensor] = {}
         self._pieces: list[_Piece] = []
 
     def reserve(self, members: Sequence[str], device: torch.device, expected: int) -> None:
-        """Flags for all tensors of a layer of these members, of `expected` in the whole model."""
+        """Allocate flags for all tensors of the layer with these members. `expected`: the number of members of all layers."""
         names = [
             CastName(tensor, member)
             for tensor in (*FORWARD, *BACKWARD)
@@ -281,35 +278,35 @@ class Flags:
 
     @torch.no_grad()
     def close(self) -> None:
-        """A step ends: its flags are set aside, those of the next are 0."""
+        """End a step: copy its flags, and zero them for the next."""
         for piece in self._pieces:
             piece.closed.copy_(piece.now)
             piece.now.zero_()
 
     @property
     def now(self) -> list[Tensor]:
-        """The flags of the step that runs, which casts write to."""
+        """The flags of the running step, which casts write to."""
         return [piece.now for piece in self._pieces]
 
     @property
     def names(self) -> list[CastName | None]:
-        """What the flags are of, in the order of `now` and `closed`; None for those that are of nothing yet."""
+        """The names of all flags, in the order of `now` and `closed`; None for a flag that is not in use."""
         return [name for piece in self._pieces for name in (*piece.names, *[None] * piece.left)]
 
     @property
     def closed(self) -> list[Tensor]:
-        """The flags of the last step, on the device until the next one ends."""
+        """The flags of the last step, on the device, until the next one ends."""
         return [piece.closed for piece in self._pieces]
 
     def bad_now(self) -> list[str]:
-        """What was not finite in the last step or since its boundary. Waits for the device."""
+        """The names of what was not finite in the last step or since its boundary. Waits for the device."""
         both = [flag for now, closed in zip(self.now, self.closed, strict=True) for flag in (now + closed).tolist()]
         return [str(name) for _, name in bad_casts(self.names, both)]
 
 
 class FirstBad(NamedTuple):
-    """Of the casts of a step that met a NaN or Inf, the first: in forward, if one did there, else in backward. The least of
-    several ranks' comes first. `place`: among all tensors in the order of that pass; `total`: how many there are."""
+    """The first cast of a step that met a NaN or Inf: of forward if one did, else of backward. Of several ranks' the smallest
+    is the first. `place`: its index in the order of that pass; `total`: how many there are."""
 
     backward: bool
     place: int
@@ -325,13 +322,13 @@ class FirstBad(NamedTuple):
 
 
 def bad_casts(names: Sequence[CastName | None], flags: Sequence[float]) -> list[tuple[int, CastName]]:
-    """Those that were not finite, with their places. `flags`: of `names`, as `Flags.closed` had them."""
+    """The names of flags that are set, with their indices. `flags`: as `Flags.closed` returned them."""
     found = enumerate(zip(names, flags, strict=False))  # `names` may have grown since
     return [(place, name) for place, (name, flag) in found if name is not None and math.isnan(flag)]
 
 
 def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: int) -> FirstBad | None:
-    """The first of those of `bad_casts`, None where there are none."""
+    """The first of `bad_casts`; None: there are none."""
     found = bad_casts(names, flags)
     forward = [(place, name) for place, name in found if name.tensor in FORWARD]
     if forward:
@@ -340,8 +337,8 @@ def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: in
 
 
 class OnTheWay:
-    """A few numbers, as they are now, that start for the host and are read later: `read` waits for them, and for nothing
-    launched after them (`tensor.tolist()` would wait for all that was launched since)."""
+    """A copy of a few numbers from the device to the host that has been started. `read` waits for them, and not for what was
+    launched after them; `tensor.tolist()` would wait for all that was launched."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._arrival: torch.cuda.Event | None = None
@@ -368,12 +365,12 @@ class NonFiniteWatch:
         self._coming: tuple[int, list[OnTheWay]] | None = None
 
     def close(self) -> None:
-        """A step is over."""
+        """A step has ended: copy its flags."""
         self._flags.close()
 
     def look(self, steps: int) -> None:
-        """After the boundary of step number `steps`: look at the flags of the one before. Raises FloatingPointError. Where
-        the boundary is being captured nothing is read, as nothing could be in a replay."""
+        """After the boundary of step number `steps`: read the flags of the step before, raise FloatingPointError or warn. Reads
+        nothing while a CUDA graph captures the boundary."""
         if self._action == "ignore" or capturing():
             return
         before = self._coming

@@ -2,18 +2,20 @@
 
     names and lengths of the model  ──►  groups.resolve  ──►  a Plan of rows  ──►  modules change in place
 
-The plan is made and checked before anything changes, so `plan(...)` without ranks prints what `convert(...)` would do.
-Layers no group mentions become local bf16 linears, and the plan says so. Embeddings with style "column" are cut along
-the vocabulary; every other module that owns parameters is replicated on tp. What a module is to conversion, and what is
-refused, says `dlp.parallel.model.survey`. Modules stay the objects they are and change their class, so that their hooks, their
-attributes and all their names go on.
+The plan is made and checked before anything changes, and `plan(...)` prints without ranks what `convert(...)` would do. Layers
+that no group matches become local bf16 linears, and the plan says so. Embeddings with style "column" are cut along the
+vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` decides what a module
+becomes, and what is refused. Modules stay the same objects and change their class, so that their hooks, attributes and names
+stay.
 
-Modules that tp does not cut, norms, replicated embeddings, a user's own parameters, are `replicate`d: their parameters are
-DTensors, replicated on tp, but their code computes on plain tensors. Conversion gives such a module a subclass of its own
-class whose forward sees this rank's tensors in place of the DTensors. In a sequence-parallel region each rank sees its own
-tokens only, behind a column-parallel linear its own features: there the gradients are partial (`tp_partial`) and are summed
-over tp at the end of backward (`dlp.parallel.model.grads`). What layer groups leave out is replicated, too. There a module
-may read parameters of modules in it, so its forward sees the tensors of all of them.
+**Replicated modules** are those that tp does not cut: norms, embeddings, a user's own parameters. Their parameters become
+DTensors, replicated on tp, but their code computes on plain tensors, so `replicate` gives each a subclass of its own class
+whose forward sees this rank's tensors in the place of the DTensors. In a sequence-parallel region a rank sees its own tokens
+only, after a column-parallel linear its own features: there gradients are partial (`tp_partial`) and are summed over tp at the
+end of backward (`dlp.parallel.model.grads`).
+
+**Left-out modules** (`convert = false`) are replicated, too. Such a module may read parameters of modules inside it, so its
+forward sees the plain tensors of all of them.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from dlp.parallel.weight.local import local, num_axes, place
 
 @dataclass(frozen=True)
 class _Target:
-    """Where converted modules go and what they share."""
+    """The model that is converted, and what all its converted modules share."""
 
     model: nn.Module
     tp: DeviceMesh
@@ -63,7 +65,7 @@ class _Target:
     shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old one: ties stay tied
 
     def move(self, module: nn.Module, key: str, shard_dim: int | None) -> None:
-        """Let this rank's part take the place of a module's parameter, if it has one of this name."""
+        """Replace a module's parameter of this name, if it has one, by this rank's part of it."""
         old = module._parameters.get(key)
         if type(old) is not nn.Parameter:  # none, or of a class of its own in what is left out
             return
@@ -95,20 +97,20 @@ def convert(
 ) -> Plan:  # fmt: skip
     """Make the model parallel over the mesh's tp axis, in place, and return the printable plan.
 
-    model       plain modules, materialised alike on all ranks or on the meta device
-    groups      layer groups, ordered; for each layer and field the last that matches wins
-    mesh        from `build_mesh`
-    batch       (B, S) of a microbatch; needed with sequence parallelism
-    amax_group  which ranks share scales: "auto" (what correctness needs; for delayed scaling all ranks), "tp", "tp+dp",
-                "world", or a process group
-    seed        of stochastic rounding
-    overlap_table  a file of `dlp.parallel.tune`, rank 0's, or what all ranks have read of one: what `overlap = "auto"` is
-                chosen by; None: it is "serial"
+    model           plain modules, materialised alike on all ranks or on the meta device
+    groups          layer groups, ordered; for each layer and field the last that matches wins
+    mesh            from `build_mesh`
+    batch           (B, S) of a microbatch; needed with sequence parallelism
+    amax_group      which ranks share scales: "auto" (what correctness needs; for delayed scaling all ranks), "tp", "tp+dp",
+                    "world", or a process group
+    seed            of stochastic rounding
+    overlap_table   by which `overlap = "auto"` is chosen: a file of `dlp.parallel.tune`, which rank 0 reads, or `Times` that
+                    all ranks have read; None: "auto" is "serial"
 
-    Modules, their hooks, names and attributes stay; layers of dlp that were made by hand join the model's step boundary.
-    Raises ValueError, before anything is changed, for a group that matches nothing or is left with nothing, a size
-    that tp does not divide, siblings that cannot be one, sequence parallelism without `batch`, and modules that would
-    compute something else afterwards, naming the module.
+    Modules, their hooks, names and attributes stay; layers of dlp that were made by hand join the model's step boundary. Raises
+    ValueError, before anything is changed, for a group that matches nothing or has no effect, a size that tp does not divide,
+    siblings that cannot run as one layer, sequence parallelism without `batch`, and modules that would compute something else
+    afterwards, naming the module.
     """
     check_untied(model)
     dims = ParallelDims.from_mesh(mesh)
@@ -166,7 +168,7 @@ def _spec_of(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
 
 
 def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan]) -> None:
-    """One linear, or several siblings, as one core; or a layer made by hand, which has one."""
+    """Convert one linear, or several siblings, to one core; a layer made by hand keeps its core."""
     modules = [target.model.get_submodule(row.module) for row in rows]
     if isinstance(modules[0], ParallelLinear):
         _adopt(target, spec, modules[0])
@@ -184,7 +186,7 @@ def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan
 
 
 def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
-    """A layer made by hand takes part in the model's step boundary; without a mesh so far, its parameters become DTensors."""
+    """Let a layer made by hand take part in the model's step boundary. If it had no mesh, its parameters become DTensors."""
     module.core.set_spec(spec, target.runtime)
     target.runtime.cores.append(module.core)
     for key in module._parameters:
@@ -192,7 +194,7 @@ def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
 
 
 def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...]) -> None:
-    """An embedding cut along the vocabulary, or a module replicated on tp; `inside`: of one that is left out."""
+    """Cut an embedding along the vocabulary, or replicate a module on tp. `inside`: the modules in one that is left out."""
     module, vocab = target.model.get_submodule(row.name), row.style == "vocab"
     for key in module._parameters:
         target.move(module, key, 0 if vocab else None)
@@ -207,7 +209,8 @@ def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...
 
 
 class ReplicatedMixin(nn.Module):
-    """forward with `_parameters` swapped for local tensors; `tp_partial` names those with partial gradients."""
+    """Replaces the DTensors in `_parameters` by local tensors during forward. `tp_partial`: the parameters with partial
+    gradients."""
 
     dlp_made = "by convert"
     tp_partial: tuple[str, ...] = ()
@@ -229,8 +232,8 @@ class ReplicatedMixin(nn.Module):
                 self._parameters[name] = parameter
 
     def _check_tokens(self, x: Tensor | None) -> None:
-        """A module outside the sequence-parallel groups must not see token shards, nor one inside whole tokens. x: the
-        first tensor it is called with, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
+        """ValueError for a module outside of the sequence-parallel groups that is called with token shards, or one inside that
+        is called with whole tokens. x: its first tensor argument, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
         if self.token_rows is None or x is None:
             return
         features = x.is_floating_point()
@@ -248,7 +251,7 @@ class ReplicatedMixin(nn.Module):
 
 
 class LeftOutMixin(ReplicatedMixin):
-    """The same for a module with all that is in it. `inside`: the modules with parameters there, itself included."""
+    """`ReplicatedMixin` for a left-out module with all modules inside it. `inside`: those with parameters, itself included."""
 
     inside: tuple[nn.Module, ...] = ()
 
@@ -263,7 +266,8 @@ class LeftOutMixin(ReplicatedMixin):
                 _hold(module, parameters)
 
     def _seen(self, module: nn.Module, parameter: Tensor | None) -> Tensor | None:
-        """What a module has here now; shards of a unit of FSDP within stay until that gathers them."""
+        """The tensor that forward sees in the place of a parameter; one that a unit of FSDP inside has sharded stays, until
+        that gathers it."""
         if not isinstance(parameter, DTensor) or (module is not self and num_axes(parameter) > 1):
             return parameter
         sums: PartialGradients | None = getattr(module, "tp_sums", None)
@@ -287,10 +291,12 @@ def replicate(
     module: nn.Module, name: str, *, on_shards: bool = False, reads_cut: bool = False, token_rows: int | None = None,
     inside: tuple[nn.Module, ...] = (),
 ) -> None:  # fmt: skip
-    """Let the module's forward see plain tensors in place of its parameters, in place.
+    """Let the module's forward see plain tensors in the place of its parameters; changes the module.
 
-    `on_shards`: it runs on token shards. `reads_cut`: it reads features that tp cuts. `token_rows`: tokens of a shard,
-    checked at each call; None where tp is 1. `inside`: of a module that is left out, all modules with parameters in it.
+    on_shards    it runs on token shards
+    reads_cut    it reads features that tp cuts
+    token_rows   tokens of a shard, checked at each call; None where tp is 1
+    inside       for a left-out module: all modules with parameters in it
     """
     module.__class__ = _class_of(type(module), bool(inside))
     module.inside = inside  # type: ignore[assignment]
@@ -300,8 +306,8 @@ def replicate(
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with the full tensor of every DTensor, tied ones as one tensor; all ranks call it together, and each
-    holds the whole model for a moment."""
+    """The state dict, with the full tensor in the place of every DTensor, and tied parameters as one tensor. All ranks call it
+    together, and each holds the whole model for a moment."""
     tied = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     made: dict[Any, Tensor] = {}
     state = model.state_dict()
@@ -313,7 +319,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_whole(model: nn.Module) -> None:
-    """Let the model's `save_pretrained`, if it has one, write whole tensors, by rank 0; all ranks call it."""
+    """Let the model's `save_pretrained`, if it has one, write full tensors, on rank 0; all ranks call it."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # so that a copy saves itself
 

@@ -1,33 +1,33 @@
-"""Gradients of parameters that tp does not cut, which are parts of sums over it or must be equal, and wgrads that wait.
+"""Gradients of parameters that tp does not cut, and delayed wgrads.
 
 **tp-partial gradients**: one coalesced sum over tp at the end of every backward (`PartialGradients`).
 
-Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient of
-its own tokens; norms on features that tp cuts have that of their own features. Summing each where it is made would cost one
-small all-reduce per parameter; here all of them travel as one buffer, after the last one (and after FSDP's reductions) has
-been made. A parameter has the same place in it on all ranks, and holds zeros where a rank has no gradient.
+Norms and biases of a sequence-parallel region, and replicated linears on token shards, have on each rank the gradient of its
+own tokens; norms on features that tp cuts have that of their own features. To sum each where it is computed would cost one
+small all-reduce per parameter. Here all of them are sent as one buffer, after the last one has been computed (and after FSDP's
+reductions). A parameter has the same place in the buffer on all ranks; a rank that has no gradient for it sends zeros.
 
-Gradients may accumulate over several backwards. So that only new contributions are summed, every tp rank but the first
-clears what is already there when a backward begins:
+Gradients may accumulate over several backwards. So that only new contributions are summed, every tp rank but the first clears
+what it has when a backward begins:
 
     rank 0   T + p0 ┐
     rank 1   0 + p1 ┴ sum ──► T + p0 + p1 on both          T: the total so far, p: this backward's contributions
 
-A backward begins where it reaches an output of the model. One that does not, or that takes gradients without leaving them
-in `grad`, is refused where it makes the first partial gradient.
+The sum is queued when a backward reaches an output of the model. A backward that does not, or that does not leave gradients in
+`grad`, raises where it computes the first partial gradient.
 
-**Replicas**: the others of these parameters get equal gradients on all tp ranks, and so stay equal, where nothing is amiss; the
-first gradients, and what checkpoints save, are compared (`Replicas`, `check_replicas`).
+**Replicas**: all other of these parameters should get equal gradients on all tp ranks, and so stay equal. Their first
+gradients, and what checkpoints save, are compared (`Replicas`, `check_replicas`).
 
-**Wgrads that wait**: layers with `delay_wgrad` queue them in backward, `backward_dw` runs them.
+**Delayed wgrads**: layers with `delay_wgrad` queue wgrads in backward, `backward_dw` runs them.
 
     backward       dx of every such layer, and both operands of its wgrad, quantized and gathered
-    backward_dw    dw = dy.T @ x of all that wait, in the order of their backwards, into the parameters' gradients
+    backward_dw    dw = dy.T @ x of all that are queued, in the order of their backwards, into the parameters' gradients
 
-A pipeline stage so hands dx to the stage before it and multiplies again while that one works. What waits holds dy and x
-as wgrad reads them, in the low precision of the recipe. The gradients have the bits they would have had in backward.
+So a pipeline stage can send dx to the stage before it, and compute wgrads while that one works. The queue holds dy and x as
+wgrad reads them, in the low precision of the recipe. The gradients have the bits that they would have had in backward.
 
-**Main gradients**: which wgrads may add to gradients themselves, and why others may not (`add_main_grads`).
+**Main gradients**: which wgrads may add to gradients in their GEMM, and why others may not (`add_main_grads`).
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def local_grad(parameter: Tensor) -> Tensor | None:
 
 
 def set_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Its first gradient, from that of what this rank has of it."""
+    """Set a parameter's first gradient, from this rank's part of it."""
     spec = parameter._spec if isinstance(parameter, DTensor) else None
     parameter.grad = grad if spec is None else DTensor(grad, spec, requires_grad=False)
 
 
 class Slot(NamedTuple):
-    """Where a parameter with partial gradients lives: its full name, its module, its name there."""
+    """A parameter with partial gradients: its full name, its module, its name there."""
 
     path: str
     module: nn.Module
@@ -79,9 +79,9 @@ class Slot(NamedTuple):
 
 
 class PartialGradients:
-    """Watches the outputs of a model and sums its partial gradients over the tp group when their backward is over.
+    """Sums the partial gradients of a model over the tp group at the end of each backward.
 
-    slots   the parameters; their modules know this object as `tp_sums`
+    slots   the parameters; their modules have this object as `tp_sums`
     fsdp    FSDP2's records of them, by id of the module and name; `dlp.fully_shard` adds its own
     """
 
@@ -110,7 +110,7 @@ class PartialGradients:
         cannot_pickle(self.slots[0].path if self.slots else "dlp.convert")
 
     def _begin_anew(self) -> None:
-        """Nothing has run yet."""
+        """Reset the state of the backward."""
         self.num_sums = 0
         self.fsdp: dict[tuple[int, str], Managed] = {}
         self._called = False
@@ -120,8 +120,8 @@ class PartialGradients:
         self._there: dict[tuple[bool, ...], Tensor] = {}
 
     def check_summed(self, since: int) -> int:
-        """Before an optimizer step: RuntimeError when there are gradients, and no backward has summed any since
-        `since`, the result of the last check; 0 at first."""
+        """Before an optimizer step: RuntimeError when there are gradients and no backward has summed any since `since`, the
+        result of the last check, 0 at first. Returns the number of sums so far."""
         if self.group.size() > 1 and self.num_sums == since:
             waiting = [slot for slot in self.slots if self._stored(slot).grad is not None]
             if waiting:
@@ -129,7 +129,8 @@ class PartialGradients:
         return self.num_sums
 
     def check_announced(self) -> None:
-        """A partial gradient is being made: RuntimeError unless its sum will come, or nobody takes it."""
+        """Called where a partial gradient is computed: RuntimeError unless its sum is queued, or the gradient is not left in
+        the parameter."""
         if self._task is None and self.slots and self.group.size() > 1:
             taken = [slot for slot in self.slots if self._is_taken(slot)]
             if taken:
@@ -143,8 +144,8 @@ class PartialGradients:
         )
 
     def _is_taken(self, slot: Slot) -> bool:
-        """Whether the backward that is running leaves a gradient in this parameter. RuntimeError where
-        `torch.autograd.grad` takes it."""
+        """Whether the running backward leaves a gradient in this parameter. RuntimeError where `torch.autograd.grad` returns
+        it."""
         parameter = self._computed_with(slot)
         if not parameter.requires_grad:
             return False
@@ -181,8 +182,8 @@ class PartialGradients:
         return self._stored(slot) if record is None else record.gathered
 
     def _is_due(self, slot: Slot) -> bool:
-        """Whether a backward that begins now brings this parameter's gradient to where the optimizer reads it; the same
-        on all tp ranks."""
+        """Whether a backward that begins now brings this parameter's gradient to where the optimizer reads it; the same on all
+        tp ranks."""
         record = self.fsdp.get((id(slot.module), slot.name))
         return self._stored(slot).requires_grad and (record is None or record.reduces)
 
@@ -238,27 +239,29 @@ class PartialGradients:
                 set_grad(parameter, total.view(held(parameter).shape).to(parameter.dtype))
 
     def _words(self, there: tuple[bool, ...], device: torch.device) -> Tensor:
-        """1 for each gradient that this rank has; kept, so that a backward like others copies nothing to the device."""
+        """1 for each gradient that this rank has, else 0, on the device; cached, so that equal backwards copy nothing to the
+        device."""
         if there not in self._there:
             self._there[there] = torch.tensor(there, dtype=torch.float32, device=device)
         return self._there[there]
 
 
 class Replicas:
-    """A look at the gradients of parameters that tp does not cut: replicas that get different ones drift apart.
+    """Compares the gradients of parameters that tp does not cut, since replicas that get different ones drift apart.
 
-    A module that is replicated on tp but reads features that tp cuts (a norm over head_dim behind a column-parallel q) gets on
-    each rank the gradient of its own features. Shapes do not show it; the first gradients that are not zero do. `partial`: the
-    names of parameters that are summed over tp, and need no look."""
+    A module that is replicated on tp but reads features that tp cuts (a norm over head_dim after a column-parallel q) gets on
+    each rank the gradient of its own features. Shapes do not show that; the first gradients that are not zero do. `partial`:
+    the names of parameters whose gradients are summed over tp, which are not compared.
+    """
 
     def __init__(self, model: nn.Module, partial: set[str], group: ProcessGroup) -> None:
         self._model, self._group = model, group
         self._unseen = dict.fromkeys(name for name, _ in replicated(model) if name not in partial)
 
     def look(self, step: int) -> None:
-        """Before step number `step`, from 0: compare over the tp group the gradients that are not zero for the first time;
-        all its ranks call it. RuntimeError, on all of them, naming the first whose ranks disagree by more than TOLERANCE
-        of its norm."""
+        """Before step number `step`, from 0: compare over the tp group the gradients that are not zero for the first time; all
+        ranks call it. RuntimeError, on all of them, naming the first parameter whose gradients differ by more than TOLERANCE of
+        their norm."""
         found = {name: p for name, p in replicated(self._model) if name in self._unseen and p.requires_grad}
         if self._group.size() == 1 or not found or not looks(step):
             return
@@ -282,8 +285,8 @@ class Replicas:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, group: ProcessGroup) -> None:
-    """Compare what tp ranks hold of each replicated parameter; all of them call it. RuntimeError, on all of them, naming the
-    first whose replicas have drifted apart by more than TOLERANCE of its norm, in a sample of REPLICA_SAMPLE values."""
+    """Compare the replicas of each replicated parameter over tp; all ranks call it. RuntimeError, on all of them, naming the
+    first whose replicas differ by more than TOLERANCE of its norm, in a sample of REPLICA_SAMPLE values."""
     found = dict(replicated(model))
     if group.size() == 1 or not found:
         return
@@ -309,8 +312,8 @@ def replicated(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
 
 
 def _probe(parameter: DTensor) -> Tensor:
-    """Of its gradient: fp32 [1 + PROBES]: the norm, and sums of interleaved parts, each over the root of its count. Zeros
-    where there is none."""
+    """Numbers of a parameter's gradient to compare, fp32 [1 + PROBES]: its norm, and sums of interleaved parts, each over the
+    root of its count. Zeros where there is no gradient."""
     grad = parameter.grad
     if grad is None:
         return torch.zeros(1 + PROBES, device=parameter.device)
@@ -321,11 +324,11 @@ def _probe(parameter: DTensor) -> Tensor:
 
 @torch.no_grad()
 def backward_dw(model: nn.Module) -> int:
-    """Run all wgrads that wait in `model` and add them to its parameters' `grad`, as backward would have; returns how
-    many there were. Hooks on a parameter's gradient are not called.
+    """Run all delayed wgrads of `model` and add them to its parameters' `grad`, as backward would have. Returns how many there
+    were. Hooks on a parameter's gradient are not called.
 
-    Call it after backward, of one microbatch or of several, and before gradients are clipped or read. ValueError for a
-    model that was not converted.
+    Call it after backward, of one microbatch or of several, and before gradients are clipped or read. ValueError for a model
+    that was not converted.
     """
     session = session_of(model)
     count = len(session.waiting)
@@ -347,7 +350,7 @@ def backward_dw(model: nn.Module) -> int:
 
 
 def _accumulate(parameter: Tensor, dw: Tensor) -> None:
-    """As autograd does: the first gradient is kept, later ones are added in place."""
+    """Add dw to a parameter's gradient as autograd does: the first gradient is kept, later ones are added in place."""
     grad = local_grad(parameter)
     if grad is not None:
         grad.add_(dw)
@@ -356,7 +359,7 @@ def _accumulate(parameter: Tensor, dw: Tensor) -> None:
 
 
 def check_none_waits(session: Session) -> None:
-    """Before an optimizer step: RuntimeError when gradients are not complete."""
+    """Before an optimizer step: RuntimeError where wgrads are still delayed, so that gradients are not complete."""
     if session.waiting:
         raise RuntimeError(
             f"{len(session.waiting)} wgrads still wait, the first of {session.waiting[0][0].name} (delay_wgrad = true): call "
@@ -367,7 +370,8 @@ def check_none_waits(session: Session) -> None:
 def add_main_grads(
     session: Session, model: nn.Module, records: Mapping[Any, Sequence[Managed | None]], mode: str
 ) -> None:
-    """Let wgrads add to gradients where they can, and note where not. `records`: of the weights of each layer, FSDP's."""
+    """Let wgrads add to gradients in their GEMM where they can, and note where they cannot. `records`: FSDP's, of the weights
+    of each layer."""
     shared, left = _shared_parameters(model), dict[str, list[str]]()
     for core, its in records.items():
         found: list[MainGrad | None] = []
@@ -387,7 +391,7 @@ def add_main_grads(
 
 
 def _not_by_wgrad(weight: Weight, record: Managed | None, shared: set[int]) -> str | None:
-    """Why a wgrad cannot add to the gradient of a weight."""
+    """Why wgrad cannot add to the gradient of a weight; None: it can."""
     stored, style = weight.stored, weight.bound.spec.style
     if not isinstance(stored, nn.Parameter):
         return "a parametrization makes them"

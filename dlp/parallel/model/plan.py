@@ -52,9 +52,15 @@ from dlp.quant.recipe import GEMMS
 
 @dataclass(frozen=True)
 class Plan:
-    """All layers of a converted model; `print(plan)` shows them as tables, equal blocks as one. `weights`: every
-    parameter, once. `left_out`: by module, the modules with parameters that are left out with it. `warnings`: what groups
-    ask for and will not get. `times`: what strategies were chosen by where a group leaves it to "auto", or nobody says."""
+    """All layers of a converted model; `print(plan)` shows tables, in which equal blocks are one row.
+
+    layers, others   rows of linears, and of other modules with parameters
+    tp, device_type  what it was made for
+    weights          every parameter, once
+    left_out         by module: the modules with parameters that are left out with it
+    warnings         what groups set and layers will not have
+    times            by which "auto" was chosen; None: there were none
+    """
 
     layers: tuple[LayerPlan, ...]
     others: tuple[OtherPlan, ...]
@@ -85,7 +91,7 @@ class Plan:
         return "\n".join([*lines, *_note_lines(self.layers), *(f"warning: {text}" for text in self.warnings)])
 
     def _chosen(self) -> list[str]:
-        """The strategies that were chosen, by times or for want of some."""
+        """Lines on the strategies that "auto" became, and why."""
         rows = [
             (row.name, each)
             for row in self.layers
@@ -107,11 +113,11 @@ def make_plan(
     model: nn.Module, groups: Sequence[LayerGroup | Mapping[str, Any]], tp: int, *, device_type: str = "cpu",
     batch: tuple[int, int] | None = None, overlap_table: Times | str | Path | None = None, transport: str = "", board: str = "",
 ) -> Plan:  # fmt: skip
-    """Decide and check the conversion of a model (meta device will do). Raises ValueError as `convert` does.
+    """Decide and check the conversion of a model, which may be on the meta device. Raises ValueError as `convert` does.
 
-    overlap_table   of `dlp.parallel.tune`: what `overlap = "auto"` is chosen by
-    transport       what will carry what layers send over tp, "mapped", "nccl" or "gloo"; "": what the table is of
-    board           of a `device_type` that is not this machine's: a word of its GPUs' name
+    overlap_table   of `dlp.parallel.tune`: by which `overlap = "auto"` is chosen
+    transport       what will carry transfers over tp, "mapped", "nccl" or "gloo"; "": that of the table
+    board           for a `device_type` that this machine does not have: a word of its GPUs' name
     """
     typed = [group if isinstance(group, LayerGroup) else LayerGroup(**group) for group in groups]
     seen = survey(model)
@@ -155,7 +161,7 @@ def _rows(
 
 
 def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], tp: int) -> list[LayerPlan]:
-    """A linear whose weight belongs to an earlier module counts its bias only, and says whose it is."""
+    """The rows, where a linear whose weight is tied to an earlier module counts its bias only, with a note."""
     owners: dict[int, str] = {}
     for name, module in modules.items():
         for parameter in module._parameters.values():
@@ -201,7 +207,7 @@ def _check_siblings(rows: Sequence[LayerPlan]) -> None:
 
 
 def _check_ties(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], others: Sequence[OtherPlan]) -> None:
-    """A parameter that several modules share stays one parameter, so all of them must cut it alike."""
+    """ValueError for a parameter that several modules share and that they would cut differently: it stays one parameter."""
     cuts = {row.module: row.row.shard_dim for row in layers}
     cuts |= {row.name: 0 if row.style == "vocab" else None for row in others}
     first: dict[int, str] = {}
@@ -217,7 +223,8 @@ def _check_ties(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], o
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """The names of what is checked by itself: each child of a ModuleList of equal children, else the whole list."""
+    """The names of the blocks that `check_flow` checks one by one: each child of a ModuleList of children of one class, else
+    the whole list."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
@@ -252,7 +259,8 @@ def _parents(name: str) -> list[str]:
 def _check_one_choice(
     row: LayerPlan, chosen: Resolved, order: Mapping[str, int], groups: Mapping[str, LayerGroup]
 ) -> None:
-    """Style and sequence_parallel, of which a later group has overridden one that an earlier group set with the other."""
+    """ValueError where an earlier group set style and sequence_parallel together, and a later one overrides only one of
+    them."""
     by = [chosen.won.get("style"), chosen.won.get("sequence_parallel")]
     if by[0] is None or by[1] is None or by[0] == by[1]:
         return
@@ -268,7 +276,7 @@ def _check_one_choice(
 
 
 def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
-    """Columns leave features cut, rows take them."""
+    """ValueError for a block with rows and no columns, or with a column at its end that no row follows."""
     columns, takes = ([row for row in rows if row.style == style] for style in ("column", "row"))
     if takes and not columns:
         raise ValueError(
@@ -284,7 +292,8 @@ def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
 
 
 def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> None:
-    """Tokens between blocks are cut, or they are whole; and where they are cut something gathers them."""
+    """ValueError for a block in which some layers work on token shards and others on whole tokens, or none gathers the
+    shards."""
     takes = [row for row in rows if row.style == "row"]
     for row in takes:
         near = _partners(row, rows)
@@ -304,7 +313,7 @@ def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, 
 
 
 def _partners(row: LayerPlan, rows: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """The columns that a row may take features from: those in the nearest module that has some."""
+    """The columns that a row may get its features from: those in the innermost module around it that has some."""
     for owner in reversed(_parents(row.name)):
         near = [other for other in rows if other.style == "column" and other.name.startswith(f"{owner}.")]
         if near:
@@ -326,7 +335,7 @@ _OTHER_HEADER = ("module", "kind", "style", "tp gradient", "params/rank")
 
 
 def _note_lines(layers: Sequence[LayerPlan]) -> list[str]:
-    """Each note once, with the layers it holds for."""
+    """Each note once, with the layers that have it."""
     names: dict[str, list[str]] = {}
     for row in layers:
         for note in row.notes:

@@ -1,13 +1,13 @@
-"""The rows of a plan: what conversion will do to one layer, from its module and what its groups say.
+"""The rows of a plan: what conversion will do to each layer, from its module and what its groups say.
 
-    LayerPlan       a linear of the model, or a layer of dlp that was made by hand: that keeps its style and prologue, and its
+    LayerPlan       a linear of the model, or a layer of dlp that was made by hand, which keeps its style and prologue, and its
                     recipe and overlap where no group sets them
     OtherPlan       any other module with parameters
-    ParameterPlan   a parameter: what a tp rank keeps of it, and whether its gradient is partial there
+    ParameterPlan   a parameter: its shape on a tp rank, and whether its gradient is partial there
 
-A layer's notes say where it does something else than its recipe's name promises: an operand that travels in high
-precision, a GEMM that decodes an operand because the other one is not quantized, results that are rounded, codes that
-depend on tp all the same; how the device runs the recipe, and where its prologue runs.
+The notes of a layer say where it does something else than the name of its recipe promises: an operand is gathered in high
+precision, a GEMM decodes an operand since the other one is not quantized, results are rounded, codes depend on tp although
+`amax_scope="all"`; and how the device runs the recipe, and where its prologue runs.
 """
 
 from __future__ import annotations
@@ -42,9 +42,18 @@ BY_HAND = "made by hand: layer groups reach its recipe and overlap"
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear. `shape` (N, K) of the full weight; `siblings` all members of its set, itself included; `kernels` per
-    GEMM; `parameters` on this rank (before FSDP); `group` what won, `overrode` what lost, field by field; `weight` the
-    parameter's name; `notes` what the row does not show; `choices` what "auto" became in `overlap`."""
+    """One linear.
+
+    shape       (N, K) of the unsharded weight
+    siblings    the names of all siblings, itself included
+    kernels     of fprop, dgrad, wgrad
+    parameters  on this rank, before FSDP
+    group       by field the group whose value holds
+    overrode    by field the groups whose values do not
+    weight      the parameter's name
+    notes       what the columns do not show
+    choices     what "auto" became in `overlap`
+    """
 
     name: str
     shape: tuple[int, int]
@@ -66,7 +75,7 @@ class LayerPlan:
 
     @property
     def module(self) -> str:
-        """Its name: that of the row, but where a layer made by hand has several weights."""
+        """The module's name, which is the row's, except in a layer made by hand with several weights."""
         return self.weight.rpartition(".")[0]
 
     @property
@@ -80,7 +89,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """A module with parameters that does not become a linear: style "vocab", "replicated" or "left out". `reads_cut`: it
+    """A module with parameters that does not become a linear, with style "vocab", "replicated" or "left out". `reads_cut`: it
     reads features that tp cuts."""
 
     name: str
@@ -92,14 +101,14 @@ class OtherPlan:
 
     @property
     def partial(self) -> bool:
-        """Its gradients on each tp rank are parts of a sum."""
+        """Whether its gradients on a tp rank are parts of a sum."""
         return self.style != "vocab" and (self.sequence_parallel or self.reads_cut)
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """A parameter by its first name; `shape` on a tp rank, before FSDP; `partial`: its gradient there covers the rank's
-    own tokens only; `shared`: several modules have it."""
+    """A parameter, by its first name. shape: on a tp rank, before FSDP; partial: its gradient there covers the rank's own
+    tokens only; shared: several modules have it."""
 
     name: str
     shape: tuple[int, ...]
@@ -109,8 +118,8 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plan is for: ranks of tp, the kind of device, (B, S) of a microbatch; times to choose strategies by, or why there
-    are none; what carries what layers send over tp, as `make_plan` is told."""
+    """What a plan is made for: the number of tp ranks, the device type, (B, S) of a microbatch; times to choose strategies by,
+    or why there are none; what carries transfers over tp, as in `make_plan`."""
 
     tp: int
     device_type: str
@@ -121,7 +130,7 @@ class Place:
 
 
 def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) -> LayerPlan:
-    """The row of an nn.Linear."""
+    """The row of an nn.Linear. ValueError for what its groups set and it cannot have."""
     if chosen.sequence_parallel and place.batch is None:
         raise ValueError(
             f"{name}: sequence parallelism needs the shape of a microbatch: pass batch=(B, S) to convert, split tokens with "
@@ -210,7 +219,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
 
 
 def _overlap(value: str | Mapping[str, str] | None, layer: str) -> Asked:
-    """What was chosen, after a look at whether it exists."""
+    """What groups chose, after each name was looked up. ValueError for an unknown strategy."""
     chosen = dict(value) if isinstance(value, Mapping) else value or AUTO
     for gemm, strategy in chosen.items() if isinstance(chosen, dict) else [(GEMMS[0], chosen)]:
         if gemm not in GEMMS:
@@ -242,7 +251,7 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
 
 
 def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
-    """Where a strategy was asked for that hides transfers under GEMMs, and tp sends by NCCL."""
+    """A note where a strategy was chosen that hides transfers under GEMMs and tp sends by NCCL."""
     asked = row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
     names = sorted({*asked} - {AUTO, SERIAL})
     if names and place.transport == NCCL and place.tp > 1 and row.style != "local":
@@ -253,7 +262,7 @@ def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
 
 
 def _fused(row: LayerPlan, place: Place) -> Iterator[str]:
-    """What becomes of GEMMs that are to wait for their rows inside. Wgrad is none: it contracts tokens, and waits for all."""
+    """A note on GEMMs that are to wait for their rows inside: which do. Wgrad does not, since it contracts all tokens."""
     if place.transport == NCCL or place.tp == 1 or row.style == "local":
         return
     chosen = row.overlap if isinstance(row.overlap, dict) else dict.fromkeys(GEMMS, row.overlap)
@@ -314,8 +323,8 @@ def plan_parameters(
     modules: Mapping[str, nn.Module], linears: Mapping[str, ParallelStyle], vocabulary: set[str], partial: set[str],
     tp: int,
 ) -> tuple[ParameterPlan, ...]:  # fmt: skip
-    """Each parameter of these modules once. `linears`: the style of each; `vocabulary`: embeddings that tp cuts;
-    `partial`: other modules whose gradients on each tp rank are parts of a sum."""
+    """Each parameter of these modules once. linears: the style of each linear; vocabulary: embeddings that tp cuts; partial:
+    other modules whose gradients on a tp rank are parts of a sum."""
     found: dict[int, ParameterPlan] = {}
     for name, module in modules.items():
         for key, parameter in module._parameters.items():
@@ -347,7 +356,7 @@ WAYS = ("rowwise", "columnwise")
 
 
 def layer_notes(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> tuple[str, ...]:
-    """The sentences for one layer. `tokens`: of a microbatch on one rank of a sequence-parallel layer, if known."""
+    """The notes of one layer. `tokens`: of a microbatch on one rank of a sequence-parallel layer; None: not known."""
     return (*_travel(recipe, style, tokens), *_mixed(recipe), *_rounded(recipe))
 
 
@@ -369,8 +378,8 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
 
 
 def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], tokens: int | None) -> Iterator[str]:
-    """Where `amax_scope="all"` cannot keep what it promises: tp cuts an operand inside a block, whose values then have
-    other scales than on one rank. `local`: w [N, K] of a rank; `tokens`: of a rank, if known."""
+    """Notes on codes that depend on tp although `amax_scope="all"`: where tp cuts a block, its values have other scales than on
+    one rank. local: w [N, K] of a rank; tokens: of a rank, None: not known."""
     if recipe.amax_scope != "all":
         return
     features = {"x": local[1], "dy": local[0]}
@@ -390,7 +399,7 @@ def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], to
 
 
 def _kept_note(recipe: Recipe, style: ParallelStyle, options: LayerOptions, tokens: int | None) -> tuple[str, ...]:
-    """What a layer that has chosen to keep x as it is pays for that, where nothing else keeps it."""
+    """A note on what `save_original_input` costs a layer whose x nothing else keeps."""
     own, chosen = transfer_plan(recipe, style, 1, tokens), transfer_plan(recipe, style, 1, tokens, kept=options.keeps)
     if own.kept == chosen.kept:
         return ()
@@ -401,13 +410,13 @@ def _kept_note(recipe: Recipe, style: ParallelStyle, options: LayerOptions, toke
 
 
 def _share_of_bf16(*quantizers: Quantizer) -> float:
-    """What these make of a large matrix, of its bytes in bf16."""
+    """The size of an operand of these quantizers, for a large matrix, relative to bf16."""
     size = (4096, 4096)
     return sum(each.format.nbytes(size, torch.bfloat16) for each in quantizers) / (2 * size[0] * size[1])
 
 
 def _mixed(recipe: Recipe) -> Iterator[str]:
-    """GEMMs of which exactly one operand is in high precision."""
+    """The GEMMs of which exactly one operand is in high precision."""
     for which in GEMMS:
         formats = [quantizer.format for quantizer in recipe.operands(which)]
         a, _, b, _ = GEMM_OPERANDS[which]
@@ -425,8 +434,8 @@ def _rounded(recipe: Recipe) -> Iterator[str]:
 
 
 def support_note(recipe: Recipe, device_type: str) -> str:
-    """How this device runs the recipe: "fp8_current: native (torch._scaled_mm)", or GEMM by GEMM; on a GPU, too, whether
-    casts have kernels: "casts by kernel", "casts by reference (native kernels need nvcc, ...)"."""
+    """How this device runs the recipe: "fp8_current: native (torch._scaled_mm)", or GEMM by GEMM; on a GPU also whether casts
+    have kernels: "casts by kernel", "casts by reference (native kernels need nvcc, ...)"."""
     by_gemm = {}
     for which in GEMMS:
         a, b = recipe.operands(which)
@@ -439,14 +448,14 @@ def support_note(recipe: Recipe, device_type: str) -> str:
 
 
 def capture_note(recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """Why no direction of a layer is captured on GPUs, whoever carries what it sends."""
+    """Why no direction of a layer with this recipe is captured on GPUs, whatever carries its transfers; empty: they may be."""
     if device_type == "cpu" or not recipe.beyond_launches:
         return ()
     return (f"forward and backward are launched step by step: {recipe.beyond_launches}",)
 
 
 def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """What makes x of what a layer is called with, and where: in the cast of x where a kernel does both."""
+    """Where x is made of what the layer is called with: in the cast of x where a kernel does both, else before it."""
     if prologue is None:
         return ()
     x = recipe.x
@@ -468,7 +477,8 @@ def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -
 
 
 def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """What quantizes, the same for all operands or operand by operand; nothing where the recipe quantizes nothing."""
+    """What casts, for all operands at once if they are equal, else operand by operand; empty where the recipe quantizes
+    nothing."""
     by_operand: dict[str, str] = {}
     for name in OPERANDS:
         operand: Operand = getattr(recipe, name)

@@ -42,8 +42,8 @@ PREFIX, MASTERS = "slots.", "masters."
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Copies, on the model's device; all ranks call it together. ValueError before `convert` or `attach`; RuntimeError
-    where ranks that share scales hold different ones, or replicas of a parameter on tp have drifted apart."""
+    """The state of a model's session, as copies on the model's device; all ranks call it together. ValueError before `convert`
+    or `attach`; RuntimeError where ranks that share scales have different ones, or replicas of a parameter on tp differ."""
     session = session_of(model)
     check_scales(model)
     if session.sums is not None:
@@ -62,11 +62,11 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_files: Collection[Path] = ()) -> list[str]:
-    """Restore what `state_dict` returned, on this or another mesh: first the recipe swaps, then the rest.
+    """Restore what `state_dict` returned, on this or another mesh: first the swaps of recipes, then the rest.
 
-    `recipe_files`: the Python files, resolved, that a saved swap may import its recipe from, as recipes_path/NAME.py; none
-    but dlp's own by default. Returns what is to be told: slots that start anew, because their layer has another recipe
-    than when it was saved; held weights whose masters are not there. Raises ValueError for a swap that cannot be repeated.
+    recipe_files: Python files, resolved, from which a saved swap may import its recipe, as recipes_path/NAME.py; by default
+    only dlp's own. Returns lines for the log: slots that start anew, since their layer has another recipe than when it was
+    saved; held weights whose masters are missing. ValueError for a swap that cannot be repeated.
     """
     model = converted_root(model) or model
     session = session_of(model)
@@ -91,7 +91,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
 
 
 def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
-    """Swaps from their JSON. ValueError for other bytes, and for code that nobody but the checkpoint names."""
+    """Swaps from their JSON. ValueError for other bytes, and for a recipe's file that the checkpoint names and `recipe_files`
+    does not."""
     try:
         swaps = [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
     except (ValueError, TypeError, KeyError) as error:
@@ -107,7 +108,7 @@ def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
 
 
 def _load_slots(session: Session, table: SlotTable, saved: SlotState) -> list[str]:
-    """Load the slots that both have; returns a sentence on those that the checkpoint lacks."""
+    """Load the slots that the model and the checkpoint both have; returns a sentence on those that the checkpoint lacks."""
     fresh = table.state_dict()
     known = {name for name in fresh if name in saved and _fits(saved[name], fresh[name])}
     ranks = max((slot["scale"].dim() and len(slot["scale"]) for slot in saved.values()), default=0)
@@ -134,14 +135,14 @@ def _world() -> int:
 
 
 def _differs_by_rank(session: Session) -> bool:
-    """Whether some ranks do not share delayed scales."""
+    """Whether some ranks do not share delayed scales, so that each saves its own."""
     group = session.amax_group
     alone = any(spec.slots and not spec.recipe.reduce_amax for spec in session.specs())
     return _world() > 1 and (alone or group is None or group.size() < _world())
 
 
 def _by_rank(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every tensor with those of the other ranks in front, by one all-gather."""
+    """Each tensor with one more dimension in front, over ranks; by one all-gather."""
     mine = torch.cat([tensor.reshape(-1) for tensor in flat.values()])
     assert dist.group.WORLD is not None
     (everyone,) = all_gather((mine[None],), (0,), dist.group.WORLD).wait()
@@ -150,9 +151,9 @@ def _by_rank(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_scales(model: nn.Module) -> int:
-    """Compare what ranks keep between steps and must share: delayed scales, cast weights whose scale is agreed, and of cast
-    shards of weights what is not sent because all ranks have it; returns how many. All ranks call it together; one reduction
-    a group. Raises RuntimeError, on all ranks of the group, for one that differs."""
+    """Compare over ranks what they must have equal between steps: delayed scales, scales of cast weights that were agreed on,
+    and the parts of cast shards that are not gathered. Returns how many tensors were compared. All ranks call it together; one
+    reduction for each group. RuntimeError, on all ranks of the group, for a tensor that differs."""
     session = session_of(model)
     by_group: dict[ProcessGroup, Named] = {}
     if session.amax_group is not None and session.has_slots():
@@ -170,13 +171,13 @@ def check_scales(model: nn.Module) -> int:
 
 
 def _delayed(session: Session) -> Named:
-    """The delayed scales that the group agrees on, by name."""
+    """The delayed scales that the amax group agrees on, by name."""
     table, agreed = session.scaling.table, session.scaling.agreed.tolist()
     return {name: table.scale[i] for i, name in enumerate(table.names) if agreed[i]}
 
 
 def _weights(core: Layer) -> Named:
-    """The scales of persistent weights that span the whole tensor."""
+    """The scales, in persistent operands of weights, that span the whole tensor."""
     found: Named = {}
     kept = core.weights.parts
     held = [] if kept is None else unflatten(core.spec.recipe.w, kept.parts, len(core.members))

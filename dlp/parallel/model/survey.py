@@ -41,8 +41,13 @@ READ_OTHERS = (
 
 @dataclass(frozen=True)
 class Survey:
-    """`modules`: those that conversion treats, by first name: they own parameters. `aliases`: further name -> first name.
-    `names`: of all modules, each first name. `lengths`: of containers."""
+    """The modules of a model, as conversion sees them.
+
+    modules   those that it treats, since they own parameters, by their first name
+    aliases   further name -> first name
+    names     of all modules, each by its first name
+    lengths   dotted name -> number of children, of containers
+    """
 
     modules: dict[str, nn.Module]
     aliases: dict[str, str]
@@ -51,7 +56,7 @@ class Survey:
 
 
 def survey(model: nn.Module) -> Survey:
-    """ValueError for a model of which something has been converted."""
+    """The survey of a model. ValueError for one of which a part has been converted."""
     first: dict[int, str] = {}
     every = list(model.named_modules(remove_duplicate=False))
     for name, module in every:
@@ -78,8 +83,8 @@ def made_by_hand(module: nn.Module) -> bool:
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    """Also one whose weight is computed of others' parameters, as by a parametrization; an embedding of dlp made by hand is
-    left as it is."""
+    """Whether conversion treats a module: it owns parameters, or has one that a parametrization computes; not an embedding of
+    dlp that was made by hand."""
     if getattr(module, "dlp_made", None) == "vocabulary":
         return False
     return isinstance(module, nn.Linear) or any(parameter is not None for parameter in module._parameters.values())
@@ -155,7 +160,8 @@ def _check_linear(name: str, module: nn.Linear, convert: bool | None) -> None:
 
 
 def _check_parameters(name: str, module: nn.Module, converted: bool) -> None:
-    """Nothing that a parameter carries may be lost when a DTensor takes its place. `converted`: not left out."""
+    """ValueError for a parameter that carries something that a DTensor in its place would lose. `converted`: the module is not
+    left out."""
     for key, parameter in module._parameters.items():
         if parameter is None:
             continue
@@ -193,8 +199,8 @@ def unreached(
     modules: Mapping[str, nn.Module],
     linears: Collection[str],
 ) -> tuple[str, ...]:
-    """Warnings of matrices that a group's recipe matches and does not reach. ValueError for a group that sets what is for
-    linears only and matches none. `linears`: the modules that are some."""
+    """Warnings on matrices that a group's recipe matches and does not reach. ValueError for a group that sets fields of linears
+    and matches none. `linears`: the modules that are linears."""
     warnings = []
     for group in groups:
         sets = [key for key in OF_LINEARS if key in group.fields()]
@@ -214,13 +220,14 @@ def unreached(
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """It has a matrix that is no table of embeddings."""
+    """Whether a module has a matrix that is no table of embeddings."""
     parameters = (parameter for parameter in module._parameters.values() if parameter is not None)
     return not isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.dim() > 1 for p in parameters)
 
 
 def explain(names: Mapping[int, str]) -> Callable[..., None]:
-    """A forward hook of the model, called for errors too: which module has read a DTensor. `names`: by id of a module."""
+    """A forward hook of the model, called for errors too, which adds a note to the error of a module that has read a DTensor.
+    `names`: by id of a module."""
 
     def hook(model: nn.Module, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
@@ -236,7 +243,7 @@ def explain(names: Mapping[int, str]) -> Callable[..., None]:
 
 
 def _modules_of(error: BaseException, names: Mapping[int, str]) -> Iterator[nn.Module]:
-    """The model's modules whose methods an error has come through, the innermost first."""
+    """The model's modules whose methods are in an error's traceback, the innermost first."""
     traceback, found = error.__traceback__, []
     while traceback is not None:
         found.append(traceback.tb_frame.f_locals.get("self"))
@@ -245,7 +252,7 @@ def _modules_of(error: BaseException, names: Mapping[int, str]) -> Iterator[nn.M
 
 
 class NotForDdp:
-    """Stands for the names of parameters that DistributedDataParallel shall leave out, which it asks a model for first."""
+    """The list of ignored parameters that DistributedDataParallel first reads from a model; reading it raises."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -259,7 +266,7 @@ class NotForDdp:
 
 
 def check_no_fsdp1(model: nn.Module) -> None:
-    """ValueError for layers whose weights FSDP1 keeps in one flat tensor, of which a step boundary casts nothing."""
+    """ValueError for layers whose weights FSDP1 keeps in one flat tensor, which a step boundary cannot cast."""
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and any(hasattr(each, "core") for each in module.modules()):
             raise ValueError(
@@ -275,14 +282,14 @@ class Attached(Protocol):
 
 
 def guard(model: nn.Module, session: Attached) -> None:
-    """Refuse for this model, whose layers have this session, what torch would do to it otherwise."""
+    """Refuse, for this model, what torch would do to it from outside (see the module)."""
     model.register_load_state_dict_pre_hook(_Assigned(model, session))
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         model._ddp_params_and_buffers_to_ignore = NotForDdp(type(model).__name__)  # type: ignore[assignment]
 
 
 class _Assigned:
-    """The hook of a model that is about to be loaded."""
+    """The hook before a model loads a state dict: refuses assign=True where it would replace parameters that are needed."""
 
     def __init__(self, model: nn.Module, session: Attached) -> None:
         self.model, self.session = model, session

@@ -42,11 +42,11 @@ Account = dict[tuple[str, str, str], int]
 
 
 class LedgerError(RuntimeError):
-    """Other bytes crossed the wire than were planned; the message, equal on all ranks, has both numbers."""
+    """Other bytes were sent than planned; the message, equal on all ranks, has both numbers."""
 
 
 class Ledger:
-    """Watches steps on a mesh of `build_mesh`. `last`: the observer of the last step watched."""
+    """Counts the bytes of steps on a mesh of `build_mesh`. `last`: the observer of the last step."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._device = mesh.device_type
@@ -55,8 +55,8 @@ class Ledger:
 
     @contextmanager
     def step(self, planned: Traffic | None) -> Iterator[observer.Observer]:
-        """Count what is sent inside, and compare it with `planned` at the end; None: this rank has nothing to compare it
-        with. Raises LedgerError on all ranks alike."""
+        """A context that counts what is sent inside, and at its end compares that with `planned`; None: this rank compares
+        nothing. LedgerError, on all ranks."""
         with self.counter() as seen:
             yield seen
         self.last = seen
@@ -64,7 +64,7 @@ class Ledger:
         self._compare(counted if planned is None else _account(planned), counted)
 
     def counter(self) -> observer.Observer:
-        """One that counts by the groups of this mesh, and compares with nothing."""
+        """An observer for the groups of this mesh, whose counts are not compared."""
         return observer.Observer(self._names, FSDP)
 
     def _compare(self, planned: Account, counted: Account) -> None:
@@ -101,7 +101,7 @@ def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that `convert` made, with the recipes that its layers have by now. ValueError where it has not run."""
+    """The plan that `convert` made, with the recipes that layers have now. ValueError for a model that was not converted."""
     plan = session_of(model).plan
     if plan is None:
         raise ValueError("this model has no plan: its layers were made by hand, not by dlp.convert")
@@ -116,9 +116,9 @@ def activation_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def wire_report(model: nn.Module | Plan, load: Workload) -> dict[str, dict[str, int]]:
-    """Planned bytes that a rank sends in a step, by layer and pass: {"layers.0.mlp.up_proj": {"fprop": ..., ...}}. What
-    belongs to no single layer (weights, gradients, delayed scales) is under "". Of a plan, or of a converted model with
-    the recipes it has now."""
+    """Planned bytes that a rank sends in a step, by layer and pass: {"layers.0.mlp.up_proj": {"fprop": ..., ...}}; under ""
+    what belongs to no layer (weights, gradients, delayed scales). `model`: a plan, or a converted model with the recipes that
+    it has now."""
     report: dict[str, Counter[str]] = {}
     for sent, nbytes in step_traffic(model if isinstance(model, Plan) else plan_of(model), load).items():
         report.setdefault(sent.layer, Counter())[sent.direction] += nbytes

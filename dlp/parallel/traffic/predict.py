@@ -3,15 +3,15 @@
     plan      styles, recipes and shapes      ─┐
     Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, direction, precision): bytes}
 
-    layers       x and dy as their `TransferPlan` says, results as it reduces them; what casts at use agree on
-    boundary     what the casts of whole weights agree on, delayed scales, partial gradients
-    FSDP         weights, rowwise in forward and columnwise in backward; gradients; what the casts of shards agree on
+    layers       gathers of x and dy and reductions of y and dx, by their `TransferPlan`; amax agreements of casts in passes
+    boundary     amax agreements of whole weights, delayed scales, partial gradients
+    FSDP         weights, rowwise in forward and columnwise in backward; gradients; amax agreements of shards
 
-Formats say what an operand weighs and which of its parts move; quantizers say, asked with a tensor without memory, what
-ranks must agree on; strategies what their reductions send. What is sent is then counted by somebody else
+Formats give the bytes of an operand and which of its parts are gathered; quantizers, called with meta tensors, the amaxes that
+ranks agree on; strategies the bytes of their reductions. The bytes that are really sent are counted by other code
 (`dlp.comm.observer`), and the two are compared (`dlp.parallel.traffic.ledger`).
 
-Bytes are those one rank sends, as `dlp.comm.observer` defines them. All parameters are taken to have gradients.
+Bytes are those that one rank sends, as `dlp.comm.observer` defines them. All parameters are taken to have gradients.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ Shape = tuple[int, int]
 
 
 class Unpredictable(ValueError):
-    """What a step sends cannot be told from its plan: a format or a strategy of a user does not say it."""
+    """A format or a strategy of a user does not say what it sends, so that bytes cannot be predicted."""
 
 
 @contextmanager
 def predicting(what: str) -> Iterator[None]:
-    """Inside, formats, quantizers and strategies are asked about `what`. Raises Unpredictable where one has no answer."""
+    """A context in which an error of a format, quantizer or strategy is raised as Unpredictable, naming `what`."""
     try:
         yield
     except Exception as error:  # whatever a user's own code does
@@ -67,7 +67,7 @@ def predicting(what: str) -> Iterator[None]:
 
 
 class Sent(NamedTuple):
-    """What bytes are planned by; see `dlp.comm.observer.Key`."""
+    """The key of planned bytes; see `dlp.comm.observer.Key`."""
 
     group: str
     layer: str
@@ -128,11 +128,11 @@ class Workload:
         return self.dims.name_of(group)
 
     def unit_of(self, name: str) -> str:
-        """The innermost of FSDP's units that a parameter lies in."""
+        """The innermost unit of FSDP that a parameter is in."""
         return next(module for module in _around(name) if module in self._unit_names)
 
     def recomputes(self, name: str) -> bool:
-        """Whether a module or parameter lies in a module whose forward runs again in backward."""
+        """Whether a module or parameter is inside a module whose forward runs again in backward."""
         return any(module in self._recomputed_names for module in _around(name))
 
     @cached_property
@@ -144,7 +144,7 @@ class Workload:
         return frozenset(self.recomputed)
 
     def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
-        """What FSDP leaves on this rank of a parameter of this shape: rows in equal parts, the last ones shorter."""
+        """The shape that FSDP leaves on this rank of a parameter of this shape: rows in equal parts, the last ones shorter."""
         first, *rest = shape
         rows = -(-first // self.ranks(DP_SHARD))
         here = rows if padded else min(max(first - rows * self.dp_shard_rank, 0), rows)
@@ -160,12 +160,12 @@ def _around(name: str) -> Iterator[str]:
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor without memory."""
+    """A meta tensor."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def precision_of(fmt: Format, dtype: torch.dtype) -> str:
-    """What an operand of values of `dtype` travels as."""
+    """The name under which an operand of values of `dtype` is counted."""
     return observer.dtype_name(dtype) if fmt.keeps_source else fmt.name
 
 
@@ -173,8 +173,8 @@ def precision_of(fmt: Format, dtype: torch.dtype) -> str:
 
 
 def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
-    """The bytes of one optimizer step, from the first forward through the step boundary, without the loss and what a
-    program adds. Groups of one rank send nothing and are not there. Raises Unpredictable."""
+    """The bytes of one optimizer step, from the first forward through the step boundary, without the loss and what a program
+    adds. Groups of one rank are left out. Raises Unpredictable."""
     total: Counter[Sent] = Counter()
 
     def add(sends: Sends, times: int = 1) -> None:
@@ -223,9 +223,10 @@ def in_bf16(plan: Plan) -> Plan:
 class _Layer:
     """A linear, or siblings, as one rank runs it.
 
-    rows      of the plan, one a weight; `shapes`: w_i [N_i, K] on this rank
+    rows      of the plan, one for each weight
+    shapes    w_i [N_i, K] on this rank
     cached    weights are cast once, at the step boundary
-    at_use    those that are cast where they are used, by what is cast together
+    at_use    weights that are cast in passes, in lists that are cast together
     """
 
     rows: Sequence[LayerPlan]
@@ -258,7 +259,7 @@ class _Layer:
         return transfer_plan(self.recipe, self.style, ranks, tokens, kept=kept, own_group=own_group)
 
     def forward(self) -> Sends:
-        """With a wgrad to come: x as its transfers say, and y_i is reduced."""
+        """The forward before a wgrad: the gathers of x and the reduction of each y_i."""
         yield from self._routed(self.transfers.x[True], [self.shapes[0][1]], self.x_dtype)
         for shapes in self.at_use:
             yield self._agreement(self.casts("w", ROWWISE), shapes)
@@ -266,7 +267,7 @@ class _Layer:
             yield from self._reduced("fprop", "y", out)
 
     def backward(self) -> Sends:
-        """dy_i and x as their transfers say, and dx is reduced."""
+        """The gathers of dy_i and x, and the reduction of dx."""
         features = self.shapes[0][1]
         outs, dtype = [out for out, _ in self.shapes], self.transfers.result_dtype("fprop", self.x_dtype)
         yield from self._routed(self.transfers.dy(True, True), outs, dtype)
@@ -276,12 +277,12 @@ class _Layer:
         yield from self._reduced("dgrad", "dx", features)
 
     def casts(self, tensor: str, orientations: Orientations) -> CastPlan:
-        """Of w, or of a result: how many rows there are is nothing to those."""
+        """The cast plan of w or of a result, for which the number of rows does not matter."""
         own_group = self.load.amax_group is not None
         return cast_plan(self.style, self.recipe, tensor, orientations, 0, own_group=own_group)
 
     def _routed(self, route: Route, features: Sequence[int], dtype: torch.dtype) -> Sends:
-        """Matrices [tokens, features] that go this way: agreed on and cast here, gathered, agreed on and cast there."""
+        """A route of matrices [tokens, features]: the agreements and gathers of its casts before and after."""
         plan, tokens = self.transfers, self.transfers.rows(route.tensor)
         yield self._agreement(plan.casts(route), [(tokens, size) for size in features])
         for each in route.gathers:
@@ -293,13 +294,13 @@ class _Layer:
             yield self._agreement(plan.casts(route, arrived=True), [(self.load.tokens, features[0])])
 
     def _agreement(self, casts: CastPlan, shapes: Sequence[Shape]) -> tuple[Sent, int]:
-        """The all-reduce of what the casts of values of these shapes observe."""
+        """The all-reduce before the casts of values of these shapes."""
         group, elements = self.load.amax_group or TP, sum(_numbers_agreed(casts, shape) for shape in shapes)
         nbytes = observer.reduced(elements, 4, self.load.ranks(group))
         return Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
 
     def _reduced(self, gemm: str, tensor: str, features: int) -> Sends:
-        """The sum over tp of y or dx, and the agreement for one that its recipe rounds."""
+        """The reduction of y or dx over tp, and the agreement for one that its recipe quantizes."""
         reduce: Reduction | None = getattr(self.transfers, gemm)
         if reduce is not None:
             partial = nothing(*self.transfers.contribution(gemm, features, self.x_dtype))
@@ -312,7 +313,7 @@ class _Layer:
             yield self._agreement(self.casts(tensor, ROWWISE), [(rows, columns)])
 
     def _strategy(self, gemm: str) -> Callable[..., overlaps.Sent]:
-        """`sent` of the GEMM's strategy. Raises ValueError where there is none."""
+        """The `sent` of the GEMM's strategy. ValueError for one that has none."""
         chosen = self.rows[0].overlap
         name = chosen if isinstance(chosen, str) else chosen.get(gemm, "serial")
         found: Callable[..., overlaps.Sent] | None = getattr(overlaps.load(name), "sent", None)
@@ -342,7 +343,7 @@ def _layers(plan: Plan, load: Workload) -> Iterator[_Layer]:
 
 
 def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
-    """A vocab-parallel embedding: rows that one rank has are summed over tp; their gradients are gathered."""
+    """A vocab-parallel embedding: its rows, each found by one rank, are summed over tp; their gradients are gathered."""
     if other.style != "vocab":
         return
     hidden = next(p.shape[1] for p in plan.weights if p.name == f"{other.name}.weight")
@@ -360,7 +361,7 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
 
 
 def _cached_weights(layers: Sequence[_Layer], load: Workload) -> Sends:
-    """Weights that are whole on a rank: what all their casts observe, agreed on at once."""
+    """Weights that are whole on a rank: one agreement on all that their casts observe."""
     elements = 0
     for layer in layers:
         with predicting(layer.name):
@@ -371,7 +372,7 @@ def _cached_weights(layers: Sequence[_Layer], load: Workload) -> Sends:
 
 
 def _delayed(plan: Plan, load: Workload) -> Sends:
-    """Delayed scaling: one amax a slot, all slots of the model at once."""
+    """Delayed scaling: one amax for each slot, all slots of the model together."""
     sets = dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
     recipe = {row.name: row.recipe for row in plan.layers}
     slots = [(recipe[names[0]], delayed_slots(recipe[names[0]], names)) for names in sets]
@@ -382,8 +383,8 @@ def _delayed(plan: Plan, load: Workload) -> Sends:
 
 
 def _partial_gradients(plan: Plan, load: Workload) -> Sends:
-    """Gradients that cover a rank's own tokens, summed over tp in fp32 at the end of each backward that leaves some, with a
-    word for each parameter that says whether it has one. Under FSDP those do that reduce."""
+    """Partial gradients, summed over tp in fp32 at the end of each backward that leaves some, with one word for each parameter
+    that says whether it has one. Under FSDP these are the backwards that reduce."""
     partial = [p for p in plan.weights if p.partial]
     if not partial:
         return
@@ -397,7 +398,7 @@ def _partial_gradients(plan: Plan, load: Workload) -> Sends:
 
 
 def _units(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
-    """FSDP's units and the parameters that lie in each."""
+    """FSDP's units and the parameters in each."""
     units: dict[str, list[ParameterPlan]] = {unit: [] for unit in load.units}
     for parameter in plan.weights if units else ():
         units[load.unit_of(parameter.name)].append(parameter)
@@ -412,7 +413,7 @@ def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
 
 
 def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> ShardLayouts | None:
-    """How the orientations of a linear's weight travel; None: as values."""
+    """The layouts in which a linear's weight is gathered by FSDP; None: in high precision."""
     refused = "other modules share it" if parameter.shared else None if load.gather else "it was asked for"
     shape, own_group = (parameter.shape[0], parameter.shape[1]), load.amax_group is not None
     return weight_layouts(row.recipe, shape, load.ranks(DP_SHARD), refused=refused, own_group=own_group)[0]
@@ -421,8 +422,8 @@ def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Shar
 def _gathers(
     found: tuple[LayerPlan, ParameterPlan] | None, parameter: ParameterPlan, load: Workload, again: bool
 ) -> Sends:
-    """A parameter's shard on its way to all ranks, in forward and backward of a microbatch. `found`: its linear, if it is the
-    weight of one; `again`: backward gathers it once more, in the other orientation and in that of a forward that runs again."""
+    """The gathers of a parameter's shards, in forward and backward of a microbatch. found: its linear, if it is the weight of
+    one; again: backward gathers it once more, in the other orientation and in that of a recomputed forward."""
     row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
     passes = [(row,), (col, row) if load.recomputes(parameter.name) else (col,)] if again else [(row, col)]
     first, *rest = load.shard(parameter.shape, padded=True)
@@ -449,8 +450,8 @@ def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
 
 
 def _agreements(plan: Plan, load: Workload) -> Sends:
-    """The step boundary's all-reduces of what the casts of all shards observed: over dp_shard, over the group that has a
-    wider say, and over dp_shard of delayed amaxes that no wider group agrees on."""
+    """The step boundary's all-reduces of the amaxes of shards: over dp_shard, over a wider group, and over dp_shard of delayed
+    amaxes that no wider group agrees on."""
     shards, wider, staged = 0, 0, 0
     for (style, recipe, layouts, shape), count in Counter(_reads(plan, load)).items():
         delayed = [caps_of(layout.quantizer).slot is not None for layout in layouts if layout is not None]
@@ -465,8 +466,8 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
 
 
 def _reads(plan: Plan, load: Workload) -> Iterator[tuple[ParallelStyle, Recipe, ShardRead, tuple[int, ...]]]:
-    """The casts that a step boundary makes of weights over dp_shard: style and recipe of the linear, the layouts, and the
-    shape of the shard. Those of equal layers are equal."""
+    """The reads that a step boundary makes of weights sharded over dp_shard: style and recipe of the linear, layouts, shape of
+    the shard. Those of equal layers are equal."""
     if not load.units or load.ranks(DP_SHARD) == 1:
         return
     for row, parameter in linear_weights(plan).values():
