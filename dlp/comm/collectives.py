@@ -1,14 +1,14 @@
 """Collectives over tuples of parts, each one transfer; all return a Pending.
 
-    all_gather       part i of every rank [m, ...]       -> [R*m, ...]   along its own dimension, or left as it is
+    all_gather       part i of every rank [m, ...]       -> [R*m, ...]   along a dimension of its own, or not gathered
     all_to_all       chunk j of part i [R, ...] to rank j -> [R, ...]     chunk j from rank j
     reduce_scatter   x [R*m, ...]                        -> [m, ...]     the sum over ranks of this rank's rows
     all_reduce       x [...]                             -> [...]        the sum over ranks
 
-Sums never depend on arrival: the shards of one destination are exchanged (all-to-all), summed there in fp32 in rank
-order and rounded once. NCCL's and gloo's own reductions round the running sum of a bf16 tensor at every hop, and in an
-order of their own. What a contribution is carried as is its `ReduceCodec`. Everything travels as bytes: gloo carries no FP8
-type, and a grouped gather of several dtypes would be promoted to one of them there, silently.
+Sums do not depend on the order of arrival: the contributions to one rank's rows are exchanged (all-to-all), summed there in
+fp32 in rank order and rounded once. NCCL's and gloo's own reductions round the running sum of a bf16 tensor at every hop, in an
+order of their own. A `ReduceCodec` says what contributions are carried as. Everything is sent as bytes: gloo has no FP8 dtype,
+and a grouped gather of several dtypes would silently promote them to one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Pending(Generic[T]):
 
 
 def done(result: T) -> Pending[T]:
-    """A result that is already here."""
+    """A result that is complete."""
     return Pending((), lambda: result)
 
 
@@ -78,10 +78,13 @@ def _in_order(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tenso
 
 
 class ReduceCodec(NamedTuple):
-    """What the contributions to a sum are carried as: `pack`, chunks [R, ...] for the R ranks -> parts that begin with
-    [R]; `total`, such parts from the R ranks and a dtype -> the sum in rank order, rounded once to it, of which the parts of
-    this rank, where they lie elsewhere, are given with its number; `kinds`, shape and dtype of chunks -> those of their
-    parts."""
+    """What the contributions to a sum over R ranks are carried as.
+
+    pack    chunks [R, ...], one for each rank -> parts that begin with [R]
+    total   such parts of all ranks, and a dtype -> their sum in rank order, rounded once to the dtype; this rank's parts, where
+            they are elsewhere, are passed with its rank
+    kinds   shape and dtype of chunks -> those of the parts
+    """
 
     pack: Callable[[Tensor], Parts]
     total: Total
@@ -102,9 +105,8 @@ def room(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None], group: ProcessGroup,
     device: torch.device,
 ) -> tuple[list[Tensor | None], Parts]:  # fmt: skip
-    """Uninitialised storage for the parts of all ranks, one after the other, [R, *shape] each, None for a part that is
-    equal on all ranks; and this rank's parts, which are its segments of the storage: what is written there is gathered
-    in place."""
+    """Uninitialised storage for a gather: for each part [R, *shape], None for one that is equal on all ranks; and this rank's
+    segments of it, which are gathered in place if the parts are written there."""
     storage: list[Tensor | None] = []
     mine: list[Tensor] = []
     for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True):
@@ -127,12 +129,12 @@ def all_gather(
     group: ProcessGroup,
     into: Sequence[Tensor | None] | None = None,
 ) -> Pending[Parts]:
-    """Gather part i of every rank of `group` along dimension dims[i]; a part whose dim is None is equal on all ranks
-    and stays. One launch for all parts on NCCL.
+    """Gather part i of every rank of `group` along dimension dims[i]; a part whose dim is None is equal on all ranks and is not
+    sent. One launch for all parts on NCCL.
 
-    `into`: storage made by `room`; parts that are its segments of this rank are not copied. A part gathered along
-    dimension 0 is ready as it arrives. Along another one it arrives rank by rank all the same and is rearranged by one
-    copy: no kernel that we call reads a contraction in slabs.
+    `into`: storage made by `room`; parts that are this rank's segments of it are not copied. A part gathered along dimension 0
+    is complete as it arrives. Along another one it arrives rank by rank all the same and is rearranged by one copy, since no
+    kernel that we call reads a contraction in slabs.
     """
     if group.size() == 1:
         return done(tuple(parts))
@@ -148,7 +150,7 @@ def all_gather(
 
 
 def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequence[int | None]) -> Parts:
-    """What has arrived in storage made by `room` -> the gathered parts, with those that did not move."""
+    """Storage made by `room`, after the gather -> the gathered parts, with those that were not sent."""
     joined = []
     for whole, part, dim in zip(storage, parts, dims, strict=True):
         if whole is None or dim is None:
@@ -183,7 +185,7 @@ def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
 
 
 def fields(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
-    """Where each part starts in a record that holds them one after the other, and the record's size, in bytes."""
+    """The offset of each part in a record that holds them one after the other, and the record's size, in bytes."""
     starts, end = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         starts.append(end)
@@ -206,8 +208,8 @@ def _part_of(records: Tensor, start: int, shape: Sequence[int], dtype: torch.dty
 
 
 def put(part: Tensor, into: Tensor) -> None:
-    """Copy [rows, ...] to a place of its shape and dtype, whose rows begin at any distance; by a launch where those are taken
-    down."""
+    """Copy [rows, ...] into a tensor of its shape and dtype, whose rows may have any distance; by one of our launches inside a
+    recording."""
     if is_recording() and part.is_contiguous() and part.nbytes:
         place_rows(part, into)
     else:
@@ -218,22 +220,22 @@ def put(part: Tensor, into: Tensor) -> None:
 
 
 def record(parts: Sequence[Tensor]) -> int:
-    """Bytes that go to each other rank in an `all_to_all` of these parts [R, ...]."""
+    """The bytes that go to each other rank in an `all_to_all` of these parts [R, ...]."""
     if len(parts) == 1:
         return parts[0].nbytes // parts[0].shape[0]
     return fields([part.shape[1:] for part in parts], [part.dtype for part in parts])[1]
 
 
 def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
-    """Chunk j of each part [R, ...] goes to rank j -> [R, ...], whose chunk j came from rank j. One launch: several
-    parts are first copied into one record for each rank, and what arrives are views of such records."""
+    """Chunk j of each part [R, ...] goes to rank j -> [R, ...], whose chunk j came from rank j. One launch: several parts are
+    first copied into one record for each rank, and the results are views of the records that arrive."""
     if group.size() == 1:
         return done(tuple(parts))
     return Pending(*_exchanged(parts, group))
 
 
 def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[list[Any], Callable[[], Parts]]:
-    """`all_to_all` over several ranks: its works, and what came, once they are done."""
+    """`all_to_all` over several ranks: its works, and a function that returns the result when they are done."""
     world, first = group.size(), parts[0]
     if len(parts) == 1:
         chunks = as_bytes(first.contiguous()).view(world, first.nbytes // world)
@@ -274,8 +276,8 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS
 
 
 def _summed(chunks: Tensor, group: ProcessGroup, codec: ReduceCodec) -> tuple[list[Any], Callable[[], Tensor]]:
-    """Chunks [R, ...] -> the works of their exchange, and this rank's chunk, summed over ranks in rank order, once they are
-    done."""
+    """Chunks [R, ...] -> the works of their exchange, and a function that returns this rank's chunk, summed over ranks in rank
+    order, when they are done."""
     works, arrived = _exchanged(codec.pack(chunks), group)
     return works, lambda: codec.total(arrived(), chunks.dtype)
 
@@ -295,8 +297,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) ->
 
 
 def shares(part: Tensor, world: int) -> Tensor:
-    """[world, ...]: the rows of a part in equal shares, so that a codec that scales along features finds whole rows; or
-    its elements, with zeros appended, where the rows do not divide."""
+    """[world, ...]: the rows of a part in equal shares, so that a codec that scales along features gets whole rows; where the
+    rows do not divide, its elements, with zeros appended."""
     rows = part.reshape(-1, part.shape[-1]) if part.dim() > 1 and part.shape[-1] else part.reshape(-1)
     if rows.dim() == 1 or len(rows) % world:
         rows = F.pad(part.reshape(-1), (0, -part.numel() % world))

@@ -42,7 +42,7 @@ DIRECTIONS = ("fprop", "dgrad", "wgrad", "weights", "grads", "amax", "other")
 
 
 class Label(NamedTuple):
-    """Whose transfer it is. `direction` one of DIRECTIONS; empty: nobody said. `precision` empty: the dtype sent."""
+    """What a transfer belongs to. `direction`: one of DIRECTIONS, "" for none; `precision`: "" for the dtype that is sent."""
 
     layer: str = ""
     direction: str = ""
@@ -64,7 +64,7 @@ _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 
 
 class _Unwatched:
-    """`nullcontext`, which every transfer enters, without calls of Python."""
+    """A `nullcontext` whose two methods are C functions: every transfer enters it where no observer counts."""
 
     __enter__ = __exit__ = "".format  # a false value, whatever it is given
 
@@ -77,8 +77,8 @@ counting = torch._C._len_torch_dispatch_stack
 
 
 def label(**fields: str) -> AbstractContextManager[None]:
-    """Transfers launched inside belong to this layer, direction or precision; what is not given stays. Where nobody watches
-    when it is entered it says nothing, and costs next to nothing."""
+    """A context whose transfers belong to this layer, direction or precision; fields that are not passed keep their value.
+    Costs next to nothing where no observer counts."""
     return _labelled(fields) if counting() else _UNWATCHED
 
 
@@ -92,7 +92,7 @@ def _labelled(fields: dict[str, str]) -> Iterator[None]:
 
 
 def default_precision(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """What travels inside as bytes is of this dtype, where its label says nothing finer."""
+    """A context in which transfers of bytes count as this dtype, unless their label has a precision."""
     return label(precision=_LABEL.get().precision or dtype_name(dtype)) if counting() else _UNWATCHED
 
 
@@ -101,17 +101,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def gathered(nbytes: int, ranks: int) -> int:
-    """What a rank sends so that all get its `nbytes`."""
+    """The bytes that a rank sends so that all ranks get its `nbytes`."""
     return (ranks - 1) * nbytes
 
 
 def scattered(nbytes: int, ranks: int) -> int:
-    """What a rank sends of `nbytes` of which each rank gets an equal part."""
+    """The bytes that a rank sends of `nbytes` of which each rank gets an equal part."""
     return nbytes - nbytes // ranks
 
 
 def reduced(numel: int, itemsize: int, ranks: int) -> int:
-    """What a rank sends in an all-reduce: a part to each other rank, and its own sum to each other rank."""
+    """The bytes that a rank sends in an all-reduce: a part to each other rank, and the sum of its own part to each other
+    rank."""
     return 2 * (ranks - 1) * -(-numel // ranks) * itemsize
 
 
@@ -126,7 +127,7 @@ class _At(NamedTuple):
         return bool(self.arguments.get("root_rank", self.arguments.get("src")) == self.rank)
 
     def own_part(self, whole: Tensor) -> int:
-        """Bytes of an all-to-all's input that stay here."""
+        """The bytes of an all-to-all's input that stay on this rank."""
         splits = self.arguments.get("input_split_sizes")
         if not splits:
             return whole.nbytes // self.ranks
@@ -195,25 +196,25 @@ for _told in ("copies", "agrees"):
 
 
 def copies(source: Tensor, group: ProcessGroup) -> None:
-    """Say that `source` is being copied into the memory of one peer of `group`, without a collective."""
+    """Count a copy of `source` into the memory of one peer of `group`, which is no collective."""
     if counting():  # somebody may be counting
         torch.ops.dlp.copies(source, group.group_name)
 
 
 def agrees(numbers: int, group: ProcessGroup) -> None:
-    """Say that so many fp32 numbers are being reduced over `group` by other means: counted as an all-reduce of them."""
+    """Count a maximum of this many fp32 numbers over `group` that is no collective, as an all-reduce of them."""
     if counting():
         torch.ops.dlp.agrees(torch.empty(numbers, device="meta"), group.group_name)
 
 
 class Observer(TorchDispatchMode):
-    """Counts inside it: `sent` bytes and `launches` by Key.
+    """A context that counts `sent` bytes and `launches` of collectives, by Key.
 
     names        ranks of a group -> its name, see `ParallelDims.group_names`
-    unlabelled   (group, kind) -> the direction of transfers that nobody labelled; FSDP's, for one
+    unlabelled   (group, kind) -> the direction of transfers without a label, such as FSDP's
 
-    Compiled code that exists runs as it is; what would be compiled inside runs eagerly this time. RuntimeError for a
-    collective that it cannot count.
+    Compiled code that exists runs as it is; what would be compiled inside runs eagerly. RuntimeError for a collective that it
+    cannot count.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class Observer(TorchDispatchMode):
         self.launches[Key(group, kind_name, "", said.layer, direction)] += 1
 
     def replayed(self, captured: Observer, times: int) -> None:
-        """A CUDA graph whose capture `captured` saw was replayed so often; a replay itself passes no dispatcher."""
+        """Count `times` replays of a CUDA graph whose capture `captured` counted; a replay does not reach the dispatcher."""
         for mine, its in ((self.sent, captured.sent), (self.launches, captured.launches)):
             for key, count in its.items():
                 mine[key] += count * times
@@ -296,7 +297,7 @@ def _members(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 @cache
 def _is_opaque(func: Any) -> bool:
-    """An op of a library, ours or a user's, that runs Python below the dispatcher."""
+    """Whether an op runs Python below the dispatcher, as those of our and users' libraries do."""
     if func.namespace in ("aten", "prims", "prim"):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutograd")

@@ -38,12 +38,12 @@ CLIPS = 20  # fractions of the amax that `mse` tries, down to a half
 
 
 def average(window: Tensor) -> Tensor:
-    """The mean of the amaxes that were met, fp32 [batches, slots] -> [slots]."""
+    """fp32 [batches, slots] -> [slots]: the mean amax over batches."""
     return window.sum(0) / (window > 0).sum(0).clamp(min=1)
 
 
 def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], window: Tensor) -> Tensor:
-    """What a user's function finds, of the batches that were met alone. ValueError for what is no amax of each layer."""
+    """The amaxes that a user's function returns for those of all batches. ValueError unless it is one for each layer."""
     seen = window > 0
     if not seen.any():
         return window.amax(0)
@@ -61,7 +61,7 @@ def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], wind
 
 
 def best_clip(x: Tensor) -> Tensor:
-    """The amax at which casting x to E4M3 loses least, in mean square; fp32 []."""
+    """The amax, fp32 [], at which casting x to E4M3 has the smallest mean square error."""
     values, amax = x.float(), ops.amax(x).float()
     top = ops.FP8_MAX[E4M3]
     losses, clips = [], [1 - i / (2 * CLIPS) for i in range(CLIPS)]
@@ -80,14 +80,15 @@ OBSERVERS: dict[str, Any] = {"max": "max", "average": average, "mse": "max"}
 def calibrate(
     model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max"
 ) -> Iterator[dict[str, nn.Module]]:
-    """Inside, forwards of `model` are observed: x of the linears that `pattern` names, converted or plain, which it yields by
-    name. Behind it each has a buffer `x_scale`, fp32 [], equal on all ranks.
+    """A context in which forwards of `model` are observed: the x of the linears that `pattern` matches, converted or plain,
+    which it yields by name. After it each of them has a buffer `x_scale`, fp32 [], equal on all ranks.
 
-    observer  "max" of the amaxes of all batches; their "average"; "mse", the max of the amaxes at which a cast of each batch
-              loses least; or a function of the amaxes [batches, layers], oldest first, that returns an amax a layer
+    observer  "max": the largest amax of all batches; "average": their mean; "mse": the largest of the amaxes at which a cast of
+              each batch has the smallest error; or a function of the amaxes [batches, layers], oldest first, that returns one
+              for each layer
 
     Raises ValueError for an unknown observer, one that finds no amax for a layer, a pattern that matches no linear, and a layer
-    that did not run, whose x was not finite in a batch, or zero in all of them.
+    that did not run, whose x was not finite in a batch, or was zero in all of them.
     """
     if not callable(observer) and observer not in OBSERVERS:
         raise ValueError(f"observer must be one of {', '.join(OBSERVERS)} or a function of amaxes; got {observer!r}")
@@ -138,7 +139,7 @@ def _records(slot: ScaleSlot, amax: Callable[[Tensor], Tensor], runs: Callable[[
 
 
 def _x_of(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-    """x [M, K] of a call, which a prologue may make of what it reads."""
+    """The x [M, K] of a call; where a prologue makes x, of its inputs."""
     x = inputs[0].detach()
     spec = module.core.spec if isinstance(module, ParallelLinear) else None
     if spec is None or spec.prologue is None:
@@ -148,7 +149,7 @@ def _x_of(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
 
 @torch.no_grad()
 def _close(table: SlotTable) -> None:
-    """The amaxes of one forward enter the histories; every rank is here."""
+    """End a forward: its amaxes enter the histories; all ranks call it."""
     world: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
     shared = world is not None and world.size() > 1
     table.update(agree([table.staging], world)[0] if shared and world is not None else table.staging)

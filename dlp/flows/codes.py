@@ -25,7 +25,7 @@ from dlp.quant.tensor import Part, QuantizedTensor
 
 
 class Held(NamedTuple):
-    """A quantized weight by name: its parts on this rank, and the parameter that says how it lies on the mesh."""
+    """A quantized weight by name: its parts on this rank, and the parameter whose placement on the mesh they have."""
 
     name: str
     q: QuantizedTensor
@@ -59,7 +59,8 @@ def _scales(model: nn.Module) -> Iterator[tuple[str, Tensor, ParallelLinear | No
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
-    """How a part lies on the mesh of its parameter. ValueError where a block lies on two ranks, or shards are not equal."""
+    """The placements of a part on the mesh of its parameter. ValueError where a block lies on two ranks, or shards are not
+    equal."""
     assert isinstance(held.parameter, DTensor)
     made: list[Placement] = []
     shards = shards_of(held.parameter)
@@ -90,8 +91,8 @@ def _placements(held: Held, part: Part) -> list[Placement]:
 
 @torch.no_grad()
 def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All of a model whose weights are quantized (`dlp.freeze`, `dlp.quantize_`, `dlp.quantized_model_init`), as whole plain
-    tensors by name. Every rank calls it. ValueError where tp cuts blocks."""
+    """The state of a model whose weights are quantized (`dlp.freeze`, `dlp.quantize_`, `dlp.quantized_model_init`), as whole
+    plain tensors by name, codes included. All ranks call it. ValueError where tp cuts blocks."""
     found: dict[str, Tensor] = {}
     weights = {held.name: held for held in _held(model)}
     for name, held in weights.items():
@@ -106,7 +107,7 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those that are saved."""
+    """The persistent buffers of a model."""
     saved = set()
     for prefix, module in model.named_modules():
         kept = module._buffers.keys() - module._non_persistent_buffers_set
@@ -132,9 +133,10 @@ def _whole(held: Held, part: Part, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Take back what `quantized_state_dict` gave, into a model that is quantized alike, on this or another mesh.
+    """Load what `quantized_state_dict` returned into a model that is quantized in the same way, on this or another mesh.
 
-    Raises ValueError, before anything is changed, for what is missing, what the model lacks, and other shapes or dtypes.
+    Raises ValueError, before anything is changed, for missing entries, for entries that the model lacks, and for other shapes
+    or dtypes.
     """
     into: dict[str, tuple[Tensor, Tensor | None, list[Placement]]] = {}
     weights = {held.name: held for held in _held(model)}
@@ -168,7 +170,7 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
 
 
 def _cut(whole: Tensor, spread: Tensor | None, placements: list[Placement]) -> Tensor:
-    """This rank's piece."""
+    """This rank's piece of a whole tensor."""
     if spread is None:
         return whole
     assert isinstance(spread, DTensor)

@@ -24,13 +24,13 @@ Plain = TypeVar("Plain", bound=nn.Module)
 
 @torch.no_grad()
 def export(model: nn.Module, into: Plain) -> Plain:
-    """Parameters and buffers of a model, converted and sharded in any way, into the same model as it was before; returns that.
-    All ranks call it, and each holds the whole model.
+    """Copy parameters and buffers of a model, converted and sharded in any way, into a plain model; returns that. All ranks
+    call it, and each holds the whole model.
 
-    into    made anew by the code that made `model`: with its names, shapes and dtypes, and layers of torch alone
+    into    a new model, made by the code that made `model` before conversion: with its names, shapes and dtypes
 
-    Raises ValueError, before anything is written, for layers of dlp and for codes in `into`, for what differs, and for layers
-    of `model` that hold codes, whose values are gone (`dlp.quantized_state_dict` has their codes).
+    Raises ValueError, before anything is written, for layers of dlp and for codes in `into`, for names, shapes or dtypes that
+    differ, and for layers of `model` that hold codes, whose values are gone (`dlp.quantized_state_dict` has their codes).
     """
     for name, module in into.named_modules():
         if getattr(module, "dlp_made", None) is not None:

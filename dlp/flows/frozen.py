@@ -34,7 +34,7 @@ SCALE = "x_scale"  # the buffer in which calibration leaves what x is multiplied
 
 @dataclass(frozen=True)
 class Nothing(Format):
-    """An operand that nobody will read: no parts."""
+    """The format of an operand that is never read: no parts."""
 
     name = "none"
     parts = ()
@@ -47,7 +47,7 @@ class Nothing(Format):
 
 @dataclass(frozen=True)
 class NotMade:
-    """The columnwise operand of a weight without backward."""
+    """The quantizer of the columnwise operand of a frozen weight, which has no backward."""
 
     format: ClassVar[Format] = Nothing()
     reduces: ClassVar[tuple[int, ...]] = ()
@@ -78,14 +78,14 @@ def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
 
 
 def cast_of_x(recipe: Recipe, mode: str) -> Quantizer | None:
-    """What casts x in this mode; None: nothing."""
+    """The quantizer of x in this mode; None: x is not cast."""
     if mode == "weight_only":
         return None
     return static(recipe.x.rowwise.format.element) if mode == "static" else recipe.x.rowwise
 
 
 def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
-    """`recipe` for forward passes alone."""
+    """The forward of `recipe` in this mode."""
     keep = KeepHighPrecision()
     w, x = Operand(recipe.w.rowwise, NotMade()), both(cast_of_x(recipe, mode) or keep)
     name = f"{recipe.name}, {mode}"
@@ -93,8 +93,8 @@ def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
 
 
 def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") -> list[str]:
-    """From here on the layers that `pattern` names, as in a layer group, run forward only, on codes of `recipe`; their values
-    are let go of, and their parameters show NaN and learn nothing. Returns their names. Call it on all ranks.
+    """From now on the layers that `pattern` matches, as in a layer group, run forward only, on codes of `recipe`. Their values
+    are freed; their parameters read as NaN and get no gradient. Returns their names. Call it on all ranks.
 
     Raises ValueError, before anything is changed, for a pattern that matches no layer, for a recipe that does not serve `mode`,
     for static without `calibrate`, for weights that FSDP shards or that are codes already, and for layers of a CUDA graph.
@@ -117,7 +117,8 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
 
 
 def calibrated(module: nn.Module, name: str) -> Tensor:
-    """fp32 [], what `calibrate` has left in a layer. ValueError for nothing, and for what was rounded since."""
+    """fp32 [], the `x_scale` that `calibrate` left in a layer. ValueError for a layer that has none, or whose scale was rounded
+    since."""
     scale = getattr(module, SCALE, None)
     if scale is None:
         raise ValueError(f"{name}: static mode has no scale of x: run the model inside dlp.calibrate first")
@@ -164,13 +165,13 @@ def _freeze(core: LinearCore, spec: LinearSpec) -> None:
 
 @torch.no_grad()
 def set_scale(core: LinearCore, scale: Tensor) -> None:
-    """What x is multiplied by from here on."""
+    """Set the static scale of a layer's x."""
     name = core.spec.slot_name("x", core.spec.members[0], False)
     core.session.scaling.slot(name, True).scale.copy_(scale)
 
 
 def scale_of(core: LinearCore) -> Tensor | None:
-    """fp32 [], what x is multiplied by where that is static."""
+    """The static scale of a layer's x, fp32 []."""
     if caps_of(core.spec.recipe.x.rowwise).slot is None:
         return None
     name = core.spec.slot_name("x", core.spec.members[0], False)

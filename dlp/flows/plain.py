@@ -26,16 +26,16 @@ Filter = Callable[[nn.Module, str], bool]
 def quantize_(
     model: nn.Module, config: Any, filter_fn: Filter | None = None, *, mode: Mode = "weight_only"
 ) -> nn.Module:  # fmt: skip
-    """Quantize the weights of the `nn.Linear`s of a model that is not converted, in place; returns it.
+    """Quantize the weights of the `nn.Linear`s of a model that is not converted, in place; returns the model.
 
-    config      a recipe, by name, as a table or made; or a config of torchao, also a FqnToConfig, which is handed with
-                filter_fn to torchao's `quantize_`
-    filter_fn   (module, its name) -> whether; None: all
-    mode        as of `dlp.freeze`; static wants `dlp.calibrate` before
+    config      a recipe: a name, a table or a Recipe; or a config of torchao, also a FqnToConfig, which goes with filter_fn to
+                torchao's `quantize_`
+    filter_fn   filter_fn(module, name): whether to quantize it; None: all
+    mode        as in `dlp.freeze`; static needs `dlp.calibrate` before
 
-    Shard it, compile it, save it afterwards. Raises ValueError, before anything is changed, for a weight that the format cannot
-    hold, that another module shares, or that is a DTensor already, for a recipe that does not serve `mode`, and where there is
-    nothing to quantize.
+    Call it before sharding, compiling and saving. Raises ValueError, before anything is changed, for a weight that the format
+    cannot hold, that another module shares, or that is a DTensor already, for a recipe that does not serve `mode`, and where
+    there is nothing to quantize.
     """
     if _is_torchaos(config):
         return _by_torchao(model, config, filter_fn, mode)
@@ -56,12 +56,12 @@ def quantize_(
 
 
 def _is_torchaos(config: Any) -> bool:
-    """Or made of a class of torchao's."""
+    """Whether a config is of a class of torchao, or contains one."""
     return any(kind.__module__.split(".")[0] == "torchao" for kind in type(config).__mro__)
 
 
 def _by_torchao(model: nn.Module, config: Any, filter_fn: Filter | None, mode: str) -> nn.Module:
-    """Its own `quantize_`, which swaps weights or modules in place."""
+    """torchao's own `quantize_`, which replaces weights or modules in place."""
     if mode != "weight_only":
         raise ValueError(
             f"quantize_: a {type(config).__name__} says itself what becomes of x; leave mode={mode!r} away"

@@ -1,16 +1,15 @@
-"""Captured launches: what a function launches, taken down once and then launched again on other tensors by one call.
+"""Captured launches: the launches of a function, recorded once, then launched on other tensors by one native call.
 
-    captured = record(run, given, fixed)     runs `run()` without launching; `run` reads the tensors `given`
-    results = captured(given)                launches what it would have: the bits of `run()` on these tensors
+    captured = record(run, given, fixed)     records `run()`, which reads the tensors `given`, without launching
+    results = captured(given)                launches what was recorded: the bits of `run()` on these tensors
 
-Between two calls with tensors of equal shapes, strides, dtypes and alignment nothing changes but addresses, if a function
-only allocates, takes views and starts kernels of this package, and if what it decides does not depend on anything else.
-The first is watched while it is taken down; a function that does more is not captured (`NotPlain`). The second is
-what a caller answers for. Results are allocated one by one, all that is needed on the way in one piece, in which memory
-that is no longer needed is used again.
+Between two calls with tensors of equal shapes, strides, dtypes and alignment only addresses change, if (1) the function only
+allocates, takes views and launches kernels of this package, and (2) its decisions depend on nothing else. `record` checks the
+first: a function that does more raises `NotPlain`. The caller is responsible for the second. In a call, results are allocated
+one by one, and all intermediate tensors as one piece, in which memory that is no longer used is used again.
 
-What a function has called between its launches (`launches.call`), a collective of NCCL, is called between them in every call:
-there is then one native call for each stretch of launches.
+Calls between launches (`launches.call`), such as collectives of NCCL, are repeated in every call of the captured launches,
+which is then one native call for each stretch of launches between them.
 """
 
 from __future__ import annotations
@@ -52,11 +51,13 @@ Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation of torch. `made`: the tensors allocated, kept alive, so that no two have one address.
+    """A dispatch mode that sees every operation of torch, and raises `NotPlain` for one that is neither an allocation nor a
+    view. `made`: the tensors allocated, kept alive, so that no two have one address.
 
-    An operation that may return its argument says that it is a view, as `to` does, which seldom is one: below autograd it comes
-    here whole. So what it returned is looked at: a copy, which is made here once, would be missing in every later call, and
-    launches would read whatever has got its memory."""
+    An operation that may return its argument is declared as a view, as `to` is, but seldom returns one: below autograd it is
+    seen here as a whole. So its result is checked: a copy that is made only while recording would be missing in every later
+    call, and launches would read other memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,8 +75,8 @@ class _Watch(TorchDispatchMode):
 
 
 class CapturedLaunches:
-    """See `record`. `between`: bytes of memory beside the results; `segments`: what it is made of, L for launches, C for the
-    start of a call, A for its answer."""
+    """What `record` returns. between: bytes of intermediate tensors; segments: what it consists of, L for launches, C for the
+    start of a call, A for the wait for its answer."""
 
     def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
                  made: Sequence[Tensor]) -> None:  # fmt: skip
@@ -108,7 +109,7 @@ class CapturedLaunches:
         self._launch: Any = self._steps[0] if self.segments == "L" else None
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
-        """Tensors like those recorded -> the results. `addresses`: of these tensors, where they are known."""
+        """Tensors like those recorded -> the results. `addresses`: of these tensors, if the caller has them."""
         stream = stream_of(given[0])  # they lie on the current device
         made = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
@@ -138,8 +139,8 @@ class CapturedLaunches:
 
 
 def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Iterator[tuple[str, Any]]:
-    """Launches ("L": what runs them), and between them calls ("C": the call, and where its tensors lie) and their answers ("A":
-    the call)."""
+    """Stretches of launches ("L": what runs them), calls between them ("C": the call, and where its tensors are) and waits
+    ("A": the call)."""
     for apart, steps in groupby(launched, lambda step: step[0] in (CALL, ANSWER)):
         if not apart:
             yield "L", loader.load().Program(list(steps), memory, count).run
@@ -150,7 +151,7 @@ def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Itera
 
 
 def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int, Kind]:
-    """Where a tensor of a call lies: in which of the tensors of a run, and how many bytes from its first element."""
+    """Where a tensor of a call is: the index of one of the tensors of a run, and the offset in bytes from its first element."""
     for start, size, base, offset in memory:
         if start <= address < start + size and base != _FIXED:
             return base, address - start + offset, kind
@@ -158,34 +159,39 @@ def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int
 
 
 def _at(tensor: Tensor, offset: int, kind: Kind) -> Tensor:
-    """What lies so many bytes behind the first element of a tensor."""
+    """The tensor that begins at this offset from the first element of another."""
     shape, stride, dtype = kind
     first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), first, shape, stride)
 
 
 def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> CapturedLaunches:
-    """The launches of `run`, which reads `given`, that are `disjoint`, and returns tensors that it made and views of
-    `given`, if any. `fixed`: further memory that kernels read or write, which stays where it is as long as they are used.
-    Raises NotPlain; then nothing has happened."""
+    """Record `run`.
+
+    given     the tensors that it reads, which must be `disjoint`
+    fixed     further memory that kernels read or write, whose addresses stay as long as the captured launches are used
+    returns   launches whose results are tensors that `run` made, and views of `given`
+
+    Raises NotPlain; then nothing has been launched.
+    """
     with recording() as launched, _Watch() as watch:
         results = run()
     return CapturedLaunches(launched, given, [_span(t) for t in fixed], results, watch.made)
 
 
 def possible(x: Tensor) -> bool:
-    """Whether kernels run where x lies."""
+    """Whether kernels run on the device of x."""
     return table.runs_kernels(x)
 
 
 def disjoint(tensors: Sequence[Tensor]) -> bool:
-    """Whether each of these has memory of its own, as `given` must have to be told from one another."""
+    """Whether no two of these tensors share memory, so that an address belongs to one of them."""
     spans = sorted(map(_span, tensors))
     return all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
 
 
 def _shares(tensor: Tensor, view: Tensor) -> bool:
-    """Whether both lie in one allocation."""
+    """Whether two tensors are in one allocation."""
     return bool(torch._C._is_alias_of(tensor, view))  # type: ignore[attr-defined]
 
 
@@ -204,7 +210,7 @@ def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
 
 
 def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    """What takes a result out of tensors like those given, of which it is a view."""
+    """A function that takes a result, a view of one of `given`, out of tensors like `given`."""
     at, _ = _span(result)
     for i, tensor in enumerate(given):
         start, size = _span(tensor)
@@ -216,7 +222,7 @@ def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]
 
 
 def _maker(result: Tensor, whole: Tensor) -> Make:
-    """What makes a tensor like a result, with the memory behind it."""
+    """A function that makes a tensor like a result, with the memory behind it."""
     empty, shape, stride, dtype = _EMPTY[result.device.type], tuple(result.shape), result.stride(), result.dtype
     if _span(result) == _span(whole):
         return partial(empty, shape, stride, dtype)
@@ -225,8 +231,8 @@ def _maker(result: Tensor, whole: Tensor) -> Make:
 
 
 def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
-    """Where each tensor lies in one piece of memory, and its size: disjoint from those that are in use between the same
-    launches, from the first that mentions it to the last, or to where a lane that mentions it is awaited."""
+    """The offset of each intermediate tensor in one piece of memory, and its size. Tensors that are used between the same
+    launches are disjoint: from the first launch that mentions one to the last, or, for a lane, to where the lane is awaited."""
     windows = _windows(launched)
     uses = [
         [
@@ -254,8 +260,8 @@ def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], in
 
 
 def _windows(launched: Launched) -> list[tuple[int, int]]:
-    """Between which launches of the current stream each launch runs: one of a lane from the mark that the lane awaited last to
-    where its next mark is awaited."""
+    """For each launch the launches of the current stream between which it runs; for one of a lane, from the mark that the lane
+    awaited last to where its next mark is awaited."""
     windows = [(step, step) for step in range(len(launched))]
     for lane in {lane for _, _, lane in launched} - {CURRENT}:
         begun = 0
@@ -272,7 +278,7 @@ def _windows(launched: Launched) -> list[tuple[int, int]]:
 
 
 def _last(launched: Launched, step: int, wanted: tuple[str, tuple[Any, ...], int]) -> int:
-    """Where this was launched last before a step; 0: nowhere."""
+    """The last step before `step` at which this was launched; 0: none."""
     return max((i for i in range(step) if launched[i] == wanted), default=0)
 
 

@@ -36,7 +36,7 @@ RowwisePart = tuple[Parts, Tensor]  # of one orientation, with its amaxes
 
 
 def has_batches(x: Tensor) -> bool:
-    """Whether matrices like x can be cast in place by the batched casts: kernels, which read it as it lies."""
+    """Whether batched casts can read matrices like x as they are: kernels run on their device, and read their strides."""
     return dispatch.has_kernel(x) and cuda.readable(x)
 
 
@@ -76,8 +76,8 @@ def _amax_lines(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
 
 
 def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool, words: Words = MATRIX) -> tuple[Any, Any]:
-    """The amaxes of a matrix that kernels can read, of its rows and of its columns where they are wanted. `words`: what
-    makes its elements, here as below."""
+    """The amaxes of the rows and of the columns, where they are wanted, of a matrix that kernels can read. `words`: the program
+    of `cuda_producers` that computes its elements, here and below."""
     sizes = [size if wanted else 0 for size, wanted in zip(matrix.shape, (rows, cols), strict=True)]
     whole = torch.empty(sum(sizes), device=matrix.device)
     cuda.set_zero(whole)
@@ -110,7 +110,7 @@ def _empty_tensor(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Parts:
 
 
 def _empty_tensor_both(x: Tensor, dtype: torch.dtype) -> tuple[Parts, Parts]:
-    """Of x and of x.t(), with one scale."""
+    """Storage for the casts of x and of x.t(), with one scale."""
     codes, scale_inv = row = _empty_tensor(x, dtype, x.shape)
     return row, (torch.empty(codes.shape[::-1], dtype=dtype, device=x.device), scale_inv)
 
@@ -178,8 +178,8 @@ def _cast_fp8_tensor_both(
 def cast_fp8_tensor_batch(
     xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale], flags: Flags
 ) -> Launches:
-    """Prepares `cast_fp8_tensor_both` of many matrices that `has_batches`; the scale_inv of both orientations share memory.
-    A source without amax or scale takes the amax of its matrix."""
+    """Prepares launches of `cast_fp8_tensor_both` for many matrices that `has_batches`; the scale_inv of both orientations
+    share memory. A source without amax or scale takes the amax of its matrix."""
     return preparing("cast_fp8_tensor", xs[0])(xs, outs, sources, flags)
 
 
@@ -271,6 +271,6 @@ def _cast_fp8_rowwise_both(
 def cast_fp8_rowwise_batch(
     xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, *, power_of_two: bool, epsilon: float = 0.0
 ) -> Launches:
-    """Prepares `cast_fp8_rowwise_both` of many matrices."""
+    """Prepares launches of `cast_fp8_rowwise_both` for many matrices."""
     prepare = preparing("cast_fp8_rowwise", xs[0])
     return prepare(xs, outs, flags, power_of_two=power_of_two, epsilon=epsilon)

@@ -44,7 +44,7 @@ def _block_job(x: Tensor, flag: Tensor | None, row: Parts | None, col: Parts | N
 def _launch_block(
     cast: Callable[..., None], tile: bool, flag: Tensor | None, x: Tensor, row: Parts | None, col: Parts | None
 ) -> None:
-    """Scales are written as they lie."""
+    """Launch the cast; scales are written in the layout of their memory."""
     job, gemm_layout = _laid_out(x, row, col, flag, partial(_as_gemms_read, tile=tile))
     cast(job, gemm_layout=gemm_layout)
 
@@ -52,7 +52,7 @@ def _launch_block(
 def _laid_out(
     x: Tensor, row: Parts | None, col: Parts | None, flag: Tensor | None, whole: Callable[[Parts], Parts | None]
 ) -> tuple[BlockJob, bool]:
-    """The job of a cast into these parts, and whether all their scales lie in the layout that `whole` knows, which then
+    """The job of a cast into these parts, and whether all their scales are in the layout that `whole` recognises, for which it
     returns codes and the whole memory of the scales; else they are compact."""
     views = [parts and whole(parts) for parts in (row, col)]
     if all(parts is None or view for parts, view in zip((row, col), views, strict=True)):
@@ -61,22 +61,22 @@ def _laid_out(
 
 
 def _as_gemms_read(parts: Parts, tile: bool) -> Parts | None:
-    """Codes, and the whole memory of their scales if these lie as GEMMs read them."""
+    """Codes, and the whole memory of their scales if these are in the layout that GEMMs read."""
     codes, scale_inv = parts
     shape = cuda.block_scale_shape(codes.shape[0], codes.shape[1], tile=tile, gemm_layout=True)
     return _whole(codes, scale_inv, shape, flipped=not tile)
 
 
 def _whole(codes: Tensor, scale: Tensor, shape: tuple[int, int], flipped: bool) -> Parts | None:
-    """Codes, and the whole memory, of this shape, of which the scales are a part, of its transpose if `flipped`; None where
-    they lie otherwise."""
+    """Codes, and the memory of this shape of which the scales, transposed if `flipped`, are a view; None where they are no such
+    view."""
     strides = (1, shape[1]) if flipped else (shape[1], 1)
     return (codes, scale.as_strided(shape, (shape[1], 1))) if scale.stride() == strides else None
 
 
 def empty_block_scales(shape: Sequence[int], tile: bool, device: torch.device) -> Tensor:
-    """Uninitialised fp32 scale_inv [row blocks, C blocks] of codes of this shape. Where GEMMs scale blocks themselves it is
-    a view of what they read, so that nothing is rearranged for them."""
+    """Uninitialised fp32 scale_inv [row blocks, C blocks] of codes of this shape. Where GEMMs apply block scales themselves, a
+    view of what these read, so that nothing is rearranged for them."""
     down, across = cuda.block_scale_shape(shape[0], shape[1], tile=tile, gemm_layout=False)
     if table.kind_of(device) != "sm_90":
         return torch.empty(down, across, device=device)
@@ -151,7 +151,7 @@ def cast_fp8_block_batch(
     power_of_two: bool,
     epsilon: float = 0.0,
 ) -> Launches:
-    """Prepares `cast_fp8_block_both` of many matrices."""
+    """Prepares launches of `cast_fp8_block_both` for many matrices."""
     prepare = preparing("cast_fp8_block", xs[0], block)
     return prepare(xs, outs, flags, block, power_of_two=power_of_two, epsilon=epsilon)
 
@@ -171,13 +171,13 @@ def _batch_laid_out(
 
 
 def _launch_mx(cast: Callable[..., None], flag: Tensor | None, x: Tensor, row: Parts | None, col: Parts | None) -> None:
-    """Scales are written as they lie."""
+    """Launch the cast; scales are written in the layout of their memory."""
     job, blocks_first = _laid_out(x, row, col, flag, _with_blocks_first)
     cast(job, blocks_first=blocks_first)
 
 
 def _with_blocks_first(parts: Parts) -> Parts | None:
-    """Codes, and the whole memory of their scales if these lie blocks first."""
+    """Codes, and the whole memory of their scales if that has the blocks first."""
     codes, scale = parts
     shape = cuda.mx_scale_shape(codes.shape[0], codes.shape[1], tile=False, blocks_first=True)
     return _whole(codes, scale, shape, flipped=True)
@@ -246,5 +246,5 @@ def _cast_mxfp8_both(
 def cast_mxfp8_batch(
     xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, *, rule: str = "ceil"
 ) -> Launches:
-    """Prepares `cast_mxfp8_both` of many matrices."""
+    """Prepares launches of `cast_mxfp8_both` for many matrices."""
     return preparing("cast_mxfp8", xs[0], block)(xs, outs, flags, block, rule=rule)

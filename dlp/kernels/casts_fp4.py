@@ -181,5 +181,5 @@ def _cast_nvfp4_both(
 
 
 def cast_nvfp4_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block) -> Launches:
-    """Prepares `cast_nvfp4_both` of many matrices, to nearest and not transformed."""
+    """Prepares launches of `cast_nvfp4_both` for many matrices, to nearest and not transformed."""
     return preparing("cast_nvfp4", xs[0], None, block)(xs, outs, flags, block)

@@ -66,8 +66,8 @@ BLOCKS = (*BY_TILE, ("fp8_block_1d", "fp8_block_1d"), ("fp8_block_2d", "fp8_bloc
 
 
 def _checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
-    """Of operands that share their contraction, ValueError if they do not, and are not empty, which cuBLASLt refuses: sums of
-    nothing are made here. `scales_inside`: it multiplies by `options.alpha` itself; else that is done here."""
+    """The launch with checks: ValueError for operands with different contractions; empty ones, which cuBLASLt refuses, give
+    sums of nothing here. `scales_inside`: it multiplies by `options.alpha` itself; else that is done here."""
 
     @functools.wraps(run)
     def checked(
@@ -90,7 +90,7 @@ def _checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
 
 
 def _gemm(name: str, devices: tuple[str, ...], formats: Any, status: str, **more: Any) -> Callable[[Any], Any]:
-    """Enters a GEMM of this package: a `GemmLaunch`."""
+    """Registers a `GemmLaunch` of this package."""
 
     def enter(run: Any) -> Any:
         checked = _checked(run, bool(more.get("cublaslt")))
@@ -105,7 +105,7 @@ def _gemm(name: str, devices: tuple[str, ...], formats: Any, status: str, **more
 def _gemm_of_layouts(
     name: str, devices: tuple[str, ...], formats: Any, status: str, **more: Any
 ) -> Callable[[Any], Any]:
-    """The same for what depends on the layouts of A and B, which it takes before the arguments of a launch."""
+    """Registers a GEMM that takes the layouts of A and B before the arguments of a launch."""
 
     def enter(run: Any) -> Any:
         def prepare(a: OperandLayout, b: OperandLayout) -> GemmLaunch:
@@ -141,8 +141,8 @@ def cublaslt_hp(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions, alpha: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Operands of two dtypes are multiplied in the wider one; a result that is neither in theirs nor in fp32 is rounded by
-    itself."""
+    """cuBLASLt on operands in high precision: those of two dtypes are multiplied in the wider one; a result in another dtype
+    than theirs or fp32 is rounded by a kernel of its own."""
     left, right = a[0], b[0]
     if left.dtype != right.dtype:
         dtype = torch.promote_types(left.dtype, right.dtype)
@@ -160,8 +160,8 @@ def _factored(
     multiply: Any, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Each operand is values [rows, C] that bf16 holds, and perhaps their scale, fp32 [] or [rows]: sums of bf16 products,
-    multiplied by the scales afterwards."""
+    """Each operand is values [rows, C] that are exact in bf16, and maybe their scale, fp32 [] or [rows]: bf16 products are
+    summed, then multiplied by the scales."""
     (left, *a_scale), (right, *b_scale) = a, b
     whole = [scale for scale in (*a_scale, *b_scale) if not scale.dim()]
     alpha = {"alpha": whole[0] if len(whole) == 1 else whole[0] * whole[1]} if whole else {}
@@ -202,8 +202,8 @@ def _fp8_tensor_by_torch(
 def _scaled_mm(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    """FP8 codes a [rows, C], b [cols, C], scalar scales -> [rows, cols] by the GPU's FP8 tensor cores, through torch; sizes
-    that are not multiples of 16 are filled up with zeros. ValueError where it has none."""
+    """FP8 codes a [rows, C], b [cols, C], scalar scales -> [rows, cols] by the GPU's FP8 tensor cores, through torch; sizes are
+    padded to multiples of 16 with zeros. ValueError for a GPU without such units."""
     if torch.cuda.get_device_capability(a.device) < FP8_CORES:
         raise ValueError(
             f"{torch.cuda.get_device_name(a.device)} has no FP8 tensor cores, which come with compute capability 8.9: use a "
@@ -241,7 +241,7 @@ def _fp8_rowwise(a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumula
 def _fp8_rowwise_on_hopper(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
 ) -> Tensor:
-    """Hopper applies the two vectors itself."""
+    """cuBLASLt applies the two vectors of scales itself."""
     scales = Scales(a[1], b[1], ROWWISE, ROWWISE)
     return gemms.product_fp8(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
@@ -250,7 +250,7 @@ def _fp8_rowwise_by_sums(
     multiply: GemmLaunch, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any,
     options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """The tensor cores multiply the codes, and the vectors are applied to the fp32 result."""
+    """Tensor cores multiply the codes; the vectors of scales are applied to the fp32 result."""
     one = gemms.one(a[0].device)
     sums = multiply((a[0], one), (b[0], one), torch.float32, None, None, options)
     return finish(sums.mul_(a[1][:, None]).mul_(b[1]), out_dtype, bias, accumulate)
@@ -275,7 +275,7 @@ def _int8_rowwise(
 
 
 def _int8_sums_on_gpu(a: Tensor, b: Tensor) -> Tensor:
-    """torch multiplies more than 16 rows by a multiple of 8 columns, C a multiple of 8: zero codes fill up."""
+    """int32 sums by torch, which needs more than 16 rows, and columns and C in multiples of 8: padded with zero codes."""
     (rows, contraction), cols = a.shape, b.shape[0]
     along = -contraction % 8
     left = F.pad(a, (0, along, 0, max(17 - rows, 0))) if along or rows < 17 else a
@@ -296,7 +296,7 @@ def _decoded(
     decode: Callable[..., Tensor], multiply: Any, a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts,
     *more: Any,
 ) -> Tensor:  # fmt: skip
-    """Values in bf16, which is exact but for the amaxes of NVFP4: these multiply the sums."""
+    """Operands are decoded to bf16, which is exact but for the amaxes of NVFP4: these multiply the sums."""
     values = [decode(q[0], q[1], layout.block, dtype=torch.bfloat16) for q, layout in ((a, a_layout), (b, b_layout))]
     alpha = {"alpha": nvfp4_alpha(a[2], b[2])} if len(a) > 2 else {}
     return multiply(values[:1], values[1:], *more, **alpha)
@@ -314,7 +314,7 @@ def _enter_decoded(formats: Any, decode: Callable[..., Tensor], devices: tuple[s
 
 
 def _block_scaled(a: Parts, b: Parts, a_layout: OperandLayout, b_layout: OperandLayout, mode: int) -> Scales:
-    """Compact scale bytes as the units of a block-scaled GEMM read them."""
+    """Compact scale bytes in the layout that the units of a block-scaled GEMM read."""
     a_tiles = swizzle_128x4(a[1], len(a[0]), a_layout.block[0])
     return Scales(a_tiles, swizzle_128x4(b[1], len(b[0]), b_layout.block[0]), mode, mode)
 
@@ -333,7 +333,7 @@ def _fp8_block(
 
 
 def check_reference(a: Tensor, options: GemmLaunchOptions) -> None:
-    """ValueError where the reference would multiply on a GPU and nobody said that it may."""
+    """ValueError where the reference would multiply on a GPU and `allow_reference` is not set."""
     if a.is_cuda and not options.allow_reference:
         raise ValueError(
             f"{torch.cuda.get_device_name(a.device)} has no kernel for this GEMM, and the plain-torch reference is slow: "
@@ -349,14 +349,14 @@ def _fp8_block_as_mxfp8(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Powers of two are MXFP8 scales of four blocks each."""
+    """Scales of blocks of 128, if they are powers of two, are MXFP8 scales of four blocks each."""
     left, right = ((q[0], reference.mx_from_block_scales(q[1], a[0].shape[1])) for q in (a, b))
     scales = _block_scaled(left, right, a_layout, b_layout, MX_BLOCKS)
     return gemms.product_blocks(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
 def _hopper_scales(a: Parts, b: Parts, a_layout: OperandLayout, b_layout: OperandLayout) -> Scales:
-    """Scales of blocks as Hopper's GEMMs read them; most lie so already."""
+    """Scales of blocks in the layout that Hopper's GEMMs read; most are in it already."""
     tiled = a_layout.block[0] > 1, b_layout.block[0] > 1
     modes = [BLOCK_2D if tile else BLOCK_1D for tile in tiled]
     return Scales(gemms.block_scales(a[1], tiled[0]), gemms.block_scales(b[1], tiled[1]), *modes)
@@ -434,7 +434,7 @@ def _nvfp4_on_blackwell(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """The amaxes are applied to the fp32 accumulator."""
+    """Block-scaled FP4 units; the amaxes are applied to the fp32 accumulator."""
     scales, alpha = _block_scaled(a, b, a_layout, b_layout, NVFP4_BLOCKS), nvfp4_alpha(a[2], b[2])
     return gemms.product_blocks(
         a[0].view(FP4), b[0].view(FP4), out_dtype, scales, bias=bias, accumulate=accumulate, alpha=alpha,
@@ -443,8 +443,8 @@ def _nvfp4_on_blackwell(
 
 
 def entry_named(printed: str) -> GemmEntry | None:
-    """The entry that takes whatever others do not, of a printed name (`GemmKernels.kernel`) on a GPU with kernels; None for a
-    name that none has there."""
+    """The entry that takes whatever others do not, by its printed name (`GemmKernels.kernel`) on a GPU with kernels; None for
+    an unknown name."""
     name = printed.split(", ")[0]
     on_gpu = (each for device in NATIVE for each in entries(GEMM, device) if isinstance(each, GemmEntry))
     return next((each for each in on_gpu if each.name == name), None)

@@ -48,9 +48,15 @@ Words = tuple[int, ...]
 
 
 class Scales(NamedTuple):
-    """Factors of A and B in the layouts of their modes: fp32 [] TENSOR, [lines] ROWWISE, [C/128, lines filled up to 4]
-    BLOCK_1D, [lines/128, C/128 filled up to 4] BLOCK_2D; bytes in tiles of 128x4 of the blocks of 16 of NVFP4_BLOCKS (E4M3)
-    and of the blocks of 32 of MX_BLOCKS (E8M0)."""
+    """The scales of A and B, and their modes.
+
+    TENSOR         fp32 []
+    ROWWISE        fp32 [lines]
+    BLOCK_1D       fp32 [C/128, lines padded to 4]
+    BLOCK_2D       fp32 [lines/128, C/128 padded to 4]
+    NVFP4_BLOCKS   E4M3 bytes of blocks of 16, in tiles of 128x4
+    MX_BLOCKS      E8M0 bytes of blocks of 32, in tiles of 128x4
+    """
 
     a: Tensor
     b: Tensor
@@ -60,7 +66,7 @@ class Scales(NamedTuple):
 
 class Job(NamedTuple):
     """A GEMM that is ready to run: the problem's words (csrc/cublaslt.h), addresses (csrc/bindings.cpp) and its result.
-    `reads`: operands and scales, copies among them, which nothing else may take the memory of before it runs."""
+    `reads`: operands and scales, copies among them, whose memory must not be reused before it runs."""
 
     words: Words
     addresses: Words
@@ -69,7 +75,7 @@ class Job(NamedTuple):
 
 
 def library_names() -> list[str]:
-    """Where cuBLASLt may be: as torch has loaded it, or in the package that pip installs beside torch."""
+    """The names under which cuBLASLt may be loaded: as torch has loaded it, or in the package that pip installs with torch."""
     name = f"libcublasLt.so.{(torch.version.cuda or '13').split('.')[0]}"
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or ()) if package else []
@@ -87,7 +93,7 @@ def _module() -> ModuleType:
 
 
 def _lines(x: Tensor) -> tuple[Tensor, int, int]:
-    """A matrix [lines, along] that cuBLASLt can read, its stride, and 1 where its lines, not its columns, are adjacent."""
+    """A matrix [lines, along] that cuBLASLt can read, its stride, and 1 if its lines are adjacent, 0 if its columns are."""
     (lines, along), (stride, step) = x.shape, x.stride()
     if step == 1 and stride >= along:
         return x, stride, 0
@@ -97,19 +103,19 @@ def _lines(x: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """Scales of lines as cuBLASLt reads them, which may be some of a longer vector."""
+    """Scales of lines, aligned as cuBLASLt needs them; they may be a slice of a longer vector."""
     return scale if scale.dim() == 0 or scale.data_ptr() % ALIGNMENT == 0 else scale.clone()
 
 
 def _check_devices(a: Tensor, *others: Tensor | None) -> None:
-    """ValueError unless all lie on the device of `a`: cuBLASLt is given addresses."""
+    """ValueError unless all tensors are on the device of `a`, since cuBLASLt gets addresses."""
     for other in others:
         if other is not None and other.device != a.device:
             raise ValueError(f"a GEMM reads {a.device} and {other.device}: move all its operands to one device")
 
 
 def tf32() -> bool:
-    """Whether torch may round fp32 operands to TF32 in GEMMs, by whichever of its settings."""
+    """Whether torch may round fp32 operands of GEMMs to TF32, by any of its settings."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -175,7 +181,7 @@ def number(device: torch.device, value: float) -> Tensor:
 
 
 def constants(device: torch.device) -> tuple[Tensor, ...]:
-    """What GEMMs on a device read beside their operands, kept for good."""
+    """The constants that GEMMs on a device read besides their operands, which are never freed."""
     return one(device), _zero(device), *[kept for (where, _), kept in _NUMBERS.items() if where == device]
 
 
@@ -186,7 +192,7 @@ _WORKSPACES: dict[tuple[int, int], tuple[Tensor, int]] = {}
 
 
 def plan_of(words: Words, device: int, tuned: bool) -> Any:
-    """The plan of a problem, from the table or made. ValueError where cuBLASLt has none."""
+    """The plan of a problem, cached. ValueError where cuBLASLt has none."""
     plan = _PLANS.get((words, device, tuned))
     if plan is None:
         choice = choices(device).get(key_of(words), 0) if tuned else 0
@@ -202,7 +208,7 @@ def plan_of(words: Words, device: int, tuned: bool) -> Any:
 
 
 def plans() -> dict[tuple[Words, int, bool], Any]:
-    """The table of plans, for those who measure."""
+    """The cache of plans, for `dlp.kernels.tune`."""
     return _PLANS
 
 
@@ -211,7 +217,7 @@ def new_plan(words: Words, device: int, candidates: int) -> Any:
 
 
 def describe(words: Words) -> str:
-    """A problem as a person reads it."""
+    """A problem in words."""
     names = {number: str(dtype).removeprefix("torch.") for dtype, number in TYPES.items()}
     a, b, d, bias, rows, cols, contraction = words[:7]
     scales = f", scale modes {words[12]} and {words[13]}" if words[12] != NONE else ""
@@ -256,7 +262,7 @@ def choice_file(device: int) -> Path:
 
 @functools.cache
 def choices(device: int) -> dict[str, int]:
-    """Problem -> the candidate that was the fastest of CANDIDATES, as far as measured with this version of cuBLASLt."""
+    """Problem -> the fastest of CANDIDATES, as far as measured with this version of cuBLASLt."""
     return _saved(choice_file(device)).get(str(_module().cublaslt_version()), {})
 
 
@@ -275,7 +281,7 @@ def _saved(file: Path) -> dict[str, dict[str, int]]:
 
 
 def save_choices(device: int, measured: dict[str, int]) -> Path:
-    """Add to the measured choices of this device and version; what was measured before of others stays."""
+    """Add to the measured choices of this device and version; those of other problems stay."""
     file = choice_file(device)
     saved = _saved(file)
     saved.setdefault(str(_module().cublaslt_version()), {}).update(measured)
@@ -292,7 +298,7 @@ def save_choices(device: int, measured: dict[str, int]) -> Path:
 
 
 def room_for(a: Tensor, shape: tuple[int, int], dtype: torch.dtype, options: GemmLaunchOptions) -> Tensor:
-    """Where a result of this shape and dtype is written: where it was asked for, if it fits there."""
+    """The tensor that a result of this shape and dtype is written to: `options.out`, if it fits."""
     out = options.out
     if out is not None and out.shape == shape and out.dtype == dtype and out.is_contiguous():
         return out
@@ -317,15 +323,15 @@ def product(
 
 
 def _takes_bias(bias: Tensor, out_dtype: torch.dtype) -> bool:
-    """A bias is added inside where it has the result's own 16-bit dtype and whole rows are aligned: elsewhere the product
-    would be rounded before the sum."""
+    """Whether the GEMM adds the bias itself: it has the result's own 16-bit dtype, and whole rows are aligned. Elsewhere the
+    product would be rounded before the sum."""
     aligned = (2 * bias.shape[0] | bias.data_ptr()) % ALIGNMENT == 0
     return bias.dtype == out_dtype != torch.float32 and bias.is_contiguous() and aligned
 
 
 def _takes_output(out: Tensor, rounds: bool) -> bool:
-    """An accumulator is added to inside if it is fp32: with a bf16 one the product would be rounded before the sum, if that may
-    be (`rounds`)."""
+    """Whether the GEMM adds to an accumulator itself: to an fp32 one. With a bf16 one the product would be rounded before the
+    sum, which `rounds` may allow."""
     stride, step = out.stride()
     aligned = (out.itemsize * stride | out.data_ptr()) % ALIGNMENT == 0
     fits = out.dtype == torch.float32 or (rounds and out.dtype == torch.bfloat16)
@@ -345,7 +351,7 @@ def product_fp8(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
     accumulate: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
-    """`product` of FP8 codes of any size and alignment: zero codes are appended where it wants more."""
+    """`product` of FP8 codes of any size and alignment: zero codes are appended where cuBLASLt needs more."""
     (rows, contraction), cols = a.shape, b.shape[0]
     unit = 1 if scales.a_mode <= ROWWISE else 8
     (a_stride, a_step), (b_stride, b_step) = a.stride(), b.stride()
@@ -381,8 +387,8 @@ def product_blocks(
 
 
 def _padded(codes: Tensor, lines: int, along: int = ALIGNMENT) -> Tensor:
-    """Codes [lines, C] as tensor cores read them: C a multiple of `along` and the distance of lines of 16, lines of
-    `lines`."""
+    """Codes [lines, C] as tensor cores read them: C padded to a multiple of `along`, the distance of lines to one of 16, the
+    number of lines to one of `lines`."""
     below, right = -codes.shape[0] % lines, -codes.shape[1] % along
     if below or right:
         return F.pad(codes.view(torch.uint8), (0, right, 0, below)).view(codes.dtype)
@@ -392,7 +398,7 @@ def _padded(codes: Tensor, lines: int, along: int = ALIGNMENT) -> Tensor:
 
 
 def _padded_scales(scales: Scales, a: Tensor, b: Tensor) -> Scales:
-    """Scales for as many lines as the padded operands have; what is scaled by the new ones is 0."""
+    """Scales for the lines of the padded operands; what the new ones scale is 0."""
 
     def grown(scale: Tensor, mode: int, lines: int) -> Tensor:
         missing = lines - scale.shape[-1] if mode in (ROWWISE, BLOCK_1D) else 0
@@ -407,7 +413,8 @@ def _padded_scales(scales: Scales, a: Tensor, b: Tensor) -> Scales:
 
 
 def block_scales(scale_inv: Tensor, tile: bool) -> Tensor:
-    """Compact scales of 128x128 tiles, or of 1x128 blocks, as BLOCK_2D or BLOCK_1D wants them; a view where they lie so."""
+    """Compact scales of 128x128 tiles, or of 1x128 blocks, in the layout of BLOCK_2D or BLOCK_1D; a view if they are in it
+    already."""
     lines, across = scale_inv.shape
     if tile and scale_inv.stride() == (across + -across % 4, 1):
         return scale_inv

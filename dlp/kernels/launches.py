@@ -1,12 +1,12 @@
-"""Where kernels start: on torch's current stream, on a lane beside it, or in a recording, out of which `captured.py` makes
+"""Where kernels are launched: on torch's current stream, on a lane beside it, or into a recording, of which `captured.py` makes
 captured launches.
 
     current stream   ─ gemm ─ mark ─────── gemm ──────────── await ─ sum
                                └► await ─ copies ─ mark ──────┘
     lane             ─────────────────────────────────
 
-A recording takes down what is launched, with all arguments, and launches nothing. What no kernel of ours does, a collective of
-NCCL or a sum of torch, is a `call` between launches.
+A recording collects launches, with all their arguments, and launches nothing. What is no kernel of this package, such as a
+collective of NCCL or a sum by torch, is a `call` between launches.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _RECORDING: ContextVar[Launched | None] = ContextVar("dlp_recording", default=No
 
 
 class NotPlain(Exception):
-    """What is taken down does more than launch; the message says what."""
+    """A function that is recorded does more than launch; the message says what."""
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The current stream, for kernels on the current device. ValueError where `tensor` lies on another one."""
+    """The current stream, for kernels on the current device. ValueError for a tensor on another device."""
     device = tensor.get_device()
     if device != torch._C._cuda_getDevice():
         raise ValueError(
@@ -48,14 +48,14 @@ def stream_of(tensor: Tensor) -> int:
 
 
 def launch(kernel: str, on: Tensor, *arguments: Any) -> None:
-    """Start a kernel of csrc/bindings.cpp, by name, on the device of `on`."""
+    """Launch a kernel of csrc/bindings.cpp, by name, on the device of `on`."""
     stream = stream_of(on)
     if not _recorded(kernel, arguments, CURRENT):
         getattr(loader.load(), kernel)(*arguments, stream)
 
 
 def _recorded(kernel: str, arguments: tuple[Any, ...], lane: int) -> bool:
-    """Take a launch down, if launches are."""
+    """Record a launch, if a recording is active; returns whether."""
     recording = _RECORDING.get()
     if recording is not None:
         recording.append((kernel, arguments, lane))
@@ -63,54 +63,55 @@ def _recorded(kernel: str, arguments: tuple[Any, ...], lane: int) -> bool:
 
 
 class Lane:
-    """A stream beside the current one, whose small kernels go before those of others. `stream`: its handle."""
+    """A stream beside the current one, with high priority for its small kernels. `stream`: its handle."""
 
     def __init__(self, device: torch.device) -> None:
         self._kept = torch.cuda.Stream(device, priority=-1)
         self.stream, self._fork = self._kept.cuda_stream, new_event()
 
     def launch(self, kernel: str, *arguments: Any) -> None:
-        """Start a kernel here."""
+        """Launch a kernel on this lane."""
         if not _recorded(kernel, arguments, self.stream):
             getattr(loader.load(), kernel)(*arguments, self.stream)
 
     def follow(self, on: Tensor) -> None:
-        """What is launched here from now on comes after what the current stream, of the device of `on`, has been given."""
+        """Let what is launched on this lane from now on wait for what the current stream of the device of `on` has been
+        given."""
         launch(MARK, on, self._fork)
         self.launch(AWAIT, self._fork)
 
     def mark(self, event: int) -> None:
-        """A point here, which `await_mark` makes the current stream wait for."""
+        """Mark a point in this lane, for `await_mark`."""
         self.launch(MARK, event)
 
 
 def new_event() -> int:
-    """A point in a stream, to be marked and awaited, and marked again; it is never given back."""
+    """An event, which marks a point in a stream any number of times, and is never freed."""
     event: int = loader.load().new_event()
     return event
 
 
 def await_mark(event: int, on: Tensor) -> None:
-    """The current stream, of the device of `on`, waits for a mark."""
+    """Let the current stream of the device of `on` wait for a mark."""
     launch(AWAIT, on, event)
 
 
 def run_plan(plan: Any, addresses: tuple[int, ...], stream: int) -> None:
-    """Run a plan of `gemms`."""
+    """Run a GEMM plan of `gemms`."""
     if not _recorded(GEMM, (plan, *addresses), CURRENT):
         plan.run(*addresses, stream)
 
 
 class Call:
-    """Something that is started on tensors between launches, and awaited. `start`: tensors like these -> works, to be awaited.
-    `kinds`: shape, stride and dtype of each tensor."""
+    """A call between launches. start: tensors like those recorded -> works, which are awaited later; kinds: shape, stride and
+    dtype of each tensor."""
 
     def __init__(self, start: Callable[..., list[Any]], tensors: tuple[Tensor, ...]) -> None:
         self.start, self.kinds = start, [(tuple(each.shape), each.stride(), each.dtype) for each in tensors]
 
 
 class _Answer(NamedTuple):
-    """In a recording: the work of a call."""
+    """The work of a call in a recording."""
 
     arguments: tuple[Any, ...]
 
@@ -120,8 +121,8 @@ class _Answer(NamedTuple):
 
 
 def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
-    """`start(*tensors)`, the works of something that is no launch. What is recorded starts it with each of its own calls, on
-    tensors like these."""
+    """`start(*tensors)`, which returns works, of something that is no launch. Captured launches repeat it in each of their
+    calls, on tensors like these."""
     if _RECORDING.get() is None:
         return start(*tensors)
     arguments = (Call(start, tensors), *[each.data_ptr() for each in tensors])
@@ -130,7 +131,7 @@ def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
 
 
 def by_torch(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> Tensor:
-    """`compute(*tensors, out=out)`, an operation of torch -> out. What is recorded calls it between its launches."""
+    """`compute(*tensors, out=out)`, an operation of torch -> out; a call between launches, in a recording."""
     call(partial(_into, compute), out, *tensors)
     return out
 
@@ -142,7 +143,7 @@ def _into(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> list[An
 
 @contextmanager
 def recording() -> Iterator[Launched]:
-    """Inside, on this thread, launches are taken down."""
+    """A context in which launches of this thread are recorded."""
     launched: Launched = []
     token = _RECORDING.set(launched)
     try:
@@ -152,5 +153,5 @@ def recording() -> Iterator[Launched]:
 
 
 def is_recording() -> bool:
-    """Whether launches are taken down on this thread."""
+    """Whether launches of this thread are recorded."""
     return _RECORDING.get() is not None

@@ -1,18 +1,19 @@
-"""The kernel table: the one truth about which kernel runs what, on which device, and what a plan calls it.
+"""The kernel table: which kernel runs an operation on a device, and the name that plans print for it.
 
-    entry      a `KernelEntry`: one kernel of one operation, in plain data what it supports, and the functions that launch it
+    entry      a `KernelEntry`: one kernel of one operation: what it supports, as plain data, and the functions that launch it
     device     one of DEVICES: "cpu", "cuda" (a GPU on which this package's kernels cannot be built), "sm_90", "sm_100"
-    look-up    the entries of an operation on a device, the one registered last asked first; the first that supports a call runs
+    look-up    the entries of an operation on a device, the last registered first; the first that supports a call runs
 
-An operation is a function of `dlp.kernels.ops`. Its reference, in plain torch, is an entry on every device, which the decorator
-`operation` makes; `kernel` adds the others. GEMMs are one operation whose entries say which pairs of operands they multiply
-(`GemmEntry`): `gemm_kernels` finds those of a pair once, and what it binds runs without asking the table again.
+An operation is a function of `dlp.kernels.ops`. The decorator `operation` makes it from its reference, in plain torch, which is
+its entry on every device; `kernel` adds further entries. All GEMMs are one operation, whose entries (`GemmEntry`) say which
+pairs of operands they multiply; `gemm_kernels` looks those of a pair up once, and returns a launch that does not look into the
+table again.
 
-A kernel from outside is registered in the same way (`register`), for a stock operation or format or for one of its own:
+A kernel from outside is registered in the same way (`register`), for an operation or a format of dlp, or of a user:
 
     register(GemmEntry("int6 mm", int6_gemm, formats=(("int6", "int6"),), devices=("cpu",)))
 
-Nothing here knows a format: what operands are is a string and plain sizes (`OperandLayout`).
+The table knows no format: an operand is described by a string and sizes (`OperandLayout`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def device_kind(device_type: str) -> str:
-    """What a device is to kernels: one of DEVICES for "cuda", the current one, and "cpu"; other names stand for themselves."""
+    """The one of DEVICES for "cuda", the current one, or "cpu"; any other name is returned as it is."""
     if device_type != "cuda" or loader.missing():
         return device_type
     return _native(torch.cuda.get_device_capability())
@@ -51,7 +52,7 @@ def _native(capability: tuple[int, int]) -> str:
 
 
 class _Devices(dict[int, str]):
-    """Index of a device, -1 for the CPU -> one of DEVICES; asked of the driver once."""
+    """Index of a device, -1 for the CPU -> one of DEVICES; the driver is asked once."""
 
     def __missing__(self, index: int) -> str:
         if index < 0:
@@ -66,17 +67,17 @@ DEVICE_AT = _Devices()
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether the kernels of this package run where x lies."""
+    """Whether the kernels of this package run on the device of x."""
     return DEVICE_AT[x.get_device()] in NATIVE
 
 
 def device_of(x: Tensor) -> str:
-    """The one of DEVICES that x lies on."""
+    """The one of DEVICES that x is on."""
     return DEVICE_AT[x.get_device()]
 
 
 def kind_of(device: torch.device) -> str:
-    """The same of a device of torch."""
+    """The one of DEVICES of a torch device."""
     if device.type != "cuda":
         return DEVICE_AT[-1]
     return DEVICE_AT[torch.cuda.current_device() if device.index is None else device.index]
@@ -89,17 +90,16 @@ def kind_of(device: torch.device) -> str:
 class KernelEntry:
     """One kernel of one operation.
 
-    operation  the function of `dlp.kernels.ops`, by name
+    operation  the name of the function in `dlp.kernels.ops`
     name       as plans print it
-    run        launches it: takes what the operation takes
+    run        launches it; takes the operation's arguments
     devices    where it runs, of DEVICES
-    reads      the dtypes of the matrix [rows, cols] that its first argument must be; () for any tensor
-    takes      further asked, with the arguments of a call, whether it takes that; None for all
-    prepare    makes something to launch later, where there is something to prepare: of casts those of many matrices in one
-               launch, of GEMMs the launch for two layouts; None where there is not
-    lazy       it makes a `LazyMatrix` on its way
-    captured   all that it launches goes through `dlp.kernels.launches` or torch, so that it may be captured. A layer
-               whose kernels are not runs as it is written, function by function
+    reads      dtypes of the first argument, a matrix [rows, cols]; () for any tensor
+    takes      called with the arguments: whether it supports them; None: all
+    prepare    prepares a later launch: for casts one of many matrices, for GEMMs one for two layouts; None: it prepares nothing
+    lazy       it takes a `LazyMatrix`, whose elements it computes
+    captured   all its launches go through `dlp.kernels.launches` or torch, so that they may be captured; a direction of a layer
+               that runs another kernel is launched step by step
     """
 
     operation: str
@@ -114,9 +114,14 @@ class KernelEntry:
 
 
 class OperandLayout(Protocol):
-    """What the table is told of an operand of a GEMM. `gemm_kind`: what its parts are, by a name; `block`: the elements that
-    share a scale along (rows, contraction), 0 for all; `bf16_exact`: its decoded values are exact in bf16; `factors`: what is
-    left to multiply by values that are, a scale of the "tensor" or of each "row", "" nothing; None where there are none."""
+    """What the table knows of an operand of a GEMM.
+
+    gemm_kind    a name for the meaning of its parts
+    block        the elements that share a scale along (rows, contraction); 0: the whole dimension
+    bf16_exact   decoded values are exact in bf16
+    factors      decoded values are values exact in bf16 times a scale of the "tensor" or of each "row", or "", no scale; None:
+                 they are not
+    """
 
     @property
     def gemm_kind(self) -> str: ...
@@ -129,10 +134,16 @@ class OperandLayout(Protocol):
 
 
 class GemmLaunchOptions(NamedTuple):
-    """How a GEMM runs. `fast_accumulation`: FP8 products are summed in the tensor core only; of others it says nothing.
-    `tuned`: by the measured choice, if there is one. `allow_reference`: by the plain-torch reference on a GPU, where nothing
-    else can. `sms`: on so many multiprocessors, 0 for all. `out`: the result may be written there. `alpha`: the sums are
-    multiplied by it. `rounds`: a product may be rounded to bf16 before it is added to a bf16 accumulator."""
+    """How a GEMM runs.
+
+    fast_accumulation   FP8 products are summed inside the tensor core only; without effect on other operands
+    tuned               by the measured algorithm, if there is one
+    allow_reference     by the plain-torch reference on a GPU, if nothing else supports it
+    sms                 on this many multiprocessors; 0: all
+    out                 where the result may be written
+    alpha               multiplies the sums
+    rounds              the product may be rounded to bf16 before it is added to a bf16 accumulator
+    """
 
     fast_accumulation: bool = False
     tuned: bool = True
@@ -147,8 +158,8 @@ DEFAULT_OPTIONS = GemmLaunchOptions()
 
 
 class Arriving(NamedTuple):
-    """Rows of A that other ranks send while a GEMM runs, as many of each rank: what csrc/kernels.h calls `ArrivingRows`, and
-    whose wait it is (`Waiting`)."""
+    """Rows of A that other ranks send while a GEMM runs, as many from each rank: `ArrivingRows` of csrc/kernels.h, and who is
+    awaited (`Waiting`)."""
 
     rows: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -158,8 +169,8 @@ WhileArriving = Callable[[Arriving], Tensor]  # runs a GEMM on them
 
 
 class GemmLaunch(Protocol):
-    """D = A @ B.T, the contraction last in both operands, whose parts are `a` and `b`: in `out_dtype`, plus bias [cols], which
-    is added in fp32; or added to `accumulate` [rows, cols], which is returned."""
+    """D = A @ B.T, contraction last, of the parts `a` and `b` of two operands: D in `out_dtype`, plus bias [cols], which is
+    added in fp32; or added to `accumulate` [rows, cols], which is returned."""
 
     def __call__(
         self, a: Sequence[Tensor], b: Sequence[Tensor], out_dtype: torch.dtype, bias: Tensor | None,
@@ -169,18 +180,18 @@ class GemmLaunch(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GemmEntry(KernelEntry):
-    """A kernel of the operation "gemm"; `run` is a `GemmLaunch`, or `prepare(a, b)` makes one for two `OperandLayout`s, where
-    it depends on them. `takes` is asked with the arguments of a launch.
+    """A kernel of the operation "gemm". `run` is a `GemmLaunch`; where that depends on the layouts, `prepare(a, b)` makes one
+    for two `OperandLayout`s. `takes` is called with the arguments of a launch.
 
     formats    the pairs of `gemm_kind` of A and B that it multiplies; () for any pair that no other entry names
-    layouts    further asked, with the layouts of such a pair, whether it multiplies that; None for all
-    status     "native" by a unit that the device has for the formats, "emulated" on decoded values or by plain torch,
-               "own" where somebody brought it
-    when       what `takes` asks for, in a word: it stands beside the name
-    arriving   makes what runs it while rows of A arrive: takes the layouts, the rows of each rank and the arguments of a
-               launch, for A as it will be; it returns None for rows that it does not wait for. None where it waits for none
-    cublaslt   what cuBLASLt multiplies inside it, for `dlp.kernels.tune`: "values", "codes" with their scales, "sums" of
-               codes without scales in fp32, or "tiles", codes and scales of a block-scaled unit; "" for nothing
+    layouts    called with the layouts of such a pair: whether it multiplies them; None: all
+    status     "native": by the device's own unit for the formats; "emulated": on decoded values or by plain torch; "own": from
+               outside of dlp
+    when       what `takes` requires, in a word, printed with the name
+    arriving   makes a launch that runs while rows of A arrive, from the layouts, the rows of each rank and the arguments of a
+               launch, for the complete A; returns None for rows that it cannot wait for. None: it needs all rows before
+    cublaslt   what cuBLASLt multiplies in it, for `dlp.kernels.tune`: "values", "codes" with their scales, "sums" of codes
+               without scales in fp32, or "tiles", codes and scales of a block-scaled unit; "" for nothing
     """
 
     operation: str = field(default=GEMM, init=False)
@@ -193,12 +204,12 @@ class GemmEntry(KernelEntry):
     cublaslt: str = ""
 
     def supports(self, a: OperandLayout, b: OperandLayout) -> bool:
-        """Whether it multiplies such a pair, on its devices."""
+        """Whether it multiplies a pair of these layouts, on its devices."""
         named = not self.formats or (a.gemm_kind, b.gemm_kind) in self.formats
         return named and (self.layouts is None or self.layouts(a, b))
 
     def launch(self, a: OperandLayout, b: OperandLayout) -> GemmLaunch:
-        """What runs it on operands of these layouts."""
+        """The launch for operands of these layouts."""
         run = self.run if self.prepare is None else self.prepare(a, b)
         return run if self.captured else _never_recorded(self.name, run)
 
@@ -211,17 +222,17 @@ _REMEMBERED: list[Callable[[], None]] = []  # what forgets answers that were rea
 
 
 def remembered(function: Function) -> Function:
-    """`functools.cache` of a function that reads the table: a registration forgets its answers."""
+    """`functools.cache` of a function that reads the table; a registration clears it."""
     cached = functools.cache(function)
     _REMEMBERED.append(cached.cache_clear)
     return cached  # type: ignore[return-value]
 
 
 def register(entry: KernelEntry) -> KernelEntry:
-    """Puts a kernel in front of those that are there; register before layers run, since what they have captured stays.
+    """Register a kernel, before those that are there. Register before layers run, since captured launches stay.
 
-    Raises ValueError for devices that there are not, for a name with a comma, and where its operation has a kernel of this
-    name on one of its devices that takes the same pairs.
+    Raises ValueError for unknown devices, for a name with a comma, and where the operation has a kernel of this name on one of
+    its devices for the same pairs.
     """
     _check(entry)
     if not entry.captured and not isinstance(entry, GemmEntry):
@@ -233,7 +244,7 @@ def register(entry: KernelEntry) -> KernelEntry:
 
 @contextmanager
 def registered(entry: KernelEntry) -> Iterator[None]:
-    """Inside, the kernel is registered."""
+    """A context in which the kernel is registered."""
     entry = register(entry)
     try:
         yield
@@ -260,7 +271,7 @@ def _pairs(entry: KernelEntry) -> set[tuple[str, str]]:
 
 
 def _never_recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that cannot be captured, since it launches by itself."""
+    """The kernel, but raising `NotPlain` inside a recording, since its launches cannot be captured."""
 
     @functools.wraps(run)
     def outside(*arguments: Any, **options: Any) -> Any:
@@ -283,8 +294,8 @@ def _changed(operation: str) -> None:
 
 
 def operation(reference: Function) -> Function:
-    """Makes a function, in plain torch, the reference of the operation of its name, and returns the operation: what runs the
-    first entry that takes a call. Its first argument lies where that is looked up. ValueError for a name that is taken."""
+    """Make a function, in plain torch, the reference of the operation of its name. Returns the operation, which runs the first
+    entry that supports its arguments, on the device of its first argument. ValueError for a name that is taken."""
     name = reference.__name__
     entry = KernelEntry(operation=name, name=REFERENCE, run=reference, captured=True)
     _check(entry)
@@ -305,7 +316,7 @@ def operation(reference: Function) -> Function:
 
 
 def kernel(operation: str, **what: Any) -> Callable[[Function], Function]:
-    """Decorates a kernel of this package: an entry, on GPUs for which it is compiled."""
+    """Decorates a kernel of this package: registers it on the GPUs for which the package is compiled."""
 
     def enter(run: Function) -> Function:
         settings: dict[str, Any] = {"name": "kernel", "devices": NATIVE, "captured": True} | what
@@ -316,7 +327,7 @@ def kernel(operation: str, **what: Any) -> Callable[[Function], Function]:
 
 
 def choose(operation: str, x: Any, *arguments: Any, **options: Any) -> KernelEntry:
-    """The entry that runs an operation called with these arguments."""
+    """The entry that runs an operation with these arguments."""
     for entry in _ON[operation][DEVICE_AT[x.get_device()]]:
         if entry.reads and (x.dtype not in entry.reads or x.dim() != 2):
             continue
@@ -326,7 +337,7 @@ def choose(operation: str, x: Any, *arguments: Any, **options: Any) -> KernelEnt
 
 
 def preparing(operation: str, x: Any, *arguments: Any, **options: Any) -> Callable[..., Any]:
-    """The `prepare` of that entry. ValueError where it has none."""
+    """The `prepare` of the entry that `choose` returns. ValueError where it has none."""
     entry = choose(operation, x, *arguments, **options)
     if entry.prepare is None:
         raise ValueError(
@@ -336,13 +347,13 @@ def preparing(operation: str, x: Any, *arguments: Any, **options: Any) -> Callab
 
 
 def entries(operation: str, device: str) -> tuple[KernelEntry, ...]:
-    """The kernels of an operation on one of DEVICES, in the order in which they are asked; none of one that there is not."""
+    """The kernels of an operation on one of DEVICES, in the order of look-up; empty for an unknown operation."""
     return _ON.get(operation, {}).get(device, ())
 
 
 def cast_kernel(operation: str, device_type: str) -> str:
-    """What runs a cast on a device, "cpu" or "cuda", as plans print it: the name of its kernel for matrices in bf16 or fp32,
-    or "reference", with what is missing where kernels cannot be built. On CUDA this builds them, once a machine."""
+    """What runs a cast on a device type, "cpu" or "cuda", as plans print it: the name of its kernel for matrices in bf16 or
+    fp32, or "reference", with what is missing where kernels cannot be built. On CUDA this builds them, once a machine."""
     missing = loader.missing() if device_type == "cuda" else ""
     found = entries(operation, device_kind(device_type))
     name = found[0].name if found else REFERENCE
@@ -354,8 +365,8 @@ def cast_kernel(operation: str, device_type: str) -> str:
 
 @dataclass(frozen=True)
 class GemmKernels:
-    """What multiplies a pair of operands on a device: entries in the order in which they are asked, the last of which takes
-    whatever the others do not."""
+    """The entries that multiply a pair of operands on a device, in the order of look-up; the last supports all problems that
+    the others do not."""
 
     entries: tuple[GemmEntry, ...]
 
@@ -365,12 +376,12 @@ class GemmKernels:
 
     @property
     def kernel(self) -> str:
-        """The printed name: the last entry's, and when others run."""
+        """The printed name: that of the last entry, and when others run instead."""
         others = [f"{entry.when}: {entry.name}" for entry in self.entries[:-1]]
         return ", ".join([self.entries[-1].name, *others])
 
     def bind(self, a: OperandLayout, b: OperandLayout) -> GemmLaunch:
-        """What multiplies operands of these layouts."""
+        """The launch for operands of these layouts: the first entry that takes a problem."""
         *some, (_, otherwise) = ((each.takes, each.launch(a, b)) for each in self.entries)
         if not some:
             return otherwise
@@ -385,8 +396,8 @@ class GemmKernels:
 
 
 def gemm_kernels(a: OperandLayout, b: OperandLayout, device: str) -> GemmKernels:
-    """What multiplies operands of these layouts on one of DEVICES: the entries that name the pair, then those for any, down to
-    the first that takes every problem. ValueError where nothing does."""
+    """The kernels that multiply operands of these layouts on one of DEVICES: entries that name the pair, then those for any
+    pair, down to the first that takes every problem. ValueError where none does."""
     found = [each for each in entries(GEMM, device) if isinstance(each, GemmEntry) and each.supports(a, b)]
     found.sort(key=lambda entry: not entry.formats)
     for count, entry in enumerate(found, 1):

@@ -25,8 +25,9 @@ ROLES = ("linear_input", "linear_weight", "linear_grad_output", "linear_output",
 
 @dataclass(frozen=True)
 class CustomRecipe:
-    """A recipe a layer, from what `qfactory` answers for linear_input, linear_weight, linear_grad_output, and for
-    linear_output and linear_grad_input, whose rounding is applied to y and dx. Options as in `Recipe`."""
+    """A recipe that a function chooses for each layer. `qfactory(role)`, or `qfactory(role, layer)`, returns the quantizer of
+    linear_input, linear_weight and linear_grad_output, and of linear_output and linear_grad_input, whose rounding is applied to
+    y and dx. Options as in `Recipe`."""
 
     qfactory: Callable[..., Any]
     name: str = "custom"
@@ -37,8 +38,7 @@ class CustomRecipe:
     reduce_amax: bool = True
 
     def for_layer(self, layer: str) -> Recipe:
-        """The recipe of one layer. Raises ValueError for an answer that is no quantizer, and for two that must not meet
-        in a GEMM."""
+        """The recipe of one layer. ValueError for an answer that is no quantizer, and for two that no GEMM may combine."""
         x, w, dy, y, dx = (self._ask(role, layer) for role in ROLES)
         return Recipe(
             self.name, _operand(x), _operand(w), _operand(dy), self.fprop, self.dgrad, self.wgrad, self.amax_scope,
@@ -66,7 +66,8 @@ def _operand(answer: Any) -> Operand:
 
 
 def _takes_layer(qfactory: Callable[..., Any]) -> bool:
-    """There is a second positional parameter that must be given, or is called layer or layer_name."""
+    """Whether `qfactory` takes the layer: it has a second positional parameter that has no default, or is called layer or
+    layer_name."""
     _, *others = inspect.signature(qfactory).parameters.values()
     positional = [p for p in others if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return any(p.default is p.empty or p.name in ("layer", "layer_name") for p in positional[:1])

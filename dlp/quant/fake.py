@@ -21,7 +21,8 @@ from dlp.quant.tensor import Format, HighPrecision, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Decoded(HighPrecision):
-    """`values` of `inner`, in the dtype of their source, which they are not; where `clips`, bool `clipped` of their shape."""
+    """Values of x after a cast to the format `inner` and back, in the dtype of x; with `clips` also `clipped`, bool of their
+    shape."""
 
     inner: Format
     clips: bool = False
@@ -51,9 +52,9 @@ _format = cache(Decoded)  # one of its kind
 
 @dataclass(frozen=True)
 class FakeQuantized(Wrapped):
-    """Casts to `inner`, then back to the dtype of x. Its casts along both dimensions are one: use it for both orientations.
+    """Casts to `inner`, then back to the dtype of x. Both orientations of an operand have the same values: use it for both.
 
-    Rows that end in a part of a block are cast with zeros behind. Raises ValueError for a quantizer that scales by history, and
+    Rows that end in a partial block are cast with zeros appended. Raises ValueError for a quantizer with delayed scales, and
     for one whose values are rotated.
     """
 
@@ -87,12 +88,13 @@ class FakeQuantized(Wrapped):
 
 
 def is_fake(recipe: Recipe) -> bool:
-    """Whether something in it is fake-quantized."""
+    """Whether any operand of a recipe is fake-quantized."""
     return any(isinstance(quantizer, FakeQuantized) for quantizer in recipe.quantizers())
 
 
 def deployed(recipe: Recipe) -> Recipe:
-    """The recipe that a fake-quantized one stands for, forward: codes where it has their values. Another is itself."""
+    """The recipe whose forward a fake-quantized one imitates: codes in the place of decoded values. Any other recipe is
+    returned as it is."""
 
     def codes(quantizer: Quantizer) -> Quantizer:
         return quantizer.inner if isinstance(quantizer, FakeQuantized) else quantizer

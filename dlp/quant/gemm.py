@@ -1,12 +1,13 @@
-"""A GEMM as a value, and what the table of kernels says of its formats.
+"""A GEMM as a value, and the kernel that the table gives for its formats.
 
-`Gemm` holds everything but the token operand, so that a scheduler may run it once, or chunk by chunk over the rows of
-A. D = A @ B.T with the contraction last in both operands.
+    D [rows, N] = alpha A [rows, C] @ B [N, C].T (+ bias, + accumulate)       contraction last in both operands
 
-The kernel is looked up by the kinds of the two formats in `dlp.kernels.table`, once for each pair and device. A format that
-brings its own `gemm` runs that; a pair that no entry names decodes both operands. Support says what a device does: "native"
-uses its unit for the format, "emulated" multiplies decoded values or runs the plain-torch reference, "own" runs a GEMM from
-outside. The device "cuda" is a GPU on which this package's kernels cannot be built, so that GEMMs run torch's.
+A `Gemm` holds everything but A, the token operand, so that a strategy may run it once, or chunk by chunk over rows of A.
+
+The kernel is looked up in `dlp.kernels.table` by the kinds of the two formats, once for each pair and device. A format that has
+its own `gemm` runs that; a pair without an entry decodes both operands. Support: "native" uses the device's own unit for the
+format, "emulated" multiplies decoded values or runs the plain-torch reference, "own" runs the GEMM of a user's format. The
+device "cuda" is a GPU on which this package's kernels cannot be built, so that GEMMs run torch's.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GemmOptions:
-    """Options of one GEMM. `fast_accumulation`: FP8 products are summed inside the tensor core only (faster, ~14 bits).
-    `out_dtype`: of its result, None for the dtype its caller works in. `wire`: what its contributions are carried as where
-    its result is summed over ranks. `tuned`: the algorithm is the one measured to be the fastest, where
-    `dlp.kernels.tune` has measured. `allow_reference`: the plain-torch reference may multiply on a GPU."""
+    """The options of a recipe for one GEMM.
+
+    fast_accumulation   FP8 products are summed inside the tensor core only: faster, about 14 bits
+    out_dtype           of the result; None: the dtype that the caller works in
+    wire                what contributions are carried as where the result is summed over ranks (`dlp.parallel.transfer`)
+    tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, where it has measured
+    allow_reference     the plain-torch reference may run on a GPU
+    """
 
     fast_accumulation: bool = False
     out_dtype: torch.dtype | None = None
@@ -58,9 +63,17 @@ class GemmOptions:
 
 @dataclass(frozen=True)
 class Gemm:
-    """D = alpha A @ B.T, waiting for A [rows, C]. `accumulate`: add into this fp32 or bf16 tensor and return it; `out`: write
-    to this one, of `out_dtype`, and return it. `sms`: run on so many multiprocessors of a GPU, so that a collective can have
-    the others; 0 for all. `rounds`: a product may be rounded to bf16 before it is added to a bf16 accumulator."""
+    """D = alpha A @ B.T, called with A [rows, C].
+
+    which        fprop, dgrad or wgrad
+    b            the operand B
+    out_dtype    of D
+    bias         added to each row of D
+    accumulate   an fp32 or bf16 tensor that D is added to, and which is then returned
+    out          a tensor of `out_dtype` that D is written to, and which is then returned
+    sms          run on this many multiprocessors, so that a collective has the others; 0: on all
+    rounds       the product may be rounded to bf16 before it is added to a bf16 accumulator
+    """
 
     which: str
     b: QuantizedTensor
@@ -82,7 +95,7 @@ class Gemm:
 
 @table.remembered
 def _multiply(a: Format, b: Format, device: str) -> Callable[[Gemm, QuantizedTensor], Tensor]:
-    """What multiplies operands of these formats on a device."""
+    """The function that multiplies operands of these formats on a device, cached."""
     own = own_gemm(a, b)
     if own is not None:
         return partial(_own, own, _takes_options(own))
@@ -94,7 +107,7 @@ def _launch(launch: GemmLaunch, gemm: Gemm, a: QuantizedTensor) -> Tensor:
 
 
 def _problem(gemm: Gemm, a: QuantizedTensor) -> tuple[Any, ...]:
-    """The arguments of a launch."""
+    """The arguments of a `GemmLaunch`."""
     options = gemm.options
     how = GemmLaunchOptions(
         options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms, gemm.out, gemm.alpha, gemm.rounds
@@ -103,8 +116,8 @@ def _problem(gemm: Gemm, a: QuantizedTensor) -> tuple[Any, ...]:
 
 
 def while_arriving(gemm: Gemm, a: QuantizedTensor, rows: int) -> WhileArriving | None:
-    """What runs a GEMM while rows of A arrive, `rows` of each rank, with the bits of `gemm(a)`; None where the kernel that runs
-    it wants them to be here. Its result lies where `gemm` says, or in a tensor of its own."""
+    """A launch that runs the GEMM while rows of A arrive, `rows` of each rank, with the bits of `gemm(a)`; None where the
+    kernel of this GEMM needs all rows before. The result is where `gemm` says, or in a new tensor."""
     if own_gemm(a.format, gemm.b.format) is not None:
         return None
     problem = _problem(gemm, a)
@@ -116,7 +129,8 @@ def while_arriving(gemm: Gemm, a: QuantizedTensor, rows: int) -> WhileArriving |
 
 
 def awaited_inside(a: Format, device: str) -> GemmEntry | None:
-    """The kernel on one of DEVICES that may run while rows of operands of this format arrive, if there is one."""
+    """The kernel on this device, one of DEVICES, that may run while rows of an operand of this format arrive; None: there is
+    none."""
     found = (each for each in table.entries(table.GEMM, device) if isinstance(each, GemmEntry) and each.arriving)
     return next((each for each in found if a.gemm_kind in {left for left, _ in each.formats}), None)
 
@@ -138,20 +152,20 @@ def _own(own: Callable[..., Tensor], takes_options: bool, gemm: Gemm, a: Quantiz
 
 
 def factor(*formats: Any) -> bool:
-    """Whether decoded operands of these formats are multiplied as values that bf16 holds, but for a scale that sums may be
-    multiplied by afterwards; those in high precision as they are."""
+    """Whether operands of these formats decode to values that are exact in bf16, times a scale that the sums may be multiplied
+    by afterwards. Operands in high precision are multiplied as they are."""
     return all(fmt.gemm_kind == "hp" or fmt.factors is not None for fmt in formats)
 
 
 def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
-    """What operands, each a format and the dtype of its payload, are multiplied in once they are decoded: in bf16, where they
-    `factor` and none is wider."""
+    """The dtype in which operands are multiplied after decoding; each is a format and the dtype of its payload: bf16 if all
+    `factor` and none is wider, else fp32."""
     narrow = all(not fmt.keeps_source or payload == torch.bfloat16 for fmt, payload in operands)
     return torch.bfloat16 if narrow and factor(*[fmt for fmt, _ in operands]) else torch.float32
 
 
 def _decode(a: Format, b: Format) -> GemmLaunch:
-    """Multiplies operands of any two formats, decoded to fp32."""
+    """A launch that decodes both operands to fp32 and multiplies those."""
 
     def launch(
         a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], out_dtype: torch.dtype, bias: Tensor | None,
@@ -164,7 +178,7 @@ def _decode(a: Format, b: Format) -> GemmLaunch:
 
 
 def _decode_factored(multiply: GemmLaunch, a: Format, b: Format) -> GemmLaunch:
-    """Multiplies operands of two formats that `factor`."""
+    """A launch that decodes two operands whose formats `factor` to bf16, and multiplies by `multiply`."""
 
     def launch(a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], *problem: Any) -> Tensor:
         (left, a_scale), (right, b_scale) = a.factored(a.wrap(a_parts)), b.factored(b.wrap(b_parts))
@@ -194,28 +208,30 @@ _enter_decoding()
 
 
 def own_gemm(a: Format, b: Format) -> Callable[..., Tensor] | None:
-    """The `gemm` that one of the formats brings, A's before B's; None where neither does, or where one operand is in high
-    precision: the other one is decoded then."""
+    """The `gemm` that one of the formats has, A's before B's. None where neither has one, or where one operand is in high
+    precision, so that the other one is decoded."""
     if a.keeps_source or b.keeps_source:
         return None
     return getattr(a, "gemm", None) or getattr(b, "gemm", None)
 
 
 def support(a: Format, b: Format, device: str) -> GemmKernels:
-    """What `device`, one of DEVICES, does with operands of these formats: `status` native, emulated or own, and the `kernel`'s
-    name."""
+    """The kernels for operands of these formats on `device`, one of DEVICES; `status` says native, emulated or own, `kernel`
+    the name."""
     if own_gemm(a, b) is None:
         return table.gemm_kernels(a, b, device)
     return GemmKernels((GemmEntry(name=f"{type(a if hasattr(a, 'gemm') else b).__name__}.gemm"),))
 
 
 def kernel_name(a: Format, b: Format, device_type: str) -> str:
-    """The kernel that multiplies operands of these formats on this device ("cpu", "cuda"), as plans print it."""
+    """The name, as plans print it, of the kernel that multiplies operands of these formats on this device type ("cpu",
+    "cuda")."""
     return support(a, b, device_kind(device_type)).kernel
 
 
 def check_kernel(which: str, a: Format, b: Format, device_type: str, options: GemmOptions) -> None:
-    """ValueError, naming GEMM `which`, where the plain-torch reference would multiply on a GPU and may not."""
+    """ValueError, naming GEMM `which`, where only the plain-torch reference could multiply on a GPU and the options do not
+    allow it."""
     if device_type != "cpu" and not options.allow_reference and kernel_name(a, b, device_type) == REFERENCE:
         raise ValueError(
             f"{which}: {device_kind(device_type)} has no kernel for {a.name} x {b.name}, and the plain-torch reference is "
@@ -224,7 +240,7 @@ def check_kernel(which: str, a: Format, b: Format, device_type: str, options: Ge
 
 
 def check_pair(which: str, a: Format, b: Format) -> None:
-    """ValueError, naming GEMM `which`, for two formats that must not meet in one."""
+    """ValueError, naming GEMM `which`, for two formats that no GEMM may combine."""
     if a.basis != b.basis:
         raise ValueError(
             f"{which}: one operand is transformed along the contraction ({a.name} x {b.name}) and the other is not, or with "

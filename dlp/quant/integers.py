@@ -22,11 +22,13 @@ from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Int(Format):
-    """Codes [rows, contraction / (8 // bits)], fp32 `scale_inv` [rows], or [rows, contraction / group], and where it is not
-    symmetric an int8 `zero_point` of the same shape: values are (code - zero_point) * scale_inv.
+    """Codes [rows, contraction / (8 // bits)], fp32 `scale_inv` [rows] or [rows, contraction / group], and, if not symmetric,
+    an int8 `zero_point` of the same shape. Values are (code - zero_point) * scale_inv.
 
-    Of 5 bits and more a code is a byte, int8; below, bytes hold several, each counted from the least code. group: 0 for the
-    whole row. Raises ValueError for bits outside of 2..8, and for a negative group.
+    bits    2 to 8. From 5 on a code is a byte, int8; below, a byte holds several codes, stored minus the least one
+    group   elements that share a scale along the contraction; 0: the whole row
+
+    Raises ValueError for other bits, and for a negative group.
     """
 
     bits: int = 8
@@ -81,7 +83,7 @@ class Int(Format):
 
     @cached_property
     def codes(self) -> tuple[int, int]:
-        """The least and the largest."""
+        """The least and the largest code."""
         return affine.code_range(self.bits)
 
     @cached_property
@@ -109,7 +111,7 @@ class Int(Format):
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """int8 codes [rows, C] -> as they are stored: uint8 [rows, C / (8 // bits)], of 5 bits and more themselves."""
+    """int8 codes [rows, C] -> stored codes: uint8 [rows, C / (8 // bits)]; with 5 bits or more the codes themselves."""
     each = 8 // bits
     if each == 1:
         return codes
@@ -134,12 +136,15 @@ _format = cache(Int)  # one of its kind
 
 @dataclass(frozen=True)
 class IntScaling:
-    """Scales from what is at hand: of whole rows observed, agreed, then used; of groups their own.
+    """Current scaling: of whole rows with agreed amaxes, of groups without agreement.
 
-    symmetric: by the largest magnitude, with 0 in the middle; else from the least to the largest value, with a zero point, and
-    [max, -min] are observed, fp32 [2, rows]. narrow: without the least code, so that x and -x have opposite codes; else the
-    magnitude is that of half a code beyond the largest, as torchao has it. epsilon: the least scale_inv, 0 for the smallest
-    normal number. Raises ValueError where narrow is asked for with zero points, and for what `Int` refuses.
+    symmetric   scale by the largest magnitude, with 0 in the middle of the codes; else from the least to the largest value,
+                with a zero point, for which [max, -min] are observed, fp32 [2, rows]
+    narrow      leave the least code out, so that x and -x have opposite codes; else the largest magnitude stands half a code
+                beyond the largest code, as in torchao
+    epsilon     the least scale_inv; 0: the smallest normal number
+
+    Raises ValueError for narrow without symmetric, and for what `Int` refuses.
     """
 
     bits: int = 8
@@ -164,7 +169,7 @@ class IntScaling:
 
     @cached_property
     def codes(self) -> tuple[int, int]:
-        """The least and the largest that are made."""
+        """The least and the largest code that casts make."""
         first, last = self.format.codes
         return first + self.narrow, last
 

@@ -28,14 +28,14 @@ Amaxes = tuple[Tensor | None, Tensor | None]  # one tensor may serve both
 
 @dataclass(frozen=True)
 class ScaleSlot:
-    """Delayed scaling's state for one tensor: views into the model's slot table. `scale` fp32 [], the multiplier left
-    by the last update; `staging` fp32 [], the running max of |x| since then, maxed in the cast's own read."""
+    """The delayed scale of one tensor, as views of the model's table. scale: fp32 [], the multiplier that the last update set;
+    staging: fp32 [], max |x| of all casts since then, which a cast updates in the same read."""
 
     scale: Tensor
     staging: Tensor
 
     def record(self, x: Tensor) -> None:
-        """max |x| enters staging."""
+        """Update staging by max |x|."""
         self.staging.copy_(torch.maximum(self.staging, ops.amax(x)))
 
 
@@ -71,9 +71,14 @@ class SlotOptions:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a shard lies in the unsharded matrix [rows, columns], for stochastic rounding: its first row and column,
-    and what keys the random bits: seed, tensor id, direction (0 rowwise, 1 columnwise) and an int64 device counter []
-    that advances once per microbatch. `rows` counts the tokens of all data-parallel ranks, where rows are tokens."""
+    """Where a shard lies in the unsharded matrix, for the random bits of stochastic rounding.
+
+    row, column     of the shard's first element in the unsharded matrix
+    rows, columns   of the unsharded matrix; where rows are tokens, those of all data-parallel ranks
+    seed            with tensor_id and counter the key of the random bits
+    counter         int64 [] on the device, which advances once per microbatch
+    direction       0 rowwise, 1 columnwise
+    """
 
     row: int
     column: int
@@ -85,7 +90,7 @@ class Origin:
     direction: int = 0
 
     def t(self) -> Origin:
-        """The origin of the transposed shard, whose random bits are others."""
+        """The origin of the transposed shard, which has other random bits."""
         return replace(
             self, row=self.column, column=self.row, rows=self.columns, columns=self.rows, direction=1 - self.direction
         )
@@ -93,25 +98,25 @@ class Origin:
 
 @dataclass(frozen=True)
 class QuantizerCaps:
-    """What a quantizer offers or needs beside `observe` and `cast`. It declares that by a class attribute or a property
-    `caps`; one that declares nothing has none of it. `check_caps` refuses what is declared and not there.
+    """What a quantizer offers or needs besides `observe` and `cast`. It declares that by a class attribute or property `caps`;
+    without one it has none of it. `check_caps` raises where a declared method or argument is missing.
 
-    one_read       methods `both` and `observe_both`: the operands of x and of x.t() from one read, see `OneRead`, for a
-                   columnwise quantizer that is equal to it
-    one_read_with  further columnwise quantizers that they take
+    one_read       methods `both` and `observe_both`: the operands of x and of x.t() from one read (`OneRead`), for a columnwise
+                   quantizer that is equal to it
+    one_read_with  further columnwise quantizers that these methods take
     gate_grads     methods `observe_grads` and `both_grads`: the operands of both gradients of a gate (`ops.GatedGrads`) and of
                    their transposes from one read, for a columnwise quantizer that is equal to it
-    one_launch     a method `batch(xs, outs, slots, flags)`: prepares `cast`, or `both`, of matrices that
-                   `ops.has_batches`, into operands that exist, (of x, of x.t()), None where one is not wanted
-    slot           its casts take `slot`: delayed scaling, by these options
-    origin         its casts take `at`: its rounding depends on where a shard lies
-    flag           its casts take `flag`, fp32 [], and turn it into NaN where a value of x is not finite
+    one_launch     a method `batch(xs, outs, slots, flags)`: prepares launches of `cast`, or `both`, for matrices that
+                   `ops.has_batches`, into existing operands (of x, of x.t()), None for one that is not wanted
+    slot           its casts take `slot`: delayed scaling, with these options
+    origin         its casts take `at`: stochastic rounding
+    flag           its casts take `flag`, fp32 [], and set it to NaN where a value of x is not finite
     values         a method `values(x)`: what is quantized, where that is not x itself
-    op             the cast of `dlp.kernels.ops` that it runs, by name, for plans to say whether that has a kernel; else ""
+    op             the name of the cast in `dlp.kernels.ops` that it runs, by which plans say whether that has a kernel; else ""
     pure           its methods only run ops of `dlp.kernels.ops` and depend on nothing but their arguments, so that their
-                   launches may be captured and launched again
-    lazy           they take an `ops.LazyMatrix` for x, a matrix that a cast makes on its way
-    clips          a method `clipped(x, amax)`: where a cast of x leaves the codes, bool like x; training on decoded values
+                   launches may be captured and replayed
+    lazy           its methods take an `ops.LazyMatrix` for x, whose elements the cast computes
+    clips          a method `clipped(x, amax)`: where a cast of x clips, bool of x's shape; training on decoded values
                    (`dlp.quant.fake`) passes no gradient there
     """
 
@@ -129,7 +134,7 @@ class QuantizerCaps:
     clips: bool = False
 
     def of_casts(self) -> QuantizerCaps:
-        """What is left where something is done around each cast: what the casts take and are."""
+        """The caps of a quantizer that wraps this one's casts: those that speak of `cast` alone."""
         return QuantizerCaps(slot=self.slot, origin=self.origin, flag=self.flag, values=self.values, op=self.op)
 
 
@@ -146,11 +151,11 @@ _PLAIN = QuantizerCaps()
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """Makes QuantizedTensors of one format; a frozen dataclass, so equal settings compare equal.
+    """Makes QuantizedTensors of one format. A frozen dataclass, so that equal settings compare equal.
 
-    `reduces` holds the dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale
-    a row, (0, 1) for one scale a tensor. Ranks that cut such a dimension must agree. What else it can do it declares as
-    `caps`, see `QuantizerCaps`.
+    `reduces` lists the dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale a row,
+    (0, 1) for one scale a tensor. Ranks that cut such a dimension must agree. What else it can do it declares as `caps`, see
+    `QuantizerCaps`.
     """
 
     @property
@@ -160,35 +165,36 @@ class Quantizer(Protocol):
     def reduces(self) -> tuple[int, ...]: ...
 
     def observe(self, x: Tensor) -> Tensor | None:
-        """What ranks must agree on (by MAX) before the cast of x [rows, contraction], fp32; None: nothing."""
+        """The amaxes, fp32, that ranks must agree on (by MAX) before the cast of x [rows, contraction]; None: there are
+        none."""
         ...
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
         at: Origin | None = None,
     ) -> QuantizedTensor:  # fmt: skip
-        """x [rows, contraction] -> quantized, with the agreed amax, into `out` when given."""
+        """x [rows, contraction] -> quantized by the agreed amax, into `out` if that is given."""
         ...
 
 
 def parts_of(out: QuantizedTensor | None) -> ops.Parts | None:
-    """Where a cast is to be written, if that is given."""
+    """The parts of an operand's storage; None: the cast allocates."""
     return None if out is None else out.parts
 
 
 def parts_of_both(outs: Operands | None) -> ops.Outs:
-    """The same for both orientations."""
+    """`parts_of` for both orientations."""
     return None if outs is None else (outs[0].parts, outs[1].parts)
 
 
 def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
-    """The same for each matrix of a batch."""
+    """`parts_of` for each matrix of a batch."""
     return [(parts_of(row), parts_of(col)) for row, col in outs]
 
 
 def caps_of(quantizer: Quantizer) -> QuantizerCaps:
-    """What a quantizer declares. A class inherits what its casts take; the rest speaks of the methods of the class that
-    declares it, and not of one that may do more."""
+    """The caps of a quantizer. A subclass that declares none inherits what its parent's casts take, and nothing that speaks of
+    other methods, which it may have overridden."""
     if "caps" in type(quantizer).__dict__:
         caps: QuantizerCaps = quantizer.caps  # type: ignore[attr-defined]
         return caps
@@ -202,7 +208,7 @@ def _inherited(caps: QuantizerCaps) -> QuantizerCaps:
 
 
 def check_caps(quantizer: Quantizer) -> None:
-    """ValueError, naming the quantizer and the member, where it declares something that it lacks."""
+    """ValueError, naming the quantizer and the cap, for a method or argument that it declares and does not have."""
     declared = getattr(quantizer, "caps", _PLAIN)
     if not isinstance(declared, QuantizerCaps):
         raise ValueError(f"{quantizer}: its caps must be a QuantizerCaps(...); got {declared!r}")
@@ -231,14 +237,15 @@ def check_caps(quantizer: Quantizer) -> None:
 
 @cache
 def _takes(function: Callable[..., Any], argument: str) -> bool:
-    """By its name, or as one of any."""
+    """Whether a function has a parameter of this name, or takes any keyword."""
     parameters = inspect.signature(function).parameters
     return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def flagged(quantizer: Quantizer, x: Any, flag: Tensor | None) -> dict[str, Any]:
-    """What a cast of x is called with so that `flag`, fp32 [], becomes NaN if a value of x is not finite: the flag, where
-    the quantizer's casts take one. For another x is looked at here, unless it is kept as it is, which hands Inf and NaN on."""
+    """The arguments with which a cast of x sets `flag`, fp32 [], to NaN if a value of x is not finite: the flag, where the
+    quantizer's casts take one. For others x is checked here by a read of its own, unless the quantizer keeps it in high
+    precision."""
     if flag is None or quantizer.format.keeps_source:
         return {}
     if caps_of(quantizer).flag:
@@ -249,8 +256,8 @@ def flagged(quantizer: Quantizer, x: Any, flag: Tensor | None) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A quantizer around another one, which it observes and asks as; a subclass says what its casts do. It offers neither
-    both orientations in one read nor a batch, so that every cast passes through it."""
+    """A quantizer around another one, whose format, caps and amaxes it has; a subclass says what its casts do. It offers
+    neither both orientations in one read nor a batch, so that every cast goes through it."""
 
     inner: Quantizer
 
@@ -270,7 +277,7 @@ class Wrapped:
         return self.inner.observe(x)
 
     def values(self, x: Tensor) -> Tensor:
-        """What is quantized."""
+        """What the wrapped quantizer quantizes."""
         inner: Any = self.inner
         made: Tensor = inner.values(x) if caps_of(inner).values else x
         return made
@@ -278,13 +285,13 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class OneRead:
-    """The operands of x and of x.t() in one read, the bits of `rowwise.cast(x)` and of `columnwise.cast(x.t())`."""
+    """The operands of x and of x.t() from one read, with the bits of `rowwise.cast(x)` and of `columnwise.cast(x.t())`."""
 
     rowwise: Any
     columnwise: Quantizer
 
     def observe(self, x: Tensor) -> Amaxes:
-        """What ranks must agree on for each of the two; one tensor where one value serves both."""
+        """The amaxes of both operands; the same tensor twice where one value serves both."""
         row, col = self.rowwise.observe_both(x, self.columnwise)
         return row, col
 
@@ -292,13 +299,14 @@ class OneRead:
         self, x: Tensor, amaxes: Amaxes, *, outs: Operands | None = None, slot: ScaleSlot | None = None,
         at: tuple[Origin, Origin] | None = None, **flag: Any,
     ) -> Operands:  # fmt: skip
-        """x and the agreed amaxes -> both operands, into `outs` when given. `at`: of x, of x.t(). `flag`: see `flagged`."""
+        """x and the agreed amaxes -> both operands, into `outs` if given. `at`: the origins of x and of x.t(). `flag`: see
+        `flagged`."""
         row, col = self.rowwise.both(x, amaxes, columnwise=self.columnwise, outs=outs, slot=slot, at=at, **flag)
         return row, col
 
 
 def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
-    """How both orientations come from one read, where the rowwise quantizer offers that for this columnwise one."""
+    """The `OneRead` of two quantizers; None: the rowwise one does not offer it for this columnwise one."""
     caps = caps_of(rowwise)
     offered = caps.one_read and (columnwise == rowwise or columnwise in caps.one_read_with)
     return OneRead(rowwise, columnwise) if offered else None
@@ -306,7 +314,7 @@ def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
 
 @dataclass(frozen=True)
 class KeepHighPrecision:
-    """The identity: hands the values on in the dtype they have."""
+    """The identity: the values in their own dtype."""
 
     format: Format = HighPrecision()
     reduces: tuple[int, ...] = ()

@@ -1,15 +1,15 @@
-"""The state of delayed scaling: one table of slots, one slot a tensor that is cast with a delayed scale.
+"""The state of delayed scaling: a table with one slot for each tensor that is cast with a delayed scale.
 
-    scale      fp32 [slots]   what casts multiply by
-    staging    fp32 [slots]   the amaxes that casts have met since the last update; 0 where nothing was cast
-    history    fp32 [L, n]    per history length and algorithm, n slots each
+    scale      fp32 [slots]   the multiplier of casts
+    staging    fp32 [slots]   the maxima of amaxes since the last update; 0 where nothing was cast
+    history    fp32 [L, n]    for each history length and algorithm, of its n slots
 
-`scale` and `staging` are one tensor each over all slots, so that one all-reduce agrees on everything and casts read and max
-views into them. An update is a few vectorised passes however many slots there are, and on a GPU one launch.
+`scale` and `staging` are one tensor each over all slots, so that one all-reduce agrees on everything, and casts use views of
+them. An update is a few vectorised passes for any number of slots, on a GPU one launch.
 
-`ScalingState` is all of it for one model. It knows neither layers nor process groups: names in, slots out; who calls
-`update` brings the reduction of the staging row. Casts that backward makes of x and w, and those of a recomputation, use
-the scales of their own forward (`ForwardScales`), whether or not the table has changed since.
+`ScalingState` is all of it for one model. It knows neither layers nor process groups: it maps names to slots, and whoever calls
+`update` passes the reduction of the staging row. Casts of x and w in backward, and those of a recomputation, use the scales of
+their own forward (`ForwardScales`), even if the table has changed since.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SlotState = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Kind:
-    """Neighbouring slots with one history length and algorithm: their span in the table, history [L, n], target [n]."""
+    """The slots with one history length and algorithm, which are neighbours in the table: their span, history [L, n], target
+    [n]."""
 
     span: slice
     history: Tensor
@@ -67,24 +68,24 @@ class SlotTable:
         return _Kind(slice(start, start + len(options)), history, target, options[0])
 
     def slot(self, name: str) -> ScaleSlot:
-        """What a cast of this tensor reads and writes: views that stay valid over updates."""
+        """The slot of this tensor: views of the table, which stay valid over updates."""
         i = self._index[name]
         return ScaleSlot(self.scale[i], self.staging[i])
 
     def index(self, name: str) -> int:
-        """The place of a slot in `scale` and `staging`."""
+        """The index of a slot in `scale` and `staging`."""
         return self._index[name]
 
     def update(self, reduced: Tensor) -> None:
-        """The step boundary: `reduced` fp32 [slots], the staging row after its MAX all-reduce, enters the histories,
-        the scales follow from them, and staging starts again at 0. One launch on a GPU, if `reduced` is `staging`."""
+        """Update the scales. `reduced` fp32 [slots], the staging row after its MAX all-reduce, enters the histories, scales are
+        computed from these, and staging is zeroed. One launch on a GPU, if `reduced` is `staging`."""
         if reduced is not self.staging:
             self.staging.copy_(reduced)
         self._update = self._update or ops.delayed_updates([self._slots(kind) for kind in self._kinds])
         self._update()
 
     def _slots(self, kind: _Kind) -> ops.DelayedSlots:
-        """What an update reads and writes: tensors that stay where they are."""
+        """The tensors that an update reads and writes; their memory stays."""
         scale, staging = self.scale[kind.span], self.staging[kind.span]
         return ops.DelayedSlots(kind.history, scale, staging, kind.target, staging, kind.options.amax_compute_algo)
 
@@ -97,12 +98,12 @@ class SlotTable:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes over a state by slot name; ValueError where names or history lengths differ."""
+        """Load a state by slot name. ValueError where names or history lengths differ."""
         self.load_merged([state])
 
     def load_merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> None:
-        """Takes over the states of ranks that had different scales: the maximum of their histories, and the scales
-        that follow from it (the smallest of theirs where it says nothing). One state is taken as it is."""
+        """Load the states of ranks that had different scales: the maximum of their histories, and the scales computed from it,
+        or, where a history is empty, the smallest of their scales. A single state is loaded as it is."""
         for state in states:
             self._check(state)
         for kind in self._kinds:
@@ -120,7 +121,7 @@ class SlotTable:
         self.staging.zero_()
 
     def adopt(self, other: SlotTable) -> None:
-        """Takes over what another table holds, staging included, of slots that both have with the same options."""
+        """Copy scale, staging and history of the slots that another table has with the same options."""
         held = {name: (kind, i) for kind in other._kinds for i, name in enumerate(other.names[kind.span])}
         for kind in self._kinds:
             for i, name in enumerate(self.names[kind.span]):
@@ -148,7 +149,7 @@ class SlotTable:
 
 
 class SlotUse(NamedTuple):
-    """Who uses one delayed scale. `forward`: a forward casts with it, else a backward; `agreed`: ranks share it."""
+    """How one delayed scale is used. forward: by casts of forward, else of backward; agreed: ranks share it."""
 
     options: SlotOptions
     forward: bool
@@ -156,10 +157,12 @@ class SlotUse(NamedTuple):
 
 
 class ScalingState:
-    """The delayed scales of one model. `forward`, `agreed`: bool [slots], as `SlotUse` says of each; `unread`: where amaxes go
-    that do not count.
+    """The delayed scales of one model.
 
-    From one step boundary to the next, staging begins with the amaxes of the weights that the first of them cast.
+    forward, agreed   bool [slots], see `SlotUse`
+    unread            where casts record amaxes that do not count
+
+    After a step boundary, staging starts with the amaxes of the weights that the boundary cast.
     """
 
     def __init__(self, slots: Mapping[str, SlotUse], device: torch.device | str = "cpu") -> None:
@@ -173,23 +176,23 @@ class ScalingState:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Nothing has read these scales yet."""
+        """Reset what is known of forwards that read the scales."""
         self._views: dict[str, ScaleSlot] = {}  # of the table, by name
         self._masks: dict[tuple[bool, ...], Tensor] = {}  # bool [slots], as they were needed
         self._held: dict[Hashable, ForwardScales] = {}  # of forwards that have run with these scales
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has scales of its own; forwards that are still to be differentiated do not go along."""
+        """A copy has scales of its own, and no forwards that are still to be differentiated."""
         return vars(self) | {"_views": {}, "_masks": {}, "_held": {}}
 
     @property
     def memory(self) -> list[Tensor]:
-        """What casts read and write."""
+        """The tensors that casts read and write."""
         return [self.table.scale, self.table.staging, self.unread]
 
     def slot(self, name: str, record: bool, scales: ForwardScales | None = None) -> ScaleSlot:
-        """What a cast of one tensor reads and writes. `record`: its amax counts. `scales`: those of the forward that runs,
-        or is run again or differentiated; what it cast keeps to them."""
+        """The slot for a cast of one tensor. record: its amax counts; scales: of the forward that is recomputed or
+        differentiated, which replace those of the table."""
         if scales is not None and scales.values is not None and name in scales.state._cast_by_forward:
             return scales.slot(name)
         slot = self._views.get(name)
@@ -198,14 +201,14 @@ class ScalingState:
         return slot if record else ScaleSlot(slot.scale, self.unread)
 
     def hold(self, behind: Hashable) -> ForwardScales:
-        """For a forward that runs now; see `ForwardScales`."""
+        """The scales of a forward that begins now; see `ForwardScales`."""
         found = self._held.get(behind)
         if found is None:
             found = self._held[behind] = ForwardScales(self, behind)
         return found
 
     def _release(self) -> None:
-        """The scales are about to change: forwards that ran with them keep theirs."""
+        """Before the scales change: forwards that ran with them keep a copy."""
         if self._held:
             values = self.table.scale.clone()
             for each in self._held.values():
@@ -213,7 +216,7 @@ class ScalingState:
             self._held.clear()
 
     def forget(self, names: Collection[str]) -> None:
-        """What was staged of these slots does not count."""
+        """Drop the staged amaxes of these slots."""
         if not names:
             return
         chosen = tuple(name in names for name in self.table.names)
@@ -225,7 +228,7 @@ class ScalingState:
 
     @contextmanager
     def restaging(self) -> Iterator[None]:
-        """Tensors are cast again inside: their amaxes take the place of those that were staged of them before."""
+        """A context in which tensors are cast again: their amaxes replace those that were staged of them."""
         staging = self.table.staging
         before = staging.clone()
         staging.zero_()
@@ -234,9 +237,10 @@ class ScalingState:
 
     @torch.no_grad()
     def update(self, agree: Callable[[Tensor], Tensor] | None = None, forward: bool | None = None) -> None:
-        """Let the scales follow what was staged: of all slots, or of those that forward (or backward) casts.
+        """Update the scales of all slots, or of those that forward (or backward) casts.
 
-        `agree`: amaxes fp32 [slots] -> their maxima over the ranks that share scales; None: nobody else does.
+        agree     amaxes fp32 [slots] -> their maxima over the ranks that share scales; None: no other rank does
+        forward   None: all slots; True: those of forward; False: those of backward
         """
         table, staging = self.table, self.table.staging
         if forward is not False:
@@ -255,7 +259,7 @@ class ScalingState:
         return torch.where(self.agreed, agree(staged), staged)
 
     def replaced_by(self, new: ScalingState) -> ScalingState:
-        """`new`, for other slots; those that stay keep their state."""
+        """`new`, a state for other slots, in which slots that are in both keep their scales and histories."""
         self._release()
         new.table.adopt(self.table)
         return new
@@ -263,15 +267,15 @@ class ScalingState:
 
 @dataclass(eq=False)
 class ForwardScales:
-    """The delayed scales that a forward casts with, for its backward and its recomputation: those in the table as long as
-    that has not changed, then `values` fp32 [slots]. `behind`: what its backward is followed by, as its holder says."""
+    """The delayed scales of one forward, for its backward and its recomputation: the table, until that changes, then a copy,
+    `values` fp32 [slots]. `behind`: what must happen after its backward, which only the caller of `hold` interprets."""
 
     state: ScalingState
     behind: Hashable
     values: Tensor | None = None
 
     def slot(self, name: str) -> ScaleSlot:
-        """What a cast reads once the table has changed; its amax has counted."""
+        """The slot of a cast after the table has changed; its amax is not recorded, since it has been."""
         assert self.values is not None
         scale = self.values[self.state.table.index(name)]
         return ScaleSlot(scale, self.state.unread)
