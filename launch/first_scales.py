@@ -9,33 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 import dlp
-from dlp.parallel.model.session import Session
+from dlp.parallel.model.session import session_of
+from launch import together
 
 # The first pass finds the amaxes of x, of w and of what the residual stream brings, the second those behind them. In a model
 # of six blocks the third moved no scale by more than 0.15 octaves, and the next ones none by more than 0.06.
 PASSES = 3
 
 
-class FirstScales:
-    """Which delayed scales follow from no amax yet. `resumed`: those of now do, since a checkpoint brought them."""
+def find(model: nn.Module, forward_backward: Callable[[], object]) -> int:
+    """Run `forward_backward`, which leaves no gradients, where some scales follow from no amax yet: of a new model, behind a swap
+    of recipes, and in a run that continues a checkpoint of other recipes. All ranks together; how many scales that are."""
+    new = frozenset[str]().union(*together.from_all(without_amax(model)))
+    for _ in range(PASSES if new else 0):
+        forward_backward()
+        dlp.end_step(model)
+    return len(new)
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._known = session, frozenset[str]()
 
-    def resumed(self) -> None:
-        self._known = self._names()
-
-    def find(self, model: nn.Module, forward_backward: Callable[[], object]) -> int:
-        """Run `forward_backward`, which leaves no gradients, where scales are new since the last call; how many that are."""
-        names = self._names()
-        new, self._known = names - self._known, names
-        for _ in range(PASSES if new else 0):
-            forward_backward()
-            dlp.end_step(model)
-        return len(new)
-
-    def _names(self) -> frozenset[str]:
-        return frozenset(self._session.scaling.table.names) if self._session.has_slots() else frozenset()
+def without_amax(model: nn.Module) -> frozenset[str]:
+    """The delayed scales of this rank that are as they were made, by name."""
+    session = session_of(model)
+    if not session.has_slots():
+        return frozenset()
+    slots = session.scaling.table.state_dict()
+    untouched = [(slot["history"] == 0).all() & (slot["scale"] == 1) for slot in slots.values()]
+    return frozenset(name for name, is_new in zip(slots, torch.stack(untouched).tolist(), strict=True) if is_new)

@@ -29,7 +29,7 @@ from dlp.parallel.linear import capture
 from dlp.parallel.model.checks import OnTheWay
 from dlp.parallel.model.embedding import IGNORED
 from dlp.parallel.model.session import session_of
-from launch import checkpoint, manifest, together, weights
+from launch import checkpoint, first_scales, manifest, together, weights
 from launch.attention import Documents
 from launch.baseline import baseline
 from launch.build import Built
@@ -38,7 +38,6 @@ from launch.config import Config, recipe_files, to_toml
 from launch.data import open_sources
 from launch.diagnose import origin
 from launch.exposure import profiled
-from launch.first_scales import PASSES, FirstScales
 from launch.graph import Batch, Replays
 from launch.hang import Place
 from launch.links import OWN
@@ -100,7 +99,6 @@ class Trainer:
         )  # fmt: skip
         self.recorder = Recorder(config, run, built.device, dist.get_world_size())
         self.recipes = session_of(built.model)
-        self.first_scales = FirstScales(self.recipes)
         self.wire = WireWatch(config, built)
         saves = config.checkpoint
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
@@ -119,7 +117,6 @@ class Trainer:
             return 0
         self.starts_a_lineage = path.resolve().parent != self.run.checkpoints.resolve()
         loaded = checkpoint.load(path, self.state)
-        self.first_scales.resumed()
         self.run.say(f"resuming from step {loaded.step} ({path})")
         for remark in (*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train)):
             self.run.say(remark)
@@ -271,15 +268,17 @@ class Trainer:
             dlp.load_state_dict(self.built.model, before)
 
     def find_scales(self, step: int) -> None:
-        """Of tensors whose scales are delayed and have no history yet, from the batches of a step."""
+        """Of tensors whose scales are delayed and follow from no amax yet, from the batches of the step that comes next."""
 
         def without_update() -> None:
             self.forward_backward(list(self.batches(self.train_data, step)))
             self.built.optimizer.zero_grad(set_to_none=True)
+            self.stop.beat()
 
         with self.slowly("finding first scales"):
-            if found := self.first_scales.find(self.built.model, without_update):
-                self.run.say(f"step {step + 1}: {PASSES} passes without an update found {found} delayed scales")
+            if found := first_scales.find(self.built.model, without_update):
+                passes = first_scales.PASSES
+                self.run.say(f"step {step + 1}: {passes} passes without an update found {found} delayed scales")
 
     def set_learning_rate(self, lr: float) -> None:
         """Of the next step; where a graph reads it, in the memory it is read from."""
@@ -375,10 +374,13 @@ class Trainer:
                 current.remarks += capture.describe(self.built.model)
             if self.tell_recipes(current) and done < steps:
                 settled = done + SETTLED
-                self.find_scales(done)
+                self.read(in_flight)  # a wish to stop, or a NaN, does not wait for the passes
+                in_flight = None
+                if not self.wants_stop:
+                    self.find_scales(done)
             saves = done % config.checkpoint.every == 0 or done == steps
             validates = done % config.train.eval_every == 0 or done == steps
-            if saves or validates or self.wants_stop:
+            if in_flight is not None and (saves or validates or self.wants_stop):
                 self.read(in_flight)
                 in_flight = None
             if validates:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from launch import plot
 from launch.config import Config, ConfigError
 from launch.plot_stats import parts_of
 from launch.train import plan_text
+from launch.trainer import NotFinite, Step, Trainer
 from tests import training
 from tests.cases import RECIPES
 
@@ -67,13 +69,94 @@ def test_the_first_step_under_delayed_scales_keeps_its_gradients(ranks, tmp_path
     assert all(cast["underflow"] < 1e-3 and cast["saturation"] == 0 for cast in gradients.values()), gradients
 
 
+def passes(run: Config) -> list[str]:
+    return [line for line in training.said(run) if "passes" in line]
+
+
 @pytest.mark.ranks(2)
 def test_scales_are_found_where_layers_get_delayed_ones_and_not_again(ranks, tmp_path, data):
-    swap = '[{at_step = 2, recipe = "fp8_delayed"}, {at_step = 3, recipe = "bf16"}]'
-    run = config(tmp_path, data, "--groups.default.swap", swap, "--train.steps=4", "--recipe=bf16")
+    shorter = '{at_step = 3, recipe = {name = "fp8_delayed", amax_history_len = 4}}'
+    swap = f'[{{at_step = 2, recipe = "fp8_delayed"}}, {shorter}, {{at_step = 4, recipe = "bf16"}}]'
+    run = config(tmp_path, data, "--groups.default.swap", swap, "--train.steps=5", "--recipe=bf16")
     ranks(2).run(training.run, run)
-    passes = [line for line in training.said(run) if "passes" in line]
-    assert passes == ["step 3: 3 passes without an update found 18 delayed scales"]
+    assert passes(run) == [f"step {n}: 3 passes without an update found 18 delayed scales" for n in (3, 4)]
+
+
+@pytest.mark.ranks(2)
+def test_a_resumed_run_finds_the_scales_that_its_checkpoint_has_not(ranks, tmp_path, data):
+    at, found = tmp_path / "run" / "checkpoints", "3 passes without an update found 18 delayed scales"
+    runs = [
+        config(tmp_path, data, "--train.steps=2"),
+        config(tmp_path, data, "--train.steps=4", "--recipe=fp8_delayed", f"--checkpoint.resume={at}/step-2"),
+        config(tmp_path, data, "--train.steps=5", "--recipe=fp8_delayed", "--checkpoint.every=1"),
+        config(tmp_path, data, "--train.steps=6", '--recipe={name = "fp8_delayed", amax_history_len = 4}'),
+    ]
+    said = []
+    for run in runs:
+        before = len(said)
+        ranks(2).run(training.run, run)
+        said = passes(run)
+        assert len(said) - before == (run in (runs[1], runs[3])), run.train.steps
+    assert said == [f"step 3: {found}", f"step 6: {found}"]
+
+
+class BadPass(Trainer):
+    """An Inf gets into one value of x of a layer, in the first of the passes that find scales, on rank 1."""
+
+    def find_scales(self, step: int) -> None:
+        def spoil(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            handle.remove()
+            x = args[0].clone()
+            x.view(-1)[7] = torch.inf if dist.get_rank() == 1 else x.view(-1)[7]
+            return (x,)
+
+        handle = self.built.model.model.layers[0].mlp.down_proj.register_forward_pre_hook(spoil)
+        super().find_scales(step)
+
+
+def ended(config: Config) -> str:
+    trainer, done = training.trainer(config, BadPass)
+    with pytest.raises(NotFinite) as caught:
+        trainer.train(done)
+    return str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_an_inf_in_a_pass_that_finds_scales_is_located_as_one_in_the_step(ranks, tmp_path, data):
+    run = config(tmp_path, data, "--recipe=fp8_delayed", "--checkpoint.every=1")
+    for message in ranks(2).run(ended, run):
+        assert message.startswith("step 1: loss ")
+        assert ": x of model.layers.0.mlp.down_proj held a NaN or Inf when it was cast on rank 1, " in message
+    assert not list(Path(run.run.dir).glob("checkpoints/step-*"))
+
+
+class AskedBefore(Trainer):
+    """SIGTERM reaches rank 1 during the step whose boundary swaps a recipe."""
+
+    def train_step(self, step: int) -> Step:
+        self.stop.requested = dist.get_rank() == 1
+        return super().train_step(step)
+
+
+def asked(config: Config) -> None:
+    trainer, done = training.trainer(config, AskedBefore)
+    trainer.train(done)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_is_asked_to_stop_saves_before_it_finds_scales(ranks, tmp_path, data):
+    swap = '[{at_step = 1, recipe = "fp8_delayed"}]'
+    run = config(tmp_path, data, "--recipe=bf16", "--groups.default.swap", swap, "--checkpoint.every=100")
+    ranks(2).run(asked, run)
+    assert not passes(run) and training.said(run)[-1].startswith("stopped by SIGTERM at step 1, ")
+    again = config(tmp_path, data, "--recipe=bf16", "--groups.default.swap", swap, "--train.steps=3")
+    ranks(2).run(training.run, again)
+    whole = config(
+        tmp_path, data, "--recipe=bf16", "--groups.default.swap", swap, "--train.steps=3", f"--run.dir={tmp_path}/whole"
+    )
+    ranks(2).run(training.run, whole)
+    assert passes(again) == passes(whole) == ["step 2: 3 passes without an update found 18 delayed scales"]
+    assert training.metrics(again) == training.metrics(whole)
 
 
 BF16_SECOND = '\n[[groups]]\nname = "edges"\nmatch = ["layers.-1.**"]\nrecipe = "bf16"\n'
