@@ -8,6 +8,9 @@ word grows old.
 The run hangs when every rank has stood still for longer than it may where it is (`Place.patience`): one rank that moves, or
 compiles, is what the others wait for. Then each rank also tells who waits for whom in memory that GPUs map
 (`dlp.comm.mapped`), which it reads beside what hangs.
+
+Times are wall-clock times, which hosts share. Where one has jumped between two looks, because the clock was set or the process
+or its machine was stopped for a while, a rank counts anew.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dlp.comm.watch import READING, frame_of_main, within
 
 SLOW = 6.0  # times as long may a rank stand still in what is known to be slow
 OF_A_STEP = 3.0  # of the steps before, may one take in which nothing is seen to move
+LATE = 5.0  # seconds from one look to the next, after which the clock has jumped
 # When a rank moved, and told; how long it may stand still; where; who waits for whom.
 Told = tuple[float, float, float, str, str]
 
@@ -55,7 +59,7 @@ class HangWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="hang-watch")
         self._over = threading.Event()
         self._place: Any = None
-        self._moved = time.time()
+        self._moved = self._looked = time.time()
 
     def start(self) -> None:
         self._thread.start()
@@ -79,13 +83,15 @@ class HangWatch:
         frame, instruction = frame_of_main()
         where, now = self.where(), time.time()
         text, patience = f"{where.text}, in {frame}", where.patience(self.after)
-        if self._place != (text, instruction):
+        jumped = not 0 <= now - self._looked <= LATE
+        if self._place != (text, instruction) or jumped:
             self._place, self._moved, self._waits = (text, instruction), now, None
         stands = now - self._moved >= patience
         asked = self._waits is not None
         if stands and not asked:
             self._waits = "".join(f"; {said}" for said in within(READING, self.waits))
-        self.store.set(f"hang/{self.rank}", json.dumps((self._moved, time.time(), patience, text, self._waits or "")))
+        self._looked = time.time()
+        self.store.set(f"hang/{self.rank}", json.dumps((self._moved, self._looked, patience, text, self._waits or "")))
         if not (stands and asked):  # the others, too, tell who waits for whom before one of them collects it
             return None
         told = [self._told(rank) for rank in range(self.world)]

@@ -25,22 +25,23 @@ class Clock:
 
 @pytest.fixture
 def found(monkeypatch) -> Any:
-    """Places of two ranks -> after how many seconds both have stood there the run is ended; None: not within 600."""
+    """Places of two ranks -> after how many seconds both have stood there the run is ended; None: not within 600. `jump`: of
+    the clock, in seconds, when they have stood for 20."""
     clock = Clock()
     monkeypatch.setattr(hang, "time", clock)
     monkeypatch.setattr(hang, "frame_of_main", lambda: ("read (trainer.py:1)", 7))
     monkeypatch.setattr(hang.dist, "get_world_size", lambda: 2)
 
-    def after(*places: Place) -> tuple[float, list[str]] | None:
-        store, watches, began = dist.HashStore(), [], clock.now
+    def after(*places: Place, jump: float = 0.0) -> tuple[float, list[str]] | None:
+        store, watches = dist.HashStore(), []
         for rank, place in enumerate(places):
             monkeypatch.setattr(hang.dist, "get_rank", lambda rank=rank: rank)
             watches.append(HangWatch(store, AFTER, lambda place=place: place, lambda told: None, lambda: ["it waits"]))
-        while clock.now < began + 600:
+        for seconds in range(600):
             told = [watch.look() for watch in watches]
             if any(told):
-                return clock.now - began, next(filter(None, told))
-            clock.now += 1
+                return seconds, next(filter(None, told))
+            clock.now += 1 + jump * (seconds == 20)
         return None
 
     return after
@@ -65,3 +66,10 @@ def test_a_run_that_stands_in_a_step_is_found_within_a_minute(found):
 def test_who_may_take_longer_is_waited_for(found, place, least):
     seconds, _ = found(STEP, place)
     assert least <= seconds <= least + 10
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0], ids=["set forward, or all were stopped", "set back"])
+def test_a_clock_that_jumps_ends_no_run_and_hides_no_hang(found, jump):
+    seconds, told = found(STEP, STEP, jump=jump)
+    assert 20 + AFTER <= seconds <= 20 + AFTER + 5
+    assert all(f"for {AFTER:.0f} s" in line or f"for {AFTER + 1:.0f} s" in line for line in told), told
