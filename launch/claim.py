@@ -1,7 +1,8 @@
 """One run at a time in a folder, which all ranks of the run must share.
 
 Rank 0 holds a lock on the file `.lock` and writes into it who it is; the others read that, so a host with a disk of its own
-is noticed before anything else is written. The system releases the lock with the process, however that ends.
+is noticed before anything else is written. The system releases the lock with the process, however that ends; and, as POSIX
+has it, when the process closes any other descriptor of the file. So rank 0 opens it once.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class Claim:
         self._made = False
         self._file: IO[str] | None = None
         holder = together.from_rank_0(self.take)
-        blind = [name for name in together.from_all(None if sees(path, holder) else _me()) if name]
-        if blind:
+        problem = None if self._file is not None else unlike(path / LOCK, holder)
+        if problem := next(filter(None, together.from_all(problem)), None):
             raise ValueError(
-                f"--run.dir {path}: {blind[0]} does not see the file that {holder} made in it, and a checkpoint needs one "
-                f"folder that all ranks share; choose one on a file system that all hosts mount"
+                f"--run.dir {path}: {problem}, and a checkpoint needs one folder that all ranks share; choose one on a file "
+                f"system that all hosts mount"
             )
 
     def take(self) -> str:
@@ -42,9 +43,15 @@ class Claim:
         self._made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / LOCK).open("a+")
+            self._file = (self.path / LOCK).open("a+")  # of a folder that was moved aside the lock goes with its file
+            self._lock(self._file)
         except OSError as error:
             raise ValueError(f"--run.dir {self.path}: {error.strerror}; choose a folder that can be written") from None
+        self._file.seek(0)
+        return self._file.read()
+
+    def _lock(self, file: IO[str]) -> None:
+        """Lock it, and write into it who this is."""
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -58,9 +65,6 @@ class Claim:
         file.truncate(0)
         file.write(f"{_me()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
-        self._file = file  # the old one, if any, is closed, and its lock released
-        file.seek(0)
-        return file.read()
 
     def withdraw(self) -> None:
         """On rank 0: leave no trace of a run that was refused."""
@@ -70,17 +74,18 @@ class Claim:
                 self.path.rmdir()
 
 
-def sees(path: Path, holder: str) -> bool:
-    """Whether this rank finds in the folder what rank 0 wrote there."""
+def unlike(lock: Path, holder: str) -> str | None:
+    """What keeps this rank from reading in the lock what rank 0 wrote there."""
     end = time.monotonic() + PATIENCE
     while True:
         try:
-            if (path / LOCK).read_text() == holder:
-                return True
-        except OSError:
-            pass
+            if lock.read_text() == holder:
+                return None
+            found = "another file"
+        except OSError as error:
+            found = error.strerror
         if time.monotonic() > end:
-            return False
+            return f"{_me()} does not see the file that {holder} made in it ({found})"
         time.sleep(0.1)
 
 
