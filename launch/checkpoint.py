@@ -220,10 +220,17 @@ def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
         raise ValueError(f"{reason}, as when ranks do not share this folder")
     write_manifest(temporary, manifest)
     if final.exists():
-        final.rename(final.with_name(f".{final.name}.old.tmp"))
+        _retire(final)
     temporary.rename(final)
-    for old in [*final.parent.glob(".step-*.tmp"), *complete(final.parent)[:-keep]]:
-        _remove(old)
+    for old in complete(final.parent)[:-keep]:
+        _retire(old)
+    for left in final.parent.glob(".step-*.tmp"):
+        _remove(left)
+
+
+def _retire(finished: Path) -> None:
+    """Give a checkpoint that is to be removed the name of a leftover, so that none is half removed under its own."""
+    finished.rename(finished.with_name(f".{finished.name}.old.tmp"))
 
 
 def _reason(error: dcp.api.CheckpointException) -> str:
