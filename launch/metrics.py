@@ -56,10 +56,25 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+class MetricsError(ValueError):
+    """A file of metrics with a line that is no record."""
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line without its end, left by a run that was killed, is not one."""
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+    """The records of a metrics file; a last line without its end, left by a run that was killed, is not one. MetricsError for
+    any other line that is none."""
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_record(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise MetricsError(f"{path}, line {number}: not a record ({error}); remove that line") from None
+    if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
+        raise MetricsError(f"{path}, line {number}: not a record, it has no step; remove that line")
+    return record
 
 
 def append(path: Path, text: str) -> None:

@@ -62,6 +62,11 @@ class Recorder:
         self._unwritten = ""  # lines of metrics.jsonl that wait for room on the disk
         sinks.check(config.run.metrics)
 
+    def check(self) -> None:
+        """MetricsError where what was recorded so far, which this run is to continue, cannot be read."""
+        if self._path.exists():
+            read_metrics(self._path)
+
     def begin(self, step: int) -> None:
         """The run starts or continues at `step`: drop what a former run recorded beyond it, and show progress."""
         if not self._run.leader:

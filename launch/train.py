@@ -24,7 +24,7 @@ from dlp.comm.watch import READING, within
 from dlp.kernels.table import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
-from launch import deterministic, wire
+from launch import deterministic, together, wire
 from launch.boards import NAMES, kind_of
 from launch.build import build, meta_model
 from launch.checkpoint import SaveError
@@ -91,6 +91,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
             run.say(line)
         trainer = Trainer(config, built, run, stop)
         done = trainer.resume()
+        if not trainer.starts_a_lineage:
+            together.from_rank_0(trainer.recorder.check)
         if config.train.deterministic:
             run.say(deterministic.switch_on(device, trainer.rehearse))
         run.begin(config, mesh, built.plan, aside=trainer.starts_a_lineage)

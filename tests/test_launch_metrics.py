@@ -17,7 +17,17 @@ from torch import nn
 
 from launch import metrics
 from launch.config import load
-from launch.metrics import Progress, drop_after, flops_per_token, peak_flops, peak_memory, peak_of, read_metrics, tell
+from launch.metrics import (
+    MetricsError,
+    Progress,
+    drop_after,
+    flops_per_token,
+    peak_flops,
+    peak_memory,
+    peak_of,
+    read_metrics,
+    tell,
+)
 from launch.plot import draw, labels, main, series, smooth, write_plot
 from launch.recorder import Recorder
 from launch.rundir import RunDir
@@ -70,6 +80,14 @@ def test_a_torn_last_line_is_not_a_record(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(path)] == [1, 2]
     path.write_text("")
     assert read_metrics(path) == []
+
+
+@pytest.mark.parametrize("line", ["", "[1]", '{"loss": 1.0}', '{"step": "7"}', "\0\0", "\udcff"])
+def test_another_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n'.encode(errors="surrogateescape"))
+    with pytest.raises(MetricsError, match=r"/metrics.jsonl, line 2: not a record.*; remove that line$"):
+        read_metrics(path)
 
 
 def test_a_resumed_run_drops_what_it_will_write_again(tmp_path: Path) -> None:

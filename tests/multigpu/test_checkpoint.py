@@ -30,7 +30,7 @@ from dlp.quant import recipe
 from launch import checkpoint
 from launch.checkpoint import CheckpointError
 from launch.config import Config
-from launch.manifest import complete, digest, hashed, read_manifest
+from launch.manifest import complete, damage, digest, hashed, read_manifest
 from launch.rundir import RunDir
 from tests import training
 from tests.pool import Pool, RankError
@@ -454,6 +454,44 @@ def test_random_states_are_restored_rank_by_rank(ranks, tmp_path, data):
     assert drawn == restored and drawn[0] != drawn[1]
 
 
+def killed_while_removing(config: Config) -> None:
+    """Rank 0 dies when a first file of an old checkpoint is gone."""
+
+    def dying(path: Path, **options: Any) -> None:
+        if "step-" in path.name:
+            sorted(path.iterdir())[0].unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.shutil.rmtree = dying
+    training.run(config)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_killed_while_old_checkpoints_are_removed_leaves_whole_ones(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--checkpoint.every=1", "--checkpoint.keep=1", "--train.steps=3")
+    with pytest.raises(RankError, match="rank 0 of 2 died"):
+        ranks(2).run(killed_while_removing, config)
+    left = complete(folder(config))
+    assert [path.name for path in left] == ["step-2"]
+    assert damage(left[0], (files := read_manifest(left[0])["files"]), share=files) is None
+    ranks(2).run(training.run, config)
+    assert [path.name for path in folder(config).iterdir()] == ["step-3"]
+
+
+@pytest.mark.ranks(2)
+def test_a_line_of_the_metrics_that_is_no_record_is_named_before_the_run_goes_on(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.steps=2")
+    ranks(2).run(training.run, config)
+    path = Path(config.run.dir, "metrics.jsonl")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "\0" * 20, *lines[1:]]) + "\n")
+    before = content(Path(config.run.dir))
+    for said in ranks(2).run(refused_folder, training.config(tmp_path, data, "--train.steps=3")):
+        assert re.fullmatch(rf"{path}, line 2: not a record \(.*\); remove that line", said)
+    assert content(Path(config.run.dir)) == before
+    ranks(2).run(training.run, training.config(tmp_path, data, "--train.steps=3", "--checkpoint.resume=none"))
+
+
 @pytest.mark.ranks(2)
 def test_only_the_newest_are_kept(ranks, tmp_path, data):
     config = training.config(tmp_path, data, "--checkpoint.every=1", "--checkpoint.keep=2")
@@ -530,9 +568,49 @@ def apart(config: Config) -> str:
 def test_ranks_without_a_common_folder_refuse_to_start(ranks, tmp_path, data):
     for said in ranks(2).run(apart, training.config(tmp_path, data)):
         assert re.search(
-            r"^--run.dir \S+/run[01]: process [0-9]+ of \S+ does not see the file that process .* mount$", said
+            r"^--run.dir \S+/run[01]: process [0-9]+ of \S+ does not see the file that process .* made in it \(No such file "
+            r"or directory\), and a checkpoint needs .* mount$", said
         )
     assert not (tmp_path / "run1").exists()
+
+
+TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+def second(config: Config) -> str:
+    """What another process gets that wants the lock of a run that has begun."""
+    trainer, _ = training.trainer(config)
+    if not trainer.run.leader:
+        return ""
+    lock = str(trainer.run.path / ".lock")
+    return subprocess.run([sys.executable, "-c", TAKE, lock], capture_output=True, text=True).stderr
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("more", [[], ["--checkpoint.resume=none"]], ids=["a new folder", "another run was moved aside"])
+def test_a_run_holds_its_folder_while_it_lasts(ranks, tmp_path, data, more):
+    if more:
+        ranks(2).run(begun, training.config(tmp_path, data))
+    said, _ = ranks(2).run(second, training.config(tmp_path, data, *more))
+    assert "BlockingIOError" in said
+    assert (tmp_path / "run.1").exists() == bool(more)
+
+
+def full_lock(config: Config) -> str:
+    opened = Path.open
+    Path.open = lambda self, mode="r", *given, **named: (
+        FullDisk(opened(self, mode), 8) if self.name == ".lock" else opened(self, mode, *given, **named)
+    )
+    try:
+        return refused_folder(config)
+    finally:
+        Path.open = opened
+
+
+@pytest.mark.ranks(2)
+def test_a_full_disk_before_a_run_is_one_sentence(ranks, tmp_path, data):
+    for said in ranks(2).run(full_lock, training.config(tmp_path, data)):
+        assert said == f"--run.dir {tmp_path}/run: No space left on device; choose a folder that can be written"
 
 
 HOLD = """
