@@ -9,6 +9,7 @@ The model runs in the recipes that it was trained in; `--recipe bf16` in others.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -83,10 +84,12 @@ def on_tp() -> Changes:
 
 
 def write(
-    trained: Trained, prompt: Tensor, count: int, *, temperature: float = 0.0, seed: int = 0, trace: Path | None = None
-) -> Written:
-    """Write `count` tokens after prompt [B, S], equal on all ranks. temperature 0: always the most likely one. trace: where a
-    profile of the first tokens goes. ValueError where attention of the model may not see so many."""
+    trained: Trained, prompt: Tensor, count: int, *, temperature: float = 0.0, seed: int = 0, trace: Path | None = None,
+    stop: int | None = None,
+) -> Written:  # fmt: skip
+    """Write `count` tokens after prompt [B, S], equal on all ranks, or fewer once each text has had the token `stop`. temperature
+    0: always the most likely one. trace: where a profile of the first tokens goes. ValueError where attention of the model may
+    not see so many."""
     writer = Writer(trained, prompt.shape[1] + count, temperature, seed)
     began = time.perf_counter()
     tokens = [prompt.to(trained.device)]
@@ -94,8 +97,12 @@ def write(
     _wait(trained)
     read = time.perf_counter()
 
+    ended = torch.zeros_like(tokens[-1], dtype=torch.bool)
+
     def more(steps: int) -> None:
         for _ in range(steps):
+            if stop is not None and bool(ended.logical_or_(tokens[-1] == stop).all()):
+                return
             tokens.append(writer.next(tokens[-1]))
 
     first = min(PROFILED, count - 1) if trace is not None else 0
@@ -108,13 +115,23 @@ def write(
     return Written(torch.cat(tokens, 1).cpu(), read - began, time.perf_counter() - read)
 
 
+def text_after(found: Written, prompt: int, stop: int) -> list[int]:
+    """The tokens that the first of several prompts, of so many tokens, is followed by up to the token `stop`."""
+    tokens: list[int] = found.tokens[0, prompt:].tolist()
+    return tokens[: tokens.index(stop)] if stop in tokens else tokens
+
+
 def _wait(trained: Trained) -> None:
     if trained.device.type == "cuda":
         torch.cuda.synchronize(trained.device)
 
 
 def prompt_of(tokenizer: Tokenizer, text: str) -> Tensor:
-    """int64 [1, S]. ConfigError for a text without tokens."""
+    """int64 [1, S]. ConfigError for a text without tokens, and for bytes that are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--prompt: expected UTF-8, got {text[error.start : error.end]!r}") from None
     tokens = tokenizer.encode([("--prompt", text.encode())])[0][:-1]  # without the separator
     if len(tokens) == 0:
         raise ConfigError("--prompt: expected a text that is not empty")
@@ -125,22 +142,28 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.generate", description="Text that a checkpoint writes.")
     parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
     parser.add_argument("--prompt", required=True, help="the text to go on from")
-    parser.add_argument("--tokens", type=count, default=100, help="to write [100]")
+    parser.add_argument("--tokens", type=count, default=100, help="to write at most [100]; the separator ends a text")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token [0]")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn [0]")
     add_options(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="trace the first tokens, for chrome://tracing")
     known, changes = command_line(parser, arguments)
-    if known.temperature < 0:
-        raise ConfigError(f"--temperature: expected 0 or more, got {known.temperature:g}")
+    if not 0 <= known.temperature < math.inf:
+        raise ConfigError(f"--temperature: expected a number >= 0, got {known.temperature:g}")
     tokenizer = open_tokenizer(known.tokenizer, known.separator)
     trained = open_trained(known.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, known)
     weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)
     prompt = prompt_of(tokenizer, known.prompt)
-    found = write(trained, prompt, known.tokens, temperature=known.temperature, seed=known.seed, trace=known.profile)
+    found = write(
+        trained, prompt, known.tokens, temperature=known.temperature, seed=known.seed, trace=known.profile,
+        stop=tokenizer.separator,
+    )  # fmt: skip
     if dist.get_rank() == 0:
-        print(*trained.remarks, tokenizer.decode(found.tokens[0].tolist()), found.speed(prompt.shape[1]), sep="\n")
+        after = text_after(found, prompt.shape[1], tokenizer.separator)
+        ended = f"; the text ended after {len(after)} tokens" if len(after) < known.tokens else ""
+        text = tokenizer.decode([*prompt[0].tolist(), *after])
+        print(*trained.remarks, text, found.speed(prompt.shape[1]) + ended, sep="\n")
     shutdown()
 
 

@@ -20,7 +20,7 @@ from dlp.comm.mesh import shutdown
 from launch import weights
 from launch.config import count
 from launch.evaluate import as_asked
-from launch.generate import on_tp, whole, write
+from launch.generate import on_tp, text_after, whole, write
 from launch.tokenizer import Tokenizer, add_options, need, open_tokenizer
 from launch.trained import Trained, check_length, command_line, open_trained
 
@@ -41,9 +41,8 @@ def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked:
     """Text after a context, up to the first of the strings in `until`, most likely tokens unless a temperature is asked for."""
     count, until = int(asked.get("max_gen_toks", 256)), asked.get("until") or []
     prompt, warm = torch.tensor([list(context)]), float(asked.get("temperature") or 0.0) * bool(asked.get("do_sample"))
-    written = write(trained, prompt, count, temperature=warm).tokens[0, len(context) :].tolist()
-    ends = written.index(tokenizer.separator) if tokenizer.separator in written else len(written)
-    text = tokenizer.decode(written[:ends])
+    written = write(trained, prompt, count, temperature=warm, stop=tokenizer.separator)
+    text = tokenizer.decode(text_after(written, len(context), tokenizer.separator))
     for end in [until] if isinstance(until, str) else until:
         text = text.split(end)[0]
     return text

@@ -67,6 +67,9 @@ def _positions(path: Path, given: dict[str, Any]) -> tuple[float, dict[str, Any]
     if not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{path}: rope_scaling and rope_parameters: expected tables, got {tables}")
     said = {**tables[0], **tables[1]}
+    turned = said.pop("partial_rotary_factor", given.get("partial_rotary_factor"))
+    if turned not in (None, 1.0):
+        raise ValueError(f"{path}: partial_rotary_factor is {turned}, but here heads turn whole")
     theta = said.pop("rope_theta", given.get("rope_theta") or 10000.0)
     kind = said.get("rope_type", said.pop("type", "default"))
     if kind == "default":
@@ -75,9 +78,6 @@ def _positions(path: Path, given: dict[str, Any]) -> tuple[float, dict[str, Any]
         raise ValueError(
             f"{path}: its positions are scaled by rope_type {kind!r}, expected one of {', '.join(SCALINGS)}"
         )
-    if said.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{path}: partial_rotary_factor is {said['partial_rotary_factor']}, but here heads turn whole")
-    said.pop("partial_rotary_factor", None)
     return theta, {"rope_type": kind, **{key: value for key, value in said.items() if value is not None}}
 
 

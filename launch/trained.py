@@ -16,7 +16,8 @@ from dlp.parallel.weight.local import local_values
 from launch import checkpoint, overrides, weights
 from launch.build import parallel_model
 from launch.config import Batch, Config, ConfigError, count, from_text, recipe_files
-from launch.manifest import other_weights, read_manifest
+from launch.first_scales import without_amax
+from launch.manifest import CheckpointError, other_weights, read_manifest
 from launch.models.modules import Llama
 
 MODES = ("weight_only", "dynamic", "static")  # of `dlp.freeze`
@@ -73,12 +74,18 @@ def open_trained(path: Path, changes: Changes) -> Trained:
 
 
 def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
-    """A model on a mesh, with the weights and the recipe state of a checkpoint."""
+    """A model on a mesh, with the weights and the recipe state of a checkpoint. CheckpointError where that lacks delayed
+    scales."""
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     model, _, batch = parallel_model(config, mesh)
     model.to_empty(device=device)
     opened, remarks = weights.load(path, model, weights.settings_of(config.model))
     remarks += weights.load_recipes(path, model, opened, recipe_files(config))
+    if new := sorted(without_amax(model)):
+        raise CheckpointError(
+            f"{path} has none of {len(new)} delayed scales ({new[0]}, ...), and cast by scales of 1 a model is another: take the "
+            f"recipes that it was trained in, or --recipe fp8_current"
+        )
     model.requires_grad_(False)
     return Trained(config, model, mesh, device, ParallelDims.from_mesh(mesh), batch, opened, remarks)
 

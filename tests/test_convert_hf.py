@@ -125,6 +125,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] 
     "family": (None, {"model_type": "gpt2"}, "model_type is 'gpt2', expected one of llama, mistral, qwen2, qwen3"),
     "bias": (None, {"attention_bias": True}, "config.json: attention_bias is True, but models here have False"),
     "positions": (None, {"rope_scaling": {"type": "longrope"}}, "scaled by rope_type 'longrope', expected one of linear"),
+    "turned by default": (None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but here heads turn whole"),
     "turned": (None, {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
                "partial_rotary_factor is 0.5, but here heads turn whole"),
     "quantized": (None, {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, but models here have"),

@@ -177,6 +177,54 @@ def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
     assert "bytes in place of a file whose SHA-256 begins 0123456789abcdef" in said
 
 
+def ends(path: str, tp: int) -> tuple[list[int], list[int], list[int], int]:
+    """Inside a worker: text, the same up to a token in it, what came before that token, and two texts that end apart."""
+    found, prompt = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT.shape[1]
+    whole = generate.write(found, PROMPT, 12, temperature=3.0).tokens[0].tolist()
+    stop = whole[prompt + 4]
+    short = generate.write(found, PROMPT, 12, temperature=3.0, stop=stop)
+    two = generate.write(found, torch.cat([PROMPT, PROMPT]), 40, temperature=3.0, stop=stop).tokens[:, prompt:]
+    assert two.shape[1] == 40 or (two == stop).any(1).all()
+    return whole, short.tokens[0].tolist(), generate.text_after(short, prompt, stop), stop
+
+
+@pytest.mark.ranks(2)
+def test_a_text_ends_where_its_document_does(ranks, checkpoint):
+    both = ranks(2).run(ends, checkpoint[0], 2)
+    assert both[0] == both[1]
+    whole, short, after, stop = both[0]
+    end = whole.index(stop, PROMPT.shape[1]) + 1
+    assert short == whole[:end] and len(short) < len(whole) and after == whole[PROMPT.shape[1] : end - 1]
+
+
+def without_scales(path: str) -> str:
+    """Inside a worker: a checkpoint of fp8_current under a recipe whose scales it has not."""
+    with pytest.raises(CheckpointError) as error:
+        opened(path, 1, ("groups.default.recipe", "fp8_delayed"))
+    return str(error.value)
+
+
+@pytest.mark.ranks(1)
+def test_a_recipe_whose_scales_a_checkpoint_has_not_is_refused(ranks, checkpoint):
+    assert ranks(1).run(without_scales, checkpoint[0])[0] == (
+        f"{checkpoint[0]} has none of 18 delayed scales (model.layers.0.mlp.down_proj.dy, ...), and cast by scales of 1 a "
+        f"model is another: take the recipes that it was trained in, or --recipe fp8_current"
+    )
+
+
+@pytest.mark.parametrize("temperature", ["nan", "inf", "-1"])
+def test_a_temperature_is_a_number(temperature: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^--temperature: expected a number >= 0, got {temperature}$"):
+        generate.main([str(tmp_path), "--prompt=x", f"--temperature={temperature}"])
+
+
+def test_a_prompt_is_text() -> None:
+    with pytest.raises(ConfigError, match="--prompt: expected UTF-8, got "):
+        generate.prompt_of(BYTES, "a\udcffb")
+    with pytest.raises(ConfigError, match="--prompt: expected a text that is not empty"):
+        generate.prompt_of(BYTES, "")
+
+
 def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]:
     """Inside a worker: of what follows and of what does not; a text up to a string in it; and what lm_eval is told."""
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
