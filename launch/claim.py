@@ -46,6 +46,7 @@ class Claim:
             self._file = (self.path / LOCK).open("a+")  # of a folder that was moved aside the lock goes with its file
             self._lock(self._file)
         except OSError as error:
+            self.withdraw()
             raise ValueError(f"--run.dir {self.path}: {error.strerror}; choose a folder that can be written") from None
         self._file.seek(0)
         return self._file.read()
@@ -68,7 +69,7 @@ class Claim:
 
     def withdraw(self) -> None:
         """On rank 0: leave no trace of a run that was refused."""
-        if self._made:
+        if self._made and self.path.is_dir():
             (self.path / LOCK).unlink(missing_ok=True)
             if not any(self.path.iterdir()):
                 self.path.rmdir()

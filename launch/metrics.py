@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from launch.rundir import rewrite
 from launch.sections import Model
 
 # Dense bf16 FLOP/s by a word of the device's name, from the makers' data sheets (SXM boards).
@@ -93,9 +94,7 @@ def append(path: Path, text: str) -> None:
 def drop_after(path: Path, step: int) -> None:
     """Keeps the records up to `step`, from which a run continues, so that no step is in the file twice."""
     kept = [record for record in read_metrics(path) if record["step"] <= step] if path.exists() else []
-    rewritten = path.with_suffix(".rewritten")
-    rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    rewritten.replace(path)
+    rewrite(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def tell(text: str) -> None:

@@ -92,7 +92,7 @@ class RunDir:
             self._open_log()
             problem = None
         except OSError as error:
-            problem = f"{error.filename}: {error.strerror}; choose a --run.dir that can be written"
+            problem = f"{self._log_path}: {error.strerror}; choose a --run.dir that can be written"
         if problem := next(filter(None, together.from_all(problem)), None):
             raise ValueError(problem)
 
@@ -103,22 +103,40 @@ class RunDir:
                 moved = move_aside(self.path)
                 self._claim.take()
             said = ParallelDims.from_mesh(mesh).describe(mesh.device_type)
-            (self.path / "config.toml").write_text(to_toml(config))
-            (self.path / "plan.txt").write_text(f"{said}\n{plan}\n")
+            rewrite(self.path / "config.toml", to_toml(config))
+            rewrite(self.path / "plan.txt", f"{said}\n{plan}\n")
             if plan.times is not None:
-                (self.path / "overlap.json").write_text(plan.times.text(plan.choices()))
-            (self.path / "env.txt").write_text(environment())
+                rewrite(self.path / "overlap.json", plan.times.text(plan.choices()))
+            rewrite(self.path / "env.txt", environment())
         except OSError as error:
-            raise ValueError(f"{error.filename}: {error.strerror}; choose a --run.dir that can be written") from None
+            found = f"; the run that was here is now in {moved}" if moved else ""
+            raise ValueError(
+                f"{error.filename}: {error.strerror}; choose a --run.dir that can be written{found}"
+            ) from None
         return moved
+
+    @property
+    def _log_path(self) -> Path:
+        return self.path / "log" / f"rank{dist.get_rank()}.txt"
 
     def _open_log(self) -> None:
         if self._log is not None:
             return
-        (self.path / "log").mkdir(parents=True, exist_ok=True)
-        self._log = (self.path / "log" / f"rank{dist.get_rank()}.txt").open("a", buffering=1)
-        self._log.writelines(self._kept)
-        self._kept = []
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = self._log_path.open("a", buffering=1)
+        log.writelines(self._kept)
+        self._log, self._kept = log, []
+
+
+def rewrite(path: Path, text: str) -> None:
+    """The whole content of a file. An OSError, as of a full disk, names it and leaves it as it was."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def move_aside(path: Path) -> Path:

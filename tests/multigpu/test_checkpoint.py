@@ -381,6 +381,10 @@ class FullDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self.stream.write(content)
 
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
 
 def save_without_room(config: Config) -> list[str]:
     """Saves on a full disk: of rank 1's tensors, of the index, of the manifest, of the folder; what is raised."""
@@ -596,11 +600,15 @@ def test_a_run_holds_its_folder_while_it_lasts(ranks, tmp_path, data, more):
     assert (tmp_path / "run.1").exists() == bool(more)
 
 
-def full_lock(config: Config) -> str:
+def no_room(config: Config, name: str) -> str:
+    """The refusal where the disk has no room for a file of this name."""
     opened = Path.open
-    Path.open = lambda self, mode="r", *given, **named: (
-        FullDisk(opened(self, mode), 8) if self.name == ".lock" else opened(self, mode, *given, **named)
-    )
+
+    def full_open(self: Path, mode: str = "r", *given: Any, **named: Any) -> Any:
+        stream = opened(self, mode, *given, **named)
+        return FullDisk(stream, 8) if self.name == name and mode != "r" else stream
+
+    Path.open = full_open
     try:
         return refused_folder(config)
     finally:
@@ -608,9 +616,22 @@ def full_lock(config: Config) -> str:
 
 
 @pytest.mark.ranks(2)
-def test_a_full_disk_before_a_run_is_one_sentence(ranks, tmp_path, data):
-    for said in ranks(2).run(full_lock, training.config(tmp_path, data)):
-        assert said == f"--run.dir {tmp_path}/run: No space left on device; choose a folder that can be written"
+def test_a_full_disk_before_a_run_is_one_sentence_and_leaves_what_was_there(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--train.steps=2")
+    said = "No space left on device; choose a "
+    for found in ranks(2).run(no_room, config, ".lock"):
+        assert found == f"--run.dir {tmp_path}/run: {said}folder that can be written"
+    assert not (tmp_path / "run").exists()
+    ranks(2).run(training.run, config)
+    before = content(tmp_path / "run")
+    for found in ranks(2).run(no_room, config, ".config.toml.new"):
+        assert found == f"{tmp_path}/run/config.toml: {said}--run.dir that can be written"
+    assert content(tmp_path / "run") == before
+    for found in ranks(2).run(no_room, config, "rank1.txt"):
+        assert found == f"{tmp_path}/run/log/rank1.txt: {said}--run.dir that can be written"
+    anew = training.config(tmp_path, data, "--train.steps=2", "--checkpoint.resume=none")
+    for found in ranks(2).run(no_room, anew, ".plan.txt.new"):
+        assert found.endswith(f"plan.txt: {said}--run.dir that can be written; the run that was here is now in {tmp_path}/run.1")
 
 
 HOLD = """
@@ -642,7 +663,7 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(ranks, tmp_path, data):
     ranks(2).run(begun, config)
     (tmp_path / "unwritable" / "plan.txt").mkdir(parents=True)
     for said in ranks(2).run(refused_folder, training.config(tmp_path, data, f"--run.dir={tmp_path}/unwritable")):
-        assert said == f"{tmp_path}/unwritable/plan.txt: Is a directory; choose a --run.dir that can be written"
+        assert said.startswith(f"{tmp_path}/unwritable/plan.txt: Is a directory; choose a --run.dir that can be written")
     read_only = training.config(tmp_path, data, f"--run.dir={tmp_path}/run/.lock/x")
     for said in ranks(2).run(refused_folder, read_only):
         assert said == f"--run.dir {tmp_path}/run/.lock/x: Not a directory; choose a folder that can be written"
