@@ -105,6 +105,9 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
 def _check_group(group: Group, source: str) -> None:
     """Builds the layer group and its recipe once, so that what is wrong in them is found before any work starts."""
     layer_fields = group.layer_fields()
+    steps = [entry["at_step"] for entry in group.swap or ()]
+    if twice := next((step for step in steps if steps.count(step) > 1), None):
+        raise ConfigError(f"{source}: {group.title()}: swap: expected steps that differ, got {twice} twice")
     try:
         if layer_fields or (group.swap is None and group.stats is None):
             dlp.LayerGroup(group.name, group.match, **layer_fields)

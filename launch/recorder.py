@@ -72,7 +72,11 @@ class Recorder:
         if not self._run.leader:
             return
         drop_after(self._path, step)
-        self._sinks = {name: sinks.SINKS[name](self._run.path, step) for name in self._config.run.metrics}
+        for name in self._config.run.metrics:
+            try:
+                self._sinks[name] = sinks.SINKS[name](self._run.path, step)
+            except OSError as error:
+                self._say_left_out(name, error)
         self._progress = Progress(self._config.train.steps, step, self._config.train.log_every)
 
     def step(
@@ -152,8 +156,9 @@ class Recorder:
         path = self._run.path / "loss.png"
         try:
             plot.write_plot([self._run.path], path)
-        except OSError as error:
-            self._run.say(f"{path} could not be written ({error.strerror or error}); the run goes on without it")
+        except (OSError, ValueError) as error:  # ValueError: no step was recorded, as where the metrics were deleted
+            reason = getattr(error, "strerror", None) or error
+            self._run.say(f"{path} could not be written ({reason}); the run goes on without it")
 
     def _write(self, **record: Any) -> None:
         """What cannot be written, as where a disk is full, ends no run: lines wait, a sink is left out."""
@@ -172,7 +177,10 @@ class Recorder:
                 sink.write(record)
             except OSError as error:
                 del self._sinks[name]
-                self._run.say(
-                    f"WARNING: {name} could not be written ({error.strerror}) and gets no more of this run until it is started "
-                    f"anew; metrics.jsonl has all"
-                )
+                self._say_left_out(name, error)
+
+    def _say_left_out(self, name: str, error: OSError) -> None:
+        self._run.say(
+            f"WARNING: {name} could not be written ({error.strerror}) and gets no more of this run until it is started anew; "
+            f"metrics.jsonl has all"
+        )

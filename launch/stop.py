@@ -5,7 +5,8 @@ a refusal       what every rank knows alike (a setting, a checkpoint, a NaN), in
 an exception    its traceback, and out at once: leaving a group in peace may wait for a peer that is gone
 a dead peer     torchrun sends the survivors a SIGTERM, too; they can no longer agree on anything and may sit in a
                 collective, where Python runs no handler. So a thread watches the signal's wake-up pipe, which is
-                written at once, and ends the process when no step boundary comes within `patience` seconds
+                written at once, and ends the process when no step boundary comes within `patience` seconds, a save
+                apart, which may take as long as it does
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -32,11 +34,21 @@ class StopFlag:
         self.requested = False
         self.signalled = False  # the same, without the main thread, which may wait in a collective
         self._patience, self._waits = patience, waits
-        self._beat = time.monotonic()
+        self._beat, self._saving = time.monotonic(), False
 
     def beat(self) -> None:
         """The run is alive and at a step boundary."""
         self._beat = time.monotonic()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What is written inside is what a SIGTERM leaves time for."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            self.beat()
+            self._saving = False
 
     def watch(self) -> None:
         """Take over this process's SIGTERM, and let Ctrl-C end it without a word. On the main thread, once."""
@@ -55,7 +67,7 @@ class StopFlag:
             pass
         self.signalled = True
         self.beat()
-        while time.monotonic() - self._beat < self._patience:
+        while self._saving or time.monotonic() - self._beat < self._patience:
             time.sleep(0.2)
         said = "; ".join(["as when a peer is gone", *self._waits()])
         print(f"no step boundary within {self._patience:g} s of SIGTERM, {said}; leaving", file=sys.stderr)

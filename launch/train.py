@@ -8,6 +8,7 @@ What cannot work is refused on the way, before the first step, in one sentence. 
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -63,12 +64,23 @@ def plan_text(config: Config, world: int, device: str) -> str:
 def make_mesh(config: Config) -> DeviceMesh:
     """The config's mesh over this run's ranks. Raises ValueError before any rank waits for another."""
     validate_world(config, world_size())
+    check_restarts(config)
     if config.train.deterministic:
         deterministic.prepare()
     sizes = config.mesh
     return dlp.build_mesh(
         dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp, transport=sizes.transport
     )
+
+
+def check_restarts(config: Config) -> None:
+    """ConfigError where torchrun would start ranks anew, after a failure, from where they began."""
+    resume, restarts = config.checkpoint.resume, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if resume != "auto" and restarts:
+        raise ConfigError(
+            f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts {restarts}, which after a failure would "
+            f"start from there again and leave what was saved since; take another --run.dir, or no restarts for this start"
+        )
 
 
 def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, int]:

@@ -346,10 +346,8 @@ class Trainer:
 
     def save(self, step: int, final: bool = False) -> None:
         """`final`: the run ends with it. Raises SaveError on all ranks."""
-        self.stop.beat()
-        with self.slowly("saving"):
+        with self.slowly("saving"), self.stop.saving():
             self.say(self.saver.save(step, final))
-        self.stop.beat()
 
     def say(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -14,6 +14,7 @@ from launch.build import build, plan_for
 from launch.config import CONFIGS, ConfigError, docs, load, make_parser, to_toml, validate_world
 from launch.schema import rule_of
 from launch.sections import SCHEMA, Group, Train
+from launch.train import check_restarts
 from tests.command import command
 
 ROOT = Path(__file__).parents[1]
@@ -248,6 +249,19 @@ def test_worlds_that_do_not_fit(arguments: list[str], world: int, sentence: str)
     with pytest.raises(ConfigError) as caught:
         validate_world(load("tiny", arguments), world)
     assert str(caught.value) == f"tiny.toml: {sentence}"
+
+
+@pytest.mark.parametrize("resume", ["none", "runs/other/checkpoints/step-3"])
+def test_restarts_that_would_begin_anew_are_refused(resume: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_restarts(load("tiny", [f"--checkpoint.resume={resume}"]))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    check_restarts(load("tiny"))
+    with pytest.raises(ConfigError) as caught:
+        check_restarts(load("tiny", [f"--checkpoint.resume={resume}"]))
+    assert str(caught.value) == (
+        f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts 3, which after a failure would start from "
+        f"there again and leave what was saved since; take another --run.dir, or no restarts for this start"
+    )
 
 
 def test_page_of_documentation_is_the_generated_one() -> None:

@@ -92,6 +92,18 @@ def test_csv_has_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
     assert float(found[1]["loss"]) == 2.0 and found[0].keys() == set(sinks.COLUMNS)
 
 
+def test_a_sink_that_cannot_be_begun_is_left_out(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "metrics.csv").mkdir()
+    config = load("tiny", ["--run.metrics", '["csv"]'])
+    recorder = Recorder(config, cast(RunDir, Namespace(path=tmp_path, leader=True, say=said.append)), CPU, 1)
+    recorder.begin(0)
+    recorder.validation(1, 2.0)
+    assert said[0].startswith("WARNING: csv could not be written (Is a directory) and gets no more of this run until ")
+    assert said[1].startswith(f"{tmp_path}/loss.png could not be written ({tmp_path}/metrics.jsonl: no metrics there, ")
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_tensorboard_has_each_number_once_also_after_a_resume(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

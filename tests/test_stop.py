@@ -53,6 +53,25 @@ def test_a_run_that_hangs_after_sigterm_is_ended():
     assert (out, err) == ("", f"{said}; rank 0 waits for rank 1; leaving\n")
 
 
+SAVING = """
+flag = stop.StopFlag(patience=0.5)
+flag.watch()
+print("ready", flush=True)
+with flag.saving():
+    for _ in range(15): time.sleep(0.1)
+print(flag.requested, flush=True)
+for _ in range(100): time.sleep(0.1)
+"""
+
+
+def test_a_save_may_take_longer_and_what_follows_may_not():
+    process = start(SAVING)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("True\n", 128 + signal.SIGTERM)
+    assert err.startswith("no step boundary within 0.5 s of SIGTERM, ")
+
+
 def test_ctrl_c_ends_a_rank_without_a_word():
     process = start(LOOP.format(beats=True, tenths=16))
     process.send_signal(signal.SIGINT)

@@ -184,6 +184,10 @@ def test_the_last_group_with_a_recipe_or_swaps_decides_the_swaps(tmp_path, data)
         ),
         ("[{recipe = 'bf16'}]", "expected a list of { at_step"),
         ("[{at_step = 2, recipe = 'fp7'}]", "unknown recipe 'fp7'"),
+        (
+            "[{at_step = 2, recipe = 'bf16'}, {at_step = 2, recipe = 'nvfp4'}]",
+            "swap: expected steps that differ, got 2 twice",
+        ),
     ],
 )
 def test_a_wrong_swap_is_refused(tmp_path, data, swap, sentence):
