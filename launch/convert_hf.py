@@ -188,11 +188,11 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="launch.convert_hf", description="Weights of Hugging Face's folders, in and out."
     )
-    ways = parser.add_subparsers(dest="way", required=True)
-    reading = ways.add_parser("import", help="a folder of safetensors into a checkpoint")
+    commands = parser.add_subparsers(dest="command", required=True)
+    reading = commands.add_parser("import", help="a folder of safetensors into a checkpoint")
     reading.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and model*.safetensors")
     reading.add_argument("out", type=Path, metavar="CHECKPOINT", help="the folder to make")
-    writing = ways.add_parser("export", help="a checkpoint into a folder of safetensors")
+    writing = commands.add_parser("export", help="a checkpoint into a folder of safetensors")
     writing.add_argument("source", type=Path, metavar="CHECKPOINT", help="of a run (checkpoints/step-N), or imported")
     writing.add_argument("out", type=Path, metavar="FOLDER", help="the folder to make")
     writing.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors [bf16]")
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str]) -> None:
     if known.out.exists():
         raise ValueError(f"{known.out}: exists already; remove it or choose another folder")
     known.out.parent.mkdir(parents=True, exist_ok=True)
-    if known.way == "import":
+    if known.command == "import":
         print(import_folder(known.source, known.out))
     else:
         print(export(known.source, known.out, known.dtype, known.positions))

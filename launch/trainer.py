@@ -33,6 +33,7 @@ from launch import checkpoint, first_scales, manifest, together, weights
 from launch.attention import Documents
 from launch.baseline import baseline
 from launch.build import Built
+from launch.checkpoint import SaveError
 from launch.check_data import check_data
 from launch.config import Config, recipe_files, to_toml
 from launch.data import open_sources
@@ -136,8 +137,8 @@ class Trainer:
 
     def place(self) -> Place:
         """Where this rank is, for whoever watches it from another thread."""
-        last, way, doing = self.recipes.last, self.recipes.direction, self.doing
-        layer = "none yet" if last is None else f"{', '.join(last.members)} in {way}"
+        last, direction, doing = self.recipes.last, self.recipes.direction, self.doing
+        layer = "none yet" if last is None else f"{', '.join(last.members)} in {direction}"
         text = f"step {self.recipes.steps + 1}, {doing + ', ' if doing else ''}last layer {layer}"
         return Place(text, bool(doing), self.took)
 
@@ -419,7 +420,10 @@ class Trainer:
             with self.replays.stream():
                 done, loss = self.loop(done) if done < steps else (done, self.validate())
         except NotFinite:
-            self.say(self.saver.settle(final=False))
+            try:
+                self.say(self.saver.settle(final=False))
+            except SaveError as error:
+                self.run.say(f"WARNING: {error}")
             raise
         finally:
             self.doing = "ending"

@@ -20,6 +20,7 @@ from dlp import end_step
 from dlp.parallel.auto import Problem
 from dlp.parallel.style import ROW_SP
 from dlp.quant import recipe as recipes
+from launch.checkpoint import SaveError
 from launch.config import Config, load
 from launch.manifest import complete
 from launch.trainer import NotFinite, Step, Trainer
@@ -275,6 +276,44 @@ def test_a_nan_names_step_rank_and_layer_and_saves_nothing(ranks, tmp_path, data
     assert output["first"][0] == 0 and 0 < given["std"] <= given["amax"] == max(-given["min"], given["max"])
     assert sorted(training.metrics(config)) == [1, 2, 3]
     assert "NotFinite: step 4: loss nan" in Path(config.run.dir, "log", "rank0.txt").read_text()
+
+
+def poisoned_on_a_full_disk(config: Config) -> str:
+    """The message of a run whose save in flight fails as well."""
+    trainer, done = training.trainer(config, Poisoned)
+    settle = trainer.saver.settle
+
+    def fails(final: bool) -> list[str]:
+        if trainer.recipes.steps < 4:
+            return settle(final)
+        raise SaveError("step-3 could not be written: no space")
+
+    trainer.saver.settle = fails
+    with pytest.raises(NotFinite) as caught:
+        trainer.train(done)
+    return str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_a_save_that_fails_hides_no_nan(ranks, tmp_path, data):
+    settings = ["--checkpoint.every=1", "--checkpoint.asynchronous=true", "--train.eval_every=100"]
+    config = training.config(tmp_path, data, *settings)
+    for message in ranks(2).run(poisoned_on_a_full_disk, config):
+        assert message.startswith("step 4: loss nan, gradient norm nan: w of ")
+    assert "WARNING: step-3 could not be written: no space" in training.said(config)
+
+
+@pytest.mark.ranks(2)
+def test_z_loss_is_trained_and_not_validated(ranks, tmp_path, data):
+    once = ["--train.steps=1", "--train.lr=1e-9", "--train.eval_every=1", "--recipe=bf16"]
+    seen = []
+    for weight in ("0", "1"):
+        config = training.config(tmp_path, data, *once, f"--train.z_loss={weight}", f"--run.dir={tmp_path}/{weight}")
+        ranks(2).run(training.run, config)
+        seen.append([training.metrics(config, key)[1] for key in ("loss", "validation_loss")])
+    (loss, validated), (both, same) = seen
+    assert both - loss > 30, "the square of the logarithm of 384, at least"
+    assert same == pytest.approx(validated, abs=1e-4)
 
 
 @pytest.mark.ranks(2)
