@@ -346,25 +346,26 @@ class Spikes(Trainer):
         return super().optimize()
 
 
-def spiked(config: Config, steps: int | None = None) -> None:
-    """A run of so many steps, or all, that knows a median after two."""
+def spiked(config: Config, steps: int | None = None) -> int:
+    """A run of so many steps, or all, that knows a median after two; how many updates the optimizer has made."""
     with patch("launch.update.KNOWN", 2):
         trainer, done = training.trainer(config, Spikes)
         if steps is None:
             trainer.train(done)
-            return
-        trainer.recorder.begin(done)
-        while done < steps:
-            trainer.read(trainer.train_step(done))
-            done += 1
-        trainer.save(done)
+        else:
+            trainer.recorder.begin(done)
+            while done < steps:
+                trainer.read(trainer.train_step(done))
+                done += 1
+            trainer.save(done)
+    return int(next(iter(trainer.built.optimizer.state.values()))["step"])
 
 
 @pytest.mark.ranks(2)
 def test_updates_with_spikes_are_skipped_and_a_resumed_run_skips_the_same(ranks, tmp_path, data):
     options = ["--train.skip_spikes=10", "--checkpoint.every=100", "--train.eval_every=100"]
     whole, parts = (training.config(tmp_path, data, *options, f"--run.dir={tmp_path}/{n}") for n in ("whole", "parts"))
-    ranks(2).run(spiked, whole)
+    assert ranks(2).run(spiked, whole) == [4, 4], "of six steps two are skipped"
     assert training.metrics(whole, "skipped") == {4: True, 5: True}
     (first, second) = (line for line in training.said(whole) if "was skipped" in line)
     assert re.fullmatch(
