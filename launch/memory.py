@@ -90,7 +90,7 @@ def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
     for row in plan.layers:
         block = block_of(row.name)
         if block in said:
-            ways = (
+            kind = (
                 row.name.removeprefix(block),
                 row.shape,
                 row.row,
@@ -99,7 +99,7 @@ def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
                 row.options,
                 len(row.siblings),
             )
-            said[block].append(ways)
+            said[block].append(kind)
     first: dict[Any, str] = {}
     return {block: first.setdefault(tuple(rows), block) for block, rows in said.items()}
 

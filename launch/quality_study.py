@@ -34,7 +34,8 @@ from matplotlib.figure import Figure
 
 from dlp.quant import recipe as recipes
 from launch import local
-from launch.config import count
+from launch.checkpoint import changes
+from launch.config import count, load, to_toml
 from launch.data import stdlib_files
 from launch.documents import walk
 from launch.metrics import read_metrics
@@ -155,15 +156,30 @@ def final(run: Path) -> Final | None:
 
 
 def train_all(study: Study, only: tuple[str, int] | None, train: Train) -> None:
-    """Every run that is not finished, or one. Raises RuntimeError for one that failed or was stopped."""
+    """Every run that is not finished, or one. Raises RuntimeError for one that failed or was stopped, and for one that was
+    finished with other settings."""
     for seed in study.seeds:
         for recipe in study.recipes:
             folder = study.run_folder(recipe, seed)
-            if (only is not None and only != (recipe, seed)) or final(folder) is not None:
+            if only is not None and only != (recipe, seed):
+                continue
+            if final(folder) is not None:
+                check_same(study, recipe, seed)
                 continue
             code = train(study.ranks, study.arguments(recipe, seed))
             if code or final(folder) is None:
                 raise RuntimeError(f"{folder}: the run ended early, with code {code}; the same command resumes it")
+
+
+def check_same(study: Study, recipe: str, seed: int) -> None:
+    """RuntimeError where a finished run had other settings than this study asks for; its mesh may be another."""
+    folder, (name, *arguments) = study.run_folder(recipe, seed), study.arguments(recipe, seed)
+    asked = to_toml(load(name, arguments))
+    differing = [each for each in changes((folder / "config.toml").read_text(), asked) if ": mesh." not in each]
+    if differing:
+        raise RuntimeError(
+            f"{folder}: finished with other settings, {differing[0]}; choose another folder for this study, or remove the run"
+        )
 
 
 @dataclass(frozen=True)
@@ -283,8 +299,6 @@ def main(arguments: Sequence[str], train: Train = local.train) -> int:
     parser.add_argument("--only", metavar="RECIPE,SEED", help="this run alone")
     rest, overrides = split(arguments)
     known = parser.parse_args(rest)
-    if known.seeds < 1:
-        parser.error(f"--seeds {known.seeds}: a study has one seed or more; leave it away for 3")
     flat = tuple(text for name, value in overrides for text in (f"--{name}", value))
     chosen = tuple(dict.fromkeys([BASELINE, *known.recipes]))
     study = Study(known.folder.resolve(), chosen, tuple(range(known.seeds)), known.ranks, flat)

@@ -66,14 +66,14 @@ def problems(
         out = options.out_dtype or (w_dtype if which == "wgrad" else dtype)
         problem = {"gemm": which, "rows": rows, "cols": cols, "contraction": contraction, "kernel": kernel,
                    "fast_accumulation": options.fast_accumulation, "accumulate": False, "alpha": False}  # fmt: skip
-        ways = GEMM_OPERANDS[which][1::2]
+        orientations = GEMM_OPERANDS[which][1::2]
         formats = [quantizer.format for quantizer in layer.recipe.operands(which)]
         decoded = decoded_to(kernel, formats, dtype)
         factored = decoded is not None and factor(*formats)
-        for side, way, fmt in zip("ab", ways, formats, strict=True):
+        for side, orientation, fmt in zip("ab", orientations, formats, strict=True):
             problem[f"{side}_dtype"] = dtype_name(decoded or fmt.parts[0].dtype or dtype)
             problem[f"{side}_block"] = [1, 1] if decoded else list(fmt.block)
-            problem[f"{side}_flipped"] = fmt.keeps_source and way == "columnwise"
+            problem[f"{side}_flipped"] = fmt.keeps_source and orientation == "columnwise"
             tiles = fmt.gemm_kind == "nvfp4" and kernel.startswith("cublaslt")
             problem["alpha"] |= tiles or (factored and fmt.factors == "tensor")
         if factored and any(fmt.factors == "row" for fmt in formats):

@@ -83,7 +83,7 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
     remarks += weights.load_recipes(path, model, opened, recipe_files(config))
     if new := sorted(without_amax(model)):
         raise CheckpointError(
-            f"{path} has none of {len(new)} delayed scales ({new[0]}, ...), and cast by scales of 1 a model is another: take the "
+            f"{path} has none of {len(new)} delayed scales ({new[0]}, ...), and cast by scales of 1 a model is another; use the "
             f"recipes that it was trained in, or --recipe fp8_current"
         )
     model.requires_grad_(False)

@@ -80,9 +80,9 @@ def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
     for parameter in plan.weights:
         if not is_matrix_of_block(parameter.name, parameter.shape):
             continue
-        ways = {DP_SHARD: prod(load.shard(parameter.shape, padded=True)) if load.units else 0}
-        ways |= {TP: prod(parameter.shape)} if parameter.name in cut_by_tp else {}
-        for group, elements in ways.items():
+        gathered = {DP_SHARD: prod(load.shard(parameter.shape, padded=True)) if load.units else 0}
+        gathered |= {TP: prod(parameter.shape)} if parameter.name in cut_by_tp else {}
+        for group, elements in gathered.items():
             sent = Sent(load.named(group), OWN["layer"], OWN["direction"], "bfloat16")
             total[sent] += observer.gathered(2 * elements, load.ranks(group))
     return total
@@ -142,12 +142,12 @@ def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[
         sends = {n: sum(fsdp_gradients(plan, replace(load, reductions=n)).values()) for n in kept}
     except Unpredictable as why:
         return [f"gradients: {why}"]
-    ways = {n: f"{kept[n]} a rank, {n} reduction{'s' * (n > 1)} a step, {said_bytes(sends[n])} sent" for n in kept}
-    (other,) = ways.keys() - {waits.reductions}
+    choices = {n: f"{kept[n]} a rank, {n} reduction{'s' * (n > 1)} a step, {said_bytes(sends[n])} sent" for n in kept}
+    (other,) = choices.keys() - {waits.reductions}
     asked = "step" if other == 1 else "microbatch"
     return [
-        f"gradients of {waits.microbatches} microbatches wait {ways[waits.reductions]} ({waits.why}); "
-        f"with reduce_gradients = {asked!r} {ways[other]}"
+        f"gradients of {waits.microbatches} microbatches wait {choices[waits.reductions]} ({waits.why}); "
+        f"with reduce_gradients = {asked!r} {choices[other]}"
     ]
 
 

@@ -208,7 +208,7 @@ def without_scales(path: str) -> str:
 def test_a_recipe_whose_scales_a_checkpoint_has_not_is_refused(ranks, checkpoint):
     assert ranks(1).run(without_scales, checkpoint[0])[0] == (
         f"{checkpoint[0]} has none of 18 delayed scales (model.layers.0.mlp.down_proj.dy, ...), and cast by scales of 1 a "
-        f"model is another: take the recipes that it was trained in, or --recipe fp8_current"
+        f"model is another; use the recipes that it was trained in, or --recipe fp8_current"
     )
 
 

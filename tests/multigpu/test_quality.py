@@ -206,7 +206,12 @@ def test_a_small_study_runs_resumes_and_reports(ranks, tmp_path, capsys):
     plan = (tmp_path / "runs" / "nvfp4-0" / "plan.txt").read_text()
     assert plan.count(" nvfp4 ") and "edges (recipe)" in plan, "its last block stays in bf16"
     assert final(tmp_path / "runs" / "bf16-0") is not None
-    assert main([*study, "--train.steps=6"], lambda number, arguments: 0) == 0
+    capsys.readouterr()
+    assert main([*study, "--train.steps=6"], lambda number, arguments: 0) == 1
+    assert capsys.readouterr().err == (
+        f"{tmp_path}/runs/bf16-0: finished with other settings, changed since then: train.steps was 4, now 6; choose another "
+        f"folder for this study, or remove the run\n"
+    )
     assert main([str(tmp_path / "other"), "--megabytes", "0.1", *SMALL], lambda number, arguments: 3) == 1
     assert "the run ended early, with code 3; the same command resumes it" in capsys.readouterr().err
 

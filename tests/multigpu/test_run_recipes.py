@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -111,7 +112,9 @@ class BadPass(Trainer):
             return (x,)
 
         handle = self.built.model.model.layers[0].mlp.down_proj.register_forward_pre_hook(spoil)
-        super().find_scales(step)
+        with patch.object(self.stop, "beat") as beat:
+            super().find_scales(step)
+        assert beat.call_count == 3, "a boundary behind each pass, for SIGTERM's patience"
 
 
 def ended(config: Config) -> str:
