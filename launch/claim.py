@@ -84,7 +84,7 @@ def unlike(lock: Path, holder: str) -> str | None:
                 return None
             found = "another file"
         except OSError as error:
-            found = error.strerror
+            found = error.strerror or str(error)
         if time.monotonic() > end:
             return f"{_me()} does not see the file that {holder} made in it ({found})"
         time.sleep(0.1)

@@ -169,8 +169,8 @@ def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> C
 
 def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """A program's own arguments and its config, from a parser made by `make_parser`. Raises ConfigError."""
-    known, changes = overrides.parse(parser, arguments, SCHEMA)
-    return known, _load(known.config, changes)
+    options, changes = overrides.parse(parser, arguments, SCHEMA)
+    return options, _load(options.config, changes)
 
 
 def count(text: str) -> int:
@@ -276,8 +276,8 @@ def docs() -> str:
 def main(arguments: Sequence[str]) -> None:
     parser = make_parser("launch.config", "Prints a configuration as training would use it.")
     parser.add_argument("--docs", action="store_true", help="print the page of documentation instead")
-    known, config = command_line(parser, arguments)
-    sys.stdout.write(docs() if known.docs else to_toml(config))
+    options, config = command_line(parser, arguments)
+    sys.stdout.write(docs() if options.docs else to_toml(config))
 
 
 if __name__ == "__main__":

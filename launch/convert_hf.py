@@ -197,14 +197,14 @@ def main(arguments: Sequence[str]) -> None:
     writing.add_argument("out", type=Path, metavar="FOLDER", help="the folder to make")
     writing.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors [bf16]")
     writing.add_argument("--positions", type=count, help="the longest context that config.json claims [as trained]")
-    known = parser.parse_args(arguments)
-    if known.out.exists():
-        raise ValueError(f"{known.out}: exists already; remove it or choose another folder")
-    known.out.parent.mkdir(parents=True, exist_ok=True)
-    if known.command == "import":
-        print(import_folder(known.source, known.out))
+    options = parser.parse_args(arguments)
+    if options.out.exists():
+        raise ValueError(f"{options.out}: exists already; remove it or choose another folder")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.command == "import":
+        print(import_folder(options.source, options.out))
     else:
-        print(export(known.source, known.out, known.dtype, known.positions))
+        print(export(options.source, options.out, options.dtype, options.positions))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ SPLIT_VERSION = 2  # of encoding, split and index: raise it when they change, so
 @dataclass(frozen=True)
 class Data:
     """The open shards of both splits; those of a folder lie together. `tokenizer`: the SHA-256 of its file, "" for bytes, None
-    where it is not known. `weights`: of the folders, where there are several."""
+    where it is not options. `weights`: of the folders, where there are several."""
 
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
@@ -136,30 +136,32 @@ def describe(shard: Shard) -> str:
     )
 
 
-def _prepare_command(known: argparse.Namespace) -> None:
-    if known.out.exists():
-        raise ValueError(f"{known.out}: exists already; remove it or choose another --out")
-    check_share(known.validation)
-    for left in unfinished(known.out):
+def _prepare_command(options: argparse.Namespace) -> None:
+    if options.out.exists():
+        raise ValueError(f"{options.out}: exists already; remove it or choose another --out")
+    check_share(options.validation)
+    for left in unfinished(options.out):
         print(f"{left} is of a preparation that was killed, or that is at work now; remove it if none is")
-    tokenizer = open_tokenizer(known.tokenizer, known.separator)
-    files = list_files(known.files)
+    tokenizer = open_tokenizer(options.tokenizer, options.separator)
+    files = list_files(options.files)
     read = {name: path for name, path in files.items() if has_rows(path) or is_text(path)}
     try:
-        prepare(read, known.out, validation=known.validation, tokenizer=tokenizer, column=known.column, progress=True)
+        prepare(
+            read, options.out, validation=options.validation, tokenizer=tokenizer, column=options.column, progress=True
+        )
     except OSError as error:
         where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise ValueError(f"{where}; nothing is left of {known.out}") from None
+        raise ValueError(f"{where}; nothing is left of {options.out}") from None
     for name in files.keys() - read.keys():
         print(f"left out, not text: {name}")
-    for path in sorted(known.out.glob("*.shard")):
+    for path in sorted(options.out.glob("*.shard")):
         print(describe(open_shard(path)))
 
 
-def _inspect_command(known: argparse.Namespace) -> None:
-    paths = sorted(known.shard.glob("*.shard")) if known.shard.is_dir() else [known.shard]
+def _inspect_command(options: argparse.Namespace) -> None:
+    paths = sorted(options.shard.glob("*.shard")) if options.shard.is_dir() else [options.shard]
     if not paths:
-        raise ValueError(f"{known.shard}: no *.shard in it; give a shard, or a folder that launch.data prepare made")
+        raise ValueError(f"{options.shard}: no *.shard in it; give a shard, or a folder that launch.data prepare made")
     for path in paths:
         shard = open_shard(path)
         verify(shard)
@@ -180,8 +182,8 @@ def main(arguments: Sequence[str]) -> None:
     inspecting = commands.add_parser("inspect", help="check shards, hashes included, and describe them")
     inspecting.add_argument("shard", type=Path, help="one, or a folder of them")
     inspecting.set_defaults(command=_inspect_command)
-    known = parser.parse_args(arguments)
-    known.command(known)
+    options = parser.parse_args(arguments)
+    options.command(options)
 
 
 if __name__ == "__main__":

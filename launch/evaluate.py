@@ -78,13 +78,13 @@ def perplexity(trained: Trained, data: Data, split: str, batches: int | None) ->
     return Perplexity(loss / tokens, round(tokens) // trained.dims.tp)
 
 
-def as_asked(trained: Trained, known: argparse.Namespace) -> Trained:
+def as_asked(trained: Trained, options: argparse.Namespace) -> Trained:
     """The model quantized as a program's command line says; static scales are of the first batches of the training data."""
 
     def calibrate() -> None:
-        perplexity(trained, read_data(trained, known.checkpoint), "train", known.calibration)
+        perplexity(trained, read_data(trained, options.checkpoint), "train", options.calibration)
 
-    return quantized(trained, known.quantize, known.mode, calibrate)
+    return quantized(trained, options.quantize, options.mode, calibrate)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -95,12 +95,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--data", help="builtin:stdlib or a prepared folder [that of the run]")
     parser.add_argument("--split", choices=("validation", "train"), default="validation")
     parser.add_argument("--batches", type=count, help="so many global batches [all of the split]")
-    known, changes = command_line(parser, arguments)
-    trained = open_trained(known.checkpoint, [*changes, *[("data.path", known.data)] * bool(known.data)])
-    trained = as_asked(trained, known)
-    found = perplexity(trained, read_data(trained, known.checkpoint), known.split, known.batches)
+    options, changes = command_line(parser, arguments)
+    trained = open_trained(options.checkpoint, [*changes, *[("data.path", options.data)] * bool(options.data)])
+    trained = as_asked(trained, options)
+    found = perplexity(trained, read_data(trained, options.checkpoint), options.split, options.batches)
     if dist.get_rank() == 0:
-        print(*trained.remarks, f"{known.split} of {trained.config.data.path}: {found}", sep="\n")
+        print(*trained.remarks, f"{options.split} of {trained.config.data.path}: {found}", sep="\n")
     shutdown()
 
 

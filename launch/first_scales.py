@@ -22,8 +22,8 @@ PASSES = 3
 
 
 def find(model: nn.Module, forward_backward: Callable[[], object]) -> int:
-    """Run `forward_backward`, which leaves no gradients, where some scales follow from no amax yet: of a new model, behind a swap
-    of recipes, and in a run that continues a checkpoint of other recipes. All ranks together; how many scales that are."""
+    """Run `forward_backward`, which leaves no gradients, where some scales follow from no amax yet: of a new model, behind a
+    swap of recipes, and in a run that continues a checkpoint of other recipes. All ranks together; returns how many."""
     new = frozenset[str]().union(*together.from_all(without_amax(model)))
     for _ in range(PASSES if new else 0):
         forward_backward()

@@ -87,9 +87,9 @@ def write(
     trained: Trained, prompt: Tensor, count: int, *, temperature: float = 0.0, seed: int = 0, trace: Path | None = None,
     stop: int | None = None,
 ) -> Written:  # fmt: skip
-    """Write `count` tokens after prompt [B, S], equal on all ranks, or fewer once each text has had the token `stop`. temperature
-    0: always the most likely one. trace: where a profile of the first tokens goes. ValueError where attention of the model may
-    not see so many."""
+    """Write `count` tokens after prompt [B, S], equal on all ranks, or fewer once each text has had the token `stop`.
+    temperature 0: always the most likely one. trace: where a profile of the first tokens goes. ValueError where attention of
+    the model may not see so many."""
     writer = Writer(trained, prompt.shape[1] + count, temperature, seed)
     began = time.perf_counter()
     tokens = [prompt.to(trained.device)]
@@ -147,21 +147,21 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn [0]")
     add_options(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="trace the first tokens, for chrome://tracing")
-    known, changes = command_line(parser, arguments)
-    if not 0 <= known.temperature < math.inf:
-        raise ConfigError(f"--temperature: expected a number >= 0, got {known.temperature:g}")
-    tokenizer = open_tokenizer(known.tokenizer, known.separator)
-    trained = open_trained(known.checkpoint, [*on_tp(), *changes])
-    trained = as_asked(trained, known)
-    weights.check_tokenizer(known.checkpoint, trained.opened.manifest, known.tokenizer, tokenizer.digest)
-    prompt = prompt_of(tokenizer, known.prompt)
+    options, changes = command_line(parser, arguments)
+    if not 0 <= options.temperature < math.inf:
+        raise ConfigError(f"--temperature: expected a number >= 0, got {options.temperature:g}")
+    tokenizer = open_tokenizer(options.tokenizer, options.separator)
+    trained = open_trained(options.checkpoint, [*on_tp(), *changes])
+    trained = as_asked(trained, options)
+    weights.check_tokenizer(options.checkpoint, trained.opened.manifest, options.tokenizer, tokenizer.digest)
+    prompt = prompt_of(tokenizer, options.prompt)
     found = write(
-        trained, prompt, known.tokens, temperature=known.temperature, seed=known.seed, trace=known.profile,
+        trained, prompt, options.tokens, temperature=options.temperature, seed=options.seed, trace=options.profile,
         stop=tokenizer.separator,
     )  # fmt: skip
     if dist.get_rank() == 0:
         after = text_after(found, prompt.shape[1], tokenizer.separator)
-        ended = f"; the text ended after {len(after)} tokens" if len(after) < known.tokens else ""
+        ended = f"; the text ended after {len(after)} tokens" if len(after) < options.tokens else ""
         text = tokenizer.decode([*prompt[0].tolist(), *after])
         print(*trained.remarks, text, found.speed(prompt.shape[1]) + ended, sep="\n")
     shutdown()

@@ -251,8 +251,8 @@ def main() -> None:
     parser = overrides.make_parser("launch.gradient_fidelity", description, "fidelity", SCHEMA)
     parser.add_argument("--batches", type=count, default=4, help="global batches compared")
     try:
-        known, config = command_line(parser, sys.argv[1:])
-        found = measure(config, known.batches)
+        options, config = command_line(parser, sys.argv[1:])
+        found = measure(config, options.batches)
     except ValueError as error:
         refuse(str(error))
     problems = missed(found)

@@ -165,9 +165,9 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(choices()), default=[], help="these recipes [all]")
     parser.add_argument("--mesh", choices=list(MESHES), help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    known, overrides = parser.parse_known_args()
-    if known.mesh:
-        on_ranks(known.mesh, known.folder, known.only, overrides)
+    options, overrides = parser.parse_known_args()
+    if options.mesh:
+        on_ranks(options.mesh, options.folder, options.only, overrides)
         return 0
     print("\t".join(COLUMNS), flush=True)
     with tempfile.TemporaryDirectory(prefix="dlp-ledger-") as folder:

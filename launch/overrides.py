@@ -29,8 +29,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
             rest.append(argument)
             continue
         text = value if equals else next(remaining, None)
-        if text is None:
-            raise ConfigError(f"--{name}: expected a value after it")
+        if text is None or (text.startswith("--") and not equals):
+            raise ConfigError(f"--{name}: expected a value after it, got {'nothing' if text is None else text}")
         overrides.append((ALIASES.get(name, name), text))
     return rest, overrides
 

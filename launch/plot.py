@@ -164,13 +164,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture to write, a PNG")
     parser.add_argument("--stats", action="store_true", help="the statistics of the casts of one run")
-    known = parser.parse_args(arguments)
-    if not known.stats:
-        write_plot(known.runs, known.out)
+    options = parser.parse_args(arguments)
+    if not options.stats:
+        write_plot(options.runs, options.out)
         return
-    if len(known.runs) > 1:
-        raise ValueError(f"--stats draws one run, got {len(known.runs)}")
-    write_stats(_records(known.runs[0]), str(known.runs[0]), known.out)
+    if len(options.runs) > 1:
+        raise ValueError(f"--stats draws one run, got {len(options.runs)}")
+    write_stats(_records(options.runs[0]), str(options.runs[0]), options.out)
 
 
 if __name__ == "__main__":

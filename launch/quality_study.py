@@ -298,18 +298,18 @@ def main(arguments: Sequence[str], train: Train = local.train) -> int:
     parser.add_argument("--megabytes", type=float, default=100.0, help="of sources to learn from")
     parser.add_argument("--only", metavar="RECIPE,SEED", help="this run alone")
     rest, overrides = split(arguments)
-    known = parser.parse_args(rest)
+    options = parser.parse_args(rest)
     flat = tuple(text for name, value in overrides for text in (f"--{name}", value))
-    chosen = tuple(dict.fromkeys([BASELINE, *known.recipes]))
-    study = Study(known.folder.resolve(), chosen, tuple(range(known.seeds)), known.ranks, flat)
-    recipe, _, seed = (known.only or "").partition(",")
-    if known.only and not (recipe in chosen and seed.isdigit() and int(seed) < known.seeds):
+    chosen = tuple(dict.fromkeys([BASELINE, *options.recipes]))
+    study = Study(options.folder.resolve(), chosen, tuple(range(options.seeds)), options.ranks, flat)
+    recipe, _, seed = (options.only or "").partition(",")
+    if options.only and not (recipe in chosen and seed.isdigit() and int(seed) < options.seeds):
         parser.error(
-            f"--only {known.only}: expected RECIPE,SEED with one of {', '.join(chosen)} and {known.seeds} seeds"
+            f"--only {options.only}: expected RECIPE,SEED with one of {', '.join(chosen)} and {options.seeds} seeds"
         )
-    make_data(study.folder, known.megabytes)
+    make_data(study.folder, options.megabytes)
     try:
-        train_all(study, (recipe, int(seed)) if known.only else None, train)
+        train_all(study, (recipe, int(seed)) if options.only else None, train)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

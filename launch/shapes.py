@@ -162,13 +162,13 @@ def print_model(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.shapes", description="Prints the linears of any model.")
     parser.add_argument("--model", required=True, help="package.module:function, which makes it")
     parser.add_argument("--input", default="1x2048", help="sizes of the tokens that it is called with [1x2048]")
-    known = parser.parse_args(arguments)
-    if not all(size.isdecimal() and int(size) for size in known.input.split("x")):
-        raise ValueError(f"--input {known.input}: expected sizes as in 4x2048")
-    found = of_model(known.model, [int(size) for size in known.input.split("x")])
+    options = parser.parse_args(arguments)
+    if not all(size.isdecimal() and int(size) for size in options.input.split("x")):
+        raise ValueError(f"--input {options.input}: expected sizes as in 4x2048")
+    found = of_model(options.model, [int(size) for size in options.input.split("x")])
     if not found:
         raise ValueError(
-            f"--model {known.model}: its forward calls no torch.nn.functional.linear; give a model that does"
+            f"--model {options.model}: its forward calls no torch.nn.functional.linear; give a model that does"
         )
     print(f"{'M':>8} {'K':>8} {'N':>8} {'calls':>6}")
     for sizes, calls in found.items():
@@ -184,13 +184,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--world", type=count, default=8, help="the number of ranks [8]")
     parser.add_argument("--json", action="store_true", help="as a list of problems")
     parser.add_argument("--layers", action="store_true", help="linears before tp cuts them, as JSON")
-    known, config = command_line(parser, arguments)
+    options, config = command_line(parser, arguments)
     device = device_kind("cuda") if torch.cuda.is_available() else "sm_90"
-    if known.layers:
-        print(json.dumps(whole_layers(config, known.world, device), indent=1))
+    if options.layers:
+        print(json.dumps(whole_layers(config, options.world, device), indent=1))
         return
-    gemms, linears = of_config(config, known.world, device)
-    if known.json:
+    gemms, linears = of_config(config, options.world, device)
+    if options.json:
         print(json.dumps([json.loads(text) for text in gemms], indent=1))
         return
     print(f"{'gemm':6} {'rows':>7} {'cols':>7} {'contraction':>11}  {'A':14} {'B':14} {'D':10} {'layers':>6}  kernel")

@@ -14,14 +14,15 @@ T = TypeVar("T")
 
 
 def from_rank_0(make: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """What `make` returns on rank 0, on all ranks; a ValueError or RuntimeError that it raises there is raised on all."""
+    """What `make` returns on rank 0, on all ranks; a ValueError, OSError or RuntimeError that it raises there is raised on
+    all."""
     if not dist.is_initialized():
         return make()
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             box[0] = make()
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             box[1] = error
     dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     if box[1] is not None:

@@ -78,8 +78,9 @@ def check_restarts(config: Config) -> None:
     resume, restarts = config.checkpoint.resume, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if resume != "auto" and restarts:
         raise ConfigError(
-            f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts {restarts}, which after a failure would "
-            f"start from there again and leave what was saved since; take another --run.dir, or no restarts for this start"
+            f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts {restarts}, which after a failure "
+            f"would start from there again and leave what was saved since; take another --run.dir, or no restarts for this "
+            f"start"
         )
 
 
@@ -180,16 +181,16 @@ def main() -> None:
     parser.add_argument("--world", type=count, help="with --plan: the number of ranks [8]")
     parser.add_argument("--device", choices=NAMES, help="with --plan: a kind of device, or a board [this one's]")
     try:
-        known, config = command_line(parser, sys.argv[1:])
-        if not known.plan and (known.world or known.device):
+        options, config = command_line(parser, sys.argv[1:])
+        if not options.plan and (options.world or options.device):
             raise ConfigError(
                 "--world, --device: expected with --plan alone; a run takes the ranks that torchrun starts"
             )
         here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
-        plan = plan_text(config, known.world or 8, known.device or here) if known.plan else ""
+        plan = plan_text(config, options.world or 8, options.device or here) if options.plan else ""
     except ValueError as error:
         refuse(str(error))
-    if known.print_config or known.plan:
+    if options.print_config or options.plan:
         print(plan or to_toml(config).rstrip())
     else:
         train(config)

@@ -52,13 +52,13 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
     )  # fmt: skip
     parser.epilog = "Settings of its config are changed as for a run: --recipe bf16, --train.sequence 512, --mesh.tp 2."
     rest, changes = overrides.split(arguments)
-    known = parser.parse_args(rest)
-    if known.mode and not known.quantize:
-        parser.error(f"--mode {known.mode} says how weights are quantized, and nothing is: add --quantize RECIPE")
-    if known.calibration and known.mode != "static":
-        parser.error(f"--calibration {known.calibration} is for static scales: add --quantize RECIPE --mode static")
-    known.mode, known.calibration = known.mode or MODES[0], known.calibration or 8
-    return known, changes
+    options = parser.parse_args(rest)
+    if options.mode and not options.quantize:
+        parser.error(f"--mode {options.mode} says how weights are quantized, and nothing is: add --quantize RECIPE")
+    if options.calibration and options.mode != "static":
+        parser.error(f"--calibration {options.calibration} is for static scales: add --quantize RECIPE --mode static")
+    options.mode, options.calibration = options.mode or MODES[0], options.calibration or 8
+    return options, changes
 
 
 def open_trained(path: Path, changes: Changes) -> Trained:
@@ -83,8 +83,8 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
     remarks += weights.load_recipes(path, model, opened, recipe_files(config))
     if new := sorted(without_amax(model)):
         raise CheckpointError(
-            f"{path} has none of {len(new)} delayed scales ({new[0]}, ...), and cast by scales of 1 a model is another; use the "
-            f"recipes that it was trained in, or --recipe fp8_current"
+            f"{path} has none of {len(new)} delayed scales ({new[0]}, ...), and cast by scales of 1 a model is another; use "
+            f"the recipes that it was trained in, or --recipe fp8_current"
         )
     model.requires_grad_(False)
     return Trained(config, model, mesh, device, ParallelDims.from_mesh(mesh), batch, opened, remarks)

@@ -33,8 +33,8 @@ from launch import checkpoint, first_scales, manifest, together, weights
 from launch.attention import Documents
 from launch.baseline import baseline
 from launch.build import Built
-from launch.checkpoint import SaveError
 from launch.check_data import check_data
+from launch.checkpoint import SaveError
 from launch.config import Config, recipe_files, to_toml
 from launch.data import open_sources
 from launch.diagnose import origin

@@ -93,7 +93,9 @@ REFUSED = """
 --train.lr inf
     --train.lr: expected a number > 0, got inf
 --train.lr
-    --train.lr: expected a value after it
+    --train.lr: expected a value after it, got nothing
+--run.dir --plan
+    --run.dir: expected a value after it, got --plan
 --train.steps true
     --train.steps: expected an integer >= 1, got True
 --train.steps 1.0

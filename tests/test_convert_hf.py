@@ -134,7 +134,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] 
     "another head": (None, {"tie_word_embeddings": True},
                      "lm_head.weight is not model.embed_tokens.weight, but config.json says tie_word_embeddings; set that"),
     "table": (None, {"rope_parameters": [1]}, "rope_scaling and rope_parameters: expected tables, got [{}, [1]]"),
-    "lacking": (None, {"num_hidden_layers": None, "hidden_size": None}, "no num_hidden_layers, hidden_size in it; fetch it again"),
+    "lacking": (None, {"num_hidden_layers": None, "hidden_size": None},
+                "no num_hidden_layers, hidden_size in it; fetch it again"),
     "text": (None, {"hidden_size": "64", "head_dim": None}, "config.json: [model] hidden: expected an integer >= 1, got '64'"),
     "number": (None, {"vocab_size": 0}, "config.json: [model] vocab: expected an integer >= 1, got 0"),
 }  # fmt: skip
