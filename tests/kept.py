@@ -28,7 +28,6 @@ def table_kept() -> Iterator[None]:
 def fusions_kept(none: bool = False) -> Iterator[None]:
     """Fusions registered inside are not there afterwards. `none`: inside there are none to begin with, so that basic ops run
     one by one."""
-    REGISTERED.load()
     before = REGISTERED.forward[:], REGISTERED.backward[:]
     if none:
         _set([], [])

@@ -287,6 +287,49 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
     assert found[0] < 1.4 * found[1], f"{found}: ops are asked in every call what a FuserCall knows"
 
 
+SET = {  # an op between two linears, an attribute of it and what it is set to
+    "eps": (lambda: ops.RMSNorm(K), 0.5),
+    "zero_centered_gamma": (lambda: ops.LayerNorm(K), True),
+    "scale": (lambda: ops.ConstantScale(2.0), 3.0),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_an_op_that_is_set_otherwise_forgets_what_was_captured(name: str):
+    make, value = SET[name]
+    twins = slow_twins("fp8_current", lambda recipe: ops.Sequential(
+        ops.Linear(K, K, bias=False, recipe=recipe), make(), ops.Linear(K, K, bias=False, recipe=recipe)
+    ))  # fmt: skip
+    before = len(twins.model[0][0].core.bound.calls)
+    for seed in range(8):
+        if seed == 4:
+            for model in (twins.model, twins.other):
+                setattr(model[0][1], name, value)
+        twins.step(lambda model, seed: forward_backward(model, seed, (M,)), seed)
+    found = recorded(twins.model[0])
+    assert all(isinstance(made, CapturedLaunches) for made in (*found["forward"], *found["backward"]))
+    assert len(twins.model[0][0].core.bound.calls) == before + 2  # the directions of one plan
+
+
+def test_a_thread_that_captures_a_direction_beside_another():
+    """Of all that have seen it called once, one is first."""
+    model, x = mlp("fp8_current").bfloat16(), torch.zeros(M, K, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        (plan,) = model._groups_now()[0].plans.values()
+        directions = plan.captured[0].captured
+        run = directions.run
+
+        def late(*given: Any) -> Any:
+            directions.run = run
+            assert torch.equal(model(x), expected)  # the other one has captured it
+            return run(*given)
+
+        directions.run = late
+        assert torch.equal(model(x), expected)
+        assert torch.equal(model(x), expected)
+
+
 def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
     """Whoever offloads what is saved may bring it back with other strides."""
 

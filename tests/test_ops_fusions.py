@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from dlp import ops
+from dlp.ops.fusions import REGISTERED
 from tests.cases import RECIPES
 from tests.kept import fusions_kept
 from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import H, M, Watched, linear, run, values
+
+SHIPPED = [fusion.__name__ for fusion in REGISTERED.forward]  # before any sequence has run
 
 # What ops and fusions are told
 
@@ -74,6 +77,18 @@ def test_keywords_reach_their_ops(watched: bool):
 
 
 @fusions_kept()
+def test_what_is_registered_first_stands_where_it_was_asked_to():
+    """The fusions that are shipped are there already; none comes later, which would plan anew what has been planned."""
+    assert "LinearIntoExtraInput" in SHIPPED and "ForwardLinearBias" in SHIPPED
+    with fusions_kept():
+        for name, prepend in (("last", False), ("first", True)):
+            func = lambda found, *, recipe: found  # noqa: E731
+            func.__name__ = name
+            ops.register_forward_fusion(func, prepend)
+        ops.Sequential(ops.GELU())(values(0, M, H))
+        assert [fusion.__name__ for fusion in REGISTERED.forward] == ["first", *SHIPPED, "last"]
+
+
 def test_a_fusion_is_told_the_recipe_of_the_first_linear():
     told = []
     ops.register_forward_fusion(lambda basic, *, recipe: [told.append(recipe), basic][1])

@@ -65,6 +65,28 @@ def test_names_that_were_given_stay_and_no_module_is_lost():
     assert [(name, op.scale) for name, op in numbered.named_children()] == [("0", 0), ("1", 3)]
 
 
+class Halved(ops.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) / 2  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["class", "instance"])
+def test_an_op_with_a_forward_of_its_own_is_called(how: str):
+    """A subclass that wraps `forward`, as adapters are written, or a function that is put there, as hooks of others are."""
+    model, x = ops.Sequential(ops.RMSNorm(H), (Halved if how == "class" else ops.Linear)(H, H), ops.GELU()), values(0)
+    if how == "instance":
+        model(x)
+        whole = model[1].forward
+        model[1].forward = lambda x: whole(x) / 2
+    plain = ops.Linear(H, H)
+    plain.load_state_dict(model[1].state_dict())
+    assert_bit_equal(model(x), model[2](plain(model[0](x)) / 2))
+    assert "1 (" + type(model[1]).__name__ + "): it has a forward of its own: it ends a group" in str(model.plan())
+    if how == "instance":
+        del model[1].forward
+        assert_bit_equal(model(x), ops.Sequential(model[0], plain, model[2])(x))
+
+
 # In place
 
 
@@ -96,6 +118,18 @@ def test_a_gemm_does_not_add_into_what_it_reads():
         once, twice = model(x, x.clone()), model[0](x) + x
         assert not torch.equal(once, twice)
         assert_bit_equal(model(x, x), twice)
+
+
+def test_an_op_that_is_set_otherwise_is_fused_otherwise():
+    """Whoever takes in_place away wants the extra input as it was."""
+    model, x, extra = ops.Sequential(ops.Linear(H, H), ops.AddExtraInput(in_place=True)), values(0), values(1)
+    given = extra.clone()
+    with torch.no_grad():
+        model(x, given)
+        assert not torch.equal(given, extra)
+        model[1].in_place = False
+        model(x, extra)
+    assert_bit_equal(extra, values(1))
 
 
 # Ops and fusions of a user's, with errors in them

@@ -15,6 +15,7 @@ from dlp.ops.context import OperationContext
 from dlp.ops.converted import Converted
 from dlp.ops.fuser import OperationFuser
 from dlp.ops.fusions import (
+    load_shipped,
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
@@ -35,3 +36,5 @@ __all__ = [
     "TransformerLayer", "from_te", "register_backward_fusion", "register_forward_backward_fusion", "register_forward_fusion",
     "to_te",
 ]  # fmt: skip
+
+load_shipped()  # the fusions in dlp/ops/fused

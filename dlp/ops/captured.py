@@ -124,6 +124,8 @@ class Direction:
         made = captured.run(key, reads, run)
         if by_ops:
             return by_ops[0], None
+        if not noted:  # another thread has captured them meanwhile
+            return compute(), None
         recorded = captured.found[key]
         assert isinstance(recorded, CapturedLaunches)
         kept = self.returned[key] = Kept(captured, recorded, noted[0])
@@ -142,6 +144,13 @@ class Direction:
         for bound in bounds:
             bound.calls[self] = kept
         return kept
+
+    def forget(self) -> None:
+        """Drop what is captured."""
+        for bound in self.captured.bounds if self.captured is not None else ():
+            bound.calls.pop(self, None)
+        self.captured = None
+        self.returned.clear()
 
     def said(self) -> list[str]:
         """Whether it is captured, or why not, in lines; none before it has run."""

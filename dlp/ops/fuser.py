@@ -45,6 +45,8 @@ class OperationFuser:
         self.owners = [i for i, op in enumerate(ops) if op._parameters or op.overrides("op_parameters")]
         self.linears = [(at, i, ops[i]) for at, i in enumerate(self.owners) if hasattr(ops[i], "core")]
         self.states = [op for op in ops if op.overrides("state")]
+        self.settings = [(op, name) for op in ops for name in op.settings]
+        self.set_to = [getattr(op, name) for op, name in self.settings]
         self.plans: dict[Any, FuserPlan] = {}
         self.calls: dict[Any, FuserCall] = {}
         self.last: FuserPlan | None = None
@@ -86,6 +88,9 @@ class OperationFuser:
         kwargs: Sequence[Mapping[str, Any]] | None,
     ) -> Any:  # fmt: skip
         refuse_transforms(self.names[0])
+        set_to = [getattr(op, name) for op, name in self.settings]
+        if set_to != self.set_to:
+            self._forget(set_to)
         record, ops = torch.is_grad_enabled(), self.basic_ops
         own = [ops[i].op_parameters() for i in self.owners]
         tensors = [*inputs, *chain.from_iterable(own), *extra_inputs]
@@ -126,6 +131,15 @@ class OperationFuser:
         outputs, extra = tuple(results[:count]), tuple(results[count:])
         y = outputs if many_out else outputs[0]
         return (y, *extra) if extra else y
+
+    def _forget(self, set_to: list[Any]) -> None:
+        """An op is set otherwise than in the last call: drop what was planned and captured."""
+        for plan in self.plans.values():
+            for direction in plan.captured:
+                direction.forget()
+        self.plans.clear()
+        self.calls.clear()
+        self.set_to = set_to
 
     def _new_call(
         self, own: Sequence[Sequence[Any]], tensors: Sequence[Any], bounds: Sequence[Any], many: bool, num_inputs: int

@@ -29,15 +29,6 @@ class Fusions:
     forward: list[Fusion] = field(default_factory=list)
     backward: list[Fusion] = field(default_factory=list)
     version: int = 0
-    loaded: bool = False
-
-    def load(self) -> None:
-        """Those that dlp ships, by listing their folder."""
-        if not self.loaded:
-            self.loaded = True
-            folder = Path(__file__).parent / "fused"
-            for name in sorted(module.name for module in pkgutil.iter_modules([str(folder)])):
-                importlib.import_module(f"dlp.ops.fused.{name}")
 
     def add(self, which: str, func: Fusion, prepend: bool) -> None:
         if not callable(func):
@@ -48,6 +39,13 @@ class Fusions:
 
 
 REGISTERED = Fusions()
+
+
+def load_shipped() -> None:
+    """Register those that dlp ships, by listing their folder: with `dlp.ops`, before anyone registers others."""
+    folder = Path(__file__).parent / "fused"
+    for name in sorted(module.name for module in pkgutil.iter_modules([str(folder)])):
+        importlib.import_module(f"dlp.ops.fused.{name}")
 
 
 def register_forward_fusion(func: Fusion, prepend: bool = False) -> None:
@@ -69,7 +67,6 @@ def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> Non
 def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
     """The ops of one direction. RuntimeError where a fusion loses, adds or moves a basic op. `notes`: takes what was not
     fused, and why."""
-    REGISTERED.load()
     ops: Ops = list(basic_ops)
     for func in getattr(REGISTERED, which):
         name = f"{which} fusion {getattr(func, '__name__', func)}"

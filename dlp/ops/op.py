@@ -93,6 +93,8 @@ class BasicOperation(FusibleOperation):
                  `dlp.ops.values`), and, of the first op of a sequence, "integers"
     none_grads   it takes None for the gradient of an extra output that nobody used; else zeros are made
     launches     all that it does on a GPU is launches of this package, so that a pass may be captured
+    settings     names of attributes that may be set otherwise between calls, where fusions look at them or launches depend on
+                 them: then what was planned and captured is dropped. They are compared in every call
     """
 
     num_extra_inputs = 0
@@ -100,6 +102,7 @@ class BasicOperation(FusibleOperation):
     takes: frozenset[str] = frozenset()
     none_grads = False
     launches = False
+    settings: tuple[str, ...] = ()
     token_rows: int | None = None  # of a token shard, once conversion has replicated it over tp
     looked_through: tuple[str, ...] = ()  # by those who ask for these quantizers: it hands on what it is given
     part_of: Any = None  # a linear that does this itself where ops run one by one

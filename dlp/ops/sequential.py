@@ -1,6 +1,7 @@
 """Sequential: modules in order, in which neighbouring ops run as one fuser.
 
-A plain module ends a group, and so does an op with hooks of its own, or one that FSDP shards alone: it is called by itself.
+A plain module ends a group, and so does an op with hooks or a `forward` of its own, or one that FSDP shards alone: it is called
+by itself.
 """
 
 from __future__ import annotations
@@ -157,13 +158,13 @@ class Sequential(nn.Module):
 
 class _Groups:
     """Groups of a sequence, and what they hold for: its modules, whoever put them there, and owners of its ops, none of which
-    gets hooks, or is sharded, which changes its class. Where one is apart already, groups are made anew with each call that
-    finds other reasons."""
+    gets hooks or another `forward`, or is sharded, which changes its class. Where one is apart already, groups are made anew
+    with each call that finds other reasons."""
 
     def __init__(self, groups: list[Any], modules: Iterable[nn.Module], apart: Sequence[str | None]) -> None:
         self.groups, self.apart, self.modules = groups, list(apart), list(modules)
         ops = [module for module in self.modules if isinstance(module, FusibleOperation)]
-        self.owners = [(owner, type(owner)) for op in ops for owner in op.owners]
+        self.owners = [(owner, type(owner)) for op in ops for owner in _called(op)]
         self.plain = all(why is None for module, why in zip(self.modules, apart, strict=True) if module in ops)
 
     def holds(self, modules: Sequence[Any]) -> bool:
@@ -172,7 +173,7 @@ class _Groups:
         if not self.plain:
             return [_apart(module) for module in modules] == self.apart
         for owner, kind in self.owners:
-            if type(owner) is not kind or (
+            if type(owner) is not kind or "forward" in vars(owner) or (
                 owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
             ):
                 return False
@@ -195,12 +196,19 @@ def _apart(module: Any) -> str | None:
     """Why a module is called by itself; None for an op that runs with its neighbours."""
     if not isinstance(module, FusibleOperation):
         return "no op: it ends a group"
-    for owner in module.owners:
+    for owner in _called(module):
         if isinstance(owner, FSDPModule):
             return "sharded by itself: it ends a group; shard the Sequential, or what is above it"
         if _hooks(owner):
             return "it has hooks: it ends a group"
+        if "forward" in vars(owner) or not type(owner).forward.__module__.startswith("dlp."):
+            return "it has a forward of its own: it ends a group"
     return None
+
+
+def _called(op: FusibleOperation) -> list[nn.Module]:
+    """The modules that are called where an op is called by itself."""
+    return list(dict.fromkeys([op, *op.owners]))
 
 
 def _fuser(run: list[tuple[str, FusibleOperation]]) -> OperationFuser:

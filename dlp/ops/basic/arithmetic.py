@@ -33,6 +33,7 @@ class AddExtraInput(BasicOperation):
 
     num_extra_inputs = 1
     launches = True
+    settings = ("in_place",)
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class MakeExtraOutput(BasicOperation):
     num_extra_outputs = 1
     none_grads = True
     launches = True
+    settings = ("in_place",)
     takes = frozenset({LAZY})
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -105,6 +107,7 @@ class ConstantScale(BasicOperation):
     """x times a number."""
 
     launches = True
+    settings = ("scale",)
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -151,6 +154,7 @@ class Reshape(BasicOperation):
     """The same elements in another shape."""
 
     launches = True
+    settings = ("shape",)
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()

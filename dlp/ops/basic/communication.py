@@ -33,6 +33,7 @@ class _OverGroup(BasicOperation):
     """`process_group`: the ranks; None: this one alone."""
 
     launches = True
+    settings = ("process_group",)
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         super().__init__()

@@ -27,6 +27,7 @@ class _Norm(BasicOperation):
     """normalized_shape: the number of features; `zero_centered_gamma`: x is multiplied by 1 + weight."""
 
     launches = True
+    settings = "_eps", "zero_centered_gamma"
     takes = frozenset({LAZY})
     biased = False
     prologue: str  # that does the same
