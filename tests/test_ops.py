@@ -537,6 +537,26 @@ def test_copies_states_and_lists():
     assert list(named.state_dict()) == ["norm.weight", "linear.weight", "linear.bias"]
 
 
+def test_parameters_begin_anew_where_memory_came_later():
+    """As of torch's modules: whoever makes a model without memory calls `reset_parameters` of all modules that have it."""
+    with torch.device("meta"):
+        model = ops.Sequential(
+            ops.LayerNorm(H), ops.Linear(H, (FFN, FFN)), ops.SwiGLU(), ops.BasicLinear(FFN, H), ops.Bias(H),
+            ops.RMSNorm(H, zero_centered_gamma=True),
+        )  # fmt: skip
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    found = dict(model.named_parameters())
+    for name, value in (("0.weight", 1), ("0.bias", 0), ("4.bias", 0), ("5.weight", 0)):
+        assert (found[name] == value).all(), name
+    for name, size in (("1.weight_0", H), ("1.bias_1", H), ("3.weight", FFN)):
+        assert 0.7 * size**-0.5 < found[name].abs().amax() <= size**-0.5, name
+
+
 def test_an_op_with_hooks_ends_its_group():
     model, seen = mlp(), list[int]()
     expected = model(values(0, M, H))

@@ -575,3 +575,29 @@ def test_a_module_on_token_shards_is_that_of_one_rank(kind: str, recipe: str, co
             assert found.norm() < 1e-2 * expected["dqkv.1.bias_0"].norm()
         else:
             assert_close(found, tensor, 1e-5 if recipe == "bf16" else 0.1, name)
+
+
+def begun_anew() -> dict[str, Tensor]:
+    """Ranks draw other numbers."""
+    mesh = worker.mesh(dp_shard=1, tp=2)
+    mlp = ops.LayerNormMLP(H, FFN, activation="swiglu", set_parallel_mode=True, tp_group=mesh["tp"])
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    before = {name: _whole(parameter).clone() for name, parameter in mlp.named_parameters()}
+    for module in mlp.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    found = {name: _whole(parameter) for name, parameter in mlp.named_parameters()}
+    assert not any(torch.equal(found[name], its) for name, its in before.items() if name[0] != "0")
+    return found
+
+
+def _whole(parameter: Any) -> Tensor:
+    whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_begin_anew_are_those_of_one_rank(ranks: Any):
+    first, second = ranks(2).run(begun_anew)
+    for name, tensor in first.items():
+        assert_bit_equal(tensor, second[name], name)

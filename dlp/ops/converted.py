@@ -43,6 +43,9 @@ class Converted(Linear):
         linears: Sequence[nn.Module] = vars(self)["_linears"]
         return linears
 
+    def reset_parameters(self) -> None:
+        """Nothing: its linears have their own."""
+
     def forward(self, x: Any) -> Any:  # type: ignore[override]
         """The modules themselves."""
         ys = tuple([linear(x) for linear in self.owners])

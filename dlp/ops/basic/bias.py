@@ -63,8 +63,12 @@ class Bias(_Vectors):
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         vars(self)["where"] = ((self, "bias"),)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         values, biases = [one.tensor() if is_handed(one) else one for one in each(input_)], self.begin_sum(ctx)

@@ -44,9 +44,15 @@ class _Norm(BasicOperation):
                 f"them by ops.Reshape"
             )
         self.size, self.eps, self.zero_centered_gamma = size, eps, zero_centered_gamma
-        self.weight = nn.Parameter(torch.full((size,), float(not zero_centered_gamma), device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         if self.biased:
-            self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, float(not self.zero_centered_gamma))
+        if self.biased:
+            nn.init.zeros_(self.bias)
 
     @property
     def eps(self) -> float:

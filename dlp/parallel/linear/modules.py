@@ -358,6 +358,18 @@ class Linear(ParallelLinear):
         session.cores.append(self.core)
         self.tp_partial = partial_names(spec, owners)
 
+    def reset_parameters(self) -> None:
+        """As an nn.Linear's: rank 0 draws, each rank keeps its part. Needs memory for the whole weight for a moment."""
+        sizes = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
+        with self.core.weights.shown(written=True):
+            for member, size in zip(self.core.members, sizes, strict=True):
+                weight, bias = getattr(self, member.weight), getattr(self, member.bias)
+                drawn = nn.Linear(self.in_features, size, bias is not None, device=weight.device, dtype=weight.dtype)
+                fill(weight, drawn.weight)
+                if bias is not None:
+                    fill(bias, drawn.bias)
+        self.core.weights.drop()
+
     def forward(self, x: Tensor, *more: Tensor) -> Any:
         """x, and `more`: further inputs of a prologue -> y, or a tuple of y_i; with `return_bias` (y, bias)."""
         ys, one = self.core(x, *more), isinstance(self.out_features, int)
