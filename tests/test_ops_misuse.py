@@ -319,6 +319,24 @@ def test_transforms_of_functions_are_refused(make: Any):
             transformed(values(0, 2, M, H))
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_sibling_that_nobody_used_gets_no_gradient(bias: bool, recipe: str):
+    """As three linears of torch: an optimizer leaves it alone, where it would decay what gets zeros."""
+    norm, linear = ops.RMSNorm(H), ops.Linear(H, (H, H, H), bias=bias, recipe=recipe)
+    model, x = ops.Sequential(norm, linear, ops.Identity()), values(0).requires_grad_()
+    model(x)[1].square().sum().backward()
+    alone = ops.Linear(H, H, bias=bias, recipe=recipe)
+    alone.load_state_dict({name.removesuffix("_1"): p for name, p in linear.state_dict().items() if name.endswith("1")})
+    other = values(0).requires_grad_()
+    ops.Sequential(copy.deepcopy(norm), alone)(other).square().sum().backward()
+    assert_bit_equal(x.grad, other.grad)  # type: ignore[arg-type]
+    found = {name: p.grad for name, p in linear.named_parameters() if p.grad is not None}
+    assert list(found) == ["weight_1", "bias_1"][: 1 + bias]
+    for name, grad in found.items():
+        assert_bit_equal(grad, alone.get_parameter(name.removesuffix("_1")).grad)  # type: ignore[arg-type]
+
+
 # Modules under Transformer Engine's names
 
 

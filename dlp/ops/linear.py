@@ -70,7 +70,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     """
 
     takes = frozenset({LAZY, MANY, HANDED})
-    launches = True
+    launches = none_grads = True
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool = False,

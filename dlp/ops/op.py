@@ -91,7 +91,8 @@ class BasicOperation(FusibleOperation):
                                           overrides `fuser_forward` and `fuser_backward` instead of `op_forward`, `op_backward`
     takes        what its input and its gradient may be beside a tensor of floating point: "lazy", "many", "handed" (see
                  `dlp.ops.values`), and, of the first op of a sequence, "integers"
-    none_grads   it takes None for the gradient of an extra output that nobody used; else zeros are made
+    none_grads   it takes None for the gradient of an extra output, or of one of several outputs, that nobody used; else zeros
+                 are made
     launches     all that it does on a GPU is launches of this package, so that a pass may be captured
     settings     names of attributes that may be set otherwise between calls, where fusions look at them or launches depend on
                  them: then what was planned and captured is dropped. They are compared in every call
@@ -132,10 +133,6 @@ class BasicOperation(FusibleOperation):
         return None
 
     # What a fuser asks beside: ops with a linear's core, or with quantizers, have answers of their own
-
-    def state(self) -> Any:
-        """What plans depend on beside linears."""
-        return None
 
     def planned(self, ctx: Any) -> None:
         """A plan is about to be made for calls like this one."""
@@ -220,6 +217,7 @@ class FusedOperation(FusibleOperation):
     """Several basic ops, forward, backward or both. Its parameters are theirs, under their places."""
 
     takes: frozenset[str] = frozenset()
+    none_grads = False
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
         asked = zip(self.basic_ops, basic_op_ctxs, strict=True)

@@ -425,7 +425,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     run: Pass = ctx.run
     call = run.call
     if any([grad is None for grad in grads]):
-        takes_none = [False] * run.layout[0] + call.members.none_grads
+        count, several, _, _ = run.layout
+        takes_none = [several and call.plan.backward[-1].op.none_grads] * count + call.members.none_grads
         grads = tuple([
             grad if grad is not None or none else torch.zeros(like[0], dtype=like[1], device=like[2])
             for grad, none, like in zip(grads, takes_none, ctx.like, strict=True)

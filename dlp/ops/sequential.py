@@ -173,7 +173,7 @@ class _Groups:
         if not self.plain:
             return [_apart(module) for module in modules] == self.apart
         for owner, kind in self.owners:
-            if type(owner) is not kind or "forward" in vars(owner) or (
+            if type(owner) is not kind or "forward" in owner.__dict__ or (
                 owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
             ):
                 return False

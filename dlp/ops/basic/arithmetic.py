@@ -175,7 +175,7 @@ class Identity(BasicOperation):
     """What it is given."""
 
     takes = frozenset({LAZY, MANY, HANDED})
-    launches = True
+    launches = none_grads = True
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
         return input_

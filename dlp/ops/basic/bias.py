@@ -56,7 +56,7 @@ class Bias(_Vectors):
     """x [..., size] + bias [size]. Backward takes the sums of columns in the cast behind it, where one follows."""
 
     takes = frozenset({LAZY, MANY, HANDED})
-    launches = True
+    launches = none_grads = True
     looked_through = ("grad_output_quantizer",)
 
     def __init__(

@@ -22,6 +22,7 @@ from dlp.parallel.style import COLUMN_SP
 
 class GatheredLinear(InnerFused):
     takes = frozenset({LAZY, MANY, HANDED})
+    none_grads = True
 
     def bound(self, ctx: Any) -> BoundSpec:
         return over(ctx.bound, COLUMN_SP, self.basic_ops[0].process_group)
