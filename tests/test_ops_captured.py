@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dlp
 from dlp import ops
-from dlp.kernels import reference, table
+from dlp.kernels import gemms, reference, table
 from dlp.kernels.captured import CapturedLaunches
 from dlp.kernels.table import registered
 from dlp.parallel.linear.capture import describe
@@ -309,6 +309,38 @@ def test_an_op_that_is_set_otherwise_forgets_what_was_captured(name: str):
     found = recorded(twins.model[0])
     assert all(isinstance(made, CapturedLaunches) for made in (*found["forward"], *found["backward"]))
     assert len(twins.model[0][0].core.bound.calls) == before + 2  # the directions of one plan
+
+
+def test_an_extra_input_that_is_x_is_another_call():
+    """Launches were taken down of tensors of which none is another."""
+
+    def run(model: nn.Module, seed: int) -> dict[str, Tensor]:
+        x, extra = (torch.randn(M, K, generator=torch.Generator().manual_seed(seed + i)).bfloat16() for i in (0, 99))
+        x, extra = x.requires_grad_(), (x if seed % 2 else extra).requires_grad_()
+        model.zero_grad()
+        y = model[0](x, extra)
+        y.backward(torch.ones(M, K, dtype=torch.bfloat16))
+        return {"y": y, "dx": x.grad, "d extra": extra.grad}  # type: ignore[dict-item]
+
+    twins = slow_twins("fp8_current", lambda recipe: ops.Sequential(
+        ops.RMSNorm(K), ops.Linear(K, K, bias=False, recipe=recipe), ops.AddExtraInput()
+    ))  # fmt: skip
+    for seed in range(8):
+        twins.step(run, seed)
+    captured = [isinstance(made, CapturedLaunches) for made in recorded(twins.model[0])["forward"]]
+    assert captured == [False, True, True]  # of weights cast at use, of two tensors, of one
+
+
+def test_gemms_that_round_to_tf32_are_other_launches(monkeypatch: pytest.MonkeyPatch):
+    model, x = ops.Sequential(ops.RMSNorm(K), ops.Linear(K, K, bias=False)), torch.ones(M, K)
+    with torch.no_grad():
+        for rounds in (False, True, False):
+            monkeypatch.setattr(gemms, "tf32", lambda its=rounds: its)
+            for _ in range(3):
+                model(x)
+    (plan,) = model._groups_now()[0].plans.values()
+    found = plan.captured[0].captured.found.values()
+    assert [isinstance(made, CapturedLaunches) for made in found] == [True, True]
 
 
 def test_a_thread_that_captures_a_direction_beside_another():

@@ -44,7 +44,6 @@ class OperationFuser:
         ops = self.basic_ops
         self.owners = [i for i, op in enumerate(ops) if op._parameters or op.overrides("op_parameters")]
         self.linears = [(at, i, ops[i]) for at, i in enumerate(self.owners) if hasattr(ops[i], "core")]
-        self.states = [op for op in ops if op.overrides("state")]
         self.settings = [(op, name) for op in ops for name in op.settings]
         self.set_to = [getattr(op, name) for op, name in self.settings]
         self.plans: dict[Any, FuserPlan] = {}
@@ -105,7 +104,6 @@ class OperationFuser:
             sides.append(its)
             parts.append(read)
             key += bound, bool(bound.weights.main_grads), its and its.number
-        key += [op.state() for op in self.states]
         given = [tensor if type(tensor) in PLAIN else held(tensor) for tensor in tensors]
         all_read = [*given, *chain.from_iterable(parts)]
         addresses = [tensor.data_ptr() for tensor in all_read]
@@ -172,7 +170,7 @@ class OperationFuser:
         needs = tuple([run.record and tensor.requires_grad for tensor in tensors])
         key = (
             REGISTERED.version, run.record, needs, *map(type, tensors), tensors[0].dtype, tensors[0].device,
-            *[op.training for op in self.basic_ops], *[op.state() for op in self.states],
+            *[op.training for op in self.basic_ops],
             *[(each.bound, bool(each.bound.weights.main_grads)) for each in run.call.linears],
         )  # fmt: skip
         found = self.plans.get(key)

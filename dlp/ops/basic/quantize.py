@@ -48,9 +48,6 @@ class Quantize(BasicOperation):
         asked = own if region is None or not region.enabled else region.recipe or own
         return None if asked is None else asked.for_layer("quantize")
 
-    def state(self) -> Any:
-        return self.chosen()
-
     def _handed(self, value: Value, recipe: Recipe | None, tensor: str) -> Value:
         if recipe is None or isinstance(value, Handed) or why_not(recipe, tensor) is not None:
             if self.strict and recipe is not None and not isinstance(value, Handed):
