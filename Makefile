@@ -75,7 +75,7 @@ gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, 
 	$(NEEDS) pytest ninja pybind11
 	@$(PYTHON) -m pytest tests/gpu $(ARGS)
 
-emulate: $(READY) ## the same on this machine's CPU, but for GEMMs: ORDER=backward or a number, in which the threads of a block run
+emulate: $(READY) ## the same on this machine's CPU, but for cuBLASLt's GEMMs: ORDER=backward or a number, in which the threads of a block run
 	$(NEEDS) pytest ninja pybind11
 	@EMULATOR_ORDER=$(ORDER) $(PYTHON) -m pytest tests/gpu --emulated $(ARGS)
 

@@ -1,7 +1,7 @@
 """The module of compiled kernels for a machine without a GPU: csrc, compiled by a C++ compiler against `emulator.h`.
 
 It has the functions of the module for GPUs, which take addresses of the CPU. What PTX the kernels write becomes calls of
-`intrinsics.h`. Left out: the GEMMs.
+`intrinsics.h`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -16,14 +17,19 @@ from dlp.kernels import loader
 
 HERE = Path(__file__).parent
 FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w"
-LEFT_OUT = ("gemm_sm90.cu", "hopper.cuh")
 # What the text of an asm has in it -> the function that stands for it, which takes its operands in their order.
 PTX = {
     "st.global.L2::cache_hint.b32": "store_hint", "rcp.approx.ftz.f32": "rcp_approx_ftz", "0xE4": "lop3_e4",
     "cvt.rz.f16x2.f32": "cvt_rz_f16x2", "min.xorsign.abs.f16x2": "min_xorsign_abs_f16x2", "max.NaN.f32": "max_nan_f32",
-    "max.NaN.xorsign.abs.bf16x2": "max_nan_xorsign_abs_bf16x2", "mbarrier.init": "barrier_init",
-    "mbarrier.arrive.expect_tx": "barrier_expect", "cp.async.bulk": "barrier_copy", "mbarrier.try_wait": "barrier_wait",
-    "ld.acquire.sys": "ld_acquire", "st.release.sys": "st_release", "%globaltimer": "globaltimer",
+    "max.NaN.xorsign.abs.bf16x2": "max_nan_xorsign_abs_bf16x2", "mbarrier.init.": "barrier_init",
+    "mbarrier.arrive.expect_tx": "barrier_expect", "cp.async.bulk.shared": "barrier_copy",
+    "mbarrier.try_wait": "barrier_wait", "ld.acquire.sys": "ld_acquire", "st.release.sys": "st_release",
+    "%globaltimer": "globaltimer", "mapa.": "barrier_arrive_at", "cp.async.mbarrier": "barrier_arrive_behind_copies",
+    "elect.sync": "elect", "cp.async.ca.": "copy_word", "complete_tx::bytes [%0], [%1, {": "tile_copy",
+    "multicast::cluster": "tile_copy_to_all", "cluster_ctarank": "cluster_rank", "barrier.cluster": "cluster_sync",
+    "fence.mbarrier_init": "fence_barriers", "fence.proxy.async.global": "proxy_fence", "setmaxnreg": "set_registers",
+    "wgmma.fence": "begin_products", "wgmma.commit_group": "commit_products", "wgmma.wait_group": "wait_products",
+    "f32.e4m3.e4m3": "product_e4m3", "f32.e5m2.e4m3": "product_e5m2",
 }  # fmt: skip
 
 
@@ -49,6 +55,7 @@ def _operands(inside: str) -> list[str]:
 
 def translate(text: str) -> str:
     """CUDA C++ as a C++ compiler takes it, with `emulator.h` in front."""
+    text = re.sub(r"DLP_D8\(0\)[^:]*", '"+f"(d) ', text)  # all registers of a product
     text = re.sub(r"extern __shared__[^;]*?(\w+)\[\];", r"uint8_t* \1 = emulator::dynamic_shared();", text)
     out, at = [], 0
     for match in re.finditer(r"\basm(?: volatile)?\s*\(", text):
@@ -73,9 +80,10 @@ def _cuda_headers(nvcc: str) -> str:
     return found[1]
 
 
-def translated() -> list[Path]:
-    """The sources of the module."""
-    return [*[source for source in loader.sources() if source.name not in LEFT_OUT], HERE / "emulator.cpp"]
+def translated(only: Sequence[str] = ()) -> list[Path]:
+    """The sources of the module, or those of so many of its files, with all headers."""
+    ours = [source for source in loader.sources() if not only or source.suffix in {".h", ".cuh"} or source.name in only]
+    return [*ours, HERE / "emulator.cpp"]
 
 
 def flags(tools: loader.Toolchain, folder: Path) -> list[str]:
@@ -95,18 +103,21 @@ def _ninja(tools: loader.Toolchain, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def build() -> Path:
-    """Compiles the module, unless it has been, and returns its path. Raises `loader.BuildError`."""
+def build(only: Sequence[str] = (), beside: str = "") -> Path:
+    """Compiles the module, unless it has been, and returns its path. `only`: a library of these files of csrc, without the
+    functions of the module, but with what is written `beside` them. Raises `loader.BuildError`."""
     tools = loader.find_toolchain()
     ours = [path for path in sorted(HERE.rglob("*")) if path.suffix in {".h", ".cpp", ".py"}]
-    key = loader.build_key([*loader.sources(), *ours], FLAGS, ["cpu"])
+    key = loader.build_key([*loader.sources(), *ours], " ".join([FLAGS, *only, beside]), ["cpu"])
     folder = loader.cache_folder("kernels") / f"{key}-cpu"
     module = folder / f"{loader.MODULE}.so"
     if module.exists():
         return module
     folder.mkdir(parents=True, exist_ok=True)
-    for source in translated():
+    for source in translated(only):
         (folder / source.name).write_text(translate(source.read_text()))
+    if beside:
+        (folder / "beside.cu").write_text(beside)
     (folder / "build.ninja").write_text(_ninja(tools, folder))
     loader.run_ninja(tools, folder)
     return module

@@ -2,13 +2,17 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <array>
 #include <cstdio>
 #include <memory>
 #include <mutex>
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <vector>
+
+#include <cuda.h>
 
 #include "kernels.h"
 
@@ -16,57 +20,91 @@ namespace emulator {
 namespace {
 
 constexpr size_t kStack = 256 * 1024, kShared = 232448;  // bytes
+constexpr int kLargestCluster = 8;
 constexpr uint8_t kPoison = 0xFF;                        // NaN
+constexpr uint64_t kLongest = 1000000000000;             // nanoseconds that a launch may wait
 
+// In shared memory, of eight bytes.
+struct Barrier {
+    int32_t bytes;  // still to come
+    uint8_t pending, arrivals;
+    uint16_t phase;
+};
+
+// Bytes on their way, of which a barrier counts so many, and what arrives behind them.
 struct Copy {
-    void* to;
-    const void* from;
-    size_t bytes;
-    uint32_t barrier;
+    std::function<void()> move;
+    Barrier* barrier;
+    uint32_t bytes;
+    bool arrives;
+};
+
+struct Product {
+    float* d;
+    uint64_t a, b;
+    bool add;
+    const float* a_values;
 };
 
 struct Fiber {
     std::unique_ptr<uint8_t[]> stack{new uint8_t[kStack]};
     jmp_buf place;
     bool started, done;
-    uint3 thread;
-    int warp;
-    std::vector<Copy> copies;
+    uint3 thread, block;
+    int warp, rank;
+    std::vector<std::function<void()>> copies;
+    std::vector<Product> products;                // of no group yet
+    std::vector<std::vector<Product>> committed;  // oldest first
+    size_t seen, fenced;                          // of what others have written; its bulk copies, too
 };
 
-// In shared memory, of eight bytes.
-struct Barrier {
-    int32_t bytes;  // still to come
-    uint16_t arrivals, phase;
+// What others write.
+struct Piece {
+    uint8_t* to;
+    std::vector<uint8_t> bytes;
 };
 
 std::mutex running;
 jmp_buf scheduler;
 ucontext_t first_switch;
 std::vector<std::unique_ptr<Fiber>> fibers;
-std::vector<Group> warps;
-std::vector<Copy> bulk;  // under way
+std::vector<Group> warps, blocks;
+Group cluster;
+std::vector<Copy> bulk;                // under way
+std::vector<Piece> coming, come;       // in their order
+std::string failed;
 Fiber* current = nullptr;
-uint64_t steps = 0;  // that threads have made from one wait to another
+uint64_t steps = 0;                    // that threads have made from one wait to another
+uint64_t now = 0;
+bool looked = false;                   // at the time, since a thread could do anything else
+bool early = false;                    // bulk copies arrive at once
 const std::function<void()>* body = nullptr;
 
-uint8_t* shared_memory() {
-    static void* const at = mmap(nullptr, kShared, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
-    if (at == MAP_FAILED) throw std::runtime_error("the emulator needs shared memory below 4 GB, and mmap gave none");
-    return static_cast<uint8_t*>(at);
+uint8_t* window(int rank) {
+    static uint8_t* windows[kLargestCluster] = {};
+    if (windows[rank] == nullptr) {
+        void* const at = mmap(nullptr, kShared, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (at == MAP_FAILED) throw std::runtime_error("the emulator needs shared memory, and mmap gave none");
+        windows[rank] = static_cast<uint8_t*>(at);
+    }
+    return windows[rank];
 }
 
 [[noreturn]] void live() {
     (*body)();
     current->done = true, ++steps;
-    --block_group.members, --warp_group->members;
+    --cluster_group->members, --block_group->members, --warp_group->members;
     _longjmp(scheduler, 1);
 }
 
 void resume(Fiber& fiber) {
     current = &fiber;
-    position.thread = fiber.thread, warp_group = &warps[fiber.warp];
-    if (_setjmp(scheduler)) return;
+    position.thread = fiber.thread, position.block = fiber.block;
+    block_group = &blocks[fiber.rank], warp_group = &warps[fiber.warp];
+    if (_setjmp(scheduler)) {
+        if (!failed.empty()) throw std::runtime_error(std::exchange(failed, ""));
+        return;
+    }
     if (fiber.started) _longjmp(fiber.place, 1);
     fiber.started = true;
     ucontext_t context;
@@ -76,70 +114,196 @@ void resume(Fiber& fiber) {
     setcontext(&context);
 }
 
+std::string order_name() {
+    const char* named = std::getenv("EMULATOR_ORDER");
+    return named ? named : "forward";
+}
+
 // The order of warps, and of their lanes.
 void arrange(std::vector<int>& order) {
-    const char* named = std::getenv("EMULATOR_ORDER");
-    const std::string name = named ? named : "forward";
+    const std::string name = order_name();
     std::iota(order.begin(), order.end(), 0);
     if (name == "backward") std::reverse(order.begin(), order.end());
     else if (name != "forward") std::shuffle(order.begin(), order.end(), std::mt19937(std::stoi(name)));
 }
 
 // As far as it comes without the others: a warp that runs ahead finds what it should have waited for.
-void run_warp(int first, const std::vector<int>& lanes, int threads) {
+void run_warp(int first, const std::vector<int>& lanes, int end) {
     for (uint64_t before = steps - 1; steps != before;) {
         before = steps;
         for (int lane : lanes)
-            if (first + lane < threads && !fibers[first + lane]->done) resume(*fibers[first + lane]);
+            if (first + lane < end && !fibers[first + lane]->done) resume(*fibers[first + lane]);
     }
 }
 
-void run_block(int threads, size_t shared_bytes) {
-    std::memset(shared_memory(), kPoison, shared_bytes);
-    while (int(fibers.size()) < threads) fibers.push_back(std::make_unique<Fiber>());
-    block_group = Group{threads};
-    warps.assign((threads + kWarp - 1) / kWarp, Group{});
-    bulk.clear();
-    for (int i = 0; i < threads; ++i) {
+void receive() {
+    Piece& next = coming.front();
+    std::memcpy(next.to, next.bytes.data(), next.bytes.size());
+    come.push_back(std::move(next)), coming.erase(coming.begin());
+}
+
+// No thread can do anything: something comes from elsewhere, or time passes for those who look at it.
+void wait_for_others() {
+    if (!coming.empty()) {
+        receive();
+    } else if (!std::exchange(looked, false) || (now += kLongest / 1000) > kLongest) {
+        throw std::runtime_error("the threads of a block wait for one another for ever");
+    }
+    ++steps;
+}
+
+void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes) {
+    const int each = (threads + kWarp - 1) / kWarp * kWarp;  // a block's fibers, whole warps
+    while (int(fibers.size()) < each * int(size)) fibers.push_back(std::make_unique<Fiber>());
+    cluster = Group{threads * int(size)}, cluster_group = &cluster;
+    blocks.assign(size, Group{threads});
+    warps.assign(each * size / kWarp, Group{});
+    bulk.clear(), now = 0;
+    for (int i = 0; i < each * int(size); ++i) {
         Fiber& fiber = *fibers[i];
-        fiber.started = fiber.done = false, fiber.thread = {unsigned(i), 0, 0}, fiber.warp = i / kWarp;
-        fiber.copies.clear();
-        ++warps[fiber.warp].members;
+        fiber.rank = i / each, fiber.warp = i / kWarp;
+        fiber.thread = {unsigned(i % each), 0, 0}, fiber.block = {first + fiber.rank, 0, 0};
+        fiber.started = false, fiber.done = i % each >= threads, fiber.seen = fiber.fenced = 0;
+        fiber.copies.clear(), fiber.products.clear(), fiber.committed.clear();
+        if (!fiber.done) ++warps[fiber.warp].members;
+        if (i % each == 0) std::memset(window(fiber.rank), kPoison, shared_bytes);
     }
     std::vector<int> order(warps.size()), lanes(kWarp);
     arrange(order), arrange(lanes);
-    for (uint64_t before = steps; block_group.members > 0; before = steps) {
-        for (int warp : order) run_warp(warp * kWarp, lanes, threads);
-        if (steps == before) throw std::runtime_error("the threads of a block wait for one another for ever");
+    for (uint64_t before = steps; cluster.members > 0; before = steps) {
+        for (int warp : order) run_warp(warp * kWarp, lanes, (warp + 1) * kWarp);
+        if (steps == before) wait_for_others();
     }
 }
 
-Barrier& barrier(uint32_t at) { return *reinterpret_cast<Barrier*>(uintptr_t(at)); }
+Barrier& barrier(uint32_t at, int rank) { return *reinterpret_cast<Barrier*>(window(rank) + at); }
 
 void complete(Barrier& its) {
-    if (its.arrivals == 0 && its.bytes == 0) its.arrivals = 1, its.phase ^= 1;
+    if (its.pending == 0 && its.bytes == 0) its.pending = its.arrivals, its.phase ^= 1, ++steps;
+}
+
+void arrive(Barrier& its) {
+    if (its.pending == 0) fail("more threads arrive at a barrier than it counts");
+    --its.pending, ++steps;
+    complete(its);
+}
+
+// A copy has been made.
+void count(const Copy& copy) {
+    copy.move(), ++steps;
+    copy.barrier->bytes -= copy.bytes;
+    if (copy.arrives) arrive(*copy.barrier);
+    else complete(*copy.barrier);
+}
+
+void start(Copy copy) {
+    if (early) count(copy);
+    else bulk.push_back(std::move(copy));
+}
+
+// Memory that has come while the kernel ran is read by who knows that it has come, up to that piece.
+void check_read(const void* from, size_t bytes, size_t known) {
+    const uint8_t* at = static_cast<const uint8_t*>(from);
+    for (size_t i = known; i < come.size(); ++i)
+        if (at < come[i].to + come[i].bytes.size() && come[i].to < at + bytes)
+            fail("a thread reads what it does not know to have come, or a bulk copy without a fence");
+}
+
+// What a tensor map of the driver says of a matrix of bytes.
+struct Map {
+    const uint8_t* first;
+    uint64_t sizes[2], pitch;
+    uint32_t box[2];
+};
+static_assert(sizeof(Map) <= sizeof(CUtensorMap));
+
+uint32_t swizzled(uint32_t at) { return at ^ (at >> 3 & 0x70); }
+
+CUresult encode_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* first, const cuuint64_t* sizes,
+                    const cuuint64_t* pitches, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave,
+                    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    const bool known = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 && rank == 2 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
+    const bool allowed = reinterpret_cast<uintptr_t>(first) % 16 == 0 && pitches[0] % 16 == 0 && sizes[0] > 0 && sizes[1] > 0 &&
+                         box[0] == 128 && box[1] <= 256 && steps[0] == 1 && steps[1] == 1;
+    if (!known || !allowed) return CUDA_ERROR_INVALID_VALUE;
+    const Map made{static_cast<const uint8_t*>(first), {sizes[0], sizes[1]}, pitches[0], {box[0], box[1]}};
+    std::memcpy(map, &made, sizeof(made));
+    return CUDA_SUCCESS;
+}
+
+template <class A>
+const float* values_of() {
+    static const std::array<float, 256> values = [] {
+        std::array<float, 256> made;
+        for (int i = 0; i < 256; ++i) {
+            A code;
+            code.__x = __nv_fp8_storage_t(i);
+            made[i] = float(code);
+        }
+        return made;
+    }();
+    return values.data();
+}
+
+// 32 numbers of a line of an operand of eight lines to 1024 bytes.
+void read_line(uint64_t operand, int line, const float* values, float (&to)[32]) {
+    if (operand >> 62 != 1 || (operand >> 32 & 0x3FFF) != 1024 >> 4) fail("an operand that the emulator does not know");
+    const uint32_t first = (operand & 0x3FFF) << 4;
+    const uint8_t* shared = dynamic_shared();
+    for (int k = 0; k < 32; ++k) to[k] = values[shared[swizzled(first + line * 128 + k)]];
+}
+
+// The thread's two rows and, of each eight columns, two of d = A [64, 32] @ B [96, 32].T.
+void multiply(const Product& its) {
+    const int row = position.thread.x / kWarp % 4 * 16 + lane() / 4;
+    float a[2][32], b[32];
+    for (int r = 0; r < 2; ++r) read_line(its.a, row + 8 * r, its.a_values, a[r]);
+    for (int i = 0; i < 24; ++i) {
+        read_line(its.b, i / 2 * 8 + lane() % 4 * 2 + i % 2, values_of<__nv_fp8_e4m3>(), b);
+        for (int r = 0; r < 2; ++r) {
+            float sum = 0.0f;
+            for (int k = 0; k < 32; ++k) sum += a[r][k] * b[k];
+            float& d = its.d[i / 2 * 4 + 2 * r + i % 2];
+            d = its.add ? d + sum : sum;
+        }
+    }
 }
 
 }  // namespace
 
 Position position;
-Group block_group, *warp_group;
+Group *cluster_group, *block_group, *warp_group;
 
-void run(dim3 blocks, dim3 threads, size_t shared_bytes, const std::function<void()>& kernel) {
+void run(dim3 blocks, dim3 threads, unsigned cluster, size_t shared_bytes, const std::function<void()>& kernel) {
     if (threads.y * threads.z * blocks.y * blocks.z != 1) throw std::runtime_error("the emulator knows one dimension");
-    if (threads.x == 0 || threads.x > 1024 || blocks.x == 0 || shared_bytes > kShared)
+    if (threads.x == 0 || threads.x > 1024 || blocks.x == 0 || shared_bytes > kShared || blocks.x % cluster || cluster > kLargestCluster)
         throw std::runtime_error("no GPU would launch " + std::to_string(blocks.x) + " blocks of " + std::to_string(threads.x) +
                                  " threads with " + std::to_string(shared_bytes) + " bytes of shared memory");
     const std::lock_guard<std::mutex> alone(running);
     body = &kernel;
-    position.threads = threads, position.blocks = blocks;
-    for (unsigned block = 0; block < blocks.x; ++block) {
-        position.block = {block, 0, 0};
-        run_block(threads.x, shared_bytes);
+    position.threads = threads, position.blocks = blocks, position.cluster = cluster;
+    come.clear(), early = order_name() == "backward";
+    try {
+        for (unsigned block = 0; block < blocks.x; block += cluster) run_cluster(block, cluster, threads.x, shared_bytes);
+    } catch (...) {
+        coming.clear();  // for this launch
+        throw;
     }
+    while (!coming.empty()) receive();
 }
 
-uint8_t* dynamic_shared() { return shared_memory(); }
+uint8_t* dynamic_shared() { return window(current->rank); }
+
+uint32_t shared_address(const void* at) {
+    const ptrdiff_t offset = static_cast<const uint8_t*>(at) - dynamic_shared();
+    if (offset < 0 || size_t(offset) > kShared) fail("an address outside of dynamic shared memory");
+    return uint32_t(offset);
+}
+
+void fail(const char* what) {
+    failed = what;
+    _longjmp(scheduler, 1);
+}
 
 void yield() {
     Fiber* mine = current;
@@ -166,40 +330,109 @@ const uint64_t* gather(uint64_t mine) {
     return given;
 }
 
-void start_copy(void* to, const void* from, size_t bytes) { current->copies.push_back({to, from, bytes, 0}); }
+void start_copy(void* to, const void* from, size_t bytes) {
+    check_read(from, bytes, current->seen);
+    current->copies.push_back([=] { std::memcpy(to, from, bytes); });
+}
 
 void finish_copies() {
-    for (const Copy& copy : current->copies) std::memcpy(copy.to, copy.from, copy.bytes);
+    for (const auto& copy : current->copies) copy();
     current->copies.clear();
 }
 
-void barrier_init(uint32_t at) { barrier(at) = {0, 1, 0}; }
+void barrier_init(uint32_t at, int arrivals) { barrier(at, current->rank) = {0, uint8_t(arrivals), uint8_t(arrivals), 0}; }
 
 void barrier_expect(uint32_t at, uint32_t bytes) {
-    Barrier& its = barrier(at);
-    its.bytes += bytes, --its.arrivals;
-    complete(its);
+    barrier(at, current->rank).bytes += bytes;
+    arrive(barrier(at, current->rank));
 }
 
 void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at) {
-    bulk.push_back({reinterpret_cast<void*>(uintptr_t(to)), from, bytes, at});
+    if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a bulk copy that is not aligned");
+    check_read(from, bytes, current->fenced);
+    uint8_t* const there = dynamic_shared() + to;
+    start({[=] { std::memcpy(there, from, bytes); }, &barrier(at, current->rank), bytes, false});
+}
+
+void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at) {
+    Map its;
+    std::memcpy(&its, map, sizeof(its));
+    if (to % 1024) fail("a box that is not aligned to its swizzle");
+    const auto bytes_of = [=](uint32_t line) -> uint32_t {  // within the matrix
+        if (x < 0 || y < 0 || uint64_t(x) >= its.sizes[0] || y + line >= its.sizes[1]) return 0;
+        return uint32_t(std::min<uint64_t>(its.box[0], its.sizes[0] - x));
+    };
+    const uint8_t* const first = its.first + y * its.pitch + x;
+    for (uint32_t line = 0; line < its.box[1]; ++line)
+        if (bytes_of(line) > 0) check_read(first + line * its.pitch, bytes_of(line), current->fenced);
+    for (int rank = 0; rank < int(position.cluster); ++rank) {
+        if (!(blocks >> rank & 1)) continue;
+        const auto move = [=] {
+            for (uint32_t line = 0; line < its.box[1]; ++line)
+                for (uint32_t i = 0; i < its.box[0]; ++i)
+                    window(rank)[swizzled(to + line * 128 + i)] = i < bytes_of(line) ? first[line * its.pitch + i] : 0;
+        };
+        start({move, &barrier(at, rank), its.box[0] * its.box[1], false});
+    }
+}
+
+void barrier_arrive_at(uint32_t at, uint32_t rank) {
+    arrive(barrier(at, int(rank)));
+    yield();  // who waited for that may go on before this thread does
+}
+
+void barrier_arrive_behind_copies(uint32_t at) {
+    const std::vector<std::function<void()>> copies = std::exchange(current->copies, {});
+    const auto move = [=] {
+        for (const auto& copy : copies) copy();
+    };
+    start({move, &barrier(at, current->rank), 0, true});
 }
 
 void barrier_wait(uint32_t at, uint32_t phase) {
-    while (barrier(at).phase == phase) {
+    Barrier& its = barrier(at, current->rank);
+    while (its.phase == phase) {
         yield();
-        std::vector<Copy> others;
-        for (const Copy& copy : bulk) {
-            if (copy.barrier != at) {
-                others.push_back(copy);
-                continue;
-            }
-            std::memcpy(copy.to, copy.from, copy.bytes), ++steps;
-            barrier(at).bytes -= copy.bytes;
-        }
-        bulk = others;
-        complete(barrier(at));
+        std::vector<Copy> mine, others;
+        for (Copy& copy : bulk) (copy.barrier == &its ? mine : others).push_back(std::move(copy));
+        bulk = std::move(others);
+        for (const Copy& copy : mine) count(copy);
     }
+}
+
+template <class A>
+void product(float (&d)[48], uint64_t a, uint64_t b, bool add) {
+    current->products.push_back({d, a, b, add, values_of<A>()});
+}
+template void product<__nv_fp8_e4m3>(float (&)[48], uint64_t, uint64_t, bool);
+template void product<__nv_fp8_e5m2>(float (&)[48], uint64_t, uint64_t, bool);
+
+void commit_products() { current->committed.push_back(std::exchange(current->products, {})); }
+
+void wait_products(int pending) {
+    while (int(current->committed.size()) > pending) {
+        for (const Product& each : current->committed.front()) multiply(each);
+        current->committed.erase(current->committed.begin());
+    }
+}
+
+void acquired(const void* at) {
+    for (size_t i = come.size(); i > current->seen; --i) {
+        const Piece& piece = come[i - 1];
+        if (piece.to <= at && at < piece.to + piece.bytes.size()) current->seen = i;
+    }
+}
+
+void meet_seen() {
+    const uint64_t* given = gather(current->seen);
+    current->seen = *std::max_element(given, given + kWarp);
+}
+
+void proxy_fence() { current->fenced = current->seen; }
+
+uint64_t nanoseconds() {
+    looked = true;
+    return now;
 }
 
 }  // namespace emulator
@@ -231,18 +464,22 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void**, unsigned, unsigned long long, cudaDriverEntryPointQueryResult*) {
-    return cudaErrorNotSupported;  // streams that write and wait
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
+    return *clusters = 3, cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+    if (std::string(name) != "cuTensorMapEncodeTiled") return cudaErrorNotSupported;  // streams that write and wait
+    *function = reinterpret_cast<void*>(&emulator::encode_map), *result = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+
+// What another GPU will write while the next kernel runs, as late as it may.
+__attribute__((visibility("default"))) void emulator_later(void* to, const void* from, size_t bytes) {
+    const uint8_t* const first = static_cast<const uint8_t*>(from);
+    emulator::coming.push_back({static_cast<uint8_t*>(to), {first, first + bytes}});
 }
 }
-
-namespace dlp {
-
-constexpr const char* kNoCores = "the emulator has no tensor cores";
-
-void gemm_fp8_blocks(const BlockGemmJob&, Code, Input, Stream) { throw std::runtime_error(kNoCores); }
-void gemm_fp8_arriving(const BlockGemmJob&, const ArrivingRows&, const Waiting&, Code, Input, Stream) {
-    throw std::runtime_error(kNoCores);
-}
-
-}  // namespace dlp

@@ -1,12 +1,16 @@
 // CUDA C++ on a CPU: what the kernels of dlp use of the language, the intrinsics and the runtime.
 //
-// A launch runs its blocks one after the other. The threads of a block are fibers of one thread of the CPU: each runs until it
-// waits for its block, its warp, or bytes that are to arrive. A warp runs as far as it comes, then the next one does, in an order
-// that EMULATOR_ORDER names: "forward", "backward" or a number to shuffle by. So what a missing barrier lets happen does happen, in
-// one of the orders. Asynchronous copies arrive as late as they may: when somebody waits for them. Threads that wait for one
-// another for ever are an error.
+// A launch runs its clusters of blocks one after the other. The threads of a cluster are fibers of one thread of the CPU: each
+// runs until it waits for its block, its warp, its cluster, or bytes that are to arrive. A warp runs as far as it comes, then the
+// next one does, in an order that EMULATOR_ORDER names: "forward", "backward" or a number to shuffle by. So what a missing barrier
+// lets happen does happen, in one of the orders. Asynchronous copies arrive, and tensor cores multiply, as late as they may: when
+// somebody waits for them; bulk copies of the order "backward" arrive at once. Threads that wait for one another for ever are an
+// error.
 //
-// Not played: what blocks that run at once do to one another, registers, caches, and tensor cores.
+// What other GPUs write while a kernel runs (`later`) comes as late, too: one piece whenever no thread can do anything else.
+// Threads may read it once they have acquired a word that came behind it, or met who has, bulk copies behind a proxy fence.
+//
+// Not played: what clusters that run at once do to one another, registers, and caches.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +24,7 @@
 #include <utility>
 
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <vector_functions.h>
 
@@ -37,13 +42,16 @@ struct Group {
 struct Position {
     uint3 thread, block;
     dim3 threads, blocks;
+    unsigned cluster;  // its blocks
 };
 
 extern Position position;  // of the fiber that runs
-extern Group block_group, *warp_group;
+extern Group *cluster_group, *block_group, *warp_group;
 
-void run(dim3 blocks, dim3 threads, size_t shared_bytes, const std::function<void()>& kernel);
-uint8_t* dynamic_shared();
+void run(dim3 blocks, dim3 threads, unsigned cluster, size_t shared_bytes, const std::function<void()>& kernel);
+uint8_t* dynamic_shared();  // of the block that runs
+uint32_t shared_address(const void* at);
+[[noreturn]] void fail(const char* what);  // ends the launch
 void yield();              // to the others of the block
 void meet(Group& group);
 
@@ -70,11 +78,28 @@ inline int lane() { return position.thread.x % kWarp; }
 void start_copy(void* to, const void* from, size_t bytes);
 void finish_copies();
 
-// Bulk copies, whose bytes a barrier in shared memory counts.
-void barrier_init(uint32_t at);
+// Barriers in shared memory, which count arrivals, and bytes of bulk copies.
+void barrier_init(uint32_t at, int arrivals);
 void barrier_expect(uint32_t at, uint32_t bytes);
 void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at);
 void barrier_wait(uint32_t at, uint32_t phase);
+void barrier_arrive_at(uint32_t at, uint32_t rank);  // of a block of this cluster
+void barrier_arrive_behind_copies(uint32_t at);      // once the copies that this thread has started have ended
+
+// A box of a tensor to the same place in each block of `blocks`, in the swizzle of 128 bytes.
+void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at);
+
+// Products of warpgroups. Each thread makes its own share of them, when it waits for their group.
+template <class A>
+void product(float (&d)[48], uint64_t a, uint64_t b, bool add);
+void commit_products();
+void wait_products(int pending);
+
+// Memory that others write.
+void acquired(const void* at);  // the thread has read this word, and knows of what came in front of it
+void meet_seen();               // the lanes of a warp know what each has known
+void proxy_fence();             // so do its bulk copies
+uint64_t nanoseconds();
 
 }  // namespace emulator
 
@@ -84,6 +109,7 @@ void barrier_wait(uint32_t at, uint32_t phase);
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static
+#define __CUDA_ARCH_FEAT_SM90_ALL
 
 static const uint3 &threadIdx = emulator::position.thread, &blockIdx = emulator::position.block;
 static const dim3 &blockDim = emulator::position.threads, &gridDim = emulator::position.blocks;
@@ -95,7 +121,10 @@ namespace emulator {
 template <class... Parameters, class... Arguments>
 cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
     const std::tuple<std::decay_t<Parameters>...> kept(std::forward<Arguments>(arguments)...);
-    emulator::run(config->gridDim, config->blockDim, config->dynamicSmemBytes, [&] { std::apply(kernel, kept); });
+    unsigned cluster = 1;
+    for (unsigned i = 0; i < config->numAttrs; ++i)
+        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
+    emulator::run(config->gridDim, config->blockDim, cluster, config->dynamicSmemBytes, [&] { std::apply(kernel, kept); });
     return cudaSuccess;
 }
 

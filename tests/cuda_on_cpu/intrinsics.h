@@ -1,11 +1,11 @@
 // Intrinsics and PTX as functions. Compiled without contraction: each operation is rounded by itself.
 #pragma once
 
-inline void __syncthreads() { emulator::meet(emulator::block_group); }
-inline void __syncwarp(unsigned = ~0u) { emulator::meet(*emulator::warp_group); }
+inline void __syncthreads() { emulator::meet(*emulator::block_group); }
+inline void __syncwarp(unsigned = ~0u) { emulator::meet_seen(); }
 inline void __threadfence() {}
-inline void __threadfence_system() {}
-[[noreturn]] inline void __trap() { std::abort(); }
+inline void __threadfence_system() { emulator::yield(); }  // it takes long
+[[noreturn]] inline void __trap() { emulator::fail("a kernel trapped"); }
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
@@ -55,7 +55,7 @@ template <class T>
 void __stcg(T* at, T value) {
     *at = value;
 }
-inline size_t __cvta_generic_to_shared(const void* at) { return reinterpret_cast<size_t>(at); }  // lies below 4 GB
+inline size_t __cvta_generic_to_shared(const void* at) { return emulator::shared_address(at); }
 
 // Arithmetic
 
@@ -155,10 +155,39 @@ inline void max_nan_f32(float& out, float a, float b) {
     out = std::isnan(a) || std::isnan(b) ? __uint_as_float(kNan32) : std::fmax(a, b);
 }
 
-using emulator::barrier_copy, emulator::barrier_expect, emulator::barrier_init, emulator::barrier_wait;
+using emulator::barrier_arrive_at, emulator::barrier_arrive_behind_copies, emulator::barrier_copy, emulator::barrier_expect,
+    emulator::barrier_init, emulator::barrier_wait, emulator::commit_products, emulator::proxy_fence, emulator::wait_products;
 
-inline void ld_acquire(uint32_t& out, const uint32_t* at) { out = __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+inline void barrier_init(uint32_t at) { emulator::barrier_init(at, 1); }
+
+// Another thread may run before a word is read again.
+inline void ld_acquire(uint32_t& out, const uint32_t* at) {
+    emulator::yield();
+    out = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+    emulator::acquired(at);
+}
 inline void st_release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
-inline void globaltimer(uint64_t& out) { out = 0; }
+inline void globaltimer(uint64_t& out) { out = emulator::nanoseconds(); }
+
+// Clusters, tensor copies and products (ISA of 9.0a)
+
+inline void cluster_rank(uint32_t& out) { out = emulator::position.block.x % emulator::position.cluster; }
+inline void cluster_sync() { emulator::meet(*emulator::cluster_group); }
+inline void elect(uint32_t& out) {
+    emulator::meet(*emulator::warp_group);
+    out = emulator::lane() == 17;
+}
+inline void fence_barriers() {}
+inline void set_registers(int) {}
+inline void copy_word(uint32_t to, const void* from) { emulator::start_copy(emulator::dynamic_shared() + to, from, 4); }
+inline void tile_copy(uint32_t to, const void* map, int x, int y, uint32_t at) {
+    emulator::tile_copy(1u << emulator::position.block.x % emulator::position.cluster, to, map, x, y, at);
+}
+inline void tile_copy_to_all(uint32_t to, const void* map, int x, int y, uint32_t at, uint16_t blocks) {
+    emulator::tile_copy(blocks, to, map, x, y, at);
+}
+inline void begin_products() {}
+inline void product_e4m3(float (&d)[48], uint64_t a, uint64_t b, int add) { emulator::product<__nv_fp8_e4m3>(d, a, b, add); }
+inline void product_e5m2(float (&d)[48], uint64_t a, uint64_t b, int add) { emulator::product<__nv_fp8_e5m2>(d, a, b, add); }
 
 }  // namespace ptx
