@@ -1,6 +1,8 @@
 """Whether what was launched is in order: a search for races among the launches of all ranks, on the played device.
 
-    disorder   launches (`tests.touched`) that touch the same bytes, of which one writes and neither waits for the other
+    disorder   launches (`tests.touched`) that touch the same bytes, of which one writes and neither waits for the other; and
+               those that write the same word of a slot, or write
+               what it is already
 
 A played stream is never behind, so a launch that waits for nobody finds the right bits on CPUs. Here only what a stream has
 waited for has happened, by marks, begins, meetings, releases and agreements.
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -44,17 +46,23 @@ def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
     return sorted(order.found)
 
 
-# What a launch waits for in its own slot, from each peer: a word, its least value, and what the word is then. What it tells.
+# What a launch waits for in its own slot, from each peer: a word, its least value, and what the word is then.
 WAITS = {
     "begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "await_sent": (SENT, 1, None), "gemm_fp8_arriving": (SENT, 1, None),
-    "forget_sent": (SENT, 1, 0), "agreed": (MET, None, None),
+    "agreed": (MET, None, None),
 }  # fmt: skip
-TELLS = {
-    "meet": (SENT, 1),
-    "tell": (SENT, 1),
-    "release_use": (UNREAD, 0),
-    "agree": (MET, None),
-}  # None: a growing count
+# The words that it writes without waiting, of each peer: in its own slot, or in theirs. None: a growing count.
+FORGETS = {"forget_sent": (SENT, 0)}
+TELLS = {"meet": (SENT, 1), "tell": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}
+
+
+class Word(NamedTuple):
+    """What a word is, and what who wrote it knew; which stream that was, and its how manieth launch."""
+
+    value: int
+    clock: Any
+    stream: int = 0
+    when: int = 0
 
 
 WHERE = {0: "", CALLS: ", a collective"}
@@ -72,9 +80,7 @@ class Order:
         self.writer, self.written, *self.read = np.zeros((2 + len(every), len(self.bounds)), dtype=np.int64)
         self.names, self.found = dict[tuple[int, int], str](), set[str]()
         self.marks = defaultdict[tuple[int, int], Any](lambda: none)
-        self.words = defaultdict[tuple[int, int, int], tuple[int, Any]](
-            lambda: (0, none)
-        )  # of a slot, a rank, by number
+        self.words = defaultdict[tuple[int, int, int], Word](lambda: Word(0, none))  # of a slot, a rank, by number
 
     def run(self, rank: int, launches: Sequence[Launch]) -> Iterator[None]:
         """One launch after the other; yields where it waits for a peer."""
@@ -85,23 +91,33 @@ class Order:
             clock[mine] += 1
             self.names[mine, clock[mine]] = f"{name} of rank {rank}{WHERE.get(stream, ', on a lane')}"
             word, least, then = WAITS.get(name, (0, 0, None))
-            least = self.words[of, rank, MET + rank][0] if least is None else least
+            least = self.words[of, rank, MET + rank].value if least is None else least
             for peer in range(self.world) if name in WAITS else ():
-                while peer != rank and self.words[of, rank, word + peer][0] < least:
+                while peer != rank and self.words[of, rank, word + peer].value < least:
                     yield
-                np.maximum(clock, self.words[of, rank, word + peer][1], out=clock)
-                if then is not None:
-                    self.words[of, rank, word + peer] = then, clock.copy()
+                np.maximum(clock, self.words[of, rank, word + peer].clock, out=clock)
+                if then is not None and peer != rank:
+                    self._write(mine, (of, rank, word + peer), then)
             if name == "await_mark":
                 np.maximum(clock, self.marks[rank, of], out=clock)
             self._touch(mine, clock, launch)
             if name == "mark":
                 self.marks[rank, of] = clock.copy()
-            told = [launch.peer] if name == "tell" else range(self.world) if name in TELLS else ()
-            for peer in told:
-                word, value = TELLS[name]
-                value = self.words[of, peer, word + rank][0] + 1 if value is None else value
-                self.words[of, peer, word + rank] = value, clock.copy()
+            told = [launch.peer] if name == "tell" else range(self.world) if name in TELLS or name in FORGETS else ()
+            for peer in (each for each in told if each != rank or name == "agree"):  # who counts its own, too
+                word, value = {**TELLS, **FORGETS}[name]
+                at = (of, rank, word + peer) if name in FORGETS else (of, peer, word + rank)
+                self._write(mine, at, self.words[at].value + 1 if value is None else value)
+
+    def _write(self, mine: int, at: tuple[int, int, int], value: int) -> None:
+        clock, before = self.clock[mine], self.words[at]
+        if before.when > clock[before.stream]:
+            self.found.add(
+                f"{self.names[mine, clock[mine]]} does not wait for {self.names[before.stream, before.when]}"
+            )
+        if before.value == value:
+            self.found.add(f"{self.names[mine, clock[mine]]} tells what nobody has taken note of")
+        self.words[at] = Word(value, clock.copy(), mine, int(clock[mine]))
 
     def _touch(self, mine: int, clock: Any, launch: Launch) -> None:
         for where, writes in ((launch.reads, False), (launch.writes, True)):

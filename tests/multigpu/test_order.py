@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlp.comm.mapped import Transport
-from dlp.kernels import cuda_codes
+from dlp.kernels import cuda_codes, gemm_sm90
 from tests import order
 from tests import pool as worker
 from tests.emulated import emulation
@@ -40,6 +40,29 @@ def moved() -> list[Launch]:
         return taken.named_alike()
 
 
+def awaited_inside() -> list[Launch]:
+    """Gathers whose rows a GEMM awaits itself, one after the other through one slot; nobody reads what came second."""
+    with emulation():
+        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
+        rows, codes = gemm_sm90.PAIR[0], torch.float8_e4m3fn
+        w, w_scale = torch.ones(8, 128).to(codes), torch.ones(1, 4)
+        with take(moves) as taken:
+            for turn in range(3):
+                moves.start()
+                leased = moves.lease([(rows, 128), (rows, 1)], [torch.uint8, torch.float32], [0, 0])
+                for part, value in zip(
+                    leased.mine, (torch.zeros(rows, 128, dtype=torch.uint8), torch.ones(rows, 1)), strict=True
+                ):
+                    cuda_codes.place_rows(value, part)
+                a, scales = leased.send(in_turn=True).coming()
+                run = gemm_sm90.while_arriving(a.view(codes), w, rows, torch.bfloat16, (scales, w_scale))
+                assert run is not None
+                if turn != 1:
+                    run(leased.slot.arriving(rows))
+                moves.finish()
+        return taken.named_alike()
+
+
 def without(name: str, lane: bool) -> Callable[[list[Launch]], list[Launch]]:
     return lambda launches: [each for each in launches if (each.name, each.stream > 0) != (name, lane)]
 
@@ -57,21 +80,53 @@ def early(name: str) -> Callable[[list[Launch]], list[Launch]]:
     return moved
 
 
+def behind(name: str, other: str) -> Callable[[list[Launch]], list[Launch]]:
+    """Those of a name behind the next ones of another."""
+
+    def moved(launches: list[Launch]) -> list[Launch]:
+        found, held = list[Launch](), list[Launch]()
+        for each in launches:
+            if each.name == name:
+                held.append(each)
+                continue
+            found.append(each)
+            if each.name == other:
+                found, held = [*found, *held], []
+        return found
+
+    return moved
+
+
+def renamed(name: str) -> Callable[[list[Launch]], list[Launch]]:
+    """What waits by its name does not."""
+    return lambda launches: [each._replace(name="reads") if each.name == name else each for each in launches]
+
+
 MUTATIONS = {
-    "pushed before it is written": without("await_mark", True), "read before it has come": without("await_mark", False),
-    "peers not awaited": without("met", True), "readers not awaited": without("begin_use", True),
-    "an agreement not awaited": lambda launches: [
-        each._replace(name="reads") if each.name == "agreed" else each for each in launches
-    ],
-    "told before it is sent": early("meet"), "freed before it is read": early("release_use"),
+    moved: {
+        "pushed before it is written": without("await_mark", True), "read before it has come": without("await_mark", False),
+        "peers not awaited": without("met", True), "readers not awaited": without("begin_use", True),
+        "an agreement not awaited": renamed("agreed"), "told before it is sent": early("meet"),
+        "freed before it is read": early("release_use"),
+    },
+    awaited_inside: {
+        "rows not awaited": renamed("gemm_fp8_arriving"), "told before it is sent": early("tell"),
+        "nobody told": without("tell", True), "not forgotten": without("forget_sent", False),
+        "forgotten before all have told": without("await_sent", True),
+        "forgotten before the lane has seen it": without("await_mark", False),
+        "forgotten behind the release": behind("forget_sent", "release_use"),
+        "freed before it is read": early("release_use"), "readers not awaited": without("begin_use", True),
+        "pushed before it is written": without("await_mark", True),
+    },
 }  # fmt: skip
 
 
 @pytest.mark.ranks(2)
-def test_what_is_missing_is_found(ranks, device_type):
+@pytest.mark.parametrize("made", MUTATIONS, ids=lambda made: made.__name__)
+def test_what_is_missing_is_found(ranks, device_type, made):
     if device_type == "cuda":
         pytest.skip("played on CPU ranks")
-    taken = ranks(2).run(moved)
+    taken = ranks(2).run(made)
     assert order.disorder(taken) == []
-    for name, mutate in MUTATIONS.items():
+    for name, mutate in MUTATIONS[made].items():
         assert order.disorder([mutate(launches) for launches in taken]), name
