@@ -377,6 +377,7 @@ void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint
 }
 
 void barrier_arrive_at(uint32_t at, uint32_t rank) {
+    if (blocks[rank].members == 0) fail("a thread arrives at a barrier of a block that has ended");
     arrive(barrier(at, int(rank)));
     yield();  // who waited for that may go on before this thread does
 }

@@ -4,13 +4,14 @@ begins when all are here. On the CPU the device is played, with a lane in time a
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -107,11 +108,14 @@ def test_what_cannot_wait_inside_runs_as_others_do(ranks):
                 torch.testing.assert_close(result, expected, rtol=2**-6, atol=0.05)
 
 
-def of_operands_that_exist() -> tuple[list[tuple[Tensor, Tensor]], int]:
-    """Operands that were not cast where they are gathered, twice each: the GEMM beside that of `serial`."""
+def of_operands_that_exist() -> tuple[list[tuple[Tensor, Tensor]], int, list[str]]:
+    """Operands that were not cast where they are gathered, twice each: the GEMM beside that of `serial`; and what is logged."""
     mesh, recipe, found = worker.mesh(tp=dist.get_world_size())["tp"], load("fp8_block"), list[tuple[Tensor, Tensor]]()
     group, w = mesh.get_group(), values(0, N, K).to(worker.device())
-    with device(), moved_by(group, True), watched() as counts:  # type: ignore[attr-defined]
+    fused, said = overlaps.load("fused"), list[str]()
+    log = patch.object(sys.modules[type(fused).__module__], "LOG", Mock(warning=lambda form, text: said.append(form % text)))
+    sys.modules[type(fused).__module__]._warn.cache_clear()  # type: ignore[attr-defined]
+    with device(), moved_by(group, True), watched() as counts, log:  # type: ignore[attr-defined]
         gemm = Gemm("fprop", recipe.w.rowwise.cast(w, None), torch.bfloat16)
         for seed in range(2):
             a = recipe.x.rowwise.cast(values(10 * seed + dist.get_rank(), ROWS, K).to(worker.device()), None)
@@ -121,13 +125,15 @@ def of_operands_that_exist() -> tuple[list[tuple[Tensor, Tensor]], int]:
                 made.append(overlaps.load(name).gather(a, 0, group).gemm(gemm).clone())
                 transport.finish(group)
             found.append((made[0], made[1]))
-    return found, counts["waits"]
+    return found, counts["waits"], said
 
 
 @pytest.mark.ranks(2)
 def test_operands_that_exist_are_gathered_beside_this_ranks_own(ranks):
-    for pairs, waits in ranks(2).run(of_operands_that_exist):
+    for pairs, waits, said in ranks(2).run(of_operands_that_exist):
         assert waits == 2
+        (told,) = said  # once, whoever chose the strategy
+        assert "has run on no GPU yet" in told and told.endswith("or choose 'serial' or 'chunked'")
         for result, expected in pairs:
             assert_bit_equal(result, expected)
 

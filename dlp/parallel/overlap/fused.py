@@ -15,6 +15,8 @@ as `chunked` does; a GEMM of such a format that another kernel runs, and shards 
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +31,13 @@ from dlp.parallel.overlap import Gather, Lease, Overlap, Sent, load
 from dlp.quant.gemm import Gemm, awaited_inside, while_arriving
 from dlp.quant.tensor import Format, QuantizedTensor
 
+LOG = logging.getLogger("dlp")
 CHUNKED = load("chunked")
+UNTRIED = (
+    "overlap = 'fused': a GEMM that waits inside for the rows of other ranks has run on no GPU yet, so nobody knows that it is "
+    "right there; run pytest tests/gpu/test_gemm_sm90.py -k 'late or wait' and pytest tests/multigpu/test_fused.py --device "
+    "cuda before you train with it, or choose 'serial' or 'chunked'"
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Fused:
         transport = transport_of(group)
         if transport is None or not _waits(fmt, dim, device):
             return CHUNKED.lease(fmt, shape, dim, group, dtype=dtype, device=device)
+        _warn()
         gathering = transport.lease(fmt.part_shapes(shape), fmt.part_dtypes(dtype), fmt.moves_along(dim))
         return FusedLease(fmt.wrap(gathering.mine), gathering)
 
@@ -80,6 +89,7 @@ class Fused:
         transport = transport_of(group)
         if transport is None or not _waits(a.format, dim, a.payload.device):
             return CHUNKED.gather(a, dim, group)
+        _warn()
         return FusedLease(a, transport.gathering(a.parts, a.format.moves_along(dim))).gather()
 
     def gemm_reduce(
@@ -89,6 +99,12 @@ class Fused:
 
     def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
         return CHUNKED.sent(y, ranks, reduce=reduce, codec=codec)
+
+
+@functools.cache
+def _warn() -> None:
+    """Whoever chose it, by a group, by a keyword or by times, is told once."""
+    LOG.warning("%s", UNTRIED)
 
 
 def _waits(fmt: Format, dim: int, device: torch.device) -> bool:
