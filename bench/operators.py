@@ -10,7 +10,8 @@ M, K, N of a rank are those of a model's MLP cut over the ranks there are. Micro
     gemm         the GEMM alone, on the gathered operand
     transfer     the collective alone: the least of NCCL's (of the operand's bytes, or of bf16) and of `serial`'s
     sequential   one after the other: the least of NCCL's transfer and the GEMM, and of `serial`
-    strategies   `serial`, `chunked`, `chunked:2`, `chunked:4`: cast and agreement are outside, signals and sums inside
+    strategies   `serial`, `chunked`, `chunked:2`, `chunked:4`, or others (--strategies): cast and agreement are outside, signals
+                 and sums inside
 
 and of each strategy
 
@@ -18,6 +19,14 @@ and of each strategy
     of ideal        max(gemm, transfer) / time
     hidden          eta_hidden = (sequential - time) / min(gemm, transfer): 1 is all that could be hidden
     exposed         time - gemm
+    less a tile     (time - tile) / max(gemm, transfer), where a tile is gemm / the waves of tiles that it has: the last tile of
+                    the rows that come last cannot be hidden. FP8 recipes are to reach 1.10 in a gather and 1.15 in a sum
+    of chunked      time / that of `chunked`, where that has run; a GEMM that waits inside is to reach 0.97
+
+    torchrun --nproc-per-node 2 -m bench.operators --recipes fp8_block fp8_current --strategies serial chunked fused
+
+judges all of it in FP8. A shape, recipe and operator take seven runs of 11 repetitions, each some 30 ms and eight calls: three
+seconds, so this command about a minute beside the start of the ranks (counted, not timed).
 
 Times are of the device (`bench.collectives`): operators alternate, inputs rotate, median over repetitions of the slowest
 rank. On CPUs (gloo) they are wall times, and show that everything runs.
@@ -41,6 +50,7 @@ from bench.files import add_files, write_files
 from dlp.comm import transport
 from dlp.comm.collectives import as_bytes
 from dlp.comm.mesh import MAPPED, TP, TRANSPORTS, init_process_group, shutdown, world_size
+from dlp.kernels import gemm_sm90
 from dlp.parallel import overlap as overlaps
 from dlp.parallel import tune
 from dlp.parallel.auto import CANDIDATES, SERIAL
@@ -55,6 +65,9 @@ from launch.stop import refuse
 Run = Callable[[], object]
 Shape = tuple[int, int, int]
 MODELS = ((8192, 8192, 28672), (16384, 8192, 28672), (8192, 4096, 14336), (4096, 4096, 14336))  # M, K, N of all ranks
+TILE = 128, 256  # rows and columns of the results that one multiprocessor makes at a time in a large GEMM of cuBLASLt
+BARS = {"gather": 1.10, "sum": 1.15}  # of (time - tile) / max(gemm, transfer) of FP8 recipes
+OF_CHUNKED = 0.97  # of chunked's time, at which a GEMM that waits inside pays
 TURNS = 3  # operands in turn; at the sizes of interest together more than the L2 cache
 
 
@@ -74,17 +87,42 @@ class Line:
     of_ideal: float
     hidden: float
     exposed: float
+    less_a_tile: float
+    of_chunked: float | None
 
 
 def line(
-    operator: str, shape: Shape, recipe: str, strategy: str, time: float, parts: tuple[float, float, float]
-) -> Line:
-    """`parts`: gemm, transfer, sequential."""
+    operator: str, shape: Shape, recipe: str, strategy: str, time: float, parts: tuple[float, float, float],
+    waves: int = 1, chunked: float | None = None,
+) -> Line:  # fmt: skip
+    """`parts`: gemm, transfer, sequential; `waves`: of tiles in the GEMM; `chunked`: the time of that strategy."""
     gemm, transfer, sequential = parts
     return Line(
         operator, "x".join(map(str, shape)), recipe, strategy, time, *parts, time / sequential, max(gemm, transfer) / time,
-        (sequential - time) / min(gemm, transfer), time - gemm,
+        (sequential - time) / min(gemm, transfer), time - gemm, (time - gemm / waves) / max(gemm, transfer),
+        None if chunked is None else time / chunked,
     )  # fmt: skip
+
+
+def waves_of(shape: Shape, recipe: str, processors: int) -> int:
+    """Waves of tiles in a GEMM of M, K (its contraction), N on so many multiprocessors, by the kernel that runs it."""
+    rows, along, columns = shape
+    own = recipe == "fp8_block" and processors > 1 and gemm_sm90.is_large(rows, columns, along, processors)
+    tall, wide = gemm_sm90.PAIR if own else TILE
+    return -(-(-(-rows // tall) * -(-columns // wide)) // (processors // 2 if own else processors))
+
+
+def verdict(found: Line) -> str:
+    """Whether a line of an FP8 recipe reaches its bars."""
+    if "fp8" not in found.recipe:
+        return ""
+    bar = BARS[found.operator]
+    said = f"  {'ok' if found.less_a_tile <= bar else 'MISSED'} ({bar:.2f})"
+    if found.strategy != "fused" or found.operator != "gather" or found.of_chunked is None:
+        return said
+    return (
+        f"{said}  {'pays beside' if found.of_chunked <= OF_CHUNKED else 'does not pay beside'} chunked ({OF_CHUNKED})"
+    )
 
 
 class Operators:
@@ -170,14 +208,28 @@ def measure(bench: Bench, recipe: str, shape: Shape, strategies: Sequence[str]) 
         gemm, plainly, sequential, *times = bench.times([alone, plain, both, *moved, *ours])
         own, times = times[: len(moved)], times[len(moved) :]
         parts = gemm, min(plainly, *own) if own else plainly, min(sequential, times[strategies.index(SERIAL)])
-        lines += [line(operator, shape, recipe, name, t, parts) for name, t in zip(strategies, times, strict=True)]
+        tokens, features, columns = shape  # of a sum the contraction is what a rank has of the columns
+        waves = waves_of(
+            shape if operator == "gather" else (tokens, columns, features), recipe, processors_of(bench.device)
+        )
+        by_name = dict(zip(strategies, times, strict=True))
+        lines += [
+            line(operator, shape, recipe, name, t, parts, waves, by_name.get("chunked")) for name, t in by_name.items()
+        ]
     return lines
 
 
-def show(found: Line) -> None:
+def processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def show(found: Line, judged: bool = False) -> None:
+    """`judged`: where bars are for."""
+    of_chunked = "" if found.of_chunked is None else f"{found.of_chunked:.3f}"
     print(f"{found.operator:7} {found.shape:18} {found.recipe:12} {found.strategy:10} {found.microseconds:9.1f} "
           f"{found.gemm:9.1f} {found.transfer:9.1f} {found.sequential:10.1f} {found.of_sequential:7.3f} {found.of_ideal:7.3f} "
-          f"{found.hidden:7.2f} {found.exposed:9.1f}", flush=True)  # fmt: skip
+          f"{found.hidden:7.2f} {found.exposed:9.1f} {found.less_a_tile:7.3f} {of_chunked:>7}"
+          f"{verdict(found) if judged else ''}".rstrip(), flush=True)  # fmt: skip
 
 
 def sizes(text: str) -> Shape:
@@ -187,7 +239,10 @@ def sizes(text: str) -> Shape:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="torchrun -m bench.operators", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node 2 -m bench.operators", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument(
         "--shapes", type=sizes, nargs="+", help="M x K x N, N of one rank [an MLP's of 8B and 70B models]"
     )
@@ -207,14 +262,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{bench.world} x {torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {torch.__version__}, "
               f"{transport.describe(TP, bench.mesh.get_group())}; microseconds\n{'':7} {'M x K x N':18} {'recipe':12} "
               f"{'strategy':10} {'time':>9} {'gemm':>9} {'transfer':>9} {'sequential':>10} {'of seq.':>7} {'ideal':>7} "
-              f"{'hidden':>7} {'exposed':>9}")  # fmt: skip
+              f"{'hidden':>7} {'exposed':>9} {'-tile':>7} {'chunked':>7}")  # fmt: skip
     for shape in options.shapes or cut:
         for recipe in options.recipes:
             found = measure(bench, recipe, shape, strategies)
             lines += found
             if dist.get_rank() == 0:
                 for each in found:
-                    show(each)
+                    show(each, on_gpu)
                 write_files(options, [asdict(each) for each in lines])
     shutdown()
     return 0

@@ -129,6 +129,44 @@ def test_what_is_hidden_of_what_could_be() -> None:
     assert found.of_ideal == pytest.approx(100 / 110) and found.of_sequential == pytest.approx(110 / 144)
 
 
+def test_gathers_and_sums_of_fp8_have_bars() -> None:
+    """A GEMM of 100 in ten waves: its last tile takes 10."""
+
+    def said(operator: str, recipe: str, strategy: str, time: float, chunked: float | None = None) -> str:
+        parts = (100.0, 40.0, 144.0)
+        return operators.verdict(
+            operators.line(operator, (8, 8, 8), recipe, strategy, time, parts, 10, chunked)
+        ).strip()
+
+    assert said("gather", "fp8_block", "serial", 120.0) == "ok (1.10)"
+    assert said("gather", "fp8_current", "chunked", 120.5, 120.5) == "MISSED (1.10)"
+    assert said("sum", "fp8_block", "fused", 124.0, 124.0) == "ok (1.15)"
+    assert said("gather", "fp8_block", "fused", 116.0, 120.0) == "ok (1.10)  pays beside chunked (0.97)"
+    assert said("gather", "fp8_block", "fused", 118.0, 120.0) == "ok (1.10)  does not pay beside chunked (0.97)"
+    assert said("gather", "bf16", "serial", 200.0) == ""
+
+
+def test_waves_are_those_of_the_kernel_that_runs() -> None:
+    """On 132 multiprocessors: our own kernel's 32 x 75 pairs of tiles, 66 at once; cuBLASLt's 64 x 56 tiles, and where ours is
+    small."""
+    large = (8192, 8192, 14336)
+    assert operators.waves_of(large, "fp8_block", 132) == 37 and operators.waves_of(large, "fp8_current", 132) == 28
+    assert (
+        operators.waves_of((64, 64, 64), "fp8_block", 132) == 1
+        and operators.waves_of((64, 64, 64), "fp8_block", 1) == 1
+    )
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_line_of_an_operator_is_printed(judged: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    for chunked in (None, 120.0):
+        operators.show(
+            operators.line("gather", (8, 8, 8), "fp8_block", "fused", 116.0, (100.0, 40.0, 144.0), 10, chunked), judged
+        )
+    first, second = capsys.readouterr().out.splitlines()
+    assert ("ok (1.10)" in first) == ("pays beside chunked" in second) == judged and " 0.967" in second
+
+
 @pytest.mark.parametrize("program", [tensor_parallel, operators])
 def test_one_rank_has_nobody_to_send_to(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(said: str, code: int) -> None:
