@@ -1,6 +1,6 @@
 """A GEMM that waits inside for rows of A, on one Hopper GPU, beside GEMMs that begin when rows are here, in fp8_block.
 
-    python -m bench.arrivals [--shapes 8192x4096x7168]
+    python -m bench.arrivals [--shapes 8192x4096x7168] [--json FILE]
     python -m bench.arrivals --within 0 4             is a copy within the GPU a kernel, for which such a GEMM leaves no room?
 
 Shapes are M x K x N of a rank's GEMM over the rows of two ranks, of which the second half arrives. Microseconds, medians:
@@ -9,8 +9,13 @@ Shapes are M x K x N of a rank's GEMM over the rows of two ranks, of which the s
     chunks    a GEMM and scales for each half            inside   one GEMM that may wait, all rows here
 
 and while a copy from memory of the host brings the second half, which takes `copied` by itself: `serial` behind it, `chunked`,
-half before and half behind, and `fused`, inside. The link to the host is slower than one between GPUs: it is an order that this
-shows, not what two GPUs gain.
+half before and half behind, and `fused`, inside. Of each of these
+
+    less a tile   (time - tile) / max(whole, copied), to be 1.10 at most: the last tile of what comes last cannot be hidden
+    of chunked    time / chunked: where `fused` is above 0.97, `chunked` is what `auto` should keep
+
+The link to the host is slower than one between GPUs: it is an order that this shows, not what two GPUs gain
+(`bench.operators`). A shape takes a few seconds (counted, not timed), so the command less than a minute.
 
 --within: the rows are brought by a copy within the GPU, that is started behind a GEMM that fills it but for so many
 multiprocessors. Each in a process of its own, since a wait that ends, after three seconds, ends its program.
@@ -23,12 +28,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from bench.files import add_files, write_files
+from bench.operators import BARS, OF_CHUNKED, waves_of
 from dlp.kernels import gemm_sm90, gemms
 from dlp.kernels.gemms import BLOCK_1D, BLOCK_2D, Scales
 from dlp.kernels.launches import new_event
@@ -39,6 +46,7 @@ from launch.stop import refuse
 
 SHAPES = ("8192x4096x7168", "8192x8192x14336", "8192x8192x8192", "4096x4096x7168")
 ROUNDS, CALLS, PATIENCE = 5, 12, 3000  # the last in milliseconds
+SERIAL, FUSED = "serial", "fused"
 Run = Callable[[], object]
 
 
@@ -171,6 +179,22 @@ def measure(m: int, k: int, n: int) -> dict[str, float]:
     return {name: microseconds(run) for name, run in runs.items()}
 
 
+def shares(found: Mapping[str, float], waves: int) -> dict[str, tuple[float, float]]:
+    """Of each strategy, its share of what is the least but for a tile, and of `chunked`."""
+    tile, least = found["whole"] / waves, max(found["whole"], found["copied"])
+    return {name: ((found[name] - tile) / least, found[name] / found["chunked"]) for name in (SERIAL, "chunked", FUSED)}
+
+
+def show(shape: str, found: Mapping[str, float], waves: int) -> None:
+    print(f"{shape:18} " + "  ".join(f"{name} {time:.1f}" for name, time in found.items()))
+    for name, (less_a_tile, of_chunked) in shares(found, waves).items():
+        said = ""
+        if name == FUSED:
+            said = f"  {'ok' if less_a_tile <= BARS['gather'] else 'MISSED'} ({BARS['gather']:.2f})"
+            said += f"  {'pays beside' if of_chunked <= OF_CHUNKED else 'does not pay beside'} chunked ({OF_CHUNKED})"
+        print(f"{'':18} {name:8} less a tile {less_a_tile:.3f}  of chunked {of_chunked:.3f}{said}", flush=True)
+
+
 def copied_within(spare: int) -> str:
     """What becomes of rows that a copy within the GPU brings to a GEMM that fills all but so many multiprocessors."""
     a, b = operands(8192, 4096, 8192)
@@ -193,9 +217,12 @@ def copied_within(spare: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.arrivals", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.arrivals", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="MxKxN")
     parser.add_argument("--within", nargs="+", type=int, metavar="SPARE", help="multiprocessors left to a copy")
+    add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         refuse("the GEMM that waits inside is for Hopper GPUs, and here is none; run it where there is one", code=2)
@@ -205,10 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.within:
         print(copied_within(options.within[0]), flush=True)
         return 0
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds", flush=True)
+    every = {}
     for shape in options.shapes:
-        found = measure(*map(int, shape.split("x")))
-        print(f"{shape:18} " + "  ".join(f"{name} {time:.1f}" for name, time in found.items()), flush=True)
+        m, k, n = map(int, shape.split("x"))
+        every[shape] = measure(m, k, n)
+        show(shape, every[shape], waves_of((m, k, n), "fp8_block", processors))
+        write_files(options, every)  # as they are made: a later shape may fail
     return 0
 
 

@@ -10,8 +10,8 @@ M, K, N of a rank are those of a model's MLP cut over the ranks there are. Micro
     gemm         the GEMM alone, on the gathered operand
     transfer     the collective alone: the least of NCCL's (of the operand's bytes, or of bf16) and of `serial`'s
     sequential   one after the other: the least of NCCL's transfer and the GEMM, and of `serial`
-    strategies   `serial`, `chunked`, `chunked:2`, `chunked:4`, or others (--strategies): cast and agreement are outside, signals
-                 and sums inside
+    strategies   `serial`, `chunked`, `chunked:2`, `chunked:4`, or others (--strategies): cast and agreement are outside,
+                 signals and sums inside
 
 and of each strategy
 

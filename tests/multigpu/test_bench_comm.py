@@ -116,14 +116,15 @@ def test_sums_are_measured_through_memory_that_ranks_map(ranks):
 
 def every_operator() -> list[operators.Line]:
     with patch.object(bench_collectives, "REPETITIONS", 1):
-        return operators.measure(bench(), "fp8_block", (64, 128, 128), ["serial", "chunked:2"])
+        return operators.measure(bench(), "fp8_block", (64, 128, 128), ["serial", "chunked", "fused"])
 
 
 @pytest.mark.ranks(2)
 def test_every_operator_runs(ranks):
     (lines, _) = ranks(2).run(every_operator)
     named = [(line.operator, line.strategy) for line in lines]
-    assert named == [(operator, name) for operator in ("gather", "sum") for name in ("serial", "chunked:2")]
+    assert named == [(operator, name) for operator in ("gather", "sum") for name in ("serial", "chunked", "fused")]
+    assert all((line.of_chunked == 1.0) == (line.strategy == "chunked") for line in lines)
     assert all(min(line.microseconds, line.gemm, line.transfer, line.sequential) > 0 for line in lines)
 
 
