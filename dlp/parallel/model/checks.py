@@ -50,8 +50,8 @@ Mark = tuple[int, int, int, int]
 
 
 def capturing() -> bool:
-    """Whether the current stream captures a CUDA graph. Before torch has begun to use CUDA there is nothing to ask: a torch that
-    was built for CUDA raises on a machine without its driver."""
+    """Whether the current stream captures a CUDA graph. False, without asking, before torch uses CUDA: a torch built for CUDA
+    raises where there is no driver."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
