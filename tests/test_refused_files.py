@@ -47,7 +47,7 @@ def test_codes_of_no_encoding():
 
 
 def test_temperatures_below_zero(tmp_path: Path):
-    with pytest.raises(ConfigError, match="--temperature: expected 0 or more, got -1"):
+    with pytest.raises(ConfigError, match="--temperature: expected a number >= 0, got -1"):
         generate.main([str(tmp_path), "--prompt", "a", "--temperature", "-1"])
 
 
