@@ -5,7 +5,7 @@
     dims = ParallelDims.build(8, tp=2)           sizes alone, of a world that need not exist
 
 tp is the innermost axis, so that its ranks are neighbours (on one host they share NVLink); dp_replicate is the
-outermost. Groups carry CPU tensors over gloo and CUDA tensors over NCCL. Nobody else spells the names of axes.
+outermost. Groups carry CPU tensors over gloo and CUDA tensors over NCCL. The names of axes are defined here only.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The observer: counts every byte that a process group sends, where it is sent, whoever sends it.
+"""The observer: counts every byte that a process group sends, at the collective that sends it.
 
     with Observer(dims.group_names()) as seen:         a torch dispatch mode: each collective passes through it
         ...                                            forward, backward (autograd's threads too), clipping, optimizer
     seen.sent                                          Counter of bytes by Key
 
-The observer knows no plan. It reads the arguments of the collectives that torch executes, so FSDP, DTensor and a user's
-own calls are seen as well, and looks into opaque ops, which a mode passes by. What moves bytes by other means (copies
-into memory of a peer) says so by `copies`.
-
+The observer knows no plan. It reads the arguments of the collectives that torch executes, so that those of FSDP, DTensor and
+users are counted as well, inside of opaque ops, too. Code that moves bytes by other means (copies into memory of a peer) calls
+`copies`.
 Bytes are those that this rank sends to others, R ranks, n elements of s bytes, as the least traffic of each kind:
 
     all_gather       (R-1) n s                the shard goes to every other rank
@@ -17,7 +16,7 @@ Bytes are those that this rank sends to others, R ranks, n elements of s bytes, 
     broadcast        (R-1) n s on the root, 0 elsewhere; scatter, gather and reduce alike
     send, copy       n s; recv and barriers 0
 
-Who a transfer belongs to (layer, direction, precision) is what callers say by `label` around it; the bytes are counted.
+Callers say by `label` what a transfer belongs to (layer, direction, precision).
 """
 
 from __future__ import annotations

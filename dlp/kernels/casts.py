@@ -7,12 +7,12 @@ Other input dtypes than bf16 and fp32 have no kernel and run the reference, whic
     cast_fp8_tensor         one scale a tensor, made from an amax or given
     cast_fp8_rowwise        one scale a row, made from its amax
 
-Where they take a matrix they also take a `LazyMatrix`, which a kernel makes on its way (see lazy_matrix.py).
+For a matrix they also take a `LazyMatrix`, whose elements a kernel computes as it reads (see lazy_matrix.py).
 
-A cast returns the parts of its operand, written into `out` where that is given. A `flag`, fp32 [], becomes NaN where a value
-that it quantizes is not finite: so it is known later, and nobody waits for it. Its `_both` makes the operands of x and
-of x.t() in one read: the bits of two casts. Its `_batch` prepares that, or one of the two, for many matrices in one
-launch, into given outputs, and exists on CUDA only. Casts with a scale a block lie in casts_blocks.py, NVFP4 in casts_fp4.py.
+A cast returns the parts of its operand, written into `out` if that is given. It sets `flag`, fp32 [], to NaN where a value that
+it quantizes is not finite, so that this can be read later, without a wait. `..._both` makes the operands of x and of x.t() in
+one read, with the bits of two casts. `..._batch` prepares one launch of that, or of one of the two, for many matrices, into
+existing outputs; it exists on CUDA only. Casts with a scale a block are in casts_blocks.py, NVFP4 in casts_fp4.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The way from a cast to its kernel: which matrix a kernel reads, and where the parts of both orientations come from.
+"""From a cast to its kernel: which matrix the kernel reads, and where it writes the parts of both orientations.
 
-Kernels read rows of adjacent elements, in bf16 or fp32. The transposed view of such a matrix costs nothing: the kernel
-reads the matrix itself and is asked for the other orientation. A matrix that is neither is copied first, in its own
-dtype. Parts are written where a caller wants them (`out`: the tensors of one orientation, such as its segment of a
-gather buffer), or into new storage.
+Kernels read rows of adjacent elements, in bf16 or fp32. For the transposed view of such a matrix the kernel reads the matrix
+itself and writes the other orientation, without a copy. A matrix that is neither is copied first, in its own dtype. Parts are
+written to `out`, the tensors of one orientation (such as this rank's segment of a gather buffer), or into new storage.
 """
 
 from __future__ import annotations

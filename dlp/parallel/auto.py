@@ -1,11 +1,11 @@
-"""overlap = "auto": which strategy each GEMM of a layer has, decided when a plan is made.
+"""overlap = "auto": chooses the strategy of each GEMM of a layer when a plan is made.
 
     python -m dlp.parallel.tune CONFIG ──► Times, a table (JSON) ──► `choose` ──► names of strategies in the rows of the plan
 
-A table says what the directions of layers took under each strategy, among ranks that are joined in one way. For a layer that
-is in it, the fastest one stands; for another, the fastest by a model, from what the table says of GEMMs and links. Either must
-be faster than `serial` by a margin, and what was measured by more than its noise. Without a table, or with one of another
-machine or version, all is `serial`, and the plan says why.
+A table has the times of the directions of layers under each strategy, between ranks that are connected in one way. For a layer
+that is in the table, the fastest strategy is chosen; for another one, the fastest by a model, from the table's rates of GEMMs
+and links. It must be faster than `serial` by a margin, and a measured one by more than the noise. Without a table, or with one
+of another machine or version, every strategy is `serial`, and the plan says why.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Sizes = tuple[int, int, int]  # M, N, K
 
 
 class Problem(NamedTuple):
-    """A linear, or siblings, w_i [N_i, K] before tp cuts them, on M tokens of all ranks."""
+    """A linear, or siblings, w_i [N_i, K] before tp cuts them, on the M tokens of all ranks."""
 
     style: ParallelStyle
     tokens: int
@@ -66,8 +66,9 @@ class Problem(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Of one GEMM of a layer; milliseconds of its direction as it was measured, and of its GEMMs and transfer by the model,
-    under the strategy and under serial. `why`: it is serial without a look at times."""
+    """The strategy of one GEMM of a layer, and times in milliseconds under it and under serial: of its direction, if that was
+    measured, and of its GEMM and transfer, by the model. `why`: it is serial, without a comparison of times, for this
+    reason."""
 
     gemm: str
     strategy: str
@@ -80,8 +81,13 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one problem. directions: GEMM -> strategy -> seconds of the direction that it is in; noise: by how
-    much they are uncertain; gemms: GEMM -> seconds of it alone, of all members; sizes: M, N, K of a rank."""
+    """The measured times of one problem.
+
+    directions   GEMM -> strategy -> seconds of the direction that it is in
+    noise        their uncertainty, in the same form
+    gemms        GEMM -> seconds of it alone, of all members
+    sizes        M, N, K of a rank
+    """
 
     key: tuple[Any, ...]
     sizes: Sizes
@@ -91,7 +97,7 @@ class Row:
 
     def fastest(self, gemm: str) -> str | None:
         """The strategy of a GEMM's direction: serial, unless another one was faster by a margin and by more than the noise of
-        both; None where serial was not measured."""
+        both; None: serial was not measured."""
         times, noise = self.directions.get(gemm, {}), self.noise.get(gemm, {})
         if SERIAL not in times:
             return None
@@ -101,8 +107,8 @@ class Row:
 
 
 class Machine(NamedTuple):
-    """What times were measured on, or a plan is made for. `kind`: one of `dlp.quant.gemm.DEVICES`; `device`: its name, or a
-    word of it; the rest: versions. Empty is what nobody knows of a machine that is not this one."""
+    """The machine that times were measured on, or that a plan is made for. kind: one of `dlp.quant.gemm.DEVICES`; device: its
+    name, or a word of it; the rest: versions. An empty field is not known."""
 
     kind: str
     device: str = ""
@@ -111,7 +117,7 @@ class Machine(NamedTuple):
 
 
 def machine(device_type: str, board: str = "") -> Machine:
-    """This machine for "cpu" and "cuda", another one for other kinds; `board`: a word of its device's name."""
+    """This machine for "cpu" and "cuda"; for other kinds one of which only `board`, a word of its device's name, is known."""
     if device_type == "cpu":
         return Machine(device_type, "CPU", torch.__version__, VERSION)
     if device_type == "cuda":
@@ -123,11 +129,11 @@ def machine(device_type: str, board: str = "") -> Machine:
 class Times:
     """A table.
 
-    kind        of device, one of `dlp.quant.gemm.DEVICES`; `device`: its name
-    ranks       of tp; `transport`: "mapped", "nccl" or "gloo"
-    speed       bytes a second between two ranks; `meeting`: seconds of a transfer beside its bytes
-    rows        measured
-    about       further entries of the file: who measured when, with what
+    kind, device       kind of device, one of `dlp.quant.gemm.DEVICES`, and its name
+    ranks, transport   of tp; "mapped", "nccl" or "gloo"
+    speed, meeting     bytes a second between two ranks; seconds of a transfer besides its bytes
+    rows               the measured problems
+    about              further entries of the file: when it was measured, with what
     """
 
     kind: str
@@ -148,7 +154,7 @@ class Times:
         return self._by_key.get(problem.key)
 
     def obstacle(self, here: Machine, ranks: int, transport: str) -> str | None:
-        """Why these times do not hold for a tp group of that machine; None where they do, as far as is known of it."""
+        """Why these times do not apply to a tp group of that machine; None: they apply, as far as is known."""
         this, its = (here.kind, ranks, transport or self.transport), (self.kind, self.ranks, self.transport)
         said = [f"{count} {kind} ranks by {by}" for kind, count, by in (its, this)]
         if this != its:
@@ -175,7 +181,7 @@ class Times:
         return f"{self.ranks} x {self.device} by {link}, {len(self.rows)} layers measured, {date}"
 
     def text(self, choices: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The file; `choices`: what was made of it."""
+        """The text of the file; `choices`: what was chosen by it."""
         rows = [
             {**dict(zip(("style", "tokens", "in_features", "out_features", "recipe"), row.key, strict=True)),
              "sizes": row.sizes, "direction_us": {g: _microseconds(of) for g, of in row.directions.items()},
@@ -206,7 +212,7 @@ def _row(
     style: str, tokens: int, in_features: int, out_features: Sequence[int], recipe: str, sizes: Sequence[int],
     **us: Any,
 ) -> Row:  # fmt: skip
-    """Of an entry of the file. KeyError, TypeError, AttributeError or ValueError where it is none."""
+    """The row of an entry of the file. KeyError, TypeError, AttributeError or ValueError for an entry of another form."""
     directions, noise = ({gemm: _seconds(of) for gemm, of in us[by].items()} for by in ("direction_us", "noise_us"))
     m, n, k = sizes
     return Row(
@@ -215,7 +221,7 @@ def _row(
 
 
 def read(text: str, name: str) -> Times:
-    """The table of a file. ValueError where it is none."""
+    """The table in the text of a file. ValueError for another file."""
     try:
         found = json.loads(text)
         rows = tuple(_row(**row) for row in found.pop("rows"))
@@ -235,7 +241,7 @@ def read(text: str, name: str) -> Times:
 
 
 def load(path: str | Path, *, together: bool = False) -> Times:
-    """The table of a file; `together`: all ranks have that of rank 0. ValueError, on all of them, where it cannot be read."""
+    """The table of a file; `together`: rank 0 reads it for all ranks. ValueError, on all of them, if it cannot be read."""
     said = ["", ""]
     if not together or dist.get_rank() == 0:
         try:
@@ -250,7 +256,7 @@ def load(path: str | Path, *, together: bool = False) -> Times:
 
 
 def transport_name(group: ProcessGroup, device_type: str) -> str:
-    """What carries what layers send over a group: "mapped", "nccl" or "gloo"."""
+    """What carries transfers over a group: "mapped", "nccl" or "gloo"."""
     return "mapped" if transport_of(group) is not None else "nccl" if device_type == "cuda" else "gloo"
 
 
@@ -265,8 +271,8 @@ Asked = str | dict[str, str]
 
 
 def choose(asked: Asked, problem: Problem | None, times: Times | None, why: str) -> tuple[Asked, tuple[Choice, ...]]:
-    """What layers were asked for -> a strategy's name, or one for each GEMM, and what was chosen. `why`: there are no times
-    to go by."""
+    """The strategies of a layer's GEMMs, a name or one by GEMM, of what groups ask for; and how "auto" was chosen. `why`: why
+    there are no times."""
     names = dict.fromkeys(GEMMS, asked) if isinstance(asked, str) else {gemm: asked.get(gemm, SERIAL) for gemm in GEMMS}
     open_ones = [gemm for gemm in GEMMS if names[gemm] == AUTO]
     if not open_ones:
@@ -298,7 +304,7 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
 
 
 def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
-    """A GEMM and its transfer, without times where the table has no rate of it; or why no strategy has a say in it."""
+    """A GEMM and its transfer, with `gemms` empty where the table has no rate of it; or why no strategy matters for it."""
     if gemm == "wgrad":
         return ONE_GEMM
     tp, plan = times.ranks, problem.transfers(times.ranks)
@@ -339,7 +345,7 @@ def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
 
 
 def check_together(choices: Sequence[object]) -> None:
-    """ValueError, on all ranks, where some have chosen otherwise than rank 0."""
+    """ValueError, on all ranks, if some have chosen otherwise than rank 0."""
     mine = sha256(repr(choices).encode()).hexdigest()
     all_of: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(all_of, mine)
@@ -352,7 +358,7 @@ def check_together(choices: Sequence[object]) -> None:
 
 
 def cells(name: str, choice: Choice) -> tuple[str, ...]:
-    """A row of the plan's table."""
+    """A row of the plan's table of choices."""
     times = (choice.measured, choice.measured_serial, choice.predicted, choice.predicted_serial)
     return (
         name,

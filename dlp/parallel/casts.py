@@ -237,9 +237,9 @@ def compact(fmt: Format, shape: Sequence[int], dtype: torch.dtype, device: torch
     return fmt.wrap([torch.empty(part, dtype=of, device=device) for part, of in parts])
 
 
-def placed(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
+def placed(operand: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
     """The operand in `out`: copied there if the quantizer did not write to it."""
-    return made if out is None or made is out else made.format.fill(out, *made.parts)
+    return operand if out is None or operand is out else operand.format.fill(out, *operand.parts)
 
 
 class Operands(NamedTuple):
@@ -257,7 +257,7 @@ class Operands(NamedTuple):
 class CastContext(NamedTuple):
     """What the casts of one matrix take from the model around the layer.
 
-    flag       fp32 [], which becomes NaN where a value is not finite; None: nobody looks
+    flag       fp32 [], which becomes NaN where a value is not finite; None: not recorded
     slots      for each read its delayed scale, None for a recipe without
     origins    for each read the origins of what it makes, for stochastic rounding
     """
@@ -425,12 +425,12 @@ def cast(
     for value, member in zip(values, members, strict=True):
         matrices = plan.matrices(value)
         casts += plan.casts(matrices, get_context(plan, member, value.shape, value.device, record), into)
-    made = make_casts(casts)
+    results = make_casts(casts)
     if len(plan.reads) == 1 and not plan.derived:
-        return list(starmap(Operands, made))
+        return list(starmap(Operands, results))
     if plan.derived:
-        return [Operands(q if row else None, placed(q.transpose(), into[1]) if col else None) for q, _ in made if q]
-    return [Operands(q, q_t) for (q, _), (_, q_t) in zip(made[::2], made[1::2], strict=True)]
+        return [Operands(q if row else None, placed(q.transpose(), into[1]) if col else None) for q, _ in results if q]
+    return [Operands(q, q_t) for (q, _), (_, q_t) in zip(results[::2], results[1::2], strict=True)]
 
 
 def _kept(matrix: Tensor) -> QuantizedTensor:
@@ -452,10 +452,10 @@ def make_casts(casts: Sequence[Cast], prepared: Prepared | None = None) -> list[
         if prepared is not None or cast.read.agreed:
             break
     else:  # no agreement, and no batch
-        made = []
+        results = []
         for cast in casts:
-            made.append(cast.make(cast.read.observe(cast.matrix)))
-        return made
+            results.append(cast.make(cast.read.observe(cast.matrix)))
+        return results
     amaxes = {} if prepared is None else prepared.observe()
     observed = [amaxes[i] if i in amaxes else cast.read.observe(cast.matrix) for i, cast in enumerate(casts)]
     agreed = _agreed(casts, observed)
@@ -543,5 +543,7 @@ class CastBatch:
 def _launches(quantizer: Any, casts: Sequence[Cast]) -> ops.Launches:
     """The launches of these casts, all by this `quantizer`, which has a method `batch`."""
     matrices, into = [cast.matrix for cast in casts], [cast.into for cast in casts]
-    made: ops.Launches = quantizer.batch(matrices, into, [cast.slot for cast in casts], [cast.flag for cast in casts])
-    return made
+    launches: ops.Launches = quantizer.batch(
+        matrices, into, [cast.slot for cast in casts], [cast.flag for cast in casts]
+    )
+    return launches

@@ -55,7 +55,7 @@ LINK = (1 << 16, 1 << 20), (1 << 20, 1 << 25)  # bytes of a rank's shard: few an
 
 
 class Timed(NamedTuple):
-    """Seconds: the median over rounds, and the median of how far they are from it."""
+    """Seconds: the median over rounds, and the median distance from it."""
 
     seconds: float
     noise: float
@@ -67,7 +67,7 @@ class Timed(NamedTuple):
 
 
 def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = COUNT) -> list[Timed]:
-    """Each run among others like it, of the slowest rank. Runs take turns."""
+    """The times of each run, of the slowest rank; runs take turns."""
     for run in runs:
         for _ in range(WARM):
             run()
@@ -114,7 +114,7 @@ def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh,
 
 
 def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> tuple[Run, Run]:
-    """The forward of a layer, and its forward and backward."""
+    """Two functions: the forward of a layer, and its forward and backward."""
     style = problem.style
     rows = problem.tokens // (ranks if style.cut_x == 0 else 1)
     columns = problem.in_features // (ranks if style.cut_x == 1 else 1)
@@ -138,26 +138,28 @@ def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, d
 
 
 def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> list[Run]:
-    """fprop, dgrad and wgrad of a rank, of all members as one, on operands that are there."""
+    """fprop, dgrad and wgrad of a rank, each as one GEMM for all members, on operands that are cast already."""
     tokens, columns, features = problem.sizes(ranks)
     bound = Linear(features, columns, recipe=problem.recipe, dtype=dtype, device=device).core.bound
     bound.session.begin_forward(bound, True)
     shapes = {"x": (tokens, features), "w": (columns, features), "dy": (tokens, columns)}
-    made = {}
+    operands = {}
     for name, shape in shapes.items():
-        ((made[name]),) = quantize(bound, name, [torch.randn(shape, device=device).to(dtype)], BOTH)
+        ((operands[name]),) = quantize(bound, name, [torch.randn(shape, device=device).to(dtype)], BOTH)
     runs: list[Run] = []
     for which, a, b, flipped in (("fprop", "x", "w", (False, False)), ("dgrad", "dy", "w", (False, True)),
                                  ("wgrad", "dy", "x", (True, True))):  # fmt: skip
         options = getattr(problem.recipe, which)
-        left, right = (made[side].at(columnwise=way) for side, way in zip((a, b), flipped, strict=True))
+        left, right = (
+            operands[side].at(columnwise=columnwise) for side, columnwise in zip((a, b), flipped, strict=True)
+        )
         gemm = Gemm(which, right, options.out_dtype or dtype, options=options)
         runs.append(partial(gemm, left))
     return runs
 
 
 def measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: torch.dtype, rounds: int) -> Row:
-    """Of one problem, on all ranks of the world at once."""
+    """The row of one problem, measured on all ranks of the world together."""
     device = device_of(tp)
     pairs = []
     for name in strategies:
@@ -182,7 +184,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def empty_table(tp: DeviceMesh, by: str, link: tuple[float, float], about: Mapping[str, Any]) -> Times:
-    """Of these ranks and this device, without rows; `link`: of `links`."""
+    """A table of these ranks and this device, without rows; `link`: of `links`."""
     here, device = machine(tp.device_type), device_of(tp)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     about = {**about, "torch": here.torch, "version": here.version}
@@ -193,7 +195,7 @@ def empty_table(tp: DeviceMesh, by: str, link: tuple[float, float], about: Mappi
 
 
 def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Bytes a second that a rank sends in a gather, and seconds of one beside its bytes: from a small and a large one."""
+    """Bytes a second that a rank sends in a gather, and seconds of a gather besides its bytes: from a small and a large one."""
     few, many = LINK[device.type == "cuda"]
 
     def gather(nbytes: int) -> Run:
@@ -216,8 +218,8 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
 
 
 def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Ranks of tp, transport, dtype and the layers of a config, from the program that knows configs; read by rank 0. Raises
-    SystemExit on all ranks where that program refuses, which has said why."""
+    """Ranks of tp, transport, dtype and the layers of a config, as `launch.shapes` prints them; rank 0 calls it. SystemExit, on
+    all ranks, if it refuses; it has then printed why."""
     said: list[Any] = [None]
     if dist.get_rank() == 0:
         command = [sys.executable, "-m", "launch.shapes", *arguments, "--world", str(world_size()), "--layers"]
@@ -231,7 +233,7 @@ def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def problems_of(found: Mapping[str, Any], names: Sequence[str] | None) -> list[Problem]:
-    """Each once; those of styles that send nothing are left out."""
+    """Each problem once, without those of styles that send nothing."""
     problems: dict[Any, Problem] = {}
     for each in found["layers"]:
         style, own = STYLES[each["style"], each["sequence_parallel"]], recipes.as_recipe(each["recipe"])
@@ -243,7 +245,8 @@ def problems_of(found: Mapping[str, Any], names: Sequence[str] | None) -> list[P
 
 
 def said(problem: Problem, row: Row, count: str) -> str:
-    """A line of progress: milliseconds of each direction by strategy, and their noise; the one that `auto` takes is marked."""
+    """A line of progress: milliseconds of each direction by strategy, and their noise; the one that `auto` chooses is
+    marked."""
     parts = []
     for gemm, of in row.directions.items():
         best, noise = row.fastest(gemm), row.noise[gemm]
@@ -298,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _strategy(name: str) -> str:
-    """Of the command line. ArgumentTypeError for one that there is not."""
+    """A strategy's name on the command line. ArgumentTypeError for an unknown one."""
     try:
         return overlaps.load(name).name
     except ValueError as error:

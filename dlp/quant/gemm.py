@@ -123,8 +123,8 @@ def while_arriving(gemm: Gemm, a: QuantizedTensor, rows: int) -> WhileArriving |
     problem = _problem(gemm, a)
     for entry in table.gemm_kernels(a.format, gemm.b.format, DEVICE_AT[a.parts[0].get_device()]).entries:
         if entry.takes is None or entry.takes(*problem):
-            made = entry.arriving and entry.arriving(a.format, gemm.b.format, rows, *problem)
-            return made or None
+            launch = entry.arriving and entry.arriving(a.format, gemm.b.format, rows, *problem)
+            return launch or None
     return None
 
 
@@ -182,10 +182,10 @@ def _decode_factored(multiply: GemmLaunch, a: Format, b: Format) -> GemmLaunch:
 
     def launch(a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], *problem: Any) -> Tensor:
         (left, a_scale), (right, b_scale) = a.factored(a.wrap(a_parts)), b.factored(b.wrap(b_parts))
-        made, other = (
+        a_factors, b_factors = (
             (values,) if scale is None else (values, scale) for values, scale in ((left, a_scale), (right, b_scale))
         )
-        return multiply(made, other, *problem)
+        return multiply(a_factors, b_factors, *problem)
 
     return launch
 

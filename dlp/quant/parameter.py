@@ -41,7 +41,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 class QuantizedParameter(Tensor):
-    """The values of a QuantizedTensor [N, K], or of its transpose, in `dtype`."""
+    """A quantized matrix as a tensor: it reads as the values [N, K] of a QuantizedTensor, or as their transpose, in `dtype`."""
 
     use: Use
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ class QuantizedParameter(Tensor):
         self, q: QuantizedTensor, dtype: torch.dtype, use: Use | None = None, x_scale: Tensor | None = None,
         turned: bool = False, shape: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """`use`: by default x is not cast. `turned`: the transpose is shown; `shape`: another one, of a flat view."""
+        """use: how it multiplies x, by default with x as it is; turned: it reads as the transpose; shape: of a flat view."""
         self.use = use or Use(q.format)
         self.part_names = tuple(f"part_{part.name}" for part in q.format.parts)
         for name, part in zip(self.part_names, q.parts, strict=True):
@@ -75,9 +75,11 @@ class QuantizedParameter(Tensor):
         cls, values: Tensor, quantizer: Quantizer, activation: Quantizer | None = None, *,
         x_scale: Tensor | None = None, options: GemmOptions = PLAIN,
     ) -> QuantizedParameter:  # fmt: skip
-        """w [N, K] -> quantized. `activation`: casts x, by `x_scale` (fp32 [], what x is multiplied by) where it is static.
+        """w [N, K] -> quantized. `activation`: the quantizer of x, which is static if it takes `x_scale` (fp32 [], a
+        multiplier).
 
-        ValueError where the format cannot hold w, and where a delayed scale is asked for and not given."""
+        ValueError where the format cannot hold w, and where a static quantizer of x gets no scale.
+        """
         if caps_of(quantizer).slot is not None:
             raise ValueError(
                 f"{quantizer} scales by history, of which a single weight has none: use a current or block scale"
@@ -93,7 +95,7 @@ class QuantizedParameter(Tensor):
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """The matrix [N, K] itself."""
+        """The operand [N, K]."""
         return QuantizedTensor(self.use.format, self.parts)
 
     @property
@@ -102,11 +104,11 @@ class QuantizedParameter(Tensor):
 
     @property
     def inside(self) -> tuple[Tensor, ...]:
-        """The parts, and the static scale of x where there is one."""
+        """The plain tensors that it consists of: the parts, and the static scale of x if there is one."""
         return self.parts if self.x_scale is None else (*self.parts, self.x_scale)
 
     def share_memory_(self) -> QuantizedParameter:
-        """With other processes, as of a whole module; torch would look for memory of the tensor's own, and crash."""
+        """Move the parts to shared memory; torch's own method would crash, since this tensor has no memory of its own."""
         for each in self.inside:
             each.share_memory_()
         return self
@@ -115,7 +117,7 @@ class QuantizedParameter(Tensor):
         return all(each.is_shared() for each in self.inside)
 
     def like(self, parts: Sequence[Tensor], **changes: Any) -> QuantizedParameter:
-        """Other parts, used as these are."""
+        """A QuantizedParameter with other parts and the same format and use."""
         kept: dict[str, Any] = {
             "dtype": self.dtype,
             "use": self.use,
@@ -125,12 +127,12 @@ class QuantizedParameter(Tensor):
         return QuantizedParameter(QuantizedTensor(self.use.format, tuple(parts)), **kept)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, as they are shown."""
+        """The values in its shape."""
         made = decoded(list(self.parts), dtype or self.dtype, number_of(self.use))
         return (made.t() if self.turned else made).reshape(self.shape)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] -> y [..., N] in the dtype of x, or that of torch.autocast, which does not touch what is inside."""
+        """x [..., K] -> y [..., N], in the dtype of x, or, under torch.autocast, in that; inside, autocast has no effect."""
         if autocasts(x):
             with torch.autocast(x.device.type, enabled=False):
                 return self.linear(x.to(torch.get_autocast_dtype(x.device.type)), bias)
@@ -159,7 +161,8 @@ class QuantizedParameter(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """ValueError, on all ranks, for rows that FSDP cannot cut evenly: it gathers equal shards alone."""
+        """The parts to gather. ValueError, on all ranks, for rows that FSDP cannot cut evenly, since it gathers equal shards
+        only."""
         if outer_size[0] % mesh.size():
             raise ValueError(
                 f"a quantized weight {tuple(outer_size)} has {outer_size[0]} rows, which FSDP cuts unevenly over {mesh.size()} "
@@ -203,7 +206,7 @@ class QuantizedParameter(Tensor):
 
 
 def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
-    """The arguments of F.linear, by place or by name."""
+    """The arguments of F.linear, positional or by name."""
     return input, weight, bias
 
 
@@ -213,7 +216,7 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _spelled(value: Any) -> Any:
-    """A format, quantizer or use as its class and fields, without what it has cached."""
+    """A format, quantizer or use as its class and fields, without cached values."""
     if not is_dataclass(value):
         return value
     return type(value), {each.name: _spelled(getattr(value, each.name)) for each in fields(value) if each.init}
@@ -235,7 +238,7 @@ def _rebuild(
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes into; the schemas of c10d's do not say so."""
+    """The arguments that an operation writes to; the schemas of c10d do not say so."""
     if func.namespace == "c10d":
         return [args[0]] if func._schema.name.endswith("_") else []
     given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
@@ -265,7 +268,7 @@ OPS: dict[Any, Run] = {}
 
 
 def _runs(*funcs: Any) -> Callable[[Run], Run]:
-    """Enters what these operations do; NotImplemented: decode."""
+    """Decorates what runs for these operations; it returns NotImplemented where the operation shall decode."""
 
     def enter(run: Run) -> Run:
         OPS.update({func: partial(run, func) for func in funcs})
@@ -299,7 +302,7 @@ def _flat(w: QuantizedParameter) -> tuple[int, ...] | None:
 
 @_runs(aten._to_copy.default)
 def _to_copy(func: Any, w: QuantizedParameter, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """To a device; another dtype is what values are shown in."""
+    """To a device; a dtype changes only that in which the values read."""
     scale = None if w.x_scale is None else func(w.x_scale, device=device)
     return w.like(
         [func(part, device=device) for part in w.parts], dtype=dtype or w.dtype, x_scale=scale, shape=_flat(w)
@@ -392,7 +395,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
-    """FP8 codes are joined as bytes, which every device can."""
+    """Parts joined; FP8 codes as bytes, for which every device has the operation."""
     assert along is not None
     if given[0].dtype.itemsize == 1 and given[0].is_floating_point():
         return torch.cat([each.view(torch.uint8) for each in given], along).view(given[0].dtype)
@@ -401,8 +404,8 @@ def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
 
 @_runs(c10d.all_gather_into_tensor.default)
 def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
-    """Along the first dimension that is shown. Shared parts are equal on all ranks, as `amax_scope` or whoever cut the whole
-    has seen to."""
+    """Gathered along the first dimension as it reads. Shared parts must be equal on all ranks, by `amax_scope` or since the
+    whole was cut."""
     cut, fmt = int(w.turned), w.use.format
     parts = []
     for part, tensor in zip(fmt.parts, w.parts, strict=True):
@@ -420,7 +423,7 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
 
 @_runs(torch.ops.c10d.scatter_.default)
 def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *how: Any) -> Any:
-    """As `distribute_tensor` and `parallelize_module` send shards."""
+    """Shards scattered, as by `distribute_tensor` and `parallelize_module`."""
     if not _alike([*outputs, *[each for given in inputs for each in given]]):
         return NotImplemented
     return _by_part(
@@ -434,7 +437,7 @@ def _broadcast(func: Any, tensors: list[Any], *how: Any) -> Any:
 
 
 def _alike(given: Sequence[Any]) -> bool:
-    """Of one format and orientation, so that tensors inside go one by one."""
+    """Whether all have one format and orientation, so that operations can go part by part."""
     kinds = {(w.use, w.turned, w.x_scale is None) if isinstance(w, QuantizedParameter) else None for w in given}
     return len(kinds) == 1 and None not in kinds
 
@@ -444,7 +447,7 @@ def _sent(w: QuantizedParameter, i: int) -> Tensor:
 
 
 def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[QuantizedParameter]) -> tuple[Any, Any]:
-    """Run it for each tensor inside of the only one that it writes into, one after the other."""
+    """Run a collective for each plain tensor inside of the one that it writes to."""
     (w,) = into
     for i, part in enumerate(w.inside):
         mine = _sent(w, i)
@@ -458,7 +461,7 @@ def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[Qu
 
 @_runs(aten.copy_.default)
 def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
-    """Of another of the same format, shape and kind: its codes, and its scale of x."""
+    """Copy from another of the same format, shape and use: its parts, and its scale of x."""
     if not (isinstance(w, QuantizedParameter) and isinstance(other, QuantizedParameter)):
         return NotImplemented
     differs = {
@@ -480,7 +483,8 @@ def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
 
 @_runs(aten.empty_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.new_empty.default)
 def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Codes of this shape, or of other whole blocks of rows, as FSDP2 fills up shards; the scale of x is kept."""
+    """Uninitialised parts of this shape, or of other whole blocks of rows, which FSDP2 asks for when it pads shards; with the
+    same scale of x."""
     shape: Any = tuple(size[0]) if size else tuple(w.shape)
     fmt, same = w.use.format, shape == tuple(w.shape)
     rows = w.dim() == len(shape) == 2 and shape[1] == w.shape[1] and fmt.concatenates(int(w.turned), shape[0])
@@ -514,7 +518,7 @@ def _addmm(func: Any, bias: Any, x: Any, w: Any, *, beta: Any = 1, alpha: Any = 
 
 
 def allow(*kinds: Any) -> None:
-    """`torch.load(weights_only=True)` may make these: formats and quantizers from outside of dlp."""
+    """Let `torch.load(weights_only=True)` load these formats and quantizers, which are from outside of dlp."""
     torch.serialization.add_safe_globals(list(kinds))
 
 

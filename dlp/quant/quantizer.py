@@ -279,8 +279,8 @@ class Wrapped:
     def values(self, x: Tensor) -> Tensor:
         """What the wrapped quantizer quantizes."""
         inner: Any = self.inner
-        made: Tensor = inner.values(x) if caps_of(inner).values else x
-        return made
+        quantized: Tensor = inner.values(x) if caps_of(inner).values else x
+        return quantized
 
 
 @dataclass(frozen=True)

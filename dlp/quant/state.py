@@ -7,7 +7,7 @@
 `scale` and `staging` are one tensor each over all slots, so that one all-reduce agrees on everything, and casts use views of
 them. An update is a few vectorised passes for any number of slots, on a GPU one launch.
 
-`ScalingState` is all of it for one model. It knows neither layers nor process groups: it maps names to slots, and whoever calls
+`ScalingState` is all of it for one model. It knows neither layers nor process groups: it maps names to slots, and the caller of
 `update` passes the reduction of the staging row. Casts of x and w in backward, and those of a recomputation, use the scales of
 their own forward (`ForwardScales`), even if the table has changed since.
 """

@@ -78,8 +78,8 @@ class GradsWanted(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The epilogue of fprop or dgrad: the GEMM's result is alpha A @ B.T, or, with `into` [rows, columns], `into` to which that
-    has been added."""
+    """The epilogue of fprop or dgrad: alpha A @ B.T, added to `into` [rows, columns] if that is given, which is then the
+    result."""
 
     alpha: float = 1.0
     into: Tensor | None = None
@@ -103,8 +103,8 @@ def run_forward(
     save      backward will read x (`keeps_x`)
     record    gradients are enabled, so amaxes count for delayed scales
     finish    the epilogue, of a layer with one member whose y is not reduced
-    returns   y_i [..., N_i], or [M, N_i], [M/R, N_i], where x is gathered, y scattered; and what backward needs of x: its
-              parts, or x itself where wgrad reads that and x was lazy
+    returns   y_i [..., N_i]; [M, N_i] where x is gathered, [M/R, N_i] where y is scattered
+              and what backward needs of x: its parts, or x itself where wgrad reads that and x was lazy
     """
     spec = bound.spec
     transport.start(spec.group, spec.style.name, (spec.name, "forward"))

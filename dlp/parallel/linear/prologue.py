@@ -205,7 +205,7 @@ class GeGlu(SwiGlu):
     in_cast: ClassVar[bool] = IN_CASTS
 
 
-PROLOGUES: dict[str, Any] = {made.name: made for made in (RmsNorm, LayerNorm, SwiGlu, GeGlu)}
+PROLOGUES: dict[str, Any] = {each.name: each for each in (RmsNorm, LayerNorm, SwiGlu, GeGlu)}
 
 
 def load(asked: str | Mapping[str, Any] | Prologue | None) -> Prologue | None:
@@ -222,5 +222,5 @@ def load(asked: str | Mapping[str, Any] | Prologue | None) -> Prologue | None:
         raise ValueError(
             f"prologue {name} has no option {', '.join(sorted(unknown))}; its options are {', '.join(known) or 'none'}"
         )
-    made: Prologue = PROLOGUES[name](**options)
-    return made
+    prologue: Prologue = PROLOGUES[name](**options)
+    return prologue

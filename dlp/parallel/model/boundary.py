@@ -280,25 +280,25 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
     and the next forward, on all ranks. Raises ValueError, before anything is changed, for a pattern that matches no
     layer or only some of a set of siblings, and for a recipe that a layer cannot run under.
     """
-    layers, made = match_layers(model, pattern, "set_recipe"), recipes.as_recipe(recipe)
-    return _apply(model, _swap(layers, _session(model, layers).steps, recipe, made), made)
+    layers, resolved = match_layers(model, pattern, "set_recipe"), recipes.as_recipe(recipe)
+    return _apply(model, _swap(layers, _session(model, layers).steps, recipe, resolved), resolved)
 
 
 def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any) -> None:
     """`set_recipe` for layers by name, at the step boundary after `at_step` optimizer steps. Raises ValueError at once for what
     that boundary would refuse."""
-    made, session = recipes.as_recipe(recipe), _session(model, layers)
+    resolved, session = recipes.as_recipe(recipe), _session(model, layers)
     if at_step <= session.steps:
         raise ValueError(f"a swap at step {at_step} is in the past: {session.steps} steps are done")
-    _new_specs(model, layers, made)
-    session.scheduled.append((_swap(layers, at_step, recipe, made), made))
+    _new_specs(model, layers, resolved)
+    session.scheduled.append((_swap(layers, at_step, recipe, resolved), resolved))
 
 
 def make_due_swaps(model: nn.Module, session: Session) -> None:
     """Make the scheduled swaps whose step has come."""
-    for swap, made in [entry for entry in session.scheduled if entry[0].step <= session.steps]:
-        session.scheduled.remove((swap, made))
-        _apply(model, swap, made)
+    for swap, resolved in [entry for entry in session.scheduled if entry[0].step <= session.steps]:
+        session.scheduled.remove((swap, resolved))
+        _apply(model, swap, resolved)
 
 
 def layer_modules(model: nn.Module) -> dict[str, ParallelLinear]:
@@ -339,11 +339,11 @@ def repeat(model: nn.Module, session: Session, swaps: Sequence[Swap]) -> list[st
     session.swaps = list(swaps)
     over = [swap for swap, _ in session.scheduled if swap.step <= session.steps]
     session.scheduled = [entry for entry in session.scheduled if entry[0].step > session.steps]
-    made = {(swap.step, swap.layers) for swap in swaps}
+    done = {(swap.step, swap.layers) for swap in swaps}
     return [
         f"the swap of {swap.layers[0]}, ... to {swap.said} at step {swap.step} was not made: the step is over"
         for swap in over
-        if (swap.step, swap.layers) not in made
+        if (swap.step, swap.layers) not in done
     ]
 
 
@@ -351,19 +351,19 @@ def _session(model: nn.Module, layers: Sequence[str]) -> Session:
     return layer_modules(model)[layers[0]].core.session
 
 
-def _new_specs(model: nn.Module, layers: Sequence[str], made: Any) -> list[tuple[LinearCore, LinearSpec]]:
+def _new_specs(model: nn.Module, layers: Sequence[str], resolved: Any) -> list[tuple[LinearCore, LinearSpec]]:
     """The cores of these layers, each with the spec that it gets from recipe `made`."""
     modules = layer_modules(model)
     found = list(dict.fromkeys(modules[name].core for name in layers))
     for core in found:
         _check_siblings(core, layers)
-    return [(core, core.with_recipe(_one_recipe(core.spec.members, made))) for core in found]
+    return [(core, core.with_recipe(_one_recipe(core.spec.members, resolved))) for core in found]
 
 
-def _one_recipe(members: Sequence[str], made: Any) -> Recipe:
-    first, *others = [made.for_layer(member) for member in members]
+def _one_recipe(members: Sequence[str], resolved: Any) -> Recipe:
+    first, *others = [resolved.for_layer(member) for member in members]
     if any(other != first for other in others):
-        raise ValueError(f"{', '.join(members)} are siblings and run as one layer, but {made} differs for them")
+        raise ValueError(f"{', '.join(members)} are siblings and run as one layer, but {resolved} differs for them")
     chosen: Recipe = first
     return chosen
 
@@ -378,8 +378,8 @@ def _check_siblings(core: LinearCore, layers: Sequence[str]) -> None:
         )
 
 
-def _apply(model: nn.Module, swap: Swap, made: Any) -> Swap:
-    specs, session = _new_specs(model, swap.layers, made), _session(model, swap.layers)
+def _apply(model: nn.Module, swap: Swap, resolved: Any) -> Swap:
+    specs, session = _new_specs(model, swap.layers, resolved), _session(model, swap.layers)
     session.check_not_graphed(core for core, _ in specs)
     for core, spec in specs:
         core.set_spec(spec)
@@ -388,9 +388,9 @@ def _apply(model: nn.Module, swap: Swap, made: Any) -> Swap:
     return swap
 
 
-def _swap(layers: Sequence[str], step: int, recipe: Any, made: Any) -> Swap:
+def _swap(layers: Sequence[str], step: int, recipe: Any, resolved: Any) -> Swap:
     asked = recipe if isinstance(recipe, str | dict) else None
-    return Swap(step, tuple(layers), asked, str(made.for_layer(layers[0])))
+    return Swap(step, tuple(layers), asked, str(resolved.for_layer(layers[0])))
 
 
 def record_stats(model: nn.Module, *patterns: str) -> list[str]:

@@ -283,8 +283,8 @@ _CLASSES: dict[tuple[type, type], type] = {}  # one subclass per class, so that 
 
 def _class_of(cls: type, whole: bool) -> type:
     mixin, prefix = (LeftOutMixin, "LeftOut") if whole else (ReplicatedMixin, "Replicated")
-    made = type(f"{prefix}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
-    return _CLASSES.setdefault((mixin, cls), made)
+    subclass = type(f"{prefix}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+    return _CLASSES.setdefault((mixin, cls), subclass)
 
 
 def replicate(
@@ -309,13 +309,13 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict, with the full tensor in the place of every DTensor, and tied parameters as one tensor. All ranks call it
     together, and each holds the whole model for a moment."""
     tied = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    made: dict[Any, Tensor] = {}
+    whole: dict[Any, Tensor] = {}
     state = model.state_dict()
     for name, tensor in state.items():
         key = tied.get(name, name)
-        if key not in made:
-            made[key] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return {name: made[tied.get(name, name)] for name in state}
+        if key not in whole:
+            whole[key] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {name: whole[tied.get(name, name)] for name in state}
 
 
 def save_whole(model: nn.Module) -> None:

@@ -129,8 +129,8 @@ def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool
     if not isinstance(module, VocabParallelEmbedding):
         ours: type = VocabParallelEmbedding
         if cls is not nn.Embedding:
-            made = type(f"VocabParallel{cls.__name__}", (cls, ours), {"__module__": cls.__module__})
-            ours = _CLASSES.setdefault(cls, made)
+            subclass = type(f"VocabParallel{cls.__name__}", (cls, ours), {"__module__": cls.__module__})
+            ours = _CLASSES.setdefault(cls, subclass)
         module.__class__ = ours
     vars(module).update(name=name, group=tp.get_group(), sequence_parallel=sequence_parallel)
 

@@ -243,10 +243,10 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
                 problem = Problem(row.row, place.batch[0] * place.batch[1], row.shape[1], outs, row.recipe)
             why = NO_TOKENS if place.times is not None else place.no_times
             found |= dict.fromkeys(names, choose(row.overlap, problem, place.times, why))
-    made = [replace(row, overlap=found[row.name][0], choices=found[row.name][1]) for row in rows]
+    chosen = [replace(row, overlap=found[row.name][0], choices=found[row.name][1]) for row in rows]
     return [
         replace(row, notes=(*row.notes, *_by_nccl(asked, place), *_fused(row, place)))
-        for row, asked in zip(made, rows, strict=True)
+        for row, asked in zip(chosen, rows, strict=True)
     ]
 
 
@@ -352,7 +352,7 @@ def _treatment(
     return (0 if style.shard_dim == 0 else None), style.partial_bias_grad
 
 
-WAYS = ("rowwise", "columnwise")
+ORIENTATIONS = ("rowwise", "columnwise")
 
 
 def layer_notes(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> tuple[str, ...]:
@@ -365,12 +365,17 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
         return
     plan = transfer_plan(recipe, style, 1, tokens)
     routes = (plan.x[True], plan.x_again) if style.gathers == "x" else (plan.dy(True, True),)
-    whys = [(way, why) for route in routes for way, why in zip(WAYS, route.reasons, strict=True) if why is not None]
+    whys = [
+        (orientation, why)
+        for route in routes
+        for orientation, why in zip(ORIENTATIONS, route.reasons, strict=True)
+        if why is not None
+    ]
     if any(why == ASKED for _, why in whys):
         yield f"{style.gathers} travels once, in high precision, and is quantized on arrival: {ASKED}"
         return
-    for way, why in whys:
-        yield f"{style.gathers} {way} travels in high precision: {why}"
+    for orientation, why in whys:
+        yield f"{style.gathers} {orientation} travels in high precision: {why}"
     twice = style.gathers == "dy" and not whys and len(routes[0].gathers) == 2
     both = _share_of_bf16(recipe.dy.rowwise, recipe.dy.columnwise) if twice else 0.0
     if both > 1.0:
@@ -466,7 +471,8 @@ def prologue_note(prologue: Prologue | None, recipe: Recipe, device_type: str) -
     )
     one_cast = cast_plan(STYLES["local", False], recipe, "x", BOTH, recipe.units[0]).lazy
     along = all(
-        way.format.block[0] <= 1 and way.format.parts[0].dtype in ACTIVATION_CODES for way in (x.rowwise, x.columnwise)
+        each.format.block[0] <= 1 and each.format.parts[0].dtype in ACTIVATION_CODES
+        for each in (x.rowwise, x.columnwise)
     )
     where = (
         "in the cast of x, from bf16 activations"

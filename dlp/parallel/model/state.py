@@ -73,21 +73,21 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
     swaps = _saved_swaps(state["swaps"], recipe_files)
     session.steps = int(state["steps"])
     session.counter.copy_(state["microbatch"])
-    told = repeat(model, session, swaps)
+    remarks = repeat(model, session, swaps)
     slots: SlotState = {}
     for key, tensor in state.items():
         if key.startswith(PREFIX):
             name, _, part = key.removeprefix(PREFIX).rpartition(".")
             slots.setdefault(name, {})[part] = tensor.to(session.counter.device)
     if session.has_slots():
-        told += _load_slots(session, session.scaling.table, slots)
+        remarks += _load_slots(session, session.scaling.table, slots)
     saved_masters = {key.removeprefix(MASTERS): value for key, value in state.items() if key.startswith(MASTERS)}
     rounded = load_masters(model, saved_masters)
     if rounded:
-        told.append(
+        remarks.append(
             f"{len(rounded)} held weights ({rounded[0]}, ...) start from their codes: the checkpoint has no masters of them"
         )
-    return told
+    return remarks
 
 
 def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
@@ -182,11 +182,11 @@ def _weights(core: Layer) -> Named:
     kept = core.weights.parts
     held = [] if kept is None else unflatten(core.spec.recipe.w, kept.parts, len(core.members))
     for member, operands in zip(core.spec.members if kept else (), held, strict=True):
-        for columnwise, way in enumerate(("rowwise", "columnwise")):
+        for columnwise, orientation in enumerate(("rowwise", "columnwise")):
             operand = operands.at(bool(columnwise))
             for part, tensor in zip(operand.format.parts, operand.parts, strict=True):
                 if part.rows is SHARED and part.contraction is SHARED:
-                    found[f"{member}.w {way} {part.name}"] = tensor
+                    found[f"{member}.w {orientation} {part.name}"] = tensor
     return found
 
 

@@ -376,7 +376,7 @@ def _delayed(plan: Plan, load: Workload) -> Sends:
     sets = dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
     recipe = {row.name: row.recipe for row in plan.layers}
     slots = [(recipe[names[0]], delayed_slots(recipe[names[0]], names)) for names in sets]
-    if any(found and made.reduce_amax for made, found in slots):
+    if any(found and each.reduce_amax for each, found in slots):
         group = load.amax_group or WORLD
         elements = sum(len(found) for _, found in slots)
         yield Sent(load.named(group), "", "amax", "float32"), observer.reduced(elements, 4, load.ranks(group))

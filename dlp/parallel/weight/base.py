@@ -129,7 +129,7 @@ class Weight(Protocol):
     def casts(self, values: Values) -> list[Cast]:
         """The casts that the step boundary runs for it; empty: none."""
 
-    def take(self, made: Sequence[Wanted]) -> None:
+    def take(self, operands: Sequence[Wanted]) -> None:
         """Take the operands that those casts made."""
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
@@ -455,9 +455,9 @@ def refresh(session: Any, weights: Sequence[Weight]) -> None:
     session.weight_batch = batch = session.weight_batch or WeightBatch()
     wanted = [(weight, casts) for weight in weights if (casts := weight.casts(batch.values))]
     batch.values.renew()
-    made = iter(batch.casts.make([cast for _, casts in wanted for cast in casts]))
+    operands = iter(batch.casts.make([cast for _, casts in wanted for cast in casts]))
     for weight, casts in wanted:
-        weight.take([next(made) for _ in casts])
+        weight.take([next(operands) for _ in casts])
     _share([staged for weight, _ in wanted if (staged := weight.staged()) is not None])
     for weight in weights:
         weight.fresh = True

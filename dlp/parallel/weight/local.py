@@ -60,10 +60,10 @@ class LocalWeight(MemberWeight):
 
     def _operand(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
         orientations = COLUMNWISE if columnwise else ROWWISE
-        (made,) = quantize(
+        (operands,) = quantize(
             use.bound, "w", [rounded(use.value, use.dtype)], orientations, members=[self.name], record=use.record
         )
-        return made.at(columnwise=columnwise)
+        return operands.at(columnwise=columnwise)
 
     def casts(self, values: Values) -> list[Cast]:
         """The casts of both orientations, of values rounded to the dtype of activations, into the operands of the last
@@ -76,8 +76,8 @@ class LocalWeight(MemberWeight):
         into = unflatten(bound.spec.recipe.w, self.parts, 1)[0] if self.parts else Operands(None, None)
         return weight_casts(bound, self.name, value, read, into)
 
-    def take(self, made: Sequence[Wanted]) -> None:
-        row, col = ([q for q in orientation if q is not None] for orientation in zip(*made, strict=True))
+    def take(self, operands: Sequence[Wanted]) -> None:
+        row, col = ([q for q in orientation if q is not None] for orientation in zip(*operands, strict=True))
         self.keep(Operands(row[0], col[0] if col else row[0].transpose()))
 
     def staged(self) -> None:

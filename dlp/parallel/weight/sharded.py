@@ -263,10 +263,10 @@ class ShardedWeight(MemberWeight):
         """The reads of the shard that the step boundary makes."""
         return shard_reads(self.layouts or ())
 
-    def take(self, made: Sequence[Wanted]) -> None:
+    def take(self, operands: Sequence[Wanted]) -> None:
         """Take the operands that the casts of `reads` made."""
-        for layouts, operands in zip(self.reads, made, strict=True):
-            self.own |= {w: q for w, q in zip(layouts, operands, strict=True) if w is not None and q is not None}
+        for layouts, pair in zip(self.reads, operands, strict=True):
+            self.own |= {w: q for w, q in zip(layouts, pair, strict=True) if w is not None and q is not None}
 
     def _operand_of_shard(self, layout: ShardLayout) -> QuantizedTensor:
         """This rank's operand in one layout; one in high precision is the shard, rounded unless `from_master` says
