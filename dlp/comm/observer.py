@@ -7,6 +7,7 @@
 The observer knows no plan. It reads the arguments of the collectives that torch executes, so that those of FSDP, DTensor and
 users are counted as well, inside of opaque ops, too. Code that moves bytes by other means (copies into memory of a peer) calls
 `copies`.
+
 Bytes are those that this rank sends to others, R ranks, n elements of s bytes, as the least traffic of each kind:
 
     all_gather       (R-1) n s                the shard goes to every other rank

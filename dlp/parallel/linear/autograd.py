@@ -276,10 +276,10 @@ def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 class DirectLinearFn(torch.autograd.Function):
     """`apply(call, cast_weights, *inputs, *weights, *biases)` -> a tuple of y_i.
 
-    cast_weights   operands that the step boundary cast; None: there are none now
-    inputs         x, or the tensors that the prologue reads
-    weights        and biases: parameters as modules hold them. DTensors are unwrapped in here, and their gradients wrapped: an
-                   autograd function that did that for each parameter would cost as much host time as the layer
+    cast_weights      operands that the step boundary cast; None: there are none now
+    inputs            x, or the tensors that the prologue reads
+    weights, biases   parameters as modules hold them. DTensors are unwrapped in here, and their gradients wrapped: an autograd
+                      function that did that for each parameter would cost as much host time as the layer
     """
 
     @staticmethod
@@ -301,14 +301,15 @@ class DirectLinearFn(torch.autograd.Function):
 
 
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+    """dy_i -> a gradient for each argument of `DirectLinearFn.forward`: at `places` those that are wanted, else None."""
     call, needs, saved = ctx.call, ctx.needs_input_grad, ctx.saved_tensors
     wanted, places = call.wants(needs, tuple([dy is not None for dy in dys]))
     weights, saved = saved[: call.count], saved[call.count :]
-    if len(wanted.used) != call.count:
+    if len(wanted.used) != call.count:  # members whose y is not used have no dy
         dys, weights = tuple([dys[i] for i in wanted.used]), [weights[i] for i in wanted.used]
     grads: list[Any] = [None] * len(needs)
     into = _targets(call, wanted, weights) if call.bound.weights.main_grads else []
-    if into:
+    if into:  # `_gradients` does not return these dw_i
         main_grads = call.bound.weights.main_grads
         written = {call.first + i: main_grads[i] for i, target in zip(wanted.used, into, strict=True) if target}
         places = [place for place in places if place not in written]
@@ -588,6 +589,7 @@ class OpaqueLinearFn(torch.autograd.Function):
 
 
 def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """dy_i -> a gradient for each argument of `OpaqueLinearFn.forward`, None where none is wanted."""
     reads, count, (spec_id, *tensors) = ctx.reads, ctx.count, ctx.saved_tensors
     saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
     cached = list(tensors[ctx.num_saved + count :])

@@ -173,7 +173,7 @@ class LinearCore(LayerState):
 
         Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y has that dtype."""
         count = len(inputs)
-        if (
+        if (  # not one or two plain tensors, the usual case: check what they are
             count != self.bound.num_inputs
             or count > 2
             or type(inputs[0]) is not Tensor
@@ -186,7 +186,7 @@ class LinearCore(LayerState):
                 return self(*in_autocast_dtype(inputs))
         if opaque():
             return self.by_ops(inputs)
-        refuse_transforms(self.spec.name)
+        refuse_transforms(self.spec.name)  # `apply_directly` does not look for them
         bound, record = active_spec(self), torch.is_grad_enabled()
         cast_weights = self.weights.operands_for(bound, inputs[0].dtype)
         parameters = self.parameters()

@@ -1,8 +1,8 @@
 """Layer groups: which layers get which recipe, style and overlap, decided by name.
 
 A group is a name, some patterns and the fields it sets; groups are ordered, and for each layer and each field the last
-matching group that sets it wins. Everything here is a pure function of layer names and container lengths, so a
-configuration is checked without a model on any device, and the answer (`Resolved`) can be printed: what won, what lost.
+matching group that sets it wins. Everything here is a pure function of layer names and container lengths, so that a
+configuration is checked without a model on any device; the result (`Resolved`) can be printed: what won, what was overridden.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ STYLES = ("column", "row", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFields(LayerOptions):
-    """What can be set for a layer; None: it is not set.
+    """The fields that can be set for a layer; None: not set.
 
     recipe             a recipe's name, a table {"name": ..., option: value}, or a Recipe
     style              "column", "row" or "local"
     sequence_parallel  whether the layer's tokens are cut over tp
     siblings           whether layers that read the same x become one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
-    prologue           what makes x in the layer's own cast, of the tensors that it is then called with: "rms_norm" or
-                       {"name": "rms_norm", "eps": ...}, "layer_norm", "swiglu", "geglu"
-    return_bias        forward returns (y, bias): y without the bias, which who is called next adds
-    convert            False: the modules that match are left out with all that is in them: they run their own code, whole on
-                       every tp rank. True: a linear of a class of its own is converted all the same, without its forward
+    prologue           a norm or activation that makes x, fused with its cast: "rms_norm" or {"name": "rms_norm", "eps": ...},
+                       "layer_norm", "swiglu", "geglu"; the layer is then called with the tensors that this reads
+    return_bias        forward returns (y without bias, bias)
+    convert            False: matching modules are left out, with all modules in them: they run their own code, whole on
+                       every tp rank. True: a subclass of nn.Linear is converted, without its own forward
     and the switches of `dlp.parallel.linear.spec.LayerOptions`, by their names
     """
 
@@ -51,7 +51,7 @@ OF_LINEARS = tuple(name for name in FIELDS if name not in ("style", "sequence_pa
 
 @dataclass(frozen=True)
 class LayerGroup(LayerFields):
-    """Some layers and what is set for them; where a field is not set, an earlier group's value stands.
+    """Patterns of layers and the fields that are set for them; a field that is not set keeps an earlier group's value.
 
     match   one pattern or several (see `dlp.quant.patterns`); kept as a tuple
 
@@ -83,10 +83,10 @@ class LayerGroup(LayerFields):
 
 @dataclass(frozen=True)
 class Resolved(LayerFields):
-    """What the groups say about one layer: a value per field (None: no group sets it) and where it comes from.
+    """The fields of one layer (None: no group sets it), and where they come from.
 
     groups    names of all groups that match the layer, in order
-    won       field -> the group whose value stands
+    won       field -> the group whose value holds
     overrode  field -> the earlier groups that set it too, in order (absent where no group sets the field)
     """
 
@@ -126,7 +126,7 @@ def resolve(
 def _layers_of(
     group: LayerGroup, layers: Mapping[str, str], modules: Sequence[str], lengths: Mapping[str, int], prefix: str
 ) -> set[str]:
-    """The layers that a group speaks about. `layers`: every name of a layer -> its first."""
+    """The layers that a group matches. `layers`: every name of a layer -> its first name."""
     whole = group.convert is False
     names = list(dict.fromkeys([*layers, *modules])) if whole else list(layers)
     asked_by = f"layer group {group.name!r}"
@@ -142,7 +142,7 @@ def _layers_of(
 
 
 def _resolve_layer(groups: Sequence[LayerGroup]) -> Resolved:
-    """What `groups`, all of which match the layer, say about it."""
+    """The fields of a layer that all of `groups` match."""
     setters = {name: [group for group in groups if name in group.fields()] for name in FIELDS}
     return Resolved(
         **{name: getattr(by[-1], name) for name, by in setters.items() if by},
@@ -153,7 +153,7 @@ def _resolve_layer(groups: Sequence[LayerGroup]) -> Resolved:
 
 
 def _check_not_shadowed(group: LayerGroup, layers: Sequence[Resolved]) -> None:
-    """Raises ValueError if nothing that `group` sets stands on any of the layers it matches."""
+    """ValueError if no field that `group` sets holds on any of the layers that it matches."""
     winners = list(dict.fromkeys(layer.won[name] for layer in layers for name in group.fields()))
     if group.name not in winners:
         takers = ", ".join(map(repr, winners))
