@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -176,3 +177,9 @@ def test_measuring_stops_and_a_users_wrapper_stays():
     recipe: Recipe = replace(load("fp8_current"), x=both(Doubled(CurrentScaling())))
     table = StatsTable([f"l.{name}" for name in ("x", "w", "dy")], torch.device("cpu"))
     assert plain(measured(recipe, "l", table)) == recipe == plain(recipe)
+
+
+def test_the_page_on_custom_recipes_has_a_row_for_each_member():
+    page = (Path(__file__).parent.parent / "docs" / "custom-recipes.md").read_text()
+    lacking = [member.name for member in fields(QuantizerCaps) if f"\n| `{member.name}` |" not in page]
+    assert not lacking

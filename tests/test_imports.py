@@ -192,6 +192,11 @@ def test_dlp_parallel_is_a_house_of_few_floors():
     assert len(chain) <= FLOORS, " -> ".join(chain)
 
 
+def test_the_architecture_says_these_limits():
+    page = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+    assert FLOORS == 10 and f"`dlp.parallel` at most {FILES} files, and no chain of imports over more than ten." in page
+
+
 def test_a_circle_and_a_chain_are_found():
     edges = {"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}
     assert circles(edges) == [{"b", "c"}]
