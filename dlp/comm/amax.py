@@ -48,7 +48,7 @@ def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 def _reduced(maxima: Tensor, group: ProcessGroup) -> Tensor:
-    """The same memory, with the maxima over `group`."""
+    """The maxima over `group`, in the memory of `maxima`."""
     work = group.allreduce([maxima], _MAX)
     if work is not None:
         work.wait()

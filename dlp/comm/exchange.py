@@ -25,17 +25,17 @@ from dlp.kernels.launches import call
 
 
 def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
-    """(distance, the rank it sends to, the rank it receives from) of each step."""
+    """(distance, rank to send to, rank to receive from) for each step."""
     rank, world = group.rank(), group.size()
     return ((j, (rank + j) % world, (rank - j) % world) for j in range(1, world))
 
 
 class DirectExchange:
-    """By `batch_isend_irecv`.
+    """An exchange by `batch_isend_irecv`.
 
-    outgoing    memory for what this rank sends, one set of parts for all ranks or R sets, set i for rank i; what it sends
-                itself is written where it arrives
-    arrived     [R, *shape] of each part; row i came from rank i
+    outgoing    memory for what this rank sends: one set of parts for all ranks, or R sets, set i for rank i; what it sends to
+                itself is written to `arrived`
+    arrived     [R, *shape] for each part; row i came from rank i
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DirectExchange:
         self._works: dict[int, list[Any]] = {}
 
     def step(self, distance: int) -> None:
-        """Start step `distance`; every rank starts all steps, in order. What it sends has been written."""
+        """Start step `distance`; every rank starts all steps, in order. The parts that it sends have been written."""
         to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
         sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
         received = [part[source] for part in self.arrived if part[source].numel()]
@@ -61,13 +61,13 @@ class DirectExchange:
             self._works[source] = call(partial(_start_steps, self.group, to, source), *sent, *received)
 
     def wait(self, source: int) -> None:
-        """Order the current stream after the arrival of what rank `source` sent. Every rank's is awaited."""
+        """Order the current stream after the arrival of what rank `source` sent. Must be called for every rank."""
         for work in self._works.pop(source, []):
             work.wait()
 
 
 def _start_steps(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
-    """Send the first half of these to one rank, and receive the other from another one."""
+    """Send the first half of these tensors to one rank, and receive the other half from another."""
     half = len(tensors) // 2
     sends = [dist.P2POp(dist.isend, part, group=group, group_peer=to) for part in tensors[:half]]
     receives = [dist.P2POp(dist.irecv, part, group=group, group_peer=source) for part in tensors[half:]]

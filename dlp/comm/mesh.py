@@ -33,7 +33,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ranks each axis has. With a `mesh` also this rank's groups, and its place in them."""
+    """The sizes of the mesh axes. With a `mesh` also this rank's groups, and its index in them."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -68,7 +68,7 @@ class ParallelDims:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelDims:
-        """Of a mesh of `build_mesh`. ValueError for one with other axes."""
+        """The dims of a mesh that `build_mesh` made. ValueError for a mesh with other axes."""
         if mesh.mesh_dim_names != AXES:
             raise ValueError(
                 f"the mesh must have the axes {', '.join(AXES)}; got {', '.join(mesh.mesh_dim_names or ()) or 'none by name'}: "
@@ -86,12 +86,12 @@ class ParallelDims:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks: those that read different data."""
+        """The number of data-parallel ranks, which read different data."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the data-parallel ranks."""
         return self.rank(DP_REPLICATE) * self.dp_shard + self.rank(DP_SHARD)
 
     @property
@@ -109,7 +109,7 @@ class ParallelDims:
         return self.mesh
 
     def size(self, group: str) -> int:
-        """Ranks of an axis, or of the world."""
+        """The number of ranks of an axis, or of the world."""
         return self.world_size if group == WORLD else int(getattr(self, group))
 
     def group(self, axis: str) -> ProcessGroup:
@@ -117,17 +117,16 @@ class ParallelDims:
         return self._mesh.get_group(axis)
 
     def rank(self, axis: str) -> int:
-        """This rank's place on an axis."""
+        """This rank's index on an axis."""
         return self._mesh.get_local_rank(axis)
 
     def name_of(self, group: str) -> str:
-        """The one name of an axis or the world: on a mesh of one axis the world goes by its name."""
+        """The name of an axis or of the world; where only one axis has several ranks, the world has its name."""
         wide = [axis for axis in AXES if self.size(axis) > 1]
         return wide[0] if group == WORLD and len(wide) == 1 else group
 
     def group_names(self) -> dict[tuple[int, ...], str]:
-        """Ranks of a group -> its name, for this rank's groups. A group of the same ranks as an axis has that axis's name,
-        whoever made it."""
+        """Ranks of a group -> its name, for this rank's groups. Any group of the ranks of an axis has that axis's name."""
         names = {tuple(range(dist.get_world_size())): WORLD}
         for axis in AXES:
             if self.size(axis) > 1:
@@ -151,7 +150,7 @@ def tp_group_of(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
 
 
 def placement_on(axis: str, parameter: Tensor) -> Placement | None:
-    """How a parameter lies on an axis; None: its mesh has no such axis, or it is no DTensor."""
+    """The placement of a parameter on an axis; None: its mesh has no such axis, or it is no DTensor."""
     if not isinstance(parameter, DTensor):
         return None
     axes = parameter.device_mesh.mesh_dim_names or ()
@@ -159,12 +158,12 @@ def placement_on(axis: str, parameter: Tensor) -> Placement | None:
 
 
 def world_size() -> int:
-    """Ranks of this run: of the process group where there is one, else as torchrun says, else 1."""
+    """The number of ranks of this run: of the process group if there is one, else as torchrun says, else 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def ranks_of_host() -> int:
-    """Ranks of this run on this host, as torchrun says, else all."""
+    """The number of ranks of this run on this host, as torchrun says, else all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 

@@ -37,7 +37,7 @@ def frame_of_main() -> tuple[str, int]:
 
 
 def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
-    """What `ask` returns, on a thread of its own; a line that says so where it fails or takes longer."""
+    """The lines that `ask` returns, called on a thread of its own; a line that says so if it fails or takes longer."""
     found = [f"what GPUs wait for could not be read in {seconds:g} s"]
 
     def read() -> None:
@@ -53,13 +53,14 @@ def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
 
 
 def leave(said: str) -> NoReturn:
-    """End the process, whose main thread may wait inside CUDA."""
+    """End the process with a message, also if its main thread waits inside CUDA."""
     print(said, file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class Watch:
-    """`of`: whose waits are read, as long as there is it; `end`: called with what is said of those that are too long."""
+    """Watches the waits of an object, as long as it lives. of: whose waits are read; end: called with a message on those that
+    are too long."""
 
     def __init__(self, of: Waiting, end: Callable[[str], object] = leave) -> None:
         self._of, self._end = weakref.ref(of), end
@@ -74,7 +75,7 @@ class Watch:
             time.sleep(slots.PATIENCE / LOOKS)
 
     def look(self, of: Waiting, now: float) -> bool:
-        """Whether this rank has waited for too long, and has been ended for it."""
+        """Whether this rank has waited for too long, and `end` was called."""
         place = frame_of_main()
         if place != self._place:
             self._place, self._stood, self._waits = place, now, []

@@ -37,7 +37,7 @@ def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) ->
 
 
 def _scales(scale: Tensor, shape: Sequence[int]) -> int:
-    """Where scales lie that kernels read by their strides."""
+    """The address of scales that kernels read by their strides. ValueError for scales of another shape."""
     if list(scale.shape) != list(shape):
         raise ValueError(f"scales must have shape {list(shape)}, one a block; got {list(scale.shape)}")
     return scale.data_ptr()
@@ -74,7 +74,7 @@ def round_to_bf16(x: Tensor, out: Tensor) -> None:
 
 
 def swizzled_bytes(lines: int, blocks: int) -> int:
-    """Of the tiles of 128 lines by 4 blocks that hold the scales of so many."""
+    """The size of the tiles of 128 lines by 4 blocks that hold the scales of this many lines and blocks."""
     return -(-lines // 128) * -(-blocks // 4) * 512
 
 

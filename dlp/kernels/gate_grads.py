@@ -46,7 +46,7 @@ def _reads(grads: GatedGrads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fuses(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
-    """Whole tiles, in rows that are aligned."""
+    """Whether the kernels take these gradients: whole tiles, in aligned rows."""
     rows, cols = grads.gate.shape
     whole = rows > 0 and rows % TILE == 0 and cols % TILE == 0
     given = _reads(grads)
@@ -55,7 +55,8 @@ def _fuses(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
 
 
 def _casts_tensor(grads: GatedGrads, dtype: torch.dtype, *_: Any) -> bool:
-    """Not where another kernel than ours would cast one of them."""
+    """Whether the kernel takes these gradients. Not if a kernel from outside is registered for the cast of one gradient: then
+    that runs."""
     ours = table.choose("cast_fp8_tensor_both", grads.gate, dtype).run is _cast_fp8_tensor_both
     return ours and _fuses(grads, dtype)
 

@@ -43,16 +43,16 @@ CXX_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden"
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled; the message is one sentence, then the compiler's words."""
+    """The kernels do not compile; the message is one sentence, then the compiler's output."""
 
 
 class MissingError(BuildError):
-    """Something that compiling or running needs is not there; the message says what, and from `load` what runs instead."""
+    """Something that compiling or running needs is missing; the message says what, and from `load` what runs instead."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Programs and headers, as paths, and the version of CUDA as "13.0"."""
+    """Programs and headers, as paths, and the version of CUDA, such as "13.0"."""
 
     nvcc: str
     cuda: str
@@ -62,7 +62,7 @@ class Toolchain:
 
 
 def cache_folder(name: str) -> Path:
-    """Where files of this kind are kept from run to run: below DLP_CACHE or, if that is not set, below ~/.cache/dlp."""
+    """The folder of files of this kind: under DLP_CACHE or, if that is not set, under ~/.cache/dlp."""
     return Path(os.environ.get("DLP_CACHE") or "~/.cache/dlp").expanduser() / name
 
 
@@ -86,7 +86,7 @@ def _cuda_version(nvcc: str) -> str:
 
 
 def find_program(name: str) -> str | None:
-    """The path of a program: of the CUDA toolkit that is named, on PATH, where pip puts it, or where CUDA is put."""
+    """The path of a program: in the CUDA toolkit that is named, on PATH, where pip installs it, or where CUDA is installed."""
     home = os.environ.get("CUDA_HOME")
     named = [f"{home}/bin"] if home else []
     folders = [*named, os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"), CUDA]
@@ -101,7 +101,7 @@ def _program(name: str) -> str:
 
 
 def find_toolchain() -> Toolchain:
-    """Everything compiling needs. Raises MissingError, naming the first thing that is not there."""
+    """Everything that compiling needs. MissingError for the first thing that is missing."""
     nvcc, ninja, cxx = map(_program, ("nvcc", "ninja", "c++"))
     if importlib.util.find_spec("pybind11") is None:
         raise MissingError("native kernels need the Python package pybind11, which is not installed")
@@ -174,7 +174,7 @@ def run_ninja(tools: Toolchain, folder: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Makes a folder, and keeps other processes out of it meanwhile."""
+    """A context in which no other process works in this folder, which is made if need be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(f"{folder}.lock", "w")
@@ -189,7 +189,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def compile_module(tools: Toolchain, architectures: Sequence[str]) -> Path:
-    """Builds the module, unless an earlier call or another process has, and returns its path."""
+    """Build the module, unless an earlier call or another process has, and return its path."""
     files = sources()
     folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures)
     built, ready = folder / f"{MODULE}.so", folder / "ready" / f"{MODULE}.so"

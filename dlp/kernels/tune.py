@@ -34,7 +34,7 @@ BETTER = 0.98  # of the first candidate's time, below which another one is taken
 
 
 class Fastest(NamedTuple):
-    """Of the problem that a call ran: the times of its candidates, the first one's among them, and the least of them."""
+    """The measured times of the candidates for one problem: the first one's, and the least."""
 
     words: gemms.Words
     times_ms: list[float]
@@ -53,12 +53,12 @@ class Fastest(NamedTuple):
 
 
 def in_bursts(call: Callable[[], Tensor]) -> float:
-    """Milliseconds of a call on a device that rests between a few (see `dlp.kernels.timing`)."""
+    """Milliseconds of a call on a device that rests between bursts (see `dlp.kernels.timing`)."""
     return device_ms(call, BURST, settling=0.0, rounds=ROUNDS)
 
 
 def sustained(call: Callable[[], Tensor]) -> float:
-    """The same on one that does not rest, as far as the host can keep it busy: what a training sees."""
+    """Milliseconds of a call on a device that does not rest, as far as the host can keep it busy: what a training run sees."""
     found = sustained_ms(call, BATCH, settling=SETTLING, rounds=ROUNDS)
     return in_bursts(call) if found is None else found
 
@@ -87,7 +87,7 @@ def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], 
 
 @contextmanager
 def _other_plans() -> Iterator[dict[tuple[gemms.Words, int, bool], Any]]:
-    """The plans by which GEMMs run, none at first; those that there were return afterwards."""
+    """A context without plans, after which those that there were return."""
     plans = gemms.plans()
     kept = dict(plans)
     plans.clear()
@@ -100,8 +100,8 @@ def _other_plans() -> Iterator[dict[tuple[gemms.Words, int, bool], Any]]:
 
 @contextmanager
 def by_candidates(chosen: Mapping[gemms.Words, int]) -> Iterator[None]:
-    """Inside, GEMMs of these problems run by these candidates on the current device, and there are no others: raises
-    RuntimeError at the end if another has run."""
+    """A context in which GEMMs of these problems run by these candidates on the current device; RuntimeError at its end if
+    another GEMM has run."""
     device = torch.cuda.current_device()
     with _other_plans() as plans:
         for words, candidate in chosen.items():
@@ -159,8 +159,8 @@ def multiplied(problem: Mapping[str, Any]) -> str:
 
 
 def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the GEMM itself is of a problem: it returns its fp32 sums where 16-bit results of fp32 operands are rounded
-    afterwards, and where vectors of scales are applied to its result, for which it has a scale of 1 for each operand."""
+    """The GEMM itself inside a problem: one that returns its fp32 sums where 16-bit results of fp32 operands are rounded
+    afterwards, and with a scale of 1 for each operand where vectors of scales are applied to its result."""
     if multiplied(problem) == "sums":
         return {**problem, "a_block": [0, 0], "b_block": [0, 0], "out_dtype": "float32", "accumulate": False}
     if problem["a_dtype"] == "float32" != problem["out_dtype"]:
@@ -211,7 +211,7 @@ def _of_file(file: Path) -> list[dict[str, Any]]:
 
 
 def _options(arguments: Sequence[str]) -> tuple[list[str], int | None]:
-    """What is for `launch.shapes` as it stands, and the number of ranks if it is said. Exits 0 once it has helped."""
+    """The arguments that go to `launch.shapes`, and the number of ranks, if that is among them. Exits 0 after --help."""
     parser = argparse.ArgumentParser(
         prog="python -m dlp.kernels.tune", usage="%(prog)s {CONFIG [--section.key value ...] | FILE.json} [--world N]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,

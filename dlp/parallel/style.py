@@ -40,22 +40,22 @@ class ParallelStyle:
 
     @cached_property
     def gathers(self) -> str | None:
-        """The operand that travels: "x", "dy" or None."""
+        """The operand that is gathered: "x", "dy" or None."""
         return self.wgrad.gather
 
     @property
     def sequence_parallel(self) -> bool:
-        """Tokens are cut by tp on at least one side of the layer."""
+        """Whether tokens are cut by tp in x, in dy, or in both."""
         return 0 in (self.cut_x, self.cut_dy)
 
     @property
     def partial_weight_grad(self) -> bool:
-        """dw and db of each rank cover its own tokens only and must be summed over tp."""
+        """Whether dw and db of a rank cover its own tokens only, so that they must be summed over tp."""
         return self.wgrad.reduce == "all"
 
     @property
     def partial_bias_grad(self) -> bool:
-        """db is the sum over the rows of a dy whose tokens are cut."""
+        """Whether db is a sum over the rows of a dy whose tokens are cut."""
         return self.cut_dy == 0
 
     def cut(self, tensor: str) -> int | None:

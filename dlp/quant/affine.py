@@ -71,7 +71,7 @@ def choose_qparams_affine_with_min_max(
 
 
 def _divided(x: Tensor, by: float) -> Tensor:
-    """By a tensor: where torch divides by a number on a GPU, it multiplies by the reciprocal, which is off by a last bit."""
+    """x divided by a tensor: by a number torch would, on a GPU, multiply with the reciprocal, whose last bit may differ."""
     return x / torch.full_like(x, by)
 
 

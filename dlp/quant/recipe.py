@@ -52,17 +52,18 @@ class Operand:
 
     @property
     def derived(self) -> bool:
-        """The columnwise operand is the transposed rowwise one: same quantizer, and its payload may be transposed."""
+        """Whether the columnwise operand is the transposed rowwise one: the quantizers are equal, and the payload may be
+        transposed."""
         return self.rowwise == self.columnwise and self.rowwise.format.transposable
 
     @cached_property
     def clips(self) -> bool:
-        """It says where codes were clipped, and no gradient passes there (`Format.clips`)."""
+        """Whether its operands say where codes were clipped, so that no gradient passes there (`Format.clips`)."""
         return self.rowwise.format.clips and self.columnwise.format.clips
 
     @property
     def keeps_source(self) -> bool:
-        """Nothing is quantized: both orientations are the values."""
+        """Whether nothing is quantized: both orientations are the values."""
         return self.rowwise.format.keeps_source and self.columnwise.format.keeps_source
 
 
@@ -110,15 +111,15 @@ class Recipe:
         return getattr(getattr(self, a), a_orientation), getattr(getattr(self, b), b_orientation)
 
     def quantizers(self) -> list[Quantizer]:
-        """Those of x, w and dy, rowwise and columnwise, and those of results."""
+        """The quantizers of x, w and dy, rowwise and columnwise, then those of results."""
         operands = (getattr(self, name) for name in OPERANDS)
         results = [quantizer for name in RESULTS if (quantizer := getattr(self, name)) is not None]
         return [quantizer for operand in operands for quantizer in (operand.rowwise, operand.columnwise)] + results
 
     @cached_property
     def beyond_launches(self) -> str:
-        """What of its casts and GEMMs may do more than launch kernels, so that directions of layers cannot be captured; empty:
-        nothing."""
+        """Why directions of layers with this recipe cannot be captured: a cast or GEMM that may do more than launch kernels;
+        empty: they can be."""
         for quantizer in self.quantizers():
             if not caps_of(quantizer).pure:
                 return f"casts of {type(quantizer).__name__} may do more than launch, since its caps do not say pure"
@@ -138,7 +139,7 @@ class Recipe:
 
     @cached_property
     def units(self) -> tuple[int, int, int]:
-        """What M, N and K are padded to multiples of, so that every format holds its matrix; M where it is contracted."""
+        """The multiples that M, N and K are padded to, so that every format holds its matrix; M only where it is contracted."""
         found = {"M": 1, "N": 1, "K": 1}
         for name, (first, last) in DIMENSIONS.items():
             operand: Operand = getattr(self, name)
@@ -150,7 +151,8 @@ class Recipe:
         return found["M"], found["N"], found["K"]
 
     def derives(self, name: str, tokens: int) -> bool:
-        """The columnwise operand of x, w or dy is the transposed rowwise one: where its tokens need no padding."""
+        """Whether the columnwise operand of x, w or dy is the transposed rowwise one: where `derived`, and its tokens need no
+        padding."""
         operand: Operand = getattr(self, name)
         return operand.derived and (name == "w" or tokens % self.units[0] == 0)
 

@@ -81,7 +81,7 @@ class Format:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What a QuantizedTensor of this format holds."""
+        """The parts of a QuantizedTensor of this format."""
         raise NotImplementedError(f"{type(self).__name__} must define parts")
 
     @property
@@ -91,12 +91,12 @@ class Format:
 
     @property
     def multiple(self) -> tuple[int, int]:
-        """What rows and contraction must be multiples of for the format to hold the matrix."""
+        """The multiples that rows and contraction must be of, so that the format can hold the matrix."""
         return 1, 1
 
     @property
     def transposable(self) -> bool:
-        """The payload may be transposed without requantizing."""
+        """Whether the payload may be transposed without requantizing."""
         return False
 
     @property
@@ -111,18 +111,18 @@ class Format:
 
     @property
     def basis(self) -> str:
-        """What the values were rotated by along the contraction, empty for nothing; a GEMM wants equal bases."""
+        """The rotation of the values along the contraction, empty for none; both operands of a GEMM must have the same."""
         return ""
 
     @property
     def bf16_exact(self) -> bool:
-        """Decoded values are exact in bf16, so a GEMM may multiply them there."""
+        """Whether decoded values are exact in bf16, so that a GEMM may multiply them there."""
         return False
 
     @property
     def factors(self) -> str | None:
-        """What `factored` leaves beside values that are exact in bf16: "" nothing, "tensor" a scale [], "row" a scale [rows];
-        None where there are no such values."""
+        """The scale that `factored` returns besides values that are exact in bf16: "" none, "tensor" one [], "row" one [rows];
+        None: the format has no such values."""
         return "" if self.bf16_exact else None
 
     @property
@@ -133,7 +133,7 @@ class Format:
 
     @property
     def clips(self) -> bool:
-        """The last part says where codes were clipped, bool like the values: no gradient passes there."""
+        """Whether the last part says where codes were clipped, bool in the shape of the values: no gradient passes there."""
         return False
 
     @property
@@ -143,7 +143,7 @@ class Format:
 
     @property
     def keeps_source(self) -> bool:
-        """The payload is the source tensor itself, in its own dtype."""
+        """Whether the payload is the source tensor itself, in its own dtype."""
         return self.parts[0].dtype is None
 
     def part_shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
@@ -154,8 +154,8 @@ class Format:
         raise NotImplementedError(f"{type(self).__name__} must define dequantize")
 
     def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
-        """Values [rows, contraction], exact in bf16, and the fp32 scale that they are to be multiplied by, as `factors` says:
-        what a GEMM multiplies where one decodes. Only where that is not None."""
+        """Values [rows, contraction] that are exact in bf16, and the fp32 scale to multiply them by, as `factors` says; for
+        GEMMs that decode. Only where `factors` is not None."""
         return self.dequantize(q, torch.bfloat16), None
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:
@@ -188,8 +188,8 @@ class Format:
         return F.pad(x, (0, cols, 0, rows)) if rows or cols else x
 
     def concatenates(self, dim: int, size: int) -> bool:
-        """Shards with `size` rows (dim 0) or columns (dim 1) concatenate to the quantized whole, given agreed amaxes:
-        every part says how it moves, and no block lies in two shards."""
+        """Whether shards with `size` rows (dim 0) or columns (dim 1) concatenate to the quantized whole, given agreed amaxes:
+        every part says how it moves, and no block is in two shards."""
         says = all(part.moves_along(dim) != UNSAID for part in self.parts)
         return says and (self.block[dim] == 0 or size % self.block[dim] == 0) and size % self.multiple[dim] == 0
 

@@ -234,7 +234,7 @@ class LayerState:
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """The device of its parameters."""
         device: torch.device = getattr(self.members[0].module, self.members[0].weight).device
         return device
 

@@ -51,9 +51,9 @@ class _ReduceTokens(torch.autograd.Function):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of `weight` [V/tp, H] at `index` [M], zero where `mine` is False; a row learns where `learns` is True. The
-    gradients of equal tokens are summed in fp32 and rounded once: text repeats its tokens so often that a bf16 sum would
-    lose several percent."""
+    """Rows of `weight` [V/tp, H] at `index` [M], zero where `mine`, bool [M], says that another rank has the row; rows get a
+    gradient where `learns`, bool [M]. The gradients of equal tokens are summed in fp32 and rounded once: a text repeats tokens
+    so often that a bf16 sum would lose several percent."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor, mine: Tensor, learns: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return whole.view(*tokens.shape, -1)
 
     def reset_parameters(self) -> None:
-        """Those of an nn.Embedding, padding row included: rank 0 draws, each rank keeps its part."""
+        """The initial values of an nn.Embedding, padding row included: rank 0 draws them, each rank keeps its part."""
         vocabulary, size, device = self.num_embeddings, self.embedding_dim, self.weight.device
         fill(
             self.weight, nn.Embedding(vocabulary, size, self.padding_idx, device=device, dtype=self.weight.dtype).weight

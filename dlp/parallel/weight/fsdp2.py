@@ -353,7 +353,7 @@ def _holders(param: Any) -> list[tuple[nn.Module, str]]:
 
 
 def _owners(param: Any) -> list[tuple[int, str]]:
-    """The same, with modules by id."""
+    """The modules that hold a parameter, by id, and its name in each."""
     return [(id(module), name) for module, name in _holders(param)]
 
 
@@ -374,7 +374,7 @@ class CodecReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:  # fmt: skip
-        """On the current stream, whatever `async_op`. Raises ValueError for another op than a sum or an average."""
+        """Runs on the current stream, for any `async_op`. ValueError for another op than a sum or an average."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
                 f"gradients on a wire are summed or averaged; got {op}: leave the gradient divide factor as it is"
