@@ -415,7 +415,7 @@ def cast(
     row, col = orientations
     if not plan.reads:
         return [Operands(None, None)] * len(values)
-    if plan.keeps:
+    if plan.keeps:  # both orientations are the values, or a view of them
         kept = []
         for value in values:
             x = stored(plan.matrices(value)[0] if plan.pads else value)
@@ -426,10 +426,11 @@ def cast(
         matrices = plan.matrices(value)
         casts += plan.casts(matrices, get_context(plan, member, value.shape, value.device, record), into)
     results = make_casts(casts)
-    if len(plan.reads) == 1 and not plan.derived:
+    if len(plan.reads) == 1 and not plan.derived:  # one read for each value makes what is wanted
         return list(starmap(Operands, results))
-    if plan.derived:
+    if plan.derived:  # the rowwise operand, and its transpose
         return [Operands(q if row else None, placed(q.transpose(), into[1]) if col else None) for q, _ in results if q]
+    # two reads for each value: rowwise, columnwise
     return [Operands(q, q_t) for (q, _), (_, q_t) in zip(results[::2], results[1::2], strict=True)]
 
 

@@ -85,18 +85,18 @@ class CapturedDirections:
         if why:
             return self._launched(direction, why, run)
         found = self.found.get(key)
-        if isinstance(found, CapturedLaunches):
+        if isinstance(found, CapturedLaunches):  # a third call, or a later one
             with self.ranges[direction]:
                 return found(given)
         if not self.possible[direction]:
             return run()
         if found is None and len(self.found) >= LIMIT:
             return self._launched(direction, VARIES, run)
-        if found is None:
+        if found is None:  # the first call
             self.found[key] = SEEN
-        if found is not SEEN:
+        if found is not SEEN:  # the first call, or one that could not be recorded
             return run()
-        if not captured.disjoint(given):
+        if not captured.disjoint(given):  # the second call
             return self._launched(direction, SHARED, run)
         try:
             launches = captured.record(run, given, self._kept_memory())
