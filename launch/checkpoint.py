@@ -17,13 +17,14 @@ hyperparameters in the place of the config's.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ from launch.manifest import CheckpointError, WayOut, complete, damage, hashed, r
 from launch.optimizers import make_state
 from launch.sections import Model
 from launch.stream import TokenStream
+
+T = TypeVar("T")
 
 # of settings that older checkpoints do not know
 MODEL_DEFAULTS = {each.name: each.default for each in fields(Model) if each.default is not MISSING}
@@ -103,15 +106,18 @@ def _set_rng(state: dict[str, Tensor], device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written: its bytes, the seconds it took, and those of them that its hashes took."""
+    """A checkpoint that was written: its bytes, the seconds it took, and those of them that its hashes took. `left`: the names
+    of older ones that could not be removed."""
 
     path: Path
     size: int
     seconds: float
     hashing: float
+    left: list[str]
 
     def __str__(self) -> str:
-        return f"saved {self.path}: {_cost(self.size, self.seconds)}, {self.hashing:.2f} s of it for hashes"
+        left = f"; could not be removed, and is tried again: {', '.join(self.left)}" if self.left else ""
+        return f"saved {self.path}: {_cost(self.size, self.seconds)}, {self.hashing:.2f} s of it for hashes{left}"
 
 
 def _cost(size: int, seconds: float) -> str:
@@ -162,25 +168,25 @@ def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None =
         written = time.perf_counter()
         files = _hashed_by_writers(temporary, rank, group)
         hashing = time.perf_counter() - written
-        _at_rank_0(lambda: _finish(temporary, final, {**taken.manifest, "files": files}, keep), group)
+        left = _at_rank_0(lambda: _finish(temporary, final, {**taken.manifest, "files": files}, keep), group)
     except SaveError as error:
         if rank == 0:
             _remove(temporary)
         raise SaveError(f"{final} could not be written: {error}; what was saved before stands") from None
     size = sum(entry["bytes"] for entry in files.values())
-    return Saved(final, size, time.perf_counter() - began, hashing)
+    return Saved(final, size, time.perf_counter() - began, hashing, left)
 
 
-def _at_rank_0(do: Callable[[], None], group: ProcessGroup | None) -> None:
-    """Do it on rank 0; all ranks raise SaveError where it cannot be done."""
+def _at_rank_0(do: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Do it on rank 0; all ranks return what it returns, or raise SaveError where it cannot be done."""
 
-    def done() -> None:
+    def done() -> T:
         try:
-            do()
+            return do()
         except (OSError, ValueError) as error:
             raise SaveError(f"rank 0: {error}") from None
 
-    together.from_rank_0(done, group)
+    return together.from_rank_0(done, group)
 
 
 def _make_room(folder: Path, temporary: Path) -> None:
@@ -213,8 +219,9 @@ def _hashed_by_writers(folder: Path, rank: int, group: ProcessGroup | None) -> d
     return found
 
 
-def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> None:
-    """On rank 0: compare what torch says it wrote with what ranks hashed and with what lies here, then rename."""
+def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> list[str]:
+    """On rank 0: compare what torch says it wrote with what ranks hashed and with what lies here, then rename. Returns the
+    names of what should have been removed and is still there, which fails no save."""
     stored.check_index(temporary, manifest["files"])
     if reason := damage(temporary, manifest["files"], share=()):
         raise ValueError(f"{reason}, as when ranks do not share this folder")
@@ -223,9 +230,11 @@ def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
         _retire(final)
     temporary.rename(final)
     for old in complete(final.parent)[:-keep]:
-        _retire(old)
-    for left in final.parent.glob(".step-*.tmp"):
-        _remove(left)
+        with contextlib.suppress(OSError):  # which is then still there
+            _retire(old)
+    for retired in final.parent.glob(".step-*.tmp"):
+        _remove(retired)
+    return [left.name for left in (*complete(final.parent)[:-keep], *final.parent.glob(".step-*.tmp"))]
 
 
 def _retire(finished: Path) -> None:

@@ -482,6 +482,30 @@ def test_a_rank_killed_while_old_checkpoints_are_removed_leaves_whole_ones(ranks
     assert [path.name for path in folder(config).iterdir()] == ["step-3"]
 
 
+def trained_beside_what_stays(config: Config) -> None:
+    """A run in whose folder nothing can be renamed for removal."""
+
+    def stays(finished: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(finished))
+
+    retire, checkpoint._retire = checkpoint._retire, stays
+    try:
+        training.run(config)
+    finally:
+        checkpoint._retire = retire
+
+
+@pytest.mark.ranks(2)
+def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_fails_no_save(ranks, tmp_path, data):
+    config = training.config(tmp_path, data, "--checkpoint.every=1", "--checkpoint.keep=1", "--train.steps=3")
+    ranks(2).run(trained_beside_what_stays, config)
+    assert [path.name for path in complete(folder(config))] == ["step-1", "step-2", "step-3"]
+    saved = [line for line in training.said(config) if line.startswith("saved ")]
+    assert [line.partition("; could not be removed, and is tried again: ")[2] for line in saved] == [
+        "", "step-1", "step-1, step-2",
+    ]  # fmt: skip
+
+
 @pytest.mark.ranks(2)
 def test_a_line_of_the_metrics_that_is_no_record_is_named_before_the_run_goes_on(ranks, tmp_path, data):
     config = training.config(tmp_path, data, "--train.steps=2")
