@@ -273,6 +273,13 @@ def test_a_linear_in_a_sequence_takes_what_one_by_itself_takes():
         ops.Sequential(ops.Bias(H), ops.Identity())(values(0, M, 1))
 
 
+def test_a_bias_that_was_taken_away_is_missed():
+    model = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (H, H)))
+    model[1].bias_1 = None
+    with pytest.raises(ValueError, match=r"^1 \(Linear: Bias\): its bias was set to None, .*: make a Linear with bias=False"):
+        model(values(0))
+
+
 def test_keywords_that_no_op_reads_are_refused():
     for op in (ops.GELU(), ops.Linear(H, H), ops.AddExtraInput()):
         with pytest.raises(TypeError, match=rf"op 0 \({type(op).__name__}\): it takes no keywords; got recipe, scale"):

@@ -104,7 +104,7 @@ class OperationFuser:
             sides.append(its)
             parts.append(read)
             key += bound, bool(bound.weights.main_grads), its and its.number
-        given = [tensor if type(tensor) in PLAIN else held(tensor) for tensor in tensors]
+        given = [tensor if type(tensor) in PLAIN else self._held(tensor) for tensor in tensors]
         all_read = [*given, *chain.from_iterable(parts)]
         addresses = [tensor.data_ptr() for tensor in all_read]
         key += shape_keys(all_read if None in sides else given, addresses)
@@ -129,6 +129,14 @@ class OperationFuser:
         outputs, extra = tuple(results[:count]), tuple(results[count:])
         y = outputs if many_out else outputs[0]
         return (y, *extra) if extra else y
+
+    def _held(self, tensor: Tensor | None) -> Any:
+        """What this rank has of a tensor. ValueError for a bias that was taken away."""
+        if tensor is None:
+            asked = ((self.names[i], self.basic_ops[i].op_parameters()) for i in self.owners)
+            name = next(name for name, own in asked if any(each is None for each in own))
+            raise ValueError(f"{name}: its bias was set to None, and it still adds one: make a Linear with bias=False")
+        return held(tensor)
 
     def _forget(self, set_to: list[Any]) -> None:
         """An op is set otherwise than in the last call: drop what was planned and captured."""
@@ -200,31 +208,30 @@ class OperationFuser:
         pairs = list(zip(ops, ctxs, strict=True))
         for op, ctx in pairs:
             op.planned(ctx)
-        recipe, notes = (
-            next((found for op, ctx in pairs if (found := op.recipe_of(ctx)) is not None), None),
-            list[str](),
-        )
-        ways = [self._placed(fuse(which, ops, recipe, notes), which) for which in ("forward", "backward")]
+        recipe = next((found for op, ctx in pairs if (found := op.recipe_of(ctx)) is not None), None)
+        notes = list[str]()
+        ahead, back = (self._placed(fuse(which, ops, recipe, notes), which) for which in ("forward", "backward"))
         dys = _of_the_op_before(pairs, "grad_output_quantizer")
         xs = _of_the_op_before(pairs[::-1], "input_quantizer")[::-1]
         linears = ", ".join(dict.fromkeys(ctxs[i].bound.spec.name for _, i, _ in self.linears))
-        captured = [
-            Direction(which, f"{self.names[0]} to {self.names[-1]}", self._obstacle(which, way, ctxs), linears)
-            for which, way in zip(("forward", "backward"), ways, strict=True)
-        ]
+        named = f"{self.names[0]} to {self.names[-1]}"
+        captured = (
+            Direction("forward", named, self._obstacle("forward", ahead, ctxs), linears),
+            Direction("backward", named, self._obstacle("backward", back, ctxs), linears),
+        )
         for ctx, its in zip(ctxs, needs_dx, strict=True):
             ctx.needs_dx = its
         return FuserPlan(
-            ways[0], ways[1], needs_dx, learns, list(zip(dys, xs, strict=True)),
+            ahead, back, needs_dx, learns, list(zip(dys, xs, strict=True)),
             [op for op, its in zip(ops, own, strict=True) if any(isinstance(p, DTensor) for p in its)],
             [vars(op)["tp_sums"] for op, learned in zip(ops, learns, strict=True) if learned and "tp_sums" in vars(op)],
             [i for _, i, op in self.linears if learns[i] and op.ends(ctxs[i])],
-            notes, (captured[0], captured[1]), [len(its) for its in own],
+            notes, captured, [len(its) for its in own],
         )  # fmt: skip
 
-    def _obstacle(self, which: str, way: Sequence[Placed], ctxs: Sequence[Any]) -> str:
+    def _obstacle(self, which: str, direction: Sequence[Placed], ctxs: Sequence[Any]) -> str:
         """Why a direction cannot be captured: the first op that has a reason; empty: it can."""
-        asked = ((at[0], op.obstacle([ctxs[i] for i in at], which)) for op, at in way)
+        asked = ((at[0], op.obstacle([ctxs[i] for i in at], which)) for op, at in direction)
         return next((f"{self.names[first]}: {why}" for first, why in asked if why), "")
 
     def _placed(self, ops: Ops, which: str) -> list[Placed]:

@@ -250,7 +250,8 @@ class _Local:
 def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Flat:
     """The gradients of inputs, parameters and extra inputs."""
     call = run.call
-    plan, given, parts, known = call.plan, [*grads, *saved], list[Sequence[Tensor]](), not (run.moved or call.plan.ends)
+    plan, given, parts = call.plan, [*grads, *saved], list[Sequence[Tensor]]()
+    alike = run.returned is not None and not (run.moved or plan.ends)  # all but the gradients lies as forward has left it
     for i, linear, reads in call.learning:
         session, sides = linear.bound.session, run.sides[i]
         session.scales = run.scales[i]
@@ -260,7 +261,7 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
             its = sides.columnwise
         elif reads:
             its = linear.op.operands_back(_saved(run, saved)[linear.place])
-            known = known and not its
+            alike = alike and not its
         parts.append(its)
         given += its
     for sums in plan.sums:
@@ -268,12 +269,12 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
     every = [tensor for tensor in given if tensor is not None]
     there = () if len(every) == len(given) else tuple([tensor is not None for tensor in given])
     addresses = [tensor.data_ptr() for tensor in every]
-    flat, short = None, None
-    if known and run.returned is not None:
+    flat, layout = None, None
+    if alike:
         own = [grad for grad in grads if grad is not None]
         distinct, its_addresses, same = once(every, addresses)
-        short = there, same, multiplies_tf32(every[0]), *layout_keys(own, addresses[: len(own)])
-        kept = call.back.get(short)
+        layout = there, same, multiplies_tf32(every[0]), *layout_keys(own, addresses[: len(own)])
+        kept = call.back.get(layout)
         if kept is not None:
             flat = plan.captured[1].again(kept, call.bounds, distinct, its_addresses)
     if flat is None:
@@ -281,8 +282,8 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
         for (_, linear, _), its in zip(call.learning, parts, strict=True):
             ctxs[linear.place].given = its
         flat, kept = _backward_by_ops(run, grads, there, every, addresses)
-        if kept is not None and short is not None:
-            call.back[short] = kept
+        if kept is not None and layout is not None:
+            call.back[layout] = kept
     for _, linear, _ in call.learning:
         linear.bound.session.scales = None
     return flat

@@ -24,15 +24,15 @@ def group_plan(fuser: OperationFuser) -> str:
     """The ops of a fuser as they last ran, or would, before the first call."""
     notes: list[str]
     if fuser.last is not None:
-        ways: Any = [[placed.op for placed in way] for way in (fuser.last.forward, fuser.last.backward)]
+        directions: Any = [[placed.op for placed in its] for its in (fuser.last.forward, fuser.last.backward)]
         notes = list(fuser.last.notes)
         notes += [line for direction in fuser.last.captured for line in direction.said()]
     else:
         notes = []
-        ways = [fuse(which, fuser.basic_ops, None, notes) for which in ("forward", "backward")]
+        directions = [fuse(which, fuser.basic_ops, None, notes) for which in ("forward", "backward")]
     said = [f"ops {', '.join(fuser.names)}"]
-    for direction, ops in zip(("forward", "backward"), ways, strict=True):
-        said.append(f"  {direction:9}{' | '.join(_said(op) for op in ops)}")
+    for which, ops in zip(("forward", "backward"), directions, strict=True):
+        said.append(f"  {which:9}{' | '.join(_said(op) for op in ops)}")
     notes += [fuser.autocast] if fuser.autocast else []
     traced = zip(fuser.names, fuser.basic_ops, strict=True)
     notes += [f"compiled or watched, {name} {op.traced_otherwise}" for name, op in traced if op.traced_otherwise]
