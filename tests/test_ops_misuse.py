@@ -276,7 +276,9 @@ def test_a_linear_in_a_sequence_takes_what_one_by_itself_takes():
 def test_a_bias_that_was_taken_away_is_missed():
     model = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (H, H)))
     model[1].bias_1 = None
-    with pytest.raises(ValueError, match=r"^1 \(Linear: Bias\): its bias was set to None, .*: make a Linear with bias=False"):
+    with pytest.raises(
+        ValueError, match=r"^1 \(Linear: Bias\): its bias was set to None, .*: make a Linear with bias=False"
+    ):
         model(values(0))
 
 

@@ -140,7 +140,9 @@ class Compiled(NamedTuple):
 def compiled_blocks(recipe: str, fused: bool) -> Compiled:
     config = Model(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=64, fused=fused)
     model, mesh = Llama(config), worker.mesh(dp_shard=1, tp=1)
-    dlp.convert(model, [*parallel_groups(config, False), dlp.LayerGroup("all", "layers.*.*.*_proj", recipe=recipe)], mesh)
+    dlp.convert(
+        model, [*parallel_groups(config, False), dlp.LayerGroup("all", "layers.*.*.*_proj", recipe=recipe)], mesh
+    )
     fuse(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     dlp.attach(model, optimizer)

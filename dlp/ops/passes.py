@@ -251,7 +251,8 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
     """The gradients of inputs, parameters and extra inputs."""
     call = run.call
     plan, given, parts = call.plan, [*grads, *saved], list[Sequence[Tensor]]()
-    alike = run.returned is not None and not (run.moved or plan.ends)  # all but the gradients lies as forward has left it
+    # Whether all but the gradients lies as forward has left it
+    alike = run.returned is not None and not (run.moved or plan.ends)
     for i, linear, reads in call.learning:
         session, sides = linear.bound.session, run.sides[i]
         session.scales = run.scales[i]

@@ -173,9 +173,9 @@ class _Groups:
         if not self.plain:
             return [_apart(module) for module in modules] == self.apart
         for owner, kind in self.owners:
-            if type(owner) is not kind or "forward" in owner.__dict__ or (
-                owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
-            ):
+            if type(owner) is not kind or "forward" in owner.__dict__:
+                return False
+            if owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks:
                 return False
         return True
 
