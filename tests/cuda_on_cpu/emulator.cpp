@@ -55,6 +55,7 @@ struct Fiber {
     std::vector<std::function<void()>> copies;
     std::vector<Product> products;                // of no group yet
     std::vector<std::vector<Product>> committed;  // oldest first
+    uint64_t rests;                               // the round that it leaves to the others
     size_t seen, fenced;                          // of what others have written; its bulk copies, too
 };
 
@@ -75,7 +76,7 @@ std::vector<Piece> coming, come;       // in their order
 std::string failed;
 Fiber* current = nullptr;
 uint64_t steps = 0;                    // that threads have made from one wait to another
-uint64_t now = 0;
+uint64_t rounds = 0, now = 0;
 bool looked = false;                   // at the time, since a thread could do anything else
 bool early = false;                    // bulk copies arrive at once
 const std::function<void()>* body = nullptr;
@@ -132,7 +133,7 @@ void run_warp(int first, const std::vector<int>& lanes, int end) {
     for (uint64_t before = steps - 1; steps != before;) {
         before = steps;
         for (int lane : lanes)
-            if (first + lane < end && !fibers[first + lane]->done) resume(*fibers[first + lane]);
+            if (Fiber& fiber = *fibers[first + lane]; first + lane < end && !fiber.done && fiber.rests != rounds) resume(fiber);
     }
 }
 
@@ -163,7 +164,7 @@ void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes
         Fiber& fiber = *fibers[i];
         fiber.rank = i / each, fiber.warp = i / kWarp;
         fiber.thread = {unsigned(i % each), 0, 0}, fiber.block = {first + fiber.rank, 0, 0};
-        fiber.started = false, fiber.done = i % each >= threads, fiber.seen = fiber.fenced = 0;
+        fiber.started = false, fiber.done = i % each >= threads, fiber.seen = fiber.fenced = fiber.rests = 0;
         fiber.copies.clear(), fiber.products.clear(), fiber.committed.clear();
         if (!fiber.done) ++warps[fiber.warp].members;
         if (i % each == 0) std::memset(window(fiber.rank), kPoison, shared_bytes);
@@ -171,6 +172,7 @@ void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes
     std::vector<int> order(warps.size()), lanes(kWarp);
     arrange(order), arrange(lanes);
     for (uint64_t before = steps; cluster.members > 0; before = steps) {
+        ++rounds;
         for (int warp : order) run_warp(warp * kWarp, lanes, (warp + 1) * kWarp);
         if (steps == before) wait_for_others();
     }
@@ -379,7 +381,8 @@ void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint
 void barrier_arrive_at(uint32_t at, uint32_t rank) {
     if (blocks[rank].members == 0) fail("a thread arrives at a barrier of a block that has ended");
     arrive(barrier(at, int(rank)));
-    yield();  // who waited for that may go on before this thread does
+    current->rests = rounds;  // who waited for that may go on before this thread does
+    yield();
 }
 
 void barrier_arrive_behind_copies(uint32_t at) {
