@@ -224,5 +224,5 @@ def test_tiles_come_in_the_order_in_which_ranks_send(library, order):
 
 
 def test_rows_of_a_rank_that_are_no_whole_pairs_of_tiles_are_refused(library):
-    with pytest.raises(RuntimeError, match=r"from\.rows % \(kCluster \* kRows\)"):
+    with pytest.raises(RuntimeError, match=r"from\.rows % \(kCluster \* kTileM\)"):
         library.awaited(Problem(Case(384, 8, 128)), 3, 0, (), torch.zeros(8, dtype=torch.int32))

@@ -1,18 +1,35 @@
 // D = A @ B.T of FP8 codes with fp32 scales: A's of 1x128 blocks, B's of 128x128 tiles, both contracted along their last dimension.
 //
-// A tile of D is 128 x 192, and two blocks of a cluster compute two such tiles, one below the other, with the same lines of B:
-// each loads half of these and sends it to both. The blocks stay, and walk over pairs of tiles. Of a block's warps
+// A persistent, warp-specialized kernel. A tile of D is 128 x 192. Two blocks of a cluster compute a pair of tiles, one below the
+// other, with the same lines of B: each loads half of these and multicasts it to both. One cluster a pair of multiprocessors stays,
+// and walks over the pairs of tiles. Roles of the 12 warps of a block (384 threads; registers a thread):
 //
-//   one        copies stages of A [128, 128] and B [192, 128] into a ring of five
-//   one        copies their scales
-//   2 x 4      multiply: a warpgroup has 64 lines of the tile, as two products of 64 x 96
+//     warps 0-3, 4-7   consumer warpgroups (240)   64 lines of the tile each, as two products of 64 x 96 (wgmma m64n96k32);
+//                                                  they store their sums themselves: there is no warp for stores
+//     warp  8          producer of codes    (24)   one lane starts TMA copies: A [128, 128], and its half of B [192, 128]
+//     warp  9          producer of scales   (24)   bulk copies by one lane, or words by all lanes (rows that arrive)
+//     warps 10, 11     none                 (24)   they are there because setmaxnreg is for whole warpgroups
 //
-// The tensor core sums 128 products to some 14 bits. Then an accumulator is multiplied by both scales and added to fp32 registers
-// while the tensor core works on the other one, so that it always has work. Under a steady load power is the limit of this
-// kernel; what else was tried is in docs/log.md.
+// Shared memory, from a multiple of 1024 bytes on, for a ring of five stages, each 128 of the contraction:
 //
-// Rows of A may still be arriving from other ranks (`ArrivingRows`). Then tiles of this rank's rows come first, and the lane that
-// starts copies waits before the first one of another rank's, for a word that the other one writes behind them. Nothing that has to
+//          0   5 x 40960   codes: A 128 lines of 128 bytes, B 192 lines, in the 128-byte swizzle
+//     204800   5 x   544   scales: of 128 rows of A (512), of two tiles of B times four stages (32)
+//     207520   5 x     8   full[stage]    a phase ends when all bytes of the stage are here: 1 arrival, of who expects them, and 32
+//                                         of lanes that copy scales, where rows arrive
+//     207560   5 x     8   empty[stage]   a phase ends when nobody reads the stage: 16 arrivals, of the 8 consumer warps of both
+//                                         blocks, since the lines of B that a block loads go to both
+//
+// The tensor core sums 128 products to some 14 bits. Then an accumulator is promoted: multiplied by both scales and added to fp32
+// registers, while the tensor core works on the other one, so that it always has work:
+//
+//     tensor core    left half of stage k │ right half of k │ left half of k + 1 │ right half of k + 1
+//     fp32 units                          │ promote left k  │ promote right k    │ promote left k + 1
+//                                                           └► empty[k]
+//
+// Under a steady load power is the limit of this kernel; what else was tried is in docs/log.md.
+//
+// Rows of A may still be arriving from other ranks (`ArrivingProblem`). Then tiles of this rank's rows come first, and each
+// producer waits before the first one of another rank's, for a word that the other one writes behind them. Nothing that has to
 // happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
 #include "hopper.cuh"
 #include "waiting.cuh"
@@ -20,16 +37,17 @@
 namespace dlp {
 namespace {
 
-constexpr int kRows = 128, kCols = 192, kDepth = 128, kStages = 5, kCluster = 2;
-constexpr int kHalf = kCols / 2;         // columns of a product
+constexpr int kTileM = 128, kTileN = 192, kTileK = 128, kStages = 5, kCluster = 2;
+constexpr int kHalf = kTileN / 2;        // columns of a product
 constexpr int kSums = kHalf / 2;         // of a thread in it
 constexpr int kGroup = 8;                // pairs of tiles that share lines of B in L2
 constexpr int kThreads = 384, kConsumers = 8;  // warps that empty a stage
-constexpr uint32_t kBytesA = kRows * kDepth, kBytesB = kCols * kDepth, kStage = kBytesA + kBytesB;
-constexpr uint32_t kScalesA = kRows * sizeof(float), kScalesB = 2 * sizeof(float4), kScales = kScalesA + kScalesB;
+constexpr uint32_t kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK, kStage = kBytesA + kBytesB;
+constexpr uint32_t kScalesA = kTileM * sizeof(float), kScalesB = 2 * sizeof(float4), kScales = kScalesA + kScalesB;
 constexpr uint32_t kAlignment = 1024;    // of the swizzle
 constexpr uint32_t kShared = kAlignment + kStages * (kStage + kScales + 2 * sizeof(uint64_t));
 static_assert(kShared <= 232448, "a block's share");
+static_assert(kStage == 40960 && kScales == 544, "as drawn above");
 
 struct Problem {
     BlockGemmJob job;
@@ -47,8 +65,8 @@ struct Tiles {
         if (next_pair >= p.pairs_down * p.pairs_across) return false;
         const int group = next_pair / (kGroup * p.pairs_across), first = group * kGroup;
         const int size = min(kGroup, p.pairs_down - first), in = next_pair - first * p.pairs_across;
-        row = ((first + in % size) * kCluster + rank) * kRows;
-        col = in / size * kCols;
+        row = ((first + in % size) * kCluster + rank) * kTileM;
+        col = in / size * kTileN;
         next_pair += gridDim.x / kCluster;
         return true;
     }
@@ -75,8 +93,8 @@ struct ArrivingTiles {
         const int pair = next_pair - turn * (p.pairs_each * p.pairs_across);
         const int group = pair / (kGroup * p.pairs_across), first = group * kGroup;
         const int size = min(kGroup, p.pairs_each - first), in = pair - first * p.pairs_across;
-        row = ((owner * p.pairs_each + first + in % size) * kCluster + rank) * kRows;
-        col = in / size * kCols;
+        row = ((owner * p.pairs_each + first + in % size) * kCluster + rank) * kTileM;
+        col = in / size * kTileN;
         next_pair += gridDim.x / kCluster;
         return true;
     }
@@ -86,28 +104,37 @@ template <class P>
 using TilesOf = std::conditional_t<std::is_same_v<P, Problem>, Tiles, ArrivingTiles>;
 
 // Until the rows of a tile are here; called by a whole warp, whose `leader` starts copies. `seen`: the turn that it has seen.
+//
+// What is read then is what the other rank has written. It wrote the rows, then the word, with a fence of the system between
+// (cuStreamWriteValue32). The leader acquires the word, at the scope of the system, which drops lines of L1, too; its proxy fence
+// puts that in front of the TMA copies it starts, which read in the async proxy. All lanes copy scales of A (cp.async, in the
+// generic proxy): meeting the leader puts its acquire in front of theirs. Scales of B, which it copies in bulk, do not arrive.
+//
+// No cluster waits for another one, and its two blocks wait for the same word, since the rows of a rank are whole pairs of tiles.
+// The one that sees it first fills no more than the stages that consumers of both have emptied.
 __device__ inline void await_rows(const Problem&, const Tiles&, int&, bool) {}
 __device__ inline void await_rows(const ArrivingProblem& p, const ArrivingTiles& tiles, int& seen, bool leader) {
-    if (tiles.turn == seen) return;
+    if (tiles.turn == seen) return;  // turns only grow, and 0 is this rank's own
     seen = tiles.turn;
     if (leader) {
         await(p.from.sent + tiles.owner, uint32_t(p.waiting.use), p.waiting, tiles.owner, kHasNotSent);
-        asm volatile("fence.proxy.async.global;" ::: "memory");  // copies read by another way than this lane does
+        asm volatile("fence.proxy.async.global;" ::: "memory");
     }
     __syncwarp();
 }
 
-// How many arrive at the barrier of a stage that is being filled: who expects bytes, and lanes that copy scales.
+// How many arrive at full[stage]: who expects bytes, and lanes that copy scales.
 __device__ inline int filling(const Problem&) { return 1; }
 __device__ inline int filling(const ArrivingProblem&) { return 1 + 32; }
 
+// Shared memory, as drawn above.
 struct Shared {
     uint8_t* base;
 
     __device__ uint32_t a(int stage) const { return shared_address(base) + stage * kStage; }
     __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
     __device__ float* a_scales(int stage) const { return reinterpret_cast<float*>(base + kStages * kStage + stage * kScales); }
-    __device__ float* b_scales(int stage) const { return a_scales(stage) + kRows; }
+    __device__ float* b_scales(int stage) const { return a_scales(stage) + kTileM; }
     __device__ Barrier full(int stage) const { return {shared_address(a_scales(kStages)) + 8 * stage}; }
     __device__ Barrier empty(int stage) const { return {full(kStages).at + 8 * stage}; }
 };
@@ -115,22 +142,22 @@ struct Shared {
 // Bytes of scales that a stage gets by bulk copies: none of lines behind the last. Of B it gets those of four stages, for one or
 // two tiles.
 __device__ inline uint32_t bytes_of_a(const Problem& p, int row) {
-    return sizeof(float) * max(0, min(kRows, int(p.job.a_scale_lines) - row));
+    return sizeof(float) * max(0, min(kTileM, int(p.job.a_scale_lines) - row));
 }
 __device__ inline uint32_t bytes_of_a(const ArrivingProblem&, int) { return 0; }
 __device__ inline uint32_t bytes_of_b(const Problem& p, int col) {
-    return sizeof(float4) * max(0, min((col % 128 + kCols + 127) / 128, int(p.job.b_scale_lines) - col / 128));
+    return sizeof(float4) * max(0, min((col % 128 + kTileN + 127) / 128, int(p.job.b_scale_lines) - col / 128));
 }
 
 template <class P>
-__device__ inline void copy_codes(const P& p, Shared shared, const CUtensorMap* a, const CUtensorMap* b, int rank) {
+__device__ inline void produce_codes(const P& p, Shared shared, const CUtensorMap* a, const CUtensorMap* b, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
     int seen = 0;
     for (TilesOf<P> tiles(p); tiles.next(rank);) {
         await_rows(p, tiles, seen, leader);
         const uint32_t bytes = kStage + bytes_of_a(p, tiles.row) + bytes_of_b(p, tiles.col);
-        for (int x = 0; x < p.blocks * kDepth; x += kDepth, ring.advance()) {
+        for (int x = 0; x < p.blocks * kTileK; x += kTileK, ring.advance()) {
             shared.empty(ring.stage).wait(ring.parity ^ 1);
             if (!leader) continue;
             const Barrier full = shared.full(ring.stage);
@@ -141,7 +168,7 @@ __device__ inline void copy_codes(const P& p, Shared shared, const CUtensorMap* 
     }
 }
 
-__device__ inline void copy_scales(const Problem& p, Shared shared, int rank) {
+__device__ inline void produce_scales(const Problem& p, Shared shared, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
     for (Tiles tiles(p); tiles.next(rank);) {
@@ -164,7 +191,7 @@ __device__ inline void copy_scales(const Problem& p, Shared shared, int rank) {
 }
 
 // Scales of A that arrive lie as they were sent, those of a row together: lanes copy them one by one.
-__device__ inline void copy_scales(const ArrivingProblem& p, Shared shared, int rank) {
+__device__ inline void produce_scales(const ArrivingProblem& p, Shared shared, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
     int seen = 0;
@@ -179,7 +206,7 @@ __device__ inline void copy_scales(const ArrivingProblem& p, Shared shared, int 
             const Barrier full = shared.full(ring.stage);
             const uint32_t to_a = shared_address(shared.a_scales(ring.stage) + lane);
 #pragma unroll
-            for (int i = 0; i < kRows / 32; ++i)
+            for (int i = 0; i < kTileM / 32; ++i)
                 copy_word(to_a + i * 32 * sizeof(float), a + block + i * 32 * p.job.a_scale_stride);
             full.arrive_behind_copies();
             if (leader) {
@@ -194,13 +221,13 @@ __device__ inline void copy_scales(const ArrivingProblem& p, Shared shared, int 
 
 // The scales that a thread needs of a stage: of its two rows, and of three times 64 columns.
 struct StageScales {
-    float a[2], b[kCols / 64];
+    float a[2], b[kTileN / 64];
 
     // `row`: the thread's first one. `offset`: of the tile's columns among the 128 of a scale.
     __device__ void read(Shared shared, int stage, int block, int row, int offset) {
         a[0] = shared.a_scales(stage)[row], a[1] = shared.a_scales(stage)[row + 8];
 #pragma unroll
-        for (int i = 0; i < kCols / 64; ++i) b[i] = shared.b_scales(stage)[(offset + 64 * i) / 128 * 4 + block % 4];
+        for (int i = 0; i < kTileN / 64; ++i) b[i] = shared.b_scales(stage)[(offset + 64 * i) / 128 * 4 + block % 4];
     }
 };
 
@@ -276,13 +303,13 @@ __device__ void consume(const P& p, Shared shared, int group, int rank) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
     float sums[2][kSums], products[2][kSums];
     StageScales scales;
-    const uint64_t a_first = descriptor(shared.a(0) + group * (64 * kDepth)), b_first = descriptor(shared.b(0));
+    const uint64_t a_first = descriptor(shared.a(0) + group * (64 * kTileK)), b_first = descriptor(shared.b(0));
     Ring<kStages> ring;
     const auto start = [&](int product, int stage) {
-        const uint64_t a = a_first + stage * (kStage >> 4), b = b_first + stage * (kStage >> 4) + product * (kHalf * kDepth >> 4);
+        const uint64_t a = a_first + stage * (kStage >> 4), b = b_first + stage * (kStage >> 4) + product * (kHalf * kTileK >> 4);
         products_begin();
 #pragma unroll
-        for (int k = 0; k < kDepth / 32; ++k) multiply<A>(products[product], a + 2 * k, b + 2 * k, k > 0);
+        for (int k = 0; k < kTileK / 32; ++k) multiply<A>(products[product], a + 2 * k, b + 2 * k, k > 0);
         products_end();
     };
     for (TilesOf<P> tiles(p); tiles.next(rank);) {
@@ -337,8 +364,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     cluster_sync();
     if (warp >= kConsumers) {
         give_registers<24>();
-        if (warp == kConsumers) copy_codes(p, shared, &a, &b, rank);
-        if (warp == kConsumers + 1) copy_scales(p, shared, rank);
+        if (warp == kConsumers) produce_codes(p, shared, &a, &b, rank);
+        if (warp == kConsumers + 1) produce_scales(p, shared, rank);
     } else {
         take_registers<240>();
         consume<A, Out>(p, shared, warp / 4, rank);
@@ -365,7 +392,7 @@ Encode encode() {
 // Codes [lines, along], of which copies take boxes of [box, 128]; what lies outside is 0.
 CUtensorMap tensor_map(const uint8_t* codes, int64_t lines, int64_t along, int64_t stride, int box) {
     const cuuint64_t sizes[] = {cuuint64_t(along), cuuint64_t(lines)}, strides[] = {cuuint64_t(stride)};
-    const cuuint32_t boxes[] = {kDepth, cuuint32_t(box)}, steps[] = {1, 1};
+    const cuuint32_t boxes[] = {kTileK, cuuint32_t(box)}, steps[] = {1, 1};
     CUtensorMap map;
     const CUresult status = encode()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(codes), sizes, strides, boxes,
                                      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -393,14 +420,14 @@ int resident_clusters(cudaLaunchConfig_t config) {
 int over(int64_t size, int unit) { return int((size + unit - 1) / unit); }
 
 Problem problem_of(const BlockGemmJob& job) {
-    return {job, over(job.contraction, kDepth), over(job.rows, kCluster * kRows), over(job.cols, kCols)};
+    return {job, over(job.contraction, kTileK), over(job.rows, kCluster * kTileM), over(job.cols, kTileN)};
 }
 
 // `spare`: multiprocessors that are left to others.
 template <class A, class Out, class P>
 void run(const P& p, int spare, Stream stream) {
     const BlockGemmJob& job = p.job;
-    const CUtensorMap a = tensor_map(job.a, job.rows, job.contraction, job.a_stride, kRows);
+    const CUtensorMap a = tensor_map(job.a, job.rows, job.contraction, job.a_stride, kTileM);
     const CUtensorMap b = tensor_map(job.b, job.cols, job.contraction, job.b_stride, kHalf);
     constexpr auto kKernel = &gemm_kernel<A, Out, P>;
     cudaLaunchAttribute cluster{};
@@ -428,12 +455,12 @@ void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream str
 void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const Waiting& waiting, Code a_code, Input out,
                        Stream stream) {
     DLP_CHECK_EQ(job.cols % 8, 0);
-    DLP_CHECK_EQ(from.rows % (kCluster * kRows), 0);
+    DLP_CHECK_EQ(from.rows % (kCluster * kTileM), 0);
     DLP_CHECK_EQ(from.rows * waiting.world, job.rows);
     cudaStreamCaptureStatus capturing;
     DLP_CHECK_CUDA(cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &capturing));
     if (capturing != cudaStreamCaptureStatusNone) await_mark(from.all_here, stream);
-    ArrivingProblem p{problem_of(job), from, waiting, int(from.rows / (kCluster * kRows))};
+    ArrivingProblem p{problem_of(job), from, waiting, int(from.rows / (kCluster * kTileM))};
     with_types(out, a_code, [&](auto element, auto code) {
         run<decltype(code), decltype(element)>(p, int(from.spare), stream);
     });
