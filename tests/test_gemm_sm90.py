@@ -45,3 +45,13 @@ def test_it_multiplies_blocks_by_tiles_alone():
     kernels = {pair: support(*(BlockScaling(tile=dim == 2).format for dim in pair), "sm_90").kernel for pair in pairs}
     assert kernels.pop((1, 2)) == "cublaslt fp8 blocks, large: gemm_sm90"
     assert set(kernels.values()) == {"cublaslt fp8 blocks"}
+
+
+@pytest.mark.parametrize(("rows", "waits"), [(256, True), (512, True), (0, False), (128, False), (300, False)])
+def test_rows_of_other_ranks_are_awaited_in_whole_pairs_of_tiles(rows, waits):
+    """Of none there would be a grid without blocks, which no device launches."""
+    a, b = torch.zeros(2 * rows, 256, dtype=torch.uint8).view(E4M3), torch.zeros(64, 256, dtype=torch.uint8).view(E4M3)
+    scales = torch.ones(2 * rows, 2), torch.ones(1, 4)
+    assert (gemm_sm90.while_arriving(a, b, rows, BF16, scales) is not None) == waits
+    laid = torch.ones(2, 2 * rows).t()  # as a GEMM reads them whose rows are all here
+    assert gemm_sm90.while_arriving(a, b, rows, BF16, (laid, scales[1])) is None

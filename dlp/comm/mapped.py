@@ -171,7 +171,7 @@ class Transport:
         return f"{what}, a slot of {size} bytes: rank {a} waits for rank {b}, which {awaited}{other}"
 
     def complaint(self) -> str | None:
-        """Who has waited too long for whom in an agreement, once a GPU has ended its work for it; None: nobody."""
+        """Who has waited too long for whom, in an agreement or a GEMM, once a GPU has ended its work for it; None: nobody."""
         found = next((found for slot in self.slots if (found := slot.complaint()) is not None), None)
         if found is None:
             return None

@@ -121,7 +121,7 @@ def finish(group: ProcessGroup | None) -> None:
 
 
 def complaint() -> str | None:
-    """Who has waited too long for whom in an agreement, once a GPU has ended its work for it; None: nobody."""
+    """Who has waited too long for whom, in an agreement or a GEMM, once a GPU has ended its work for it; None: nobody."""
     every = (transport for transport in _OF_GROUP.values() if transport is not None)
     return next((said for transport in every if (said := transport.complaint()) is not None), None)
 

@@ -79,7 +79,7 @@ def while_arriving(a: Tensor, b: Tensor, rows: int, out_dtype: torch.dtype, scal
     """What gives the bits of `product` of all rows while those of other ranks arrive, `rows` of each rank, one after the other
     in A; None where these are no whole pairs of tiles. `scales`: of A compact, [rows of all, blocks], of B as `product` reads
     them."""
-    if rows % PAIR[0] or scales[0].stride(1) != 1:
+    if rows == 0 or rows % PAIR[0] or scales[0].stride(1) != 1:
         return None
     return partial(_product_arriving, a, b, out_dtype, scales, bias, accumulate, options)
 
