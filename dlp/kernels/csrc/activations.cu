@@ -1,4 +1,9 @@
-// Activations, y = act(x), gates, h = act(gate) * up, and their gradients, in fp32 in the order of reference/activations.py.
+// Activations, y = act(x); gates, h = act(gate) * up; and their gradients, dx = dy * act'(x), dgate = dh * up * act'(gate),
+// dup = dh * act(gate). x, gate, up [rows, cols] of bf16 or fp32; all arithmetic in fp32, in the order of operations of
+// reference.activations (activation, activation_backward, gated, gated_backward).
+//
+// Grid: an octet a thread, 256 threads a block. Instead of storing y or h a kernel can observe max |y|, for a cast that makes
+// the elements itself (producer.cuh). Bound by memory: 4, 6 and 10 bytes an element of bf16, but for tanh and exp.
 #include "activations.cuh"
 
 namespace dlp {
@@ -6,8 +11,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// A second matrix of the shape of x, as octets at the same places.
 template <class T>
-__device__ Octets<T> beside(const Matrix& x, const void* data, int64_t stride) {
+__device__ Octets<T> same_shape(const Matrix& x, const void* data, int64_t stride) {
     return Octets<T>({data, x.rows, x.cols, stride, 0});
 }
 
@@ -17,7 +23,7 @@ __device__ void store(void* data, int64_t cols, const typename Octets<T>::Place&
     store_values(to, rounded<T>(x), at.valid, reinterpret_cast<uintptr_t>(to) % 16 == 0);
 }
 
-// The largest |x| of the elements that there are, over the block, raises what `amax` points to.
+// *amax = max(*amax, max |x|) over the block; elements outside of the matrix count as 0, though act(0) may not be 0.
 template <class T>
 __device__ void observe(float* amax, const typename Octets<T>::Place& at, Octet<float> x) {
     __shared__ uint32_t scratch[kThreads / 32];
@@ -27,22 +33,22 @@ __device__ void observe(float* amax, const typename Octets<T>::Place& at, Octet<
     Maxima<T> maxima;
     maxima.take(rounded<T>(x));
     const uint32_t bits = block_max(maxima.largest(), scratch);
-    if (threadIdx.x == 0) raise(amax, bits);
+    if (threadIdx.x == 0) atomic_max(amax, bits);
 }
 
-// y = act(x), or with dy: dx = dy * act'(x).
+// y = act(x), or dx = dy * act'(x).
 template <class T, Act kAct, bool kBackward>
 __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_constant__ ActivationJob job) {
     const Octets<T> x(job.x);
     const auto at = x.place(blockIdx.x * int64_t(kThreads) + threadIdx.x);
     const Octet<T> xs = x.load(at);
     Octet<T> dys{};
-    if (kBackward) dys = beside<T>(job.x, job.dy, job.dy_stride).load(at);
+    if (kBackward) dys = same_shape<T>(job.x, job.dy, job.dy_stride).load(at);
     Octet<float> out;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const Slope made = act<kAct>(xs[i]);
-        out.set(i, kBackward ? __fmul_rn(dys[i], made.slope) : made.value);
+        const ValueAndSlope a = act<kAct>(xs[i]);
+        out.set(i, kBackward ? __fmul_rn(dys[i], a.slope) : a.value);
     }
     if (job.out) store<T>(job.out, job.x.cols, at, out);
     else observe<T>(job.amax, at, out);
@@ -52,7 +58,7 @@ template <class T, Act kAct>
 __global__ void __launch_bounds__(kThreads) gate_kernel(const __grid_constant__ SwigluJob job) {
     const Octets<T> gate(job.gate);
     const auto at = gate.place(blockIdx.x * int64_t(kThreads) + threadIdx.x);
-    const Octet<T> gates = gate.load(at), ups = beside<T>(job.gate, job.up, job.up_stride).load(at);
+    const Octet<T> gates = gate.load(at), ups = same_shape<T>(job.gate, job.up, job.up_stride).load(at);
     Octet<float> out;
 #pragma unroll
     for (int i = 0; i < 8; ++i) out.set(i, __fmul_rn(act<kAct>(gates[i]).value, ups[i]));
@@ -65,14 +71,14 @@ template <class T, Act kAct>
 __global__ void __launch_bounds__(kThreads) gate_backward_kernel(const __grid_constant__ SwigluGradJob job) {
     const Octets<T> gate(job.gate);
     const auto at = gate.place(blockIdx.x * int64_t(kThreads) + threadIdx.x);
-    const Octet<T> gates = gate.load(at), ups = beside<T>(job.gate, job.up, job.up_stride).load(at);
-    const Octet<T> dhs = beside<T>(job.gate, job.dh, job.dh_stride).load(at);
+    const Octet<T> gates = gate.load(at), ups = same_shape<T>(job.gate, job.up, job.up_stride).load(at);
+    const Octet<T> dhs = same_shape<T>(job.gate, job.dh, job.dh_stride).load(at);
     Octet<float> of_gate, of_up;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const Slope made = act<kAct>(gates[i]);
-        of_gate.set(i, __fmul_rn(__fmul_rn(dhs[i], ups[i]), made.slope));
-        of_up.set(i, __fmul_rn(dhs[i], made.value));
+        const ValueAndSlope a = act<kAct>(gates[i]);
+        of_gate.set(i, __fmul_rn(__fmul_rn(dhs[i], ups[i]), a.slope));
+        of_up.set(i, __fmul_rn(dhs[i], a.value));
     }
     store<T>(job.dgate, job.gate.cols, at, of_gate);
     store<T>(job.dup, job.gate.cols, at, of_up);

@@ -1,5 +1,5 @@
-// Activations and their slopes in fp32, in the order of reference/activations.py: the same in the kernels that store a result
-// and in the casts that make it on the way.
+// Activations and their derivatives in fp32, in the order of operations of reference/activations.py. Kernels that store a
+// result (activations.cu) and casts that make it on the way (producer.cuh) call the same function.
 #pragma once
 
 #include <type_traits>
@@ -8,12 +8,12 @@
 
 namespace dlp {
 
-struct Slope {
+struct ValueAndSlope {
     float value, slope;  // act(g), act'(g)
 };
 
 template <Act kAct>
-__device__ Slope act(float g) {
+__device__ ValueAndSlope act(float g) {
     if constexpr (kAct == Act::kGelu) {
         const float a = 0.7978845608028654f, b = 0.044715f, square = __fmul_rn(g, g);
         const float t = tanhf(__fmul_rn(__fadd_rn(g, __fmul_rn(__fmul_rn(square, g), b)), a));
@@ -34,17 +34,17 @@ __device__ Slope act(float g) {
 }
 
 template <Act kAct>
-using Is = std::integral_constant<Act, kAct>;
+using ActConstant = std::integral_constant<Act, kAct>;
 
-#pragma nv_exec_check_disable  // it is called with lambdas of either side
+#pragma nv_exec_check_disable  // `use` is a lambda of the host or of the device
 template <class Use>
 __host__ __device__ void with_act(Act act, Use use) {
     switch (act) {
-        case Act::kSilu: return use(Is<Act::kSilu>{});
-        case Act::kGelu: return use(Is<Act::kGelu>{});
-        case Act::kRelu: return use(Is<Act::kRelu>{});
-        case Act::kSrelu: return use(Is<Act::kSrelu>{});
-        case Act::kSigmoid: return use(Is<Act::kSigmoid>{});
+        case Act::kSilu: return use(ActConstant<Act::kSilu>{});
+        case Act::kGelu: return use(ActConstant<Act::kGelu>{});
+        case Act::kRelu: return use(ActConstant<Act::kRelu>{});
+        case Act::kSrelu: return use(ActConstant<Act::kSrelu>{});
+        case Act::kSigmoid: return use(ActConstant<Act::kSigmoid>{});
     }
 }
 

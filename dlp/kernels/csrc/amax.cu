@@ -1,20 +1,25 @@
-// max |x| of one matrix, or of every matrix of a table in one launch. One read, deterministic: a maximum does not depend
-// on the order it is taken in. NaN is ignored, Inf is kept.
+// amax = max |x| of one matrix, or of each matrix of a table in one launch (reference.scales.amax). NaN is ignored, Inf is
+// kept. The result does not depend on the order, so it is deterministic. Reads 2 (bf16) or 4 bytes an element and writes
+// nothing else.
 //
-// From the last chunk to the first: a cast reads the same from the first on, and finds there what the L2 cache still holds.
+// Grid: persistent blocks of 256 threads; a piece of work is a chunk of 16,384 elements, eight octets a thread, four of them
+// in flight at once. A block keeps its maximum in registers while its chunks belong to one job, and ends with at most one
+// atomic a job. The outputs are set to 0 by a small kernel in front, beside which this one begins to read (programmatic
+// dependent launch).
 //
-// A persistent grid: each block walks over chunks, keeps its maximum in registers while the chunks belong to one job, and
-// ends with at most one atomic a job. The outputs are set to 0 by a small kernel in front, beside which this one begins to
-// read. The road not taken: partial maxima in scratch memory and a last block that joins them, which needs zeroed counters
-// that outlive the call.
+// Chunks are taken from the last to the first: the cast that follows reads from the first on, and finds there what the L2 cache
+// still holds (3 % of amax and cast + transpose at 32 MB, 0.8 % at 128 MB).
+//
+// Road not taken: partial maxima in scratch memory and a last block that joins them, which needs zeroed counters that outlive
+// the call.
 #include "jobs.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOctets = kAmaxChunk / (8 * kThreads);  // a thread and chunk
-constexpr int kInFlight = 4;                          // of them at once
+constexpr int kOctets = kAmaxChunk / (8 * kThreads);  // of a chunk, a thread
+constexpr int kInFlight = 4;                          // octets
 static_assert(kOctets % kInFlight == 0, "a chunk is a whole number of batches of loads");
 
 template <class T>
@@ -36,11 +41,12 @@ __device__ void take_chunk(Maxima<T>& maxima, const Matrix& x, int64_t chunk) {
     }
 }
 
+// Joins the maxima of the block into the output of a job.
 template <class T>
-__device__ void settle(const AmaxJob& job, const Maxima<T>& maxima, uint32_t* scratch) {
+__device__ void write_maximum(const AmaxJob& job, const Maxima<T>& maxima, uint32_t* scratch) {
     const uint32_t bits = block_max(maxima.largest(), scratch);
-    wait_for_previous();  // which sets the outputs to 0
-    if (threadIdx.x == 0) raise(job.out, bits);
+    wait_for_previous();  // the kernel that sets the outputs to 0
+    if (threadIdx.x == 0) atomic_max(job.out, bits);
 }
 
 template <class T>
@@ -49,21 +55,21 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
     Maxima<T> maxima;
     const AmaxJob* last = nullptr;
     for (int64_t item = work.items - 1 - blockIdx.x; item >= 0; item -= gridDim.x) {
-        const AmaxJob* job = job_of(work, item);
+        const AmaxJob* job = find_job(work, item);
         if (last && job != last) {
-            settle(*last, maxima, scratch);
+            write_maximum(*last, maxima, scratch);
             __syncthreads();
             maxima = Maxima<T>{};
         }
         last = job;
         take_chunk(maxima, job->x, item - job->x.first);
     }
-    if (last) settle(*last, maxima, scratch);
+    if (last) write_maximum(*last, maxima, scratch);
 }
 
 }  // namespace
 
-// `out`: fp32 [out_count], what the jobs' own outputs point into; set to 0 here first.
+// `out`: fp32 [out_count], all outputs of the jobs, which are set to 0 here first.
 void amax(const Work<AmaxJob>& work, Input input, uintptr_t out, int64_t out_count, Stream stream) {
     if (work.items == 0) return set_zero(out, out_count * sizeof(float), stream);
     few_zeros(out, out_count, stream);

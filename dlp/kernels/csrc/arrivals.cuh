@@ -1,12 +1,13 @@
-// Bulk copies from global to shared memory, and the barrier that counts their bytes.
+// Bulk copies (cp.async.bulk) from global to shared memory, and the mbarrier that counts their bytes. 8 bytes of shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace dlp {
 
-// One thread calls `init`, before a barrier of the block; an `expect` of one thread and the copies of so many bytes by any
-// are followed by one `wait` of every thread, before the next `expect`.
+// One thread calls `init`, then a barrier of the block. For each phase: one thread calls `expect` with the bytes of the
+// phase, any threads issue copies of so many bytes together, and every thread that reads them calls `wait` once, before the
+// next `expect`.
 class Arrivals {
    public:
     __device__ explicit Arrivals(uint8_t* bytes) : address_(shared_address(bytes)) {}
@@ -17,7 +18,7 @@ class Arrivals {
     __device__ void expect(uint32_t count) const {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_), "r"(count) : "memory");
     }
-    // Both addresses and the count are multiples of 16.
+    // Both addresses and `count`, in bytes, are multiples of 16.
     __device__ void copy(uint8_t* to, const void* from, uint32_t count) const {
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                          shared_address(to)), "l"(from), "r"(count), "r"(address_)

@@ -1,5 +1,8 @@
-// The Python module: pointers and sizes as integers, jobs as tuples of 64-bit words (see kernels.h). No torch header is
-// included, so this builds in seconds and does not depend on the version of torch.
+// The Python module `dlp_kernels`: pointers and sizes come as integers, jobs as tuples of 64-bit words (kernels.h). No torch
+// header is included, so it compiles in seconds and does not depend on the version of torch.
+//
+// `bind` makes a function of the module. `bind_step` also registers it by name as a step that a captured program may run
+// (steps.h); such functions take their jobs as `Words<Job>`, which know which of their words are addresses.
 #include <cstring>
 
 #include <pybind11/pybind11.h>
@@ -12,8 +15,8 @@
 namespace dlp {
 namespace {
 
-// A launch waits where the device's queue is full, as it is when a peer is gone. Other threads, like the one that then ends
-// the process, must go on.
+// A launch blocks while the device's queue is full, as it is when a peer has died. Other threads must run meanwhile, such as
+// the one that then ends the process, so launches release the GIL.
 using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
 
 template <class Kernel>
@@ -21,18 +24,18 @@ void bind(pybind11::module_& m, const char* name, Kernel kernel) {
     m.def(name, kernel, Unlocked());
 }
 
-// A kernel that programs may run, too.
+// A function that captured programs can also run as a step.
 template <class Kernel>
 void bind_step(pybind11::module_& m, const char* name, Kernel kernel) {
     bind(m, name, kernel);
     step_makers()[name] = step_maker(kernel, &Kernel::operator());
 }
 
-// The same of a job that no program runs.
+// The words of a job of a function that is no step (a step takes Words<Job>, steps.h).
 template <class Job>
 using Row = std::array<int64_t, sizeof(Job) / sizeof(int64_t)>;
 
-// The arguments every kernel over jobs starts with: one job, or the address of a table and its length.
+// The arguments with which every kernel over jobs starts: one job, or the address of a table of `count` jobs.
 template <class Job>
 Work<Job> make_work(const Row<Job>& one, uintptr_t many, int64_t count, int64_t items) {
     static_assert(sizeof(Job) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<Job>, "a job is a row of words");
@@ -80,7 +83,7 @@ void bind_blocks(pybind11::module_& m) {
     });
 }
 
-Draw make_draw(const DrawWords& words) {
+PhiloxState make_philox(const PhiloxWords& words) {
     return {reinterpret_cast<const int64_t*>(words[0]), words[1], words[2], words[3],
             uint32_t(words[4]), uint32_t(words[5]), uint32_t(words[6])};
 }
@@ -109,9 +112,9 @@ void bind_nvfp4(pybind11::module_& m) {
         amax_rht(make_work<RhtAmaxJob>(one, 0, 1, items), input_of(wide), stream);
     });
     bind_step(m, "cast_nvfp4_1d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool rht,
-                              const DrawWords& draw, const DrawWords& draw_t, const Words<Source>& source, Stream stream) {
+                              const PhiloxWords& philox, const PhiloxWords& philox_t, const Words<Source>& source, Stream stream) {
         const Work<Nvfp4Job> work = make_work<Nvfp4Job>(one, many, count, items);
-        cast_nvfp4_1d(work, input_of(wide), rht, make_draw(draw), make_draw(draw_t), make_source(source), stream);
+        cast_nvfp4_1d(work, input_of(wide), rht, make_philox(philox), make_philox(philox_t), make_source(source), stream);
     });
     bind_step(m, "cast_nvfp4_2d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
                               Stream stream) {
@@ -210,7 +213,7 @@ void bind_small(pybind11::module_& m) {
     bind_step(m, "set_zero", [](uintptr_t at, int64_t bytes, Stream stream) { set_zero(at, bytes, stream); });
 }
 
-// The fields of GemmProblem, in their order.
+// The fields of GemmProblem, in order.
 using ProblemWords = std::array<int64_t, 20>;
 
 GemmProblem make_problem(const ProblemWords& words) {
@@ -225,7 +228,7 @@ void run_gemm(GemmPlan& plan, uintptr_t a, uintptr_t b, uintptr_t d, uintptr_t a
     plan.run({at(a), at(b), at(d), at(a_scale), at(b_scale), at(bias), at(alpha), at(beta)}, at(workspace), stream);
 }
 
-// A run of a GEMM plan, which it keeps alive.
+// A step that runs a GEMM plan. It keeps the plan alive.
 class GemmStep final : public Step {
 public:
     explicit GemmStep(const pybind11::tuple& arguments) : plan_(arguments[0]), run_(plan_.cast<GemmPlan*>()) {
@@ -246,8 +249,8 @@ private:
     std::array<uintptr_t, 9> addresses_{};
 };
 
-// A step is (name of a kernel, its arguments, lane) or ("gemm", (plan, its addresses), lane), without the stream; memory is
-// (address, bytes, base, offset).
+// A recorded step is (function, its arguments without the stream, stream or 0), or ("gemm", (plan, its nine addresses),
+// stream or 0); a piece of memory is (address, bytes, base, offset), see Program::Memory.
 std::unique_ptr<Program> make_program(const std::vector<std::tuple<std::string, pybind11::tuple, uintptr_t>>& recorded,
                                       const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, uintptr_t>>& memory,
                                       size_t bases) {
@@ -258,7 +261,7 @@ std::unique_ptr<Program> make_program(const std::vector<std::tuple<std::string, 
     return std::make_unique<Program>(std::move(steps), pieces, bases);
 }
 
-// Addresses of slots are plain numbers: they are no memory of a call, and stay as they are.
+// Slots are mapped once and stay where they are, so their addresses are int64_t: a program does not exchange them.
 void bind_transport(pybind11::module_& m) {
     m.attr("SLOT_HEADER") = kSlotHeader;
     m.attr("SLOT_RANKS") = kSlotRanks;
@@ -344,10 +347,10 @@ PYBIND11_MODULE(dlp_kernels, m) {
         .def("run", &run_gemm, Unlocked());
     bind_program(m);
     bind_transport(m);
-    bind_step(m, "pack_fp8_wire", [](const WireWords& words, float least, bool wide, Stream stream) {
+    bind_step(m, "pack_fp8_wire", [](const WireWords& words, float min_amax, bool wide, Stream stream) {
         WireMatrix job{};
         std::memcpy(&job, words.data(), sizeof(words));
-        job.least = least;
+        job.min_amax = min_amax;
         pack_fp8_wire(job, input_of(wide), stream);
     });
     bind_step(m, "sum_fp8_wire", [](const Words<WireSum>& words, bool wide, Stream stream) {

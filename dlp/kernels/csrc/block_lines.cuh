@@ -1,8 +1,12 @@
-// FP8 with a scale every 128 elements of the contraction, both orientations of a tile that lies in registers: the 128 rows and
-// the 128 columns of a tile are 256 blocks, one a thread.
+// FP8 with an fp32 scale every 128 elements of the contraction, in both orientations, of a tile that lies in registers: the 128
+// rows and the 128 columns of a tile are 256 blocks, one a thread.
 //
-// The amaxes meet in shared memory, thread t makes the scale of row t or column t - 128, and every thread reads back the
-// eight of its rows and the eight of its columns. A division a block, not one a thread that needs its result.
+//   1. amaxes of rows (by shuffles) and of columns (by warps) to shared memory
+//   2. thread t makes the scale of row t, or of column t - 128, and stores its inverse
+//   3. each thread reads back the eight scales of its patch's rows and the eight of its columns, and encodes
+//
+// So there is one division a block. With scales made where they are needed, 16 threads would make each of them.
+// Shared memory: BlockLines, 5,632 bytes.
 #pragma once
 
 #include "block_scales.cuh"
@@ -17,13 +21,14 @@ struct BlockLines {
     alignas(16) float scale[2 * kTile];  // rows, then columns
 };
 
+// Puts the maxima of this thread's patch, joined with its neighbours', into shared memory.
 template <class T>
 __device__ void post_maxima(const Octet<T> (&patch)[kPatch], BlockLines& shared) {
     using Rows = RowMaxima<T, kAcross>;
     Maxima<T> columns;
     uint32_t word[Rows::kWords];
 #pragma unroll
-    for (int i = 0; i < Rows::kWords; ++i) {  // together, so that magnitudes need not be kept
+    for (int i = 0; i < Rows::kWords; ++i) {  // rows and columns in one loop, so that magnitudes need not stay in registers
         word[i] = PatchRows<T>::word(patch, i);
 #pragma unroll
         for (int row = i * Rows::kRows; row < (i + 1) * Rows::kRows; ++row) columns.take(patch[row]);
@@ -34,7 +39,7 @@ __device__ void post_maxima(const Octet<T> (&patch)[kPatch], BlockLines& shared)
     post_columns(columns, shared.column_max);
 }
 
-// The amax of row t or column t - 128 of the tile.
+// Thread t: the amax of row t or of column t - 128 of the tile.
 __device__ inline float posted_amax(const BlockLines& shared) {
     if (threadIdx.x < kTile) return __uint_as_float(shared.row_max[threadIdx.x]);
     uint32_t bits = 0;
@@ -43,23 +48,24 @@ __device__ inline float posted_amax(const BlockLines& shared) {
     return __uint_as_float(bits);
 }
 
+// Thread t stores the scale_inv of row t or of column t - 128.
 template <class T>
 __device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool gemm_layout) {
     const int64_t row_blocks = (tile.rows() + kTile - 1) / kTile, column_blocks = (tile.cols() + kTile - 1) / kTile;
     if (threadIdx.x < kTile) {
         const BlockScales to{static_cast<float*>(tile.job->scale), tile.rows(), column_blocks, gemm_layout};
-        if (to.to) to.store_row(tile.row() + threadIdx.x, tile.across, scale_inv);
+        if (to.to) to.store_row(tile.row() + threadIdx.x, tile.tile_col, scale_inv);
     } else {
         const BlockScales to{static_cast<float*>(tile.job->scale_t), tile.cols(), row_blocks, gemm_layout};
-        if (to.to) to.store_row(tile.col() + threadIdx.x - kTile, tile.down, scale_inv);
+        if (to.to) to.store_row(tile.col() + threadIdx.x - kTile, tile.tile_row, scale_inv);
     }
 }
 
-// Writes what the job of the tile wants. Contains barriers; between two calls lies another.
+// Stores codes and scales of the orientations that the job wants. Contains barriers; the caller puts another between two calls.
 template <class F8, class T>
 __device__ void cast_block_lines(const Octet<T> (&patch)[kPatch], const Tile<T, BlockJob>& tile, const ScaleRule& rule,
                                  bool gemm_layout, ColumnWriter& columns, BlockLines& shared) {
-    tell_not_finite(patch, *tile.job);
+    flag_not_finite(patch, *tile.job);
     post_maxima(patch, shared);
     __syncthreads();
     const float scale = scale_from_amax(posted_amax(shared), rule);

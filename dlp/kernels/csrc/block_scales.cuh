@@ -1,13 +1,18 @@
-// Where the fp32 scales of 128-element blocks are stored: compact, as they travel, or as the GEMM reads them.
+// Where the fp32 scales of 128-element blocks are stored: compact, as they travel, or as cuBLASLt's GEMM reads them
+// (reference.layout.block_1d_layout and block_2d_layout).
 #pragma once
 
 #include "fp8.cuh"
 
 namespace dlp {
 
-// The scales of one operand: `lines` rows or row tiles by `blocks` along the contraction. Compact is [lines, blocks].
-// VEC128_32F (one row a line) wants [blocks, pad4(lines)], BLK128x128_32F (a tile a line) [lines, pad4(blocks)]: in both
-// the dimension that ends in memory is filled up to a multiple of 4, with zeros.
+// The scales of one operand: `lines` (rows, or rows of tiles) by `blocks` along the contraction.
+//
+//   compact                               [lines, blocks]
+//   VEC128_32F      1x128 blocks          [blocks, pad4(lines)]
+//   BLK128x128_32F  128x128 blocks        [lines, pad4(blocks)]
+//
+// pad4: filled up to a multiple of 4, with zeros.
 struct BlockScales {
     float* to;
     int64_t lines, blocks;
@@ -18,7 +23,7 @@ struct BlockScales {
         if (gemm_layout && line < pitch)
             to[block * pitch + line] = line < lines ? scale_inv : 0.0f;
         else if (line < lines)
-            store_lasting(to + line * pitch + block, __float_as_uint(scale_inv));
+            store_evict_last(to + line * pitch + block, __float_as_uint(scale_inv));
     }
     __device__ void store_tile(int64_t line, int64_t block, float scale_inv) const {
         const int64_t pitch = gemm_layout ? pad4(blocks) : blocks;

@@ -1,5 +1,9 @@
-// FP8 with a scale a 128x128 tile, both orientations in one read: they hold the same codes, and the scales of the second
-// are the transpose of the first's.
+// FP8 with an fp32 scale every 128x128 tile, for weights (DeepSeek-V3, arXiv 2412.19437), both orientations in one read. They
+// hold the same codes, and the scales of the second are the transpose of the first's. Equals reference.fp8.cast_fp8_block
+// with a block of (128, 128). Any rows and cols: missing elements count as 0.
+//
+// Grid: a tile a block of 256 threads (tile.cuh); one scale a block, whose amax is joined through eight words of shared memory.
+// Bound by memory: 4 bytes an element of bf16, 6 of fp32; 0.91 and 0.94 of a copy on an H200.
 #include "block_scales.cuh"
 #include "transpose.cuh"
 
@@ -7,9 +11,9 @@ namespace dlp {
 namespace {
 
 template <class T>
-constexpr size_t kShared = Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
+constexpr size_t kShared = TileLoader<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
 
-// The amax of the tile, known to all threads. Contains one barrier.
+// The amax of the tile, in all threads. Contains one barrier.
 template <class T>
 __device__ float tile_amax(const Octet<T> (&patch)[kPatch], uint32_t* scratch) {
     Maxima<T> maxima;
@@ -30,21 +34,21 @@ __device__ void store_scale(const Tile<T, BlockJob>& tile, float scale_inv, bool
     const int64_t down = (tile.rows() + kTile - 1) / kTile, across = (tile.cols() + kTile - 1) / kTile;
     const BlockScales scales{static_cast<float*>(tile.job->scale), down, across, gemm_layout};
     const BlockScales scales_t{static_cast<float*>(tile.job->scale_t), across, down, gemm_layout};
-    if (scales.to) scales.store_tile(tile.down, tile.across, scale_inv);
-    if (scales_t.to) scales_t.store_tile(tile.across, tile.down, scale_inv);
+    if (scales.to) scales.store_tile(tile.tile_row, tile.tile_col, scale_inv);
+    if (scales_t.to) scales_t.store_tile(tile.tile_col, tile.tile_row, scale_inv);
 }
 
 template <class T, class F8>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T>)
     cast_block_2d_kernel(const __grid_constant__ Work<BlockJob> work, const ScaleRule rule, const bool gemm_layout) {
-    Incoming<T, BlockJob> incoming(shared_memory());
-    ColumnWriter columns(shared_memory() + Incoming<T, BlockJob>::kBytes);
-    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Incoming<T, BlockJob>::kBytes + ColumnWriter::kBytes);
+    TileLoader<T, BlockJob> loader(shared_memory());
+    ColumnWriter columns(shared_memory() + TileLoader<T, BlockJob>::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + TileLoader<T, BlockJob>::kBytes + ColumnWriter::kBytes);
 
-    const auto tile = incoming.start(work, blockIdx.x);
+    const auto tile = loader.start(work, blockIdx.x);
     Octet<T> patch[kPatch];
-    incoming.finish(tile, patch);
-    tell_not_finite(patch, *tile.job);
+    loader.finish(tile, patch);
+    flag_not_finite(patch, *tile.job);
     const float scale = scale_from_amax(tile_amax(patch, scratch), rule);
     if (threadIdx.x == 0) store_scale(tile, __frcp_rn(scale), gemm_layout);
     uint2 codes[kPatch];

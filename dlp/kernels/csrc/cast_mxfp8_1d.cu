@@ -1,8 +1,20 @@
-// MXFP8 with a scale every 32 elements of the contraction, both orientations in one read.
+// MXFP8 (OCP MX v1.0; scales by the rule of arXiv 2506.08027): an E8M0 scale every 32 elements of the contraction, both
+// orientations in one read.
 //
-// A block along a row lies in four lanes, one along a column in two lanes of each of two warps: amaxes of rows are joined by
-// shuffles, those of columns through shared memory. Of a tile's 1024 scales a thread makes two of rows and two of columns,
-// and reads back the eight of its rows and the eight of its columns.
+//   x [rows, cols] -> codes [rows, cols], bytes [rows, cols / 32]
+//              x.T -> codes_t [cols, rows], bytes_t [cols, rows / 32]
+//   b = e8m0(amax_block / max),   q = enc(fl(x * 2^(127 - b)))
+//
+// Equals reference.mx.cast_mxfp8 with a block of (1, 32).
+//
+// Grid: a 128x128 tile a block of 256 threads (tile.cuh). A block of 32 along a row lies in four neighbouring lanes, whose
+// amaxes are joined by shuffles. One along a column lies in two lanes of each of two warps, joined through shared memory. A
+// tile has 1024 scales: a thread makes two of rows and two of columns, and reads back the eight of its rows and the eight of
+// its columns. (Made by each thread that needs them, 16 a thread, an fp32 cast took 121 us instead of 111; docs/log.md.)
+//
+// Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552), transposed codes 16,384, maxima and multipliers 8,192, scale
+// bytes 1,024. Bound by memory: 4 (6) bytes an element and 1/16 for scales; 0.90 of a copy with blocks first, 0.845 compact
+// (H200, bf16).
 #include "e8m0.cuh"
 #include "line_maxima.cuh"
 #include "scale_bytes.cuh"
@@ -11,19 +23,19 @@
 namespace dlp {
 namespace {
 
-constexpr int kPatches = 32 / kPatch;  // that a block spans
+constexpr int kPatches = 32 / kPatch;  // of a block of 32
 constexpr int kBlocksAcross = kTile / 32;
 using ScaleOut = ScaleBytes<kBlocksAcross>;
 
 struct Shared {
     alignas(16) ColumnMaxima column_max;
-    alignas(16) float row_scale[kBlocksAcross][kTile];  // by block along the line, and line
+    alignas(16) float row_scale[kBlocksAcross][kTile];  // multipliers 2^(127 - b)
     alignas(16) float column_scale[kBlocksAcross][kTile];
 };
 
 template <class T, Producer kProducer>
 constexpr size_t kShared =
-    Incoming<T, BlockJob, kProducer>::kBytes + ColumnWriter::kBytes + sizeof(Shared) + ScaleOut::kBytes;
+    TileLoader<T, BlockJob, kProducer>::kBytes + ColumnWriter::kBytes + sizeof(Shared) + ScaleOut::kBytes;
 
 template <class F8, bool kFloor, class T, class M>
 __device__ void make_row_scales(const Octet<T> (&patch)[kPatch], Shared& shared, ScaleOut& out) {
@@ -56,22 +68,22 @@ __device__ void make_column_scales(Shared& shared, ScaleOut& out) {
 }
 
 template <class T, class F8, Producer kProducer, bool kFloor>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
     cast_mxfp8_1d_kernel(const __grid_constant__ Work<BlockJob> work, const __grid_constant__ Source source,
                          const bool blocks_first) {
     using M = std::conditional_t<kFloor, NanMagnitude<T>, Magnitude<T>>;
-    using Input = Incoming<T, BlockJob, kProducer>;
-    Input incoming(shared_memory(), source);
-    uint8_t* bytes = shared_memory() + Input::kBytes;
+    using Loader = TileLoader<T, BlockJob, kProducer>;
+    Loader loader(shared_memory(), source);
+    uint8_t* bytes = shared_memory() + Loader::kBytes;
     ColumnWriter columns(bytes);
     Shared& shared = *reinterpret_cast<Shared*>(bytes + ColumnWriter::kBytes);
     ScaleOut out(bytes + ColumnWriter::kBytes + sizeof(Shared));
 
-    const auto tile = incoming.start(work, blockIdx.x);
+    const auto tile = loader.start(work, blockIdx.x);
     const BlockJob& job = *tile.job;
     Octet<T> patch[kPatch];
-    incoming.finish(tile, patch);
-    tell_not_finite(patch, job);
+    loader.finish(tile, patch);
+    flag_not_finite(patch, job);
     if (job.codes) make_row_scales<F8, kFloor, T, M>(patch, shared, out);
     if (job.codes_t) {
         Maxima<T, M> maxima;
@@ -91,12 +103,13 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
     if (!job.codes_t) return;
     put_columns<F8>(patch, Scales(shared.column_scale[patch_row() / kPatches] + kPatch * patch_column()), columns);
     __syncthreads();
-    columns.write(job.codes_t, tile);  // last, since it takes the longest
+    columns.write(job.codes_t, tile);  // last, since it takes longest
 }
 
 }  // namespace
 
-// `floor`: the rule of OCP MX for scales, instead of the one that saturates nothing. `blocks_first`: see ScaleBytes.
+// `floor`: scales by the rule of OCP MX instead of the one that saturates nothing (e8m0.cuh). `blocks_first`: see
+// scale_bytes.cuh.
 void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floor, bool blocks_first, const Source& source,
                    Stream stream) {
     if (work.items == 0) return;

@@ -1,10 +1,24 @@
-// NVFP4 with a scale every 16 elements of the contraction, both orientations in one read: rows as they are, columns
-// after the Hadamard transform where `rht` says so, rounded to nearest or by chance.
+// NVFP4 (fp4.cuh) with an E4M3 scale every 16 elements of the contraction, both orientations in one read:
 //
-// Bound by instructions, and by how many warps there are to issue them. So a thread takes one or two whole blocks at a time
-// from a strip in shared memory (strip.cuh), in 64 registers where nothing is random: a block's maximum, its scale, its
-// transform and its random bytes stay within one thread. The multipliers that go with the 127 scales of E4M3 are made once in
-// four tiles: a division a block of 16 would be a tenth of all instructions.
+//   x [rows, cols] -> codes [rows, cols / 2], scales [rows, cols / 16]
+//              x.T -> codes_t [cols, rows / 2], scales_t [cols, rows / 16]
+//
+// Rows are quantized as they are; columns after the random Hadamard transform of 16 rows if `rht`. Rounding is to nearest, or
+// stochastic with one call of Philox a block of 16. Equals reference.nvfp4.cast_nvfp4 with a block of (1, 16). rows and cols
+// are multiples of 16 (of an orientation that is written, its last dimension).
+//
+// Bound by instructions (31 an element), and by how many warps there are to issue them; bytes are 3.1 an element of bf16. So
+// a thread takes one or two whole blocks at a time from a strip in shared memory (strip.cuh), in 64 registers if nothing is
+// random: a block's maximum, scale, transform and random bytes stay within one thread. A block of threads walks over four
+// tiles, for which the multipliers of the 128 possible scales are made once: a division a block of 16 would be a tenth of all
+// instructions. On an H200, bf16, of a copy: 0.64, 0.57 with the transform, 0.41 with stochastic rounding, too.
+//
+// Shared memory, bytes of bf16 (fp32):
+//   strips             34,816 (67,584)     of the tile, eight warps
+//   Columns             8,192              transposed codes, 64 bytes a column
+//   Scales              2,048              eight scales of each row and column
+//   2 Scaling           1,056              multiplier by scale, for rows and for columns
+//   sums                4,096              only with Producer::kColumnSums
 #include "fp4.cuh"
 #include "scale_bytes.cuh"
 #include "strip.cuh"
@@ -12,24 +26,24 @@
 namespace dlp {
 namespace {
 
-constexpr int kTilesEach = 4;  // of a block
-using Columns = PieceWriter<kTile / kSixteen, 2>;
-using Scales = ScaleBytes<kTile / kSixteen>;
+constexpr int kTilesPerBlock = 4;  // that a block of threads takes
+using Columns = PieceWriter<kTile / kFp4Block, 2>;
+using Scales = ScaleBytes<kTile / kFp4Block>;
 template <class T>
-using CastStrips = Strips<T, Nvfp4Job, kTilesEach>;
+using CastStrips = Strips<T, Nvfp4Job, kTilesPerBlock>;
 
-// Blocks a multiprocessor: as many as registers, or tiles of fp32, allow.
+// Blocks a multiprocessor: shared memory limits fp32 to two; random bytes take registers, which leave three.
 template <class T, bool kStochastic>
-constexpr int kBlocks = sizeof(T) == 4 ? 2 : kStochastic ? 3 : 4;
+constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : kStochastic ? 3 : 4;
 
-// What one orientation is multiplied by, in shared memory.
+// The factors of one orientation, in shared memory.
 struct Scaling {
     static constexpr int kScales = 128;
     TensorScale tensor;
     float* flag;
-    float multiplier[kScales];  // by scale
+    float multiplier[kScales];  // by E4M3 scale, whose sign bit is 0
 
-    // Filled by kScales threads.
+    // Called by kScales threads, which fill one entry each.
     __device__ void fill(const float* amax, float* its_flag) {
         const TensorScale given(amax ? *amax : 0.0f);
         const int scale = threadIdx.x % kScales;
@@ -39,7 +53,7 @@ struct Scaling {
 };
 static_assert(2 * Scaling::kScales == kTileThreads, "both orientations are filled at once");
 
-// Sums of columns: of each strip of a tile.
+// Bytes of the sums of columns of a tile's strips.
 constexpr size_t kSums = kTileWarps * kTile * sizeof(float);
 
 template <class T, Producer kProducer>
@@ -51,21 +65,23 @@ struct Block {
     uint8_t scale;
 };
 
-// Where the random bytes of one orientation come from.
+// The random bytes of one orientation.
 struct Random {
-    Draw draw;
+    PhiloxState state;
     RoundKeys keys;
 
-    explicit Random(const Draw& draw) : draw(draw), keys(draw.seed, draw.tensor) {}
+    explicit Random(const PhiloxState& state) : state(state), keys(state.seed, state.tensor) {}
 
-    // Of the block at (line, block) of this matrix.
+    // Those of block `block` of line `line` of this matrix: the counter is its index in the unsharded matrix, so that shards
+    // draw what the whole matrix would.
     __device__ uint4 bytes(int64_t line, int64_t block) const {
-        const int64_t index = (draw.row + line) * draw.across + draw.first + block;
-        return philox(make_uint4(uint32_t(index), uint32_t(index >> 32), draw.direction, uint32_t(*draw.counter)), keys);
+        const int64_t index = (state.row + line) * state.across + state.first + block;
+        return philox(make_uint4(uint32_t(index), uint32_t(index >> 32), state.direction, uint32_t(*state.counter)), keys);
     }
 };
 
-// A maximum that keeps NaN tells, for nothing, whether a value is not finite. If one is NaN, it is taken again without.
+// A block of 16: its scale and codes. The maximum keeps NaN, so that one comparison finds values that are not finite; only
+// then is the flag set and the maximum taken again without NaN.
 template <bool kStochastic, class T>
 __device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scaling, uint4 random) {
     float amax = amax_keeping_nan(low, high);
@@ -81,8 +97,8 @@ __device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scal
     const uint8_t scale = scaling.tensor.scale(amax);
     const float multiplier = scaling.multiplier[scale];
     if constexpr (kStochastic)
-        return {make_uint2(encode_by_chance(low, multiplier, random.x, random.y),
-                           encode_by_chance(high, multiplier, random.z, random.w)), scale};
+        return {make_uint2(encode_stochastic(low, multiplier, random.x, random.y),
+                           encode_stochastic(high, multiplier, random.z, random.w)), scale};
     else
         return {make_uint2(encode_nearest(low, multiplier), encode_nearest(high, multiplier)), scale};
 }
@@ -99,15 +115,15 @@ __device__ void cast_rows(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& 
         for (int i = 0; i < 2; ++i) {
             Octet<T> low, high;
             strips.read_block(i, j, low, high);
-            const int row = kSixteen * strips.number() + strips.row(i), block = strips.block(j);
+            const int row = kFp4Block * strips.number() + strips.row(i), block = strips.block(j);
             uint4 bytes{};
-            if (kStochastic) bytes = random.bytes(tile.row() + row, tile.col() / kSixteen + block);
+            if (kStochastic) bytes = random.bytes(tile.row() + row, tile.col() / kFp4Block + block);
             const Block cast = encode_block<kStochastic>(low, high, scaling, bytes);
             scales.put_row(row, block, cast.scale);
             uint8_t* const to = codes + row * pitch + 8 * block;
             if (fast)
                 *reinterpret_cast<uint2*>(to) = cast.codes;
-            else if (tile.row() + row < tile.rows() && tile.col() + kSixteen * block < tile.cols())
+            else if (tile.row() + row < tile.rows() && tile.col() + kFp4Block * block < tile.cols())
                 store_bytes(to, cast.codes, 8);
         }
 }
@@ -117,22 +133,22 @@ __device__ void cast_columns(const CastStrips<T>& strips, const Tile<T, Nvfp4Job
                              const Random& random, Columns& columns, Scales& scales) {
 #pragma unroll 1
     for (int j = 0; j < 2; ++j) {
-        Pair<T> pair[kSixteen];
+        Pair<T> pair[kFp4Block];
         strips.read_columns(j, pair);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             std::conditional_t<kRht, Octet<__nv_bfloat16>, Octet<T>> low, high;
             if constexpr (kRht) {
-                float v[kSixteen];
+                float v[kFp4Block];
 #pragma unroll
-                for (int k = 0; k < kSixteen; ++k) v[k] = element(to_bf16(pair[k]), i);
+                for (int k = 0; k < kFp4Block; ++k) v[k] = element(to_bf16(pair[k]), i);
                 hadamard16(v, low, high);
             } else {
                 low = column_of(pair, i), high = column_of(pair + 8, i);
             }
             const int column = strips.column(j) + i, block = strips.number();
             uint4 bytes{};
-            if (kStochastic) bytes = random.bytes(tile.col() + column, tile.row() / kSixteen + block);
+            if (kStochastic) bytes = random.bytes(tile.col() + column, tile.row() / kFp4Block + block);
             const Block cast = encode_block<kStochastic>(low, high, scaling, bytes);
             columns.put(column, block, cast.codes);
             scales.put_column(column, block, cast.scale);
@@ -140,12 +156,13 @@ __device__ void cast_columns(const CastStrips<T>& strips, const Tile<T, Nvfp4Job
     }
 }
 
-// The sum of each column of a strip, in the order of producer.cuh: of eight rows in order, and of the eight below.
+// The sum of each column of a strip, in the order of producer.cuh: of the first eight rows in order, plus that of the other
+// eight.
 template <class T>
 __device__ void sum_columns(const CastStrips<T>& strips, float (*sums)[kTile]) {
 #pragma unroll 1
     for (int j = 0; j < 2; ++j) {
-        Pair<T> pair[kSixteen];
+        Pair<T> pair[kFp4Block];
         strips.read_columns(j, pair);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -159,7 +176,7 @@ __device__ void sum_columns(const CastStrips<T>& strips, float (*sums)[kTile]) {
 }
 
 template <class T, Producer kProducer, bool kRht, bool kStochastic>
-__global__ void __launch_bounds__(kTileThreads, kBlocks<T, kStochastic>)
+__global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<T, kStochastic>)
     cast_nvfp4_1d_kernel(const __grid_constant__ Work<Nvfp4Job> work, const __grid_constant__ Source source,
                          const __grid_constant__ Random random, const __grid_constant__ Random random_t) {
     constexpr bool kSummed = kProducer == Producer::kColumnSums;
@@ -167,9 +184,9 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks<T, kStochastic>)
     CastStrips<T> strips(work, bytes);
     Columns columns(bytes += CastStrips<T>::kBytes);
     Scales scales(bytes += Columns::kBytes);
-    Scaling* scaling = reinterpret_cast<Scaling*>(bytes += Scales::kBytes);  // rows, columns
+    Scaling* scaling = reinterpret_cast<Scaling*>(bytes += Scales::kBytes);  // of rows, of columns
     float(*sums)[kTile] = reinterpret_cast<float(*)[kTile]>(bytes += 2 * sizeof(Scaling));
-    const Nvfp4Job* scaled = nullptr;  // whose scaling it is
+    const Nvfp4Job* scaled = nullptr;  // the job whose factors `scaling` holds
 
     Tile<T, Nvfp4Job> tile;
     while (strips.next(tile)) {
@@ -182,7 +199,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks<T, kStochastic>)
                 scaling[1].fill(job.amax_t, job.flag);
             __syncthreads();
         }
-        if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) {
+        if (tile.tile_row == 0 && tile.tile_col == 0 && threadIdx.x == 0) {
             if (job.amax_out) *job.amax_out = *job.amax;
             if (job.amax_t_out) *job.amax_t_out = *job.amax_t;
         }
@@ -199,26 +216,26 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks<T, kStochastic>)
 }
 
 template <class T, Producer kProducer, bool kRht, bool kStochastic>
-void run(const Work<Nvfp4Job>& work, const Source& source, const Draw& draw, const Draw& draw_t, Stream stream) {
+void run(const Work<Nvfp4Job>& work, const Source& source, const PhiloxState& philox, const PhiloxState& philox_t, Stream stream) {
     constexpr auto kernel = cast_nvfp4_1d_kernel<T, kProducer, kRht, kStochastic>;
     constexpr size_t shared = kShared<T, kProducer>;
-    const Random random(draw), random_t(draw_t);
-    launch_few<kernel>(work.items, kTilesEach, kTileThreads, shared, stream, work, source, random, random_t);
+    const Random random(philox), random_t(philox_t);
+    launch_few<kernel>(work.items, kTilesPerBlock, kTileThreads, shared, stream, work, source, random, random_t);
 }
 
 }  // namespace
 
-// A counter in either draw rounds by chance, null in both to nearest.
-void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const Draw& draw, const Draw& draw_t,
+// Rounds stochastically if either state has a counter, else to nearest.
+void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const PhiloxState& philox, const PhiloxState& philox_t,
                    const Source& source, Stream stream) {
     if (work.items == 0) return;
     with_source<Producer::kColumnSums>(input, source, [&](auto element, auto producer) {
         using T = decltype(element);
-        const bool by_chance = draw.counter || draw_t.counter;
-        if (rht && by_chance) return run<T, producer, true, true>(work, source, draw, draw_t, stream);
-        if (rht) return run<T, producer, true, false>(work, source, draw, draw_t, stream);
-        if (by_chance) return run<T, producer, false, true>(work, source, draw, draw_t, stream);
-        run<T, producer, false, false>(work, source, draw, draw_t, stream);
+        const bool stochastic = philox.counter || philox_t.counter;
+        if (rht && stochastic) return run<T, producer, true, true>(work, source, philox, philox_t, stream);
+        if (rht) return run<T, producer, true, false>(work, source, philox, philox_t, stream);
+        if (stochastic) return run<T, producer, false, true>(work, source, philox, philox_t, stream);
+        run<T, producer, false, false>(work, source, philox, philox_t, stream);
     });
 }
 

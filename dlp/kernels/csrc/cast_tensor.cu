@@ -1,14 +1,17 @@
-// Per-tensor FP8 cast in one orientation: q = enc(fl(x * scale)), the scale made from an amax on the device or given.
+// Per-tensor FP8 cast in one orientation: q = enc(fl(x * scale)), with the scale made from an amax on the device (current
+// scaling) or given (delayed scaling). x [rows, cols] -> codes [rows, cols], scale_inv []. With `staging` max |x| is taken in
+// the same read. Equals reference.fp8.cast_fp8_tensor.
 //
-// A block takes one chunk and ends, which keeps more loads in flight than a persistent grid and needs no tail. Loads have
-// 16 bytes and stores 8, both adjacent over the lanes. With `staging` the amax of x is taken in the same read.
+// Grid: a block of 256 threads takes one chunk of 1024 octets and ends: this keeps more loads in flight than a persistent
+// grid and needs no tail. Loads have 16 bytes and stores 8, both adjacent over the lanes. Bound by memory: 3 bytes an element
+// of bf16, 5 of fp32; 0.92 and 0.96 of a copy on an H200.
 #include "fp8.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOctets = 4;  // a thread
+constexpr int kOctets = 4;  // of a thread
 constexpr int64_t kChunk = kThreads * kOctets;
 
 template <class T, class F8>
@@ -31,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) cast_tensor_kernel(TensorJob job, Sc
     Finite<T> finite;
 #pragma unroll
     for (int i = 0; i < kOctets; ++i) finite.take(octet[i]);
-    finite.tell(job.flag);
+    finite.report(job.flag);
 
     const float scale = scale_of(job, source, rule);
     const bool aligned = codes_aligned(job.codes, octets.rows, octets.cols);
@@ -48,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) cast_tensor_kernel(TensorJob job, Sc
 #pragma unroll
         for (int i = 0; i < kOctets; ++i) maxima.take(octet[i]);
         const uint32_t bits = block_max(maxima.largest(), reinterpret_cast<uint32_t*>(shared_memory()));
-        if (threadIdx.x == 0) raise(job.staging, bits);
+        if (threadIdx.x == 0) atomic_max(job.staging, bits);
     }
 }
 

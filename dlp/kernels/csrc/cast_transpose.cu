@@ -1,37 +1,42 @@
-// Per-tensor FP8 cast and its transpose in one read, for one matrix or all of a table: q = enc(fl(x * scale)).
+// Per-tensor FP8 cast and its transpose in one read, of one matrix or each matrix of a table: q = enc(fl(x * scale)), x
+// [rows, cols] -> codes [rows, cols], codes_t [cols, rows], scale_inv []. Equals reference.fp8.cast_fp8_tensor and its
+// transpose.
 //
-// Both orientations hold the same codes, so a patch is encoded once and its bytes are transposed in registers. With
-// `staging` (delayed scaling) the amax of x is taken in the same read. Either orientation may be left out: a table of
-// weights whose transposes nobody wants is still one launch.
+// Both orientations hold the same codes, so a patch is encoded once and its bytes are transposed in registers
+// (transpose.cuh). With `staging` (delayed scaling) max |x| is taken in the same read. Either orientation may be left out: a
+// table of weights some of which need no transpose is still one launch.
+//
+// Grid: a 128x128 tile a block of 256 threads (tile.cuh), 49,184 bytes of shared memory for bf16 (81,968 for fp32). Bound by
+// memory: 4 bytes an element of bf16, 6 of fp32; 0.91 and 0.95 of a copy on an H200.
 #include "transpose.cuh"
 
 namespace dlp {
 namespace {
 
 template <class T, Producer kProducer>
-constexpr size_t kShared = Incoming<T, TensorJob, kProducer>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
+constexpr size_t kShared = TileLoader<T, TensorJob, kProducer>::kBytes + ColumnWriter::kBytes + kTileWarps * sizeof(uint32_t);
 
 template <class T, class F8, Producer kProducer, bool kObserve>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kProducer>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
     cast_transpose_kernel(const __grid_constant__ Work<TensorJob> work, const __grid_constant__ Source source,
                           const ScaleRule rule) {
-    using Input = Incoming<T, TensorJob, kProducer>;
-    Input incoming(shared_memory(), source);
-    ColumnWriter columns(shared_memory() + Input::kBytes);
-    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Input::kBytes + ColumnWriter::kBytes);
+    using Loader = TileLoader<T, TensorJob, kProducer>;
+    Loader loader(shared_memory(), source);
+    ColumnWriter columns(shared_memory() + Loader::kBytes);
+    uint32_t* scratch = reinterpret_cast<uint32_t*>(shared_memory() + Loader::kBytes + ColumnWriter::kBytes);
 
-    const auto tile = incoming.start(work, blockIdx.x);
+    const auto tile = loader.start(work, blockIdx.x);
     const TensorJob& job = *tile.job;
     const float scale = scale_of(job, scale_source(job), rule);
-    if (tile.down == 0 && tile.across == 0 && threadIdx.x == 0) *job.scale_inv = __frcp_rn(scale);
+    if (tile.tile_row == 0 && tile.tile_col == 0 && threadIdx.x == 0) *job.scale_inv = __frcp_rn(scale);
     Octet<T> patch[kPatch];
-    incoming.finish(tile, patch);
+    loader.finish(tile, patch);
     cast_by_scale<F8, kObserve>(job, tile, patch, scale, columns, scratch);
 }
 
 }  // namespace
 
-// `observe`: every job has `staging`.
+// `observe`: all jobs have `staging`; else none has.
 void cast_transpose(const Work<TensorJob>& work, Input input, Code code, const ScaleRule& rule, bool observe,
                     const Source& source, Stream stream) {
     if (work.items == 0) return;

@@ -1,4 +1,4 @@
-// Checks that print both values. A failed one throws, and arrives in Python as a RuntimeError.
+// Checks that print both values. A failed one throws std::runtime_error, which arrives in Python as a RuntimeError.
 #pragma once
 
 #include <sstream>

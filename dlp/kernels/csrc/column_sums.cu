@@ -1,15 +1,20 @@
-// Sums of columns in fp32 in a fixed order: of each tile of 128 rows (producer.cuh takes them in a cast's own read), then
-// of the tiles, or of whatever parts there are: every 32nd in order, then those 32 by halves.
+// Sums of columns in fp32 in a fixed order, for gradients of biases and norms. Two kernels:
+//
+//   tile_sums   x [rows, cols] -> [ceil(rows / 128), cols], a sum for each tile of 128 rows (reference.producers.tile_sums).
+//               producer.cuh does the same in the own read of a cast.
+//   sum_parts   parts [count, cols] -> [cols]: every 32nd part in order, then those 32 sums by halves
+//               (reference.producers.sum_parts).
+//               A block has 32 warps and takes 32 columns: warp g adds parts g, g + 32, ..., four in flight.
 #include "tile.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kGroups = 32;
-constexpr int kInFlight = 4;  // parts
+constexpr int kInFlight = 4;  // parts that a thread loads at once
 
 template <class T>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T>)
     tile_sums_kernel(const __grid_constant__ Work<MatrixJob> work, const __grid_constant__ Source source) {
     Tiles<T, MatrixJob, Producer::kColumnSums> tiles(work, shared_memory(), source);
     Tile<T, MatrixJob> tile;

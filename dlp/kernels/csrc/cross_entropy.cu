@@ -1,7 +1,15 @@
-// The loss of a vocabulary that may be cut over ranks: log(sum(exp(x))) of each row and the logit of its target in one
-// read, and the gradient, (softmax - one at the target) * weight, in one read and one write (the derivative of Goodfellow et
-// al., Deep Learning, 6.2.2.3). Exponentials are those of the device, so results lie within a bound of float64; the order of
-// all sums is fixed, so they do not change from run to run.
+// The cross entropy of logits x [rows, cols], whose cols may be a rank's part of the vocabulary. Two kernels, one read each:
+//
+//   log_sum_exp        log_sum[row] = log(sum(exp(x))),   picked[row] = x[row, target], or 0 if the target is no column here
+//   softmax_gradient   dx = (exp(x - log_sum) - one_hot(target)) * weight[row]     (Goodfellow et al., Deep Learning, 6.2.2.3)
+//
+// Logits are read as they are and never stored in fp32. log_sum_exp takes a row a block of 256 threads, four octets a thread
+// in flight, and keeps a running maximum and sum in each thread (Milakov and Gimelshein, arXiv 1805.02867). softmax_gradient
+// takes a chunk of 8192 columns of a row a block. 2 and 4 bytes an element of bf16; the first is bound by expf (0.53 of a
+// copy), the second by memory (0.92).
+//
+// Exponentials are the device's, so results lie within a bound of reference.loss; the order of all sums is fixed, so that
+// they do not change from run to run.
 #include <limits>
 
 #include "elements.cuh"
@@ -14,12 +22,12 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kAhead = 4;  // octets that a thread loads at once
 constexpr int64_t kChunk = 8 * kThreads * kAhead;
 
-// sum(exp(x - largest)) over some elements; where `largest` is not finite, sum(exp(x)).
+// The largest of some elements, and sum(exp(x - largest)); if `largest` is infinite, sum(exp(x)), so that no Inf - Inf arises.
 struct Partial {
     float largest, sum;
 
     static __device__ float finite(float largest) { return fabsf(largest) == kInfinity ? 0.0f : largest; }
-    // What `sum` is to be multiplied by, if `largest` becomes `other`.
+    // The factor for `sum` when `largest` becomes `other`.
     __device__ float factor(float other) const { return largest == other ? 1.0f : expf(largest - finite(other)); }
 
     template <class T>
@@ -41,9 +49,9 @@ struct Partial {
     __device__ float log_sum() const { return __fadd_rn(finite(largest), logf(sum)); }
 };
 
-// Elements beyond `valid` as those that add nothing.
+// Elements from `valid` on become -Inf, which adds nothing.
 template <class T>
-__device__ Octet<float> only(const Octet<T>& x, int64_t valid) {
+__device__ Octet<float> mask_tail(const Octet<T>& x, int64_t valid) {
     Octet<float> out;
 #pragma unroll
     for (int i = 0; i < 8; ++i) out.set(i, i < valid ? x[i] : -kInfinity);
@@ -72,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) log_sum_exp_kernel(const __grid_cons
             if (valid >= 8)
                 partial.take(x[i]);
             else if (valid > 0)
-                partial.take(only(x[i], valid));
+                partial.take(mask_tail(x[i], valid));
         }
     }
 #pragma unroll

@@ -12,7 +12,7 @@
 namespace dlp {
 namespace {
 
-// What cublasLt.h and library_types.h declare, as far as it is used here. These numbers are ABI and do not change.
+// Declarations of cublasLt.h and library_types.h that are used here. The numbers are ABI and do not change.
 using Status = int;
 using Handle = void*;
 using Opaque = void*;
@@ -87,10 +87,10 @@ Handle handle_of(int device) {
     return handle;
 }
 
-// The layout of a matrix [lines, along] whose lines are `stride` apart; flipped: whose columns are.
-Opaque make_layout(int type, int64_t lines, int64_t along, int64_t stride, bool flipped) {
+// The layout of a matrix [lines, along] whose lines are `stride` apart; `col_major`: whose columns are.
+Opaque make_layout(int type, int64_t lines, int64_t along, int64_t stride, bool col_major) {
     Opaque layout = nullptr;
-    LT(MatrixLayoutCreate, &layout, type, flipped ? lines : along, flipped ? along : lines, stride);
+    LT(MatrixLayoutCreate, &layout, type, col_major ? lines : along, col_major ? along : lines, stride);
     return layout;
 }
 
@@ -98,14 +98,14 @@ Opaque make_layout(int type, int64_t lines, int64_t along, int64_t stride, bool 
 
 void open_cublaslt(const std::vector<std::string>& names) {
     if (library.Create != nullptr) return;
-    std::string said;
+    std::string errors;
     void* opened = nullptr;
     for (const auto& name : names) {
         opened = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (opened != nullptr) break;
-        said += std::string("\n  ") + dlerror();
+        errors += std::string("\n  ") + dlerror();
     }
-    if (opened == nullptr) throw std::runtime_error("GEMMs need cuBLASLt, a part of CUDA that torch brings:" + said);
+    if (opened == nullptr) throw std::runtime_error("GEMMs need cuBLASLt, a part of CUDA that torch brings:" + errors);
     Library found{};
     const auto find = [&](auto& function, const char* name) {
         void* symbol = dlsym(opened, (std::string("cublasLt") + name).c_str());
@@ -150,12 +150,12 @@ struct GemmPlan::State {
 
 void GemmPlan::State::describe(const GemmProblem& problem) {
     LT(MatmulDescCreate, &desc, problem.tf32 ? kComputeTf32 : kComputeFp32, kTypeFp32);
-    set(desc, kTransA, problem.b_flipped ? kOpN : kOpT);
-    set(desc, kTransB, problem.a_flipped ? kOpT : kOpN);
+    set(desc, kTransA, problem.b_col_major ? kOpN : kOpT);
+    set(desc, kTransB, problem.a_col_major ? kOpT : kOpN);
     if (problem.fast_accumulation) set(desc, kFastAccumulation, int8_t{1});
     if (problem.sms > 0) set(desc, kSmCountTarget, problem.sms);
-    // Scale modes other than a scalar, and scales and bias at all, are told by attributes: the pointers come with a run,
-    // but the heuristics want to see that there will be one.
+    // Scales and bias are attributes of the descriptor. Their pointers are set by each run, but the heuristics must see now
+    // that there will be some, hence a placeholder.
     const void* placeholder = reinterpret_cast<const void*>(uintptr_t{256});
     scaled_a = problem.b_scale >= 0, scaled_b = problem.a_scale >= 0;
     if (scaled_a) set(desc, kScalePointerA, placeholder);
@@ -171,8 +171,8 @@ void GemmPlan::State::describe(const GemmProblem& problem) {
     device_alpha = problem.device_alpha != 0;
     if (device_alpha) set(desc, kPointerMode, kPointersOnDevice);
     beta = problem.accumulate ? 1.0f : 0.0f;
-    a = make_layout(problem.b_type, problem.cols, problem.contraction, problem.b_stride, problem.b_flipped);
-    b = make_layout(problem.a_type, problem.rows, problem.contraction, problem.a_stride, problem.a_flipped);
+    a = make_layout(problem.b_type, problem.cols, problem.contraction, problem.b_stride, problem.b_col_major);
+    b = make_layout(problem.a_type, problem.rows, problem.contraction, problem.a_stride, problem.a_col_major);
     d = make_layout(problem.d_type, problem.rows, problem.cols, problem.d_stride, false);
 }
 

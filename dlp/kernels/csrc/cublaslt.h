@@ -1,7 +1,7 @@
 // GEMMs by cuBLASLt, as plans: descriptors and an algorithm, made once for a problem and run many times.
 //
-// cuBLASLt's header is part of a 400 MB package that a machine with nvcc need not have. The library itself is: torch has
-// loaded it. So it is opened by name, and the few types and numbers that plans need are declared in cublaslt.cpp.
+// cuBLASLt's header is part of a 400 MB package that a machine with nvcc need not have, while the library itself is there:
+// torch has loaded it. So it is opened by name, and the few types and constants that plans need are declared in cublaslt.cpp.
 #pragma once
 
 #include <cstdint>
@@ -12,26 +12,26 @@
 namespace dlp {
 
 // One GEMM, D = A @ B.T with A [rows, contraction], B [cols, contraction] and D [rows, cols]. Types are cudaDataType,
-// strides are elements between rows, or between columns where `*_flipped` says that rows are adjacent instead.
+// strides are elements between rows, or between columns if `*_col_major` is 1: then elements of a column are adjacent.
 struct GemmProblem {
     int32_t a_type, b_type, d_type;
-    int32_t bias_type;              // of a vector [cols] added to D; -1: none
+    int32_t bias_type;              // of a vector [cols] that is added to D; -1: none
     int64_t rows, cols, contraction;
     int64_t a_stride, b_stride, d_stride;
-    int32_t a_flipped, b_flipped;
+    int32_t a_col_major, b_col_major;
     int32_t a_scale, b_scale;       // cublasLtMatmulMatrixScale_t; -1: not scaled
     int32_t accumulate;             // D += instead of D =
     int32_t device_alpha;           // D is multiplied by a factor in device memory
-    int32_t fast_accumulation, tf32;
-    int32_t sms;                    // multiprocessors to use; 0: all
-    int32_t alignment;              // bytes, of all pointers
+    int32_t fast_accumulation, tf32;  // of FP8; of fp32 operands
+    int32_t sms;                    // multiprocessors that it may use; 0: all
+    int32_t alignment;              // of all pointers, in bytes
 };
 
 struct GemmPointers {
     const void *a, *b;
     void* d;
     const void *a_scale, *b_scale, *bias;
-    const void *alpha, *beta;       // fp32 in device memory, where the problem has device_alpha
+    const void *alpha, *beta;       // fp32 in device memory, if the problem has device_alpha
 };
 
 // Opens the first of `names` that there is. Throws, saying what the loader said of each, if there is none.

@@ -1,8 +1,14 @@
-// One step of delayed scaling for all slots of a model in one launch: this step's amaxes enter the histories, and the
-// scales follow from them. The rule is `delayed_update` of the reference.
+// One step of delayed scaling for all slots of a model in one launch: the amaxes of this step enter the histories, and the
+// scales follow from them. Equals reference.scales.delayed_update; the rule is Transformer Engine's
+// (common/recipe/delayed_scaling.cu).
 //
-// A block takes 32 slots, a lane each, and its warps share the rows of their history: a warp moves its rows up by one, all
-// but the last of which lie in its own hands.
+//   last = reduced != 0 ? reduced : history[0];   nothing but staging = 0 happens if last == 0
+//   window = history[1], ..., history[L - 1], last;   history = 0, window[1], ..., window[L - 1]
+//   amax = max(window), or last;   scale = min(fl(target / amax), FLT_MAX) if amax is finite and > 0, else as it was
+//
+// history [L, slots], rows of slots adjacent. A block of 32 warps takes 32 slots, a lane each; its warps share the L rows,
+// and each moves its rows up by one. All but the last of its new rows come from its own; that one it reads before the others
+// write.
 #include <cfloat>
 
 #include "jobs.cuh"
@@ -12,9 +18,10 @@ namespace dlp {
 namespace {
 
 constexpr int kSlots = 32, kWarps = 32;
-constexpr int kInFlight = 8;  // rows
+constexpr int kInFlight = 8;  // rows that a thread loads at once
 
-// Rows [begin, end) of one slot become the rows after them, the last one `next`; their largest is returned.
+// Of one slot: for i in [begin, end) row i takes the value of row i + 1, the last one `next`, if `used`. Returns the largest
+// of the values before.
 __device__ float roll(float* row, int64_t begin, int64_t end, int64_t pitch, float next, bool used) {
     float largest = 0.0f;
     for (int64_t at = begin; at < end; at += kInFlight) {
@@ -33,7 +40,7 @@ __device__ float roll(float* row, int64_t begin, int64_t end, int64_t pitch, flo
 
 __global__ void __launch_bounds__(kSlots* kWarps) delayed_update_kernel(const __grid_constant__ Work<DelayedJob> work) {
     __shared__ float largest[kWarps][kSlots];
-    const DelayedJob& job = *job_of(work, blockIdx.x);
+    const DelayedJob& job = *find_job(work, blockIdx.x);
     const int warp = threadIdx.x / kSlots;
     const int64_t slot = (blockIdx.x - job.x.first) * kSlots + threadIdx.x % kSlots;
     const int64_t length = job.x.rows, slots = job.x.cols;
@@ -47,7 +54,7 @@ __global__ void __launch_bounds__(kSlots* kWarps) delayed_update_kernel(const __
         last = job.reduced[slot] != 0.0f ? job.reduced[slot] : *history;
         next = end < length ? history[end * slots] : last;
     }
-    __syncthreads();  // every warp has read what its neighbour overwrites
+    __syncthreads();  // every warp has read the row behind its last, which its neighbour overwrites
     const bool used = last != 0.0f;
     largest[warp][threadIdx.x % kSlots] = mine ? roll(history, begin, end, slots, next, used) : 0.0f;
     __syncthreads();
@@ -64,7 +71,7 @@ __global__ void __launch_bounds__(kSlots* kWarps) delayed_update_kernel(const __
 
 }  // namespace
 
-// Pieces of work: 32 slots of one job.
+// A piece of work is 32 slots of one job.
 void delayed_update(const Work<DelayedJob>& work, Stream stream) {
     if (work.items) launch<delayed_update_kernel>(work.items, kSlots * kWarps, 0, stream, work);
 }

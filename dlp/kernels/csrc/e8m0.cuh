@@ -1,4 +1,5 @@
-// MXFP8's scales: a byte b means 2^(b - 127).
+// The scales of MXFP8 (OCP Microscaling Formats v1.0): a byte b means 2^(b - 127), 0xFF is NaN; there is neither zero nor sign.
+// Equals reference.mx.
 #pragma once
 
 #include "fp8.cuh"
@@ -7,11 +8,13 @@ namespace dlp {
 
 template <class F8>
 constexpr float kFp8Largest = std::is_same_v<F8, E4m3> ? 448.0f : 57344.0f;
+// emax of OCP MX: the exponent of the largest binade.
 template <class F8>
 constexpr uint32_t kLargestExponent = std::is_same_v<F8, E4m3> ? 8 : 15;
 
-// "ceil" is the least power of two that saturates nothing; "floor" the rule of OCP MX, where Inf and NaN give 0xFF.
-// `bits`: of the amax.
+// The scale of a block from the bits of its amax (fp32 >= 0).
+//   ceil    the least power of two not below fl(amax * fl(1/max)): no element saturates; capped at 0xFE
+//   floor   floor(log2(amax)) - emax, the rule of OCP MX v1.0; elements may saturate; Inf and NaN give 0xFF
 template <class F8, bool kFloor>
 __device__ uint32_t e8m0_from_amax(uint32_t bits) {
     if (kFloor) {
@@ -19,7 +22,7 @@ __device__ uint32_t e8m0_from_amax(uint32_t bits) {
         return exponent == 0xFF ? 0xFF : max(exponent, kLargestExponent<F8>) - kLargestExponent<F8>;
     }
     const uint32_t v = __float_as_uint(__fmul_rn(__uint_as_float(bits), 1.0f / kFp8Largest<F8>));
-    const uint32_t exponent = v >> 23, exact = exponent ? 0 : 0x400000;  // a denormal reaches 2^-127 with half its mantissa
+    const uint32_t exponent = v >> 23, exact = exponent ? 0 : 0x400000;  // denormals up to 2^-127, byte 0
     return min(exponent + ((v & 0x7FFFFF) > exact), 0xFEu);
 }
 

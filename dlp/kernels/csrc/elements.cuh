@@ -1,14 +1,20 @@
-// Arithmetic of RMSNorm and SwiGLU on eight elements, in fp32, rounded once: the same in the kernels that store a result
-// and in the casts that make it on the way, so that both give the same bits.
+// RMSNorm and SwiGLU of an octet (eight elements), and loads and stores of octets beside a tile. All arithmetic is fp32,
+// rounded once to the type of the matrix. Kernels that store a result and casts that make it on the way (producer.cuh) call
+// the same functions, so both give the same bits.
 //
-// RMSNorm is IEEE arithmetic in a fixed order and equals its reference on every device. The exponential of SwiGLU does
-// not: there a device agrees with itself, and with the reference within a bound.
+//   normed         y = x * rstd * weight                                       reference.producers.rms_norm
+//   gated          h = gate * s(gate) * up,   s(g) = 1 / (1 + exp(-g))         reference.producers.swiglu
+//   to_gradients   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s     reference.producers.swiglu_backward
+//
+// RMSNorm is IEEE arithmetic in a fixed order and equals its reference bit for bit. SwiGLU does not: `expf` and the approximate
+// reciprocal are the device's own, so its results equal themselves on one device, and the reference within a bound.
 #pragma once
 
 #include "octet.cuh"
 
 namespace dlp {
 
+// fp32 -> T, to nearest even.
 template <class T>
 __device__ Octet<T> rounded(const Octet<float>& x) {
     if constexpr (std::is_same_v<T, float>) {
@@ -32,19 +38,19 @@ __device__ Octet<float> widened(const Octet<T>& x) {
     return out;
 }
 
-// Elements `first` to `first` + 7 of a vector, fp32 if `wide`, else bf16, as fp32. `valid` are read, the rest is 0. They
-// are read again and again, so they may stay in the caches.
+// Elements `first` to `first` + 7 of a vector as fp32; it is of fp32 if `wide`, else of bf16. min(valid, 8) are loaded, the
+// rest is 0. Weights and rstd are read by many blocks, so the loads may stay in the caches.
 template <class T>
-__device__ Octet<float> load_kept(const T* from, int64_t valid) {
+__device__ Octet<float> load_cached(const T* from, int64_t valid) {
     if (valid < 8 || reinterpret_cast<uintptr_t>(from) % 16) return widened(load_octet(from, valid, false));
     return widened(load_octet<true>(from));
 }
-__device__ inline Octet<float> load_kept(const void* vector, bool wide, int64_t first, int64_t valid) {
-    if (wide) return load_kept(static_cast<const float*>(vector) + first, valid);
-    return load_kept(static_cast<const __nv_bfloat16*>(vector) + first, valid);
+__device__ inline Octet<float> load_cached(const void* vector, bool wide, int64_t first, int64_t valid) {
+    if (wide) return load_cached(static_cast<const float*>(vector) + first, valid);
+    return load_cached(static_cast<const __nv_bfloat16*>(vector) + first, valid);
 }
 
-// Writes up to `valid` elements. `aligned`: `to` is a multiple of 16 bytes.
+// Stores min(valid, 8) elements. `aligned`: `to` is a multiple of 16 bytes.
 template <class T>
 __device__ void store_values(T* to, const Octet<T>& x, int64_t valid, bool aligned) {
     if (aligned && valid >= 8) {
@@ -57,14 +63,14 @@ __device__ void store_values(T* to, const Octet<T>& x, int64_t valid, bool align
         if (i < valid) to[i] = T(x[i]);
 }
 
-// The octet at a column of a row of a contiguous matrix.
+// Stores an octet at a row and column of a contiguous matrix [.., cols] of any alignment.
 template <class T>
 __device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols, const Octet<T>& x) {
     T* to = static_cast<T*>(matrix) + row * cols + column;
     store_values(to, x, cols - column, reinterpret_cast<uintptr_t>(to) % 16 == 0);
 }
 
-// Writes eight elements to a multiple of 16 bytes.
+// Stores eight elements at a multiple of 16 bytes.
 template <class T>
 __device__ void store_octet(T* to, const Octet<T>& x) {
 #pragma unroll
@@ -79,7 +85,8 @@ __device__ Octet<T> normed(const Octet<T>& x, float rstd, const Octet<float>& we
     return rounded<T>(y);
 }
 
-// 1 / (1 + exp(-x)), to about two units in the last place; 0 where that is subnormal.
+// 1 / (1 + exp(-x)), to about two units in the last place; 0 where that would be subnormal. expf is not exact, so an exact
+// division would not make it so.
 __device__ inline float sigmoid(float x) {
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(1.0f, expf(-x))));
@@ -94,7 +101,7 @@ __device__ Octet<T> gated(const Octet<T>& gate, const Octet<T>& up) {
     return rounded<T>(h);
 }
 
-// Gate and up become their gradients. With s = sigmoid(gate):   dup = dh * gate * s,   dgate = dh * up * s * (1 + gate * (1 - s)).
+// Replaces gate by dgate and up by dup.
 template <class T>
 __device__ void to_gradients(Octet<T>& gate, Octet<T>& up, const Octet<T>& dh) {
     Octet<float> of_gate, of_up;

@@ -1,7 +1,17 @@
-// E2M1: eight values to eight codes, to nearest or by chance; the two-level scales of NVFP4; the Hadamard transform.
+// NVFP4 (arXiv 2509.25149): E2M1 codes, an E4M3 scale for every 16 elements, an fp32 amax for the tensor; and the random
+// Hadamard transform of its wgrad operands. Equals reference.fp4 and reference.nvfp4 bit for bit: the order of every product
+// is part of the format.
 //
-// No conversion unit of sm_90a knows E2M1, so codes are made by additions to nearest, and from halves by chance. The order of
-// every product is part of the format.
+//   S_enc = min(fl(2688 / amax), FLT_MAX), 1 where amax is 0, Inf or NaN      2688 = 448 * 6
+//   s8    = e4m3(fl(amax_block * fl(S_enc * fl(1/6))))                        the stored scale
+//   e     = min(fl(1 / fl(s8 * fl(1 / S_enc))), FLT_MAX)                      the multiplier into E2M1
+//   q     = e2m1(fl(x * e))                                                   to nearest, or stochastically
+//
+// E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6: an index of 0 to 7 into this grid, and a sign in bit 3. sm_90a has no
+// instruction for it (cvt.e2m1x2 is of sm_100a), so codes are made in one of two ways:
+//
+//   encode_nearest                      the index by fp32 additions that round to the grid
+//   encode_nearest_lean, _stochastic    the index from the top bits of a half, two elements a word: fewer registers
 #pragma once
 
 #include <math_constants.h>
@@ -10,9 +20,9 @@
 
 namespace dlp {
 
-constexpr int kSixteen = 16;  // elements that share a scale
+constexpr int kFp4Block = 16;  // elements that share a scale
 
-// What scales and elements of a tensor are multiplied by.
+// The tensor-wide factors; see the top of this file for the formulas.
 struct TensorScale {
     float block;   // fl(S_enc / 6)
     float decode;  // fl(1 / S_enc)
@@ -23,32 +33,34 @@ struct TensorScale {
         block = __fmul_rn(encode, 1.0f / 6.0f);
         decode = __frcp_rn(encode);
     }
-    // The E4M3 scale of a block; a product beyond fp32 is beyond E4M3, too.
+    // The E4M3 scale of a block. The format's min(.., FLT_MAX) before it is left out: Inf saturates to 448 as well.
     __device__ uint8_t scale(float block_amax) const {
         return __nv_cvt_float_to_fp8(__fmul_rn(block_amax, block), __NV_SATFINITE, __NV_E4M3);
     }
-    // The multiplier into E2M1; FLT_MAX where the scale is 0.
+    // The multiplier into E2M1 of a block with this scale; FLT_MAX if the scale is 0.
     __device__ float multiplier(uint8_t scale) const {
         return fminf(__frcp_rn(__fmul_rn(unpack<E4m3>(scale), decode)), FLT_MAX);
     }
 };
 
-// To nearest, ties to the even code: the place of |y| on the grid 0, 0.5, 1, 1.5, 2, 3, 4, 6, with its bit of 4 flipped, in the
-// last three bits. Below 2^23 floats lie 0.5 apart, above it 1 apart, as the grid does below and above 2: so |y| + 2^23 - 2 is
-// rounded to the grid up to 4, and |y| / 2 + 2^23 beyond. The lesser of the two, and no more than the place of 6, is it.
-__device__ inline int nearest_place(float y) {
+// |y| -> its index on the grid, to nearest, ties to the even index, by the rounding of an fp32 addition. Floats are 0.5 apart
+// below 2^23 and 1 apart above it, as the grid is below and above 2. So fl(|y| + 2^23 - 2) is a grid point for |y| up to 4,
+// and fl(|y| / 2 + 2^23) beyond, where the grid is 2 apart. The lesser of the two is the right one, capped at the point of 6.
+// Its last three mantissa bits are the index with bit 2 flipped, since 2 (index 4) has mantissa 0: e.g. |y| = 0 gives
+// 2^23 - 2, mantissa ...100. Verified against the definition for all fp32 from 0 to Inf (docs/log.md).
+__device__ inline int nearest_index(float y) {
     const float fine = __fadd_rn(y, 0x1p23f - 2.0f), coarse = __fmaf_rn(y, 0.5f, 0x1p23f);
     return __vimin3_s32(__float_as_int(fine), __float_as_int(coarse), __float_as_int(0x1p23f + 3.0f));
 }
 
-// One byte of each of four words.
+// Byte kByte of each of four words, as one word.
 template <int kByte>
 __device__ uint32_t byte_of_each(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     constexpr unsigned kTwo = kByte | (kByte + 4) << 4;
     return __byte_perm(__byte_perm(a, b, kTwo), __byte_perm(c, d, kTwo), 0x5410);
 }
 
-// Bits of `a` where those of `mask` are 1, of `b` elsewhere.
+// (a & kMask) | (b & ~kMask), in one instruction.
 template <uint32_t kMask>
 __device__ uint32_t select_bits(uint32_t a, uint32_t b) {
     uint32_t c;
@@ -56,7 +68,7 @@ __device__ uint32_t select_bits(uint32_t a, uint32_t b) {
     return c;
 }
 
-// The signs of eight values where their codes have them; the other bits mean nothing.
+// The signs of eight values in bits 3, 7, ..., 31, where their codes have them; the other bits are arbitrary.
 __device__ inline uint32_t code_signs(const Octet<__nv_bfloat16>& x) {
     const uint32_t low = __byte_perm(x.word[0], x.word[1], 0x7351), high = __byte_perm(x.word[2], x.word[3], 0x7351);
     return select_bits<0x0F0F0F0Fu>(__byte_perm(low, high, 0x5410) >> 4, __byte_perm(low, high, 0x7632));
@@ -69,93 +81,96 @@ __device__ inline uint32_t code_signs(const Octet<float>& x) {
     return select_bits<0x0F0F0F0Fu>(even >> 4, byte_of_each<3>(bits[1], bits[3], bits[5], bits[7]));
 }
 
-// Eight values, none of them NaN, under one multiplier -> eight codes, the first in the lowest nibble.
+// Eight values, none of them NaN, times a multiplier -> eight codes to nearest, the first in the lowest nibble.
 template <class T>
 __device__ uint32_t encode_nearest(const Octet<T>& x, float multiplier) {
-    uint32_t place[8];
+    uint32_t index[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) place[i] = nearest_place(fabsf(__fmul_rn(x[i], multiplier)));
-    const uint32_t even = byte_of_each<0>(place[0], place[2], place[4], place[6]);
-    const uint32_t odd = byte_of_each<0>(place[1], place[3], place[5], place[7]);
+    for (int i = 0; i < 8; ++i) index[i] = nearest_index(fabsf(__fmul_rn(x[i], multiplier)));
+    const uint32_t even = byte_of_each<0>(index[0], index[2], index[4], index[6]);
+    const uint32_t odd = byte_of_each<0>(index[1], index[3], index[5], index[7]);
     return select_bits<0x77777777u>(select_bits<0x0F0F0F0Fu>(even, odd << 4) ^ 0x44444444u, code_signs(x));
 }
 
-// E2M1 is also the top of a half: in the half of y / 2^14, a sign is followed by 512 times the place of |y| on the grid, since
-// halves are denormal, evenly spaced, where the grid is. So codes are made two at a time, by integers, from halves rounded
-// toward zero: by chance, and to nearest where a kernel is short of registers. NaN becomes +6, as it should: a product that is
-// NaN has no sign, and its half loses against that of 6.
+// The second way: E2M1 is also the top of a half. The half of y / 2^14 is a sign, then 512 times the index of |y| on the grid
+// as an integer: halves are denormal, evenly spaced, up to 1 / 2^14 (y = 1), and their exponent steps as E2M1's does above.
+// E.g. y = 3: 3 / 2^14 has exponent field 2 and mantissa 0x200: 0x0A00 = 5 * 512. So codes are made two at a time by integer
+// arithmetic from halves rounded toward zero, whose last nine bits are the fraction between two grid points. This way is
+// taken for stochastic rounding, and to nearest where a kernel is short of registers. NaN becomes +6 as the format wants: a
+// product that is NaN has no sign here, and the minimum with the half of 6 returns the number.
 constexpr float kToHalf = 0x1p-14f;
-constexpr uint32_t kLargestPlace = 0x0E000E00u;  // 7, twice
+constexpr uint32_t kLargestIndex = 0x0E000E00u;  // index 7, the value 6, twice
 
-// Two values -> halves, rounded toward zero.
+// Two values -> a pair of halves, rounded toward zero.
 __device__ inline uint32_t halves(float low, float high) {
     uint32_t pair;
     asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
-// The same halves, none beyond that of 6.
+// Halves with their magnitudes capped at that of 6; signs are kept.
 __device__ inline uint32_t at_most_six(uint32_t pair) {
     uint32_t least;
-    asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(kLargestPlace));
+    asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(least) : "r"(pair), "r"(kLargestIndex));
     return least;
 }
 
-// Two values -> 512 times their places, rounded to the nearest place, ties to the even one; the last nine bits mean nothing.
-// Halves have lost what lies beyond their last bit, which decides where they seem to lie in the middle: nothing was lost iff
-// the float just below has another half.
-__device__ inline uint32_t nearest_places(float low, float high) {
+// Two values -> 512 times their indices, to nearest, ties to even; the last nine bits are arbitrary. Adding 0xFF or 0x100 to
+// the fraction carries from half of 512 on. At exactly half, a tie goes to even, but bits that the half has dropped make it
+// no tie: nothing was dropped iff the float just below rounds to another half.
+__device__ inline uint32_t nearest_indices(float low, float high) {
     constexpr float kJustBelow = 0x1.fffffep-1f;
     const uint32_t pair = halves(low, high), below = halves(__fmul_rn(low, kJustBelow), __fmul_rn(high, kJustBelow));
-    const uint32_t place = at_most_six(pair), up = (place >> 9 | ~(pair ^ below)) & 0x00010001u;
-    return place + 0x00FF00FFu + up;
+    const uint32_t index = at_most_six(pair), up = (index >> 9 | ~(pair ^ below)) & 0x00010001u;
+    return index + 0x00FF00FFu + up;
 }
 
-// Two values -> 512 times their places. With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo): away from zero
-// iff floor(256 f) + random >= 256. `random`: a byte for each half.
-__device__ inline uint32_t places_by_chance(float low, float high, uint32_t random) {
+// Two values -> 512 times their indices, stochastically. With grid neighbours lo <= |y| < hi and f = (|y| - lo) / (hi - lo):
+// away from zero iff floor(256 f) + random >= 256, the carry out of the fraction. `random`: a byte for each half.
+__device__ inline uint32_t stochastic_indices(float low, float high, uint32_t random) {
     return at_most_six(halves(low, high)) + 2 * random;
 }
 
-// The codes of elements 0, 1, 2, 3 in bytes 1 and 3, from the places of elements 0 and 2, and of 1 and 3.
-__device__ inline uint32_t pack_places(uint32_t even, uint32_t odd) {
+// Codes of elements 0 and 1 in byte 1, of 2 and 3 in byte 3, from 512 times the indices of 0 and 2 (`even`) and of 1 and 3
+// (`odd`).
+__device__ inline uint32_t pack_indices(uint32_t even, uint32_t odd) {
     const uint32_t high = (odd & 0x80008000u) | (odd << 3 & 0x70007000u);
     return high | (even >> 1 & 0x07000700u) | (even >> 4 & 0x08000800u);
 }
 
-// `encode_nearest` for any rounding: `places(low, high, i)` makes those of elements i and i + 2.
-template <class T, class Places>
-__device__ uint32_t encode_by_halves(const Octet<T>& x, float multiplier, Places places) {
+// Eight values times a multiplier -> eight codes, by the rounding of `round(low, high, i)`, which takes elements i and i + 2.
+template <class T, class Round>
+__device__ uint32_t encode_from_halves(const Octet<T>& x, float multiplier, Round round) {
     float y[8];
     if (multiplier >= 0x1p-112f) {
         multiplier = __fmul_rn(multiplier, kToHalf);
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(x[i], multiplier);
-    } else {  // would become denormal; the values that count are large then
+    } else {  // multiplier / 2^14 would be denormal: scale the values instead, which are large where the code is not 0
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(__fmul_rn(x[i], kToHalf), multiplier);
     }
-    const uint32_t low = pack_places(places(y[0], y[2], 0), places(y[1], y[3], 1));
-    const uint32_t high = pack_places(places(y[4], y[6], 4), places(y[5], y[7], 5));
+    const uint32_t low = pack_indices(round(y[0], y[2], 0), round(y[1], y[3], 1));
+    const uint32_t high = pack_indices(round(y[4], y[6], 4), round(y[5], y[7], 5));
     return __byte_perm(low, high, 0x7531);
 }
 
-// The codes of `encode_nearest`, by more instructions and fewer registers.
+// The codes of `encode_nearest` (NaN: +6), by more instructions and fewer registers.
 template <class T>
 __device__ uint32_t encode_nearest_lean(const Octet<T>& x, float multiplier) {
-    return encode_by_halves(x, multiplier, [](float low, float high, int) { return nearest_places(low, high); });
+    return encode_from_halves(x, multiplier, [](float low, float high, int) { return nearest_indices(low, high); });
 }
 
-// By chance: byte i of `random` and `random_high` is element i's.
+// Stochastic rounding (reference.fp4.encode_e2m1_stochastic): byte i % 4 of `random` (i < 4) or `random_high` is for element i.
 template <class T>
-__device__ uint32_t encode_by_chance(const Octet<T>& x, float multiplier, uint32_t random, uint32_t random_high) {
-    return encode_by_halves(x, multiplier, [=](float low, float high, int i) {
+__device__ uint32_t encode_stochastic(const Octet<T>& x, float multiplier, uint32_t random, uint32_t random_high) {
+    return encode_from_halves(x, multiplier, [=](float low, float high, int i) {
         const uint32_t four = i < 4 ? random : random_high;
-        return places_by_chance(low, high, (i % 2 ? four >> 8 : four) & 0x00FF00FFu);
+        return stochastic_indices(low, high, (i % 2 ? four >> 8 : four) & 0x00FF00FFu);
     });
 }
 
-// NaN, of which encoding knows nothing -> +Inf, whose code is its own.
+// NaN -> +Inf: `encode_nearest` takes no NaN, and both have the code of +6.
 __device__ inline void nan_to_infinity(Octet<__nv_bfloat16>& x) {
     constexpr uint32_t kInfinity = 0x7F80;
 #pragma unroll
@@ -170,7 +185,7 @@ __device__ inline void nan_to_infinity(Octet<float>& x) {
         if (isnan(x[i])) x.element[i] = CUDART_INF_F;
 }
 
-// max |x| of two values, NaN where one is; pairs of bf16 keep some sign.
+// max |x| of two values, NaN if one is NaN. Of pairs of bf16 the sign bits of the result are arbitrary.
 __device__ inline float max_keeping_nan(float a, float b) {
     float c;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(fabsf(a)), "f"(fabsf(b)));
@@ -182,7 +197,7 @@ __device__ inline uint32_t max_keeping_nan(uint32_t a, uint32_t b) {
     return c;
 }
 
-// The same of sixteen. bf16 is compared as it is, two at a time.
+// max |x| of sixteen values, NaN if one is NaN.
 __device__ inline float amax_keeping_nan(const Octet<__nv_bfloat16>& low, const Octet<__nv_bfloat16>& high) {
     uint32_t amax = max_keeping_nan(low.word[0], high.word[0]);
 #pragma unroll
@@ -196,7 +211,8 @@ __device__ inline float amax_keeping_nan(const Octet<float>& low, const Octet<fl
     return amax;
 }
 
-// The keys of the rounds of Philox4x32-10. The host makes them, so that they reach the device as operands.
+// Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). The keys of its rounds are computed by
+// the host and reach the kernel as constants.
 struct RoundKeys {
     static constexpr int kRounds = 10;
     uint32_t low[kRounds], high[kRounds];
@@ -207,7 +223,7 @@ struct RoundKeys {
     }
 };
 
-// For one block of 16 elements: 16 random bytes, byte b of word w for element 4w + b.
+// One call gives the 16 random bytes of a block of 16 elements: byte b of word w is for element 4 w + b.
 __device__ inline uint4 philox(uint4 counter, const RoundKeys& key) {
 #pragma unroll
     for (int round = 0; round < RoundKeys::kRounds; ++round) {
@@ -218,29 +234,31 @@ __device__ inline uint4 philox(uint4 counter, const RoundKeys& key) {
     return counter;
 }
 
-// (low, high) = v D H16 / 4, rounded once to bf16: D flips the signs of kRhtSigns, H16 is a butterfly of strides 1, 2, 4, 8.
+// Random Hadamard transform: (low, high) = v D H16 / 4, rounded once to bf16. D flips the signs at the bits of kRhtSigns; H16
+// is Sylvester's matrix, as an fp32 butterfly of strides 1, 2, 4, 8. The strides' order fixes the rounding
+// (reference.nvfp4.rht16).
 constexpr uint32_t kRhtSigns = 0xD7E8;
 
-__device__ inline void hadamard16(float (&v)[kSixteen], Octet<__nv_bfloat16>& low, Octet<__nv_bfloat16>& high) {
+__device__ inline void hadamard16(float (&v)[kFp4Block], Octet<__nv_bfloat16>& low, Octet<__nv_bfloat16>& high) {
 #pragma unroll
-    for (int i = 0; i < kSixteen; ++i) v[i] = kRhtSigns >> i & 1 ? -v[i] : v[i];
+    for (int i = 0; i < kFp4Block; ++i) v[i] = kRhtSigns >> i & 1 ? -v[i] : v[i];
 #pragma unroll
-    for (int stride = 1; stride < kSixteen; stride *= 2)
+    for (int stride = 1; stride < kFp4Block; stride *= 2)
 #pragma unroll
-        for (int i = 0; i < kSixteen; ++i)
+        for (int i = 0; i < kFp4Block; ++i)
             if (!(i & stride)) {
                 const float left = v[i], right = v[i + stride];
                 v[i] = __fadd_rn(left, right);
                 v[i + stride] = __fsub_rn(left, right);
             }
 #pragma unroll
-    for (int i = 0; i < kSixteen; i += 2) {
+    for (int i = 0; i < kFp4Block; i += 2) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(__fmul_rn(v[i], 0.25f), __fmul_rn(v[i + 1], 0.25f));
         (i < 8 ? low : high).word[i / 2 % 4] = reinterpret_cast<const uint32_t&>(pair);
     }
 }
 
-// The eight columns of eight rows as they enter the transform: in bf16.
+// An octet as it enters the transform: in bf16.
 __device__ inline Octet<__nv_bfloat16> to_bf16(const Octet<__nv_bfloat16>& x) { return x; }
 __device__ inline Octet<__nv_bfloat16> to_bf16(const Octet<float>& x) {
     Octet<__nv_bfloat16> out;

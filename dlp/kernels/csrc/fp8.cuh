@@ -1,7 +1,9 @@
-// From an amax to a scale, and from eight values to eight FP8 codes.
+// From an amax to a scale, and from eight values to eight FP8 codes: q = enc(fl(x * scale)), scale_inv = fl(1 / scale).
 //
-// Scale arithmetic is IEEE binary32, rounded to nearest even, denormals kept: one wrong ulp in a scale flips codes at
-// ties. Hence the explicit _rn intrinsics, which are never contracted or approximated.
+// Scale arithmetic is IEEE binary32, rounded to nearest even, denormals kept: one wrong ulp in a scale flips codes at ties.
+// Hence the _rn intrinsics, which are never contracted or approximated. reference.scales.scale_from_amax and reference.fp8
+// are the same in plain torch; the rule is that of Transformer Engine's compute_scale_from_amax
+// (common/recipe/recipe_common.cuh).
 #pragma once
 
 #include <cfloat>
@@ -20,7 +22,8 @@ __device__ inline float scale_from_amax(float amax, const ScaleRule& rule) {
     return rule.power_of_two ? __uint_as_float(__float_as_uint(scale) & 0x7F800000u) : scale;  // rounds down
 }
 
-// A job's scale in two steps: what it is made of is loaded before a kernel's other loads, and used after them.
+// The scale of a job in two steps: `scale_source` loads the amax or the scale before a kernel issues its other loads,
+// `scale_of` uses it after them, so that its latency is hidden.
 __device__ inline float scale_source(const TensorJob& job) { return job.scale ? *job.scale : *job.amax; }
 
 __device__ inline float scale_of(const TensorJob& job, float source, const ScaleRule& rule) {
@@ -30,13 +33,13 @@ __device__ inline float scale_of(const TensorJob& job, float source, const Scale
 template <class F8>
 constexpr __nv_fp8_interpretation_t kFormat = std::is_same_v<F8, E4m3> ? __NV_E4M3 : __NV_E5M2;
 
-// Two values -> two codes, the first in the low byte: nearest even, saturating, NaN -> 0x7F.
+// Two values -> two codes, the first in the low byte: to nearest even, saturating (Inf too), NaN -> 0x7F. One instruction.
 template <class F8>
 __device__ uint32_t pack2(float a, float b) {
     return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kFormat<F8>);
 }
 
-// The value of a code; those of two, the first in the low byte.
+// The value of a code; the values of two, the first in the low byte.
 template <class F8>
 __device__ float unpack(uint8_t code) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, kFormat<F8>)));
@@ -51,7 +54,7 @@ __device__ uint32_t pack4(float a, float b, float c, float d) {
     return pack2<F8>(a, b) | pack2<F8>(c, d) << 16;
 }
 
-// A row of a patch under one scale.
+// A row of a patch times a scale -> eight codes.
 template <class F8, class T>
 __device__ uint2 encode_row(const Octet<T>& x, float scale) {
     float y[8];
@@ -60,7 +63,7 @@ __device__ uint2 encode_row(const Octet<T>& x, float scale) {
     return make_uint2(pack4<F8>(y[0], y[1], y[2], y[3]), pack4<F8>(y[4], y[5], y[6], y[7]));
 }
 
-// Column `j` of a patch of eight rows under one scale.
+// Column `j` of a patch times a scale -> eight codes.
 template <class F8, class T>
 __device__ uint2 encode_column(const Octet<T> (&x)[8], int j, float scale) {
     float y[8];
@@ -69,19 +72,19 @@ __device__ uint2 encode_column(const Octet<T> (&x)[8], int j, float scale) {
     return make_uint2(pack4<F8>(y[0], y[1], y[2], y[3]), pack4<F8>(y[4], y[5], y[6], y[7]));
 }
 
-// Rows of codes [rows, cols] start at multiples of 8 bytes.
+// Whether all rows of contiguous codes [rows, cols] start at multiples of 8 bytes.
 __device__ inline bool codes_aligned(const uint8_t* codes, int64_t rows, int64_t cols) {
     return (rows <= 1 || cols % 8 == 0) && reinterpret_cast<uintptr_t>(codes) % 8 == 0;
 }
 
-// Writes up to `valid` of 8 codes, one at a time.
+// Stores min(valid, 8) of 8 codes byte by byte; none if `valid` is negative.
 __device__ inline void store_bytes(uint8_t* to, uint2 codes, int64_t valid) {
     const uint64_t bytes = uint64_t(codes.y) << 32 | codes.x;
 #pragma unroll 1
     for (int i = 0; i < min(valid, int64_t(8)); ++i) to[i] = uint8_t(bytes >> 8 * i);
 }
 
-// `aligned`: `to` is a multiple of 8 bytes.
+// Stores min(valid, 8) of 8 codes. `aligned`: `to` is a multiple of 8 bytes.
 __device__ inline void store_octet(uint8_t* to, uint2 codes, int64_t valid, bool aligned) {
     if (aligned && valid >= 8)
         *reinterpret_cast<uint2*>(to) = codes;

@@ -1,4 +1,6 @@
-// What Hopper's asynchronous units are told, in PTX: barriers that count arrivals and bytes, tensor copies, warpgroup products.
+// PTX of Hopper that CUDA C++ has no intrinsic for: mbarriers in shared memory, bulk and tensor (TMA) copies, clusters,
+// register reallocation, and WGMMA. Only gemm_sm90.cu uses it. Sections of the PTX ISA: "mbarrier", "cp.async.bulk.tensor",
+// "wgmma".
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +13,8 @@ namespace dlp {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// A barrier in shared memory; a phase ends once `arrivals` have arrived and all expected bytes.
+// An mbarrier in shared memory, by its address. A phase ends once `arrivals` threads and all expected bytes have arrived.
+// `wait` takes the parity of the phase: 0 for the first, then 1, 0, ...
 struct Barrier {
     uint32_t at;
 
@@ -25,15 +28,15 @@ struct Barrier {
             "r"(parity)
             : "memory");
     }
-    __device__ void expect(uint32_t bytes) const {  // and arrives
+    __device__ void expect(uint32_t bytes) const {  // one arrival, which expects so many bytes of copies
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
     }
-    // Once the calling lane's `copy_word`s so far have ended.
+    // Arrives when the `copy_word`s that the calling lane has issued so far have ended.
     __device__ void arrive_behind_copies() const {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
     }
-    // At the same barrier of a block of this cluster. It orders reads only: with `.release.cluster` a fence of all of the
-    // device's memory would stand before each of these.
+    // Arrives at the barrier with the same address in block `rank` of this cluster: "this block has read the stage". Only
+    // reads are ordered before it, so it has no `.release.cluster`, which costs a fence of all memory each time.
     __device__ void arrive_at(uint32_t rank) const {
         asm volatile(
             "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -42,7 +45,8 @@ struct Barrier {
     }
 };
 
-// The ring of stages that one warp fills and others empty: which is next, and the parity of its barrier's phase.
+// A position in the ring of stages that one warp fills and others empty: the stage, and the parity of its barrier's current
+// phase.
 template <int kStages>
 struct Ring {
     int stage = 0;
@@ -53,8 +57,8 @@ struct Ring {
     }
 };
 
-// One of the lanes of a converged warp. The compiler knows what elect.sync chooses to be one lane, and that copies in its branch
-// start once: for `lane == 0` it writes a loop around each copy.
+// True in one lane of a converged warp. Not `lane == 0`: of elect.sync the compiler knows that one lane takes the branch,
+// while for `lane == 0` it puts a loop around each copy in it.
 __device__ inline bool elected() {
     uint32_t chosen;
     asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
@@ -66,7 +70,7 @@ __device__ inline void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
                  "r"(bytes), "r"(done.at)
                  : "memory");
 }
-// Four bytes, by the calling lane.
+// Four bytes, asynchronously (cp.async); see Barrier::arrive_behind_copies.
 __device__ inline void copy_word(uint32_t to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
@@ -76,7 +80,8 @@ __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int x, int
         "l"(map), "r"(x), "r"(y), "r"(done.at)
         : "memory");
 }
-// To the same place in each block of the cluster whose bit is set in `blocks`; each one's barrier is told.
+// Multicast to the same address in each block of the cluster whose bit is set in `blocks`; the bytes arrive at the barrier of
+// each.
 __device__ inline void copy_tile_to(uint16_t blocks, uint32_t to, const CUtensorMap* map, int x, int y, Barrier done) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -103,18 +108,19 @@ __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Warpgroup products. Both operands lie in shared memory as lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
-// A descriptor: the address, and 1024 bytes from eight lines to the next eight. 32 bytes further along the lines are 2 more.
+// WGMMA. Both operands lie in shared memory, K-major, as lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
+// The matrix descriptor: bits 0-13 address / 16, 16-29 leading offset (1, unused with this swizzle), 32-45 stride offset / 16
+// = 64, from eight lines to the next eight, 62-63 = 1, the 128-byte swizzle. A step of 32 bytes along the lines adds 2.
 __device__ inline uint64_t descriptor(uint32_t address) { return uint64_t(0x40000040) << 32 | 1 << 16 | address >> 4; }
 
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-__device__ inline void wait_products() {  // until at most so many groups are under way
+__device__ inline void wait_products() {  // until at most kPending groups are in flight
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d = A [64, 32] @ B [96, 32].T, or d += it.
+// d (+)= A [64, 32] @ B [96, 32].T, by a warpgroup; `add`: +=. A is E4M3 or E5M2, B is E4M3.
 template <class A>
 __device__ inline void multiply(float (&d)[48], uint64_t a, uint64_t b, bool add) {
 #define DLP_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

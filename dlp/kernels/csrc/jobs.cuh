@@ -1,14 +1,14 @@
-// From a piece of work to its job: one job by value, or a table in order of `first`.
+// From a piece of work to its job: one job by value, or a table of jobs in order of `first`.
 #pragma once
 
 #include "octet.cuh"
 
 namespace dlp {
 
-// A warp searches together: its lanes look at 32 jobs at once, so that a table of a thousand takes two loads one after
-// the other. Other warps find what the first has brought to the cache.
+// The job with the largest `first` <= item. All lanes of a warp search together: they compare 32 jobs at once, so a table of
+// a thousand takes two dependent loads where a binary search takes ten. Called by converged warps.
 template <class Job>
-__device__ const Job* job_of(const Work<Job>& work, int64_t item) {
+__device__ const Job* find_job(const Work<Job>& work, int64_t item) {
     if (!work.many) return &work.one;
     const int lane = threadIdx.x % 32;
     const Job* first = work.many;

@@ -1,10 +1,16 @@
-// What the kernels are called with: plain C++, so that the bindings compile without a CUDA header.
+// The entry points of all kernels, and the structs of their arguments. Plain C++: bindings.cpp compiles without a CUDA header.
+// README.md in this folder says which file holds which kernel and how one is added.
 //
-// A job is one matrix and what shall be made of it, written as a row of 64-bit words. A call takes one job by value or a
-// table of them in device memory: the second is how all weights of a model are cast in one launch. Python writes the
-// words (dlp/kernels/cuda.py), in the order of the structs below. Null pointers say that an output is not wanted.
+// A job is one matrix and the outputs wanted of it. Each field is one 64-bit word, so that Python hands a job over as a tuple
+// of integers in the order of the fields (dlp/kernels/cuda*.py writes them). Kernels over `Work<Job>` take one job by value,
+// or a table of jobs in device memory: all weights of a model are cast in one launch. A null pointer leaves an output out.
 //
-// The `flag` of a cast, fp32 [], becomes NaN where a value that it quantizes is not finite; else it stays as it is.
+// Conventions of the comments below:
+//   [rows, cols]   rows of adjacent columns. Outputs are contiguous, inputs have a `stride` between rows, in elements.
+//   `..._t`        of the transposed matrix: columnwise copies are stored transposed, so that the contraction is the last dimension.
+//   scale          multiplies values on their way into a format; `scale_inv`, which is stored, multiplies codes on the way back.
+//   flag           fp32 []: becomes NaN if a value that the cast quantizes is not finite, else keeps its value. Null: no check.
+//   addresses      the words of a struct that are device pointers: a captured program exchanges these and no others (steps.h).
 #pragma once
 
 #include <array>
@@ -12,54 +18,54 @@
 
 namespace dlp {
 
-// Bits for those words of a job that are addresses, counted from 0; a job that begins with a matrix has 5 words of it.
+// A mask of words, counted from 0. A Matrix takes words 0 to 4, of which 0 is its address.
 template <class... Index>
 constexpr uint32_t words(Index... index) {
     return (0u | ... | (1u << index));
 }
 
 struct Matrix {
-    const void* data;         // [rows, cols] bf16 or fp32, rows `stride` elements apart, columns adjacent
+    const void* data;         // [rows, cols] of bf16, or of fp32 (codes: see CodesJob)
     int64_t rows, cols, stride;
-    int64_t first;            // the number of this job's first piece of work, counted over the table
+    int64_t first;            // number of this job's first piece of work (tile, chunk), counted over the table
 };
 
-struct AmaxJob {              // max |x| of all elements -> out []
+struct AmaxJob {              // out = max |x|
     Matrix x;
-    float* out;
+    float* out;               // []
     static constexpr uint32_t addresses = words(0, 5);
 };
 
-struct TensorJob {            // one scale for all elements
+struct TensorJob {            // FP8, one scale for the tensor
     Matrix x;
     uint8_t* codes;           // [rows, cols]
     uint8_t* codes_t;         // [cols, rows]
-    const float* amax;        // []: the scale is made from it, or
-    const float* scale;       // []: given
-    float* staging;           // []: the amax of x is maxed into it
+    const float* amax;        // []: the scale is made from it (current scaling), or
+    const float* scale;       // []: is given (delayed scaling)
+    float* staging;           // []: becomes max(staging, max |x|)
     float* scale_inv;         // []
     float* flag;
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11);
 };
 
-struct BlockJob {             // a scale every 128 or 32 elements along the contraction, or every tile
+struct BlockJob {             // FP8, a scale for every 1x128 or 128x128 block (fp32), or 1x32 or 32x32 (E8M0)
     Matrix x;
     uint8_t* codes;           // [rows, cols]
-    void* scale;              // of `codes`
+    void* scale;              // of `codes`; for the layout see BlockScales and ScaleBytes
     uint8_t* codes_t;         // [cols, rows]
     void* scale_t;            // of `codes_t`
     float* flag;
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9);
 };
 
-struct LinesJob {             // max |x| of every row and of every column, raised where they are
+struct LinesJob {             // max |x| of every row and column, by atomic max: the caller sets them to 0
     Matrix x;
     float* amax;              // [rows]
     float* amax_t;            // [cols]
     static constexpr uint32_t addresses = words(0, 5, 6);
 };
 
-struct RowwiseJob {           // one scale a row, made from its amax; `..._t`: of x transposed
+struct RowwiseJob {           // FP8, one scale a row of `codes` and of `codes_t`, made from its amax
     Matrix x;
     uint8_t* codes;           // [rows, cols]
     const float* amax;        // [rows]
@@ -71,122 +77,122 @@ struct RowwiseJob {           // one scale a row, made from its amax; `..._t`: o
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11);
 };
 
-struct RhtAmaxJob {           // max |x|, and max |x| after the Hadamard transform along the columns
+struct RhtAmaxJob {           // max |x|, and the same after the Hadamard transform of 16 rows of each column
     Matrix x;
     float* out;               // []
-    float* out_t;             // []
+    float* out_t;             // [], the word behind `out`
     static constexpr uint32_t addresses = words(0, 5, 6);
 };
 
-struct Nvfp4Job {             // E2M1 codes, two a byte, an E4M3 scale every 16 elements or 16x16 tile, an amax a tensor
+struct Nvfp4Job {             // E2M1 codes, two a byte; an E4M3 scale for every 1x16 or 16x16 block; an amax a tensor
     Matrix x;
     uint8_t* codes;           // [rows, cols / 2]
     uint8_t* scale;           // [rows, cols / 16], or [rows / 16, cols / 16]
     const float* amax;        // []
-    float* amax_out;          // []: `amax` is copied there
+    float* amax_out;          // []: becomes a copy of `amax`, stored with the codes
     uint8_t* codes_t;         // [cols, rows / 2]
-    uint8_t* scale_t;
-    const float* amax_t;
+    uint8_t* scale_t;         // [cols, rows / 16], or [cols / 16, rows / 16]
+    const float* amax_t;      // [], of x.T as it is quantized: with the transform, after it
     float* amax_t_out;
     float* flag;
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11, 12, 13);
 };
 
-struct AlphaJob {             // what the sums of an NVFP4 GEMM are multiplied by
-    const float* a_amax;      // []
+struct AlphaJob {             // alpha, by which an NVFP4 GEMM multiplies its sums
+    const float* a_amax;      // [], of the copies that are multiplied
     const float* b_amax;      // []
     float* out;               // []
     static constexpr uint32_t addresses = words(0, 1, 2);
 };
 
-struct RoundJob {             // fp32 values rounded to bf16
+struct RoundJob {             // fp32 rounded to bf16; both addresses are multiples of 16
     const float* x;           // [count]
     void* out;                // bf16 [count]
     int64_t count;
     static constexpr uint32_t addresses = words(0, 1);
 };
 
-struct Draw {                 // whose random bits one orientation takes, see reference/fp4.py
-    const int64_t* counter;   // []; null: nothing is drawn
-    int64_t row;              // of the unsharded matrix, where this one starts
-    int64_t first;            // block of 16 there, along a row
-    int64_t across;           // blocks of 16 along a row of the unsharded matrix
-    uint32_t direction, seed, tensor;
+struct PhiloxState {          // the random bits of one orientation: those of the unsharded matrix (reference/fp4.py)
+    const int64_t* counter;   // [], of microbatches; null: rounds to nearest
+    int64_t row;              // row and block of 16 of the unsharded matrix
+    int64_t first;            // at which this matrix starts
+    int64_t across;           // blocks of 16 in a row of the unsharded matrix
+    uint32_t direction, seed, tensor;  // rowwise or columnwise; the key
 };
 
-struct CodesJob {             // codes to be transposed; `data` holds bytes, or two codes a byte
-    Matrix x;                 // [rows, cols] codes
-    uint8_t* out;             // [cols, rows]
+struct CodesJob {             // codes to be transposed, a byte or half a byte each
+    Matrix x;                 // [rows, cols] codes, contiguous
+    uint8_t* out;             // [cols, rows] codes
     static constexpr uint32_t addresses = words(0, 5);
 };
 
 struct DecodeJob {            // codes * scales -> bf16
-    const uint8_t* codes;     // [rows, cols] bytes, or two codes a byte
-    const void* scale;        // [rows / block_rows, cols / block_cols], rounded up
+    const uint8_t* codes;     // [rows, cols], a byte or half a byte each
+    const void* scale;        // [ceil(rows / block_rows), ceil(cols / block_cols)], by any strides
     void* out;                // bf16 [rows, cols]
     int64_t rows, cols, block_rows, block_cols;
-    int64_t down, across;     // between scales, in elements
+    int64_t scale_row_stride, scale_col_stride;  // in scales
     static constexpr uint32_t addresses = words(0, 1, 2);
 };
 
 struct SwizzleJob {           // scale bytes for a block-scaled GEMM
-    const uint8_t* scale;     // [ceil(lines / lines_each), blocks]
-    uint32_t* out;            // tiles of 128 lines by 4 blocks
-    int64_t lines, blocks, lines_each;
-    int64_t down, across;     // between scales
+    const uint8_t* scale;     // [ceil(lines / lines_per_scale), blocks], by any strides
+    uint32_t* out;            // [ceil(lines / 128), ceil(blocks / 4), 128] words of 4 blocks
+    int64_t lines, blocks, lines_per_scale;
+    int64_t line_stride, block_stride;  // in scales
     static constexpr uint32_t addresses = words(0, 1);
 };
 
-struct DelayedJob {           // slots that have one history length and algorithm
-    Matrix x;                 // their history, fp32 [length, slots], updated in place
+struct DelayedJob {           // slots of delayed scaling with one history length and one algorithm
+    Matrix x;                 // their history, fp32 [length, slots], row 0 unused; updated in place
     float* scale;             // [slots]
-    const float* reduced;     // [slots], may be `staging`
-    const float* target;      // [slots]
+    const float* reduced;     // [slots]: the amaxes of this step, maybe over ranks; may be `staging`
+    const float* target;      // [slots]: fp8_max * 2^-margin
     float* staging;           // [slots]: set to 0
-    int64_t most_recent;
+    int64_t most_recent;      // 1: amax_compute_algo "most_recent"; 0: "max"
 };
 
-struct WireMatrix {           // packed for the wire of a sum: FP8 with a scale every 128 columns
+struct WireMatrix {           // a contribution to a reduce-scatter, to E4M3 with a scale every 128 columns
     const void* x;            // [rows, cols], contiguous
     int64_t rows, cols;
     uint8_t* codes;           // [rows, cols]
-    float* scale;             // [rows, ceil(cols / 128)]
-    float least;              // smaller amaxes count as it
+    float* scale;             // [rows, ceil(cols / 128)], scale_inv
+    float min_amax;              // a smaller amax counts as this
 };
 
-struct WireSum {              // the sum over ranks of what they packed
+struct WireSum {              // the sum of what `ranks` ranks packed
     const uint8_t* codes;     // of rank 0; [rows, cols] each
-    int64_t codes_apart;      // bytes from one rank's to the next
+    int64_t codes_stride;      // from rank to rank, in bytes
     const float* scale;
-    int64_t scales_apart;     // in scales
+    int64_t scale_stride;     // from rank to rank, in scales
     void* out;                // [rows, cols]
     int64_t ranks, rows, cols;
-    const uint8_t* own_codes; // those of rank `own`, which may lie apart from the others
+    const uint8_t* own_codes; // of rank `own`, read here and not in `codes`
     const float* own_scale;
     int64_t own;
     static constexpr uint32_t addresses = words(0, 2, 4, 8, 9);
 };
 
-// What the elements of a cast are, made from those of its matrix on the way (see producer.cuh).
-enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums, kActivation, kBeside };
+// How a cast makes its elements from those of its matrix (producer.cuh). Numbered as in dlp/kernels/cuda_producers.py.
+enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums, kActivation, kGate };
 
-// act(g): g * s(g), GELU by tanh, max(g, 0), its square, s(g) (reference/activations.py).
+// act(g): g * s(g), GELU by tanh, max(g, 0), max(g, 0)^2, s(g), with s(g) = 1 / (1 + exp(-g)) (reference/activations.py).
 enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid };
 
-struct Source {
+struct Source {               // what a producer reads beside the matrix of the job
     Producer producer;
     const float* rstd;        // kRmsNorm: [rows]
     const void* weight;       // [cols], fp32 if `wide`, else bf16
     int64_t wide;
-    const void* up;           // kSwiglu, kBeside: [rows, cols] like the matrix, which is the gate
+    const void* up;           // kSwiglu, kGate: [rows, cols] as the matrix, which is the gate
     int64_t up_stride;
-    float* sums;              // kColumnSums: [row tiles, cols], the sum of each column of a tile; kBeside: the same, or null
-    Act act;                  // kActivation: act(x); kBeside: act(x) * up, or
+    float* sums;              // kColumnSums: [row tiles, cols], the sum of each column of a tile; kGate: the same, or null
+    Act act;                  // kActivation: act(x); kGate: act(x) * up, or
     int64_t slope;            // act'(x) * up
     static constexpr uint32_t addresses = words(1, 2, 4, 6);
 };
 
-struct MatrixJob {            // a matrix that is only read
+struct MatrixJob {            // a matrix without outputs of its own (tile_sums)
     Matrix x;
     static constexpr uint32_t addresses = words(0);
 };
@@ -196,11 +202,11 @@ struct NormJob {              // RMSNorm of the rows of x
     const void* weight;       // [cols], fp32 if `wide`, else bf16
     int64_t wide;
     float* rstd;              // [rows]
-    void* y;                  // [rows, cols] as x, or
-    float* amax;              // []: max |y|, or neither
-    const void* more;         // [rows, cols] as x, rows `more_stride` apart, added to x first; null: nothing is
-    int64_t more_stride;
-    void* total;              // [rows, cols]: the sum
+    void* y;                  // [rows, cols] of the type of x; null: y is not stored
+    float* amax;              // []: max |y|, of which either this or y is wanted, or neither
+    const void* residual;     // [rows, cols], rows `residual_stride` apart, added to x first; null: none
+    int64_t residual_stride;
+    void* sum;                // [rows, cols]: x + residual, rounded
     static constexpr uint32_t addresses = words(0, 5, 7, 8, 9, 10, 12);
 };
 
@@ -212,8 +218,8 @@ struct NormGradJob {
     const void* dy;           // [rows, cols] as x, rows `dy_stride` apart
     int64_t dy_stride;
     void* dx;                 // [rows, cols] as x
-    float* dweight;           // [kNormParts, cols]: the sums over every kNormParts-th row
-    const void* add;          // [rows, cols] as x, rows `add_stride` apart, added to dx; null: nothing is
+    float* dweight;           // [min(rows, kNormParts), cols]: part b sums over rows b, b + kNormParts, ...
+    const void* add;          // [rows, cols], rows `add_stride` apart, added to dx; null: none
     int64_t add_stride;
     static constexpr uint32_t addresses = words(0, 5, 7, 8, 10, 11, 12);
 };
@@ -235,7 +241,7 @@ struct LayerNormGradJob {
     const void* dy;           // [rows, cols] as x, rows `dy_stride` apart
     int64_t dy_stride;
     void* dx;                 // [rows, cols] as x
-    float *dweight, *dbias;   // [kNormParts, cols]: the sums over every kNormParts-th row
+    float *dweight, *dbias;   // [min(rows, kNormParts), cols], parts as in NormGradJob
     static constexpr uint32_t addresses = words(0, 5, 7, 8, 9, 11, 12, 13);
 };
 
@@ -243,7 +249,7 @@ struct SwigluJob {            // h = silu(gate) * up
     Matrix gate;
     const void* up;           // rows `up_stride` apart
     int64_t up_stride;
-    void* h;                  // [rows, cols] as gate, or
+    void* h;                  // [rows, cols] of the type of gate; or, where it is null,
     float* amax;              // []: max |h|
     static constexpr uint32_t addresses = words(0, 5, 7, 8);
 };
@@ -255,47 +261,47 @@ struct SwigluGradJob {
     const void* dh;
     int64_t dh_stride;
     void* dgate;              // [rows, cols]
-    void* dup;                // or
-    float* amax;              // [2]: max |dgate|, max |dup|, or neither
+    void* dup;                // [rows, cols]; or, instead of both,
+    float* amax;              // [2]: max |dgate|, max |dup|. A job of GateGradsJob wants neither
     static constexpr uint32_t addresses = words(0, 5, 7, 9, 10, 11);
 };
 
 template <class Job>
-struct GateGradsJob {         // what is made of both gradients of a SwiGLU, which nobody stores; x of their jobs says its sizes
-    SwigluGradJob from;
-    Job of_gate, of_up;
+struct GateGradsJob {         // casts of both gradients of a SwiGLU, which are not stored: x of their jobs only gives the sizes
+    SwigluGradJob inputs;
+    Job dgate, dup;
 };
 
 struct ActivationJob {        // act(x), or with dy: dy * act'(x)
     Matrix x;
     const void* dy;           // rows `dy_stride` apart; null: forward
     int64_t dy_stride;
-    void* out;                // [rows, cols], or
+    void* out;                // [rows, cols]; or, where it is null,
     float* amax;              // []: max |out|
     static constexpr uint32_t addresses = words(0, 5, 7, 8);
 };
 
 struct LossJob {
     Matrix x;
-    const int64_t* target;    // [rows]: a column; one that is none picks nothing
+    const int64_t* target;    // [rows]: a column; if out of range, 0 is picked
     float* log_sum;           // [rows]: log(sum(exp(x)))
     float* picked;            // [rows]: x at the target, else 0
 };
 
-struct LossGradJob {          // dx = (exp(x - log_sum) - one at the target) * weight
+struct LossGradJob {          // dx = (exp(x - log_sum) - one_hot(target)) * weight
     Matrix x;
     const int64_t* target;    // [rows]
     const float* log_sum;     // [rows]
-    const float* weight;      // [rows]
+    const float* weight;      // [rows]: d(loss) / d(loss of the row)
     void* dx;                 // [rows, cols] as x
 };
 
 template <class Job>
-struct Work {
-    Job one;
-    const Job* many;          // in device memory; null: `one` is the job
-    int64_t count;            // of jobs
-    int64_t items;            // pieces of work in all jobs together
+struct Work {                 // the jobs of a launch
+    Job one;                  // used if `many` is null
+    const Job* many;          // table of jobs in device memory
+    int64_t count;            // jobs in the table
+    int64_t items;            // pieces of work (tiles, chunks) in all jobs together
 };
 
 struct BlockGemmJob {         // D = A @ B.T, contraction last; strides are elements between lines
@@ -345,23 +351,22 @@ struct AgreeJob {             // fp32 values that are not negative -> their maxi
     static constexpr uint32_t addresses = (1u << 2 * kAgreed) - 1;
 };
 
-struct ScaleRule {            // how a scale is made from an amax, see scale.cuh
-    float largest;            // of the element type
-    float epsilon;            // amaxes below it count as it
-    float overflow;           // what an infinite quotient becomes
-    int32_t power_of_two;
+struct ScaleRule {            // how a scale is made from an amax (scale_from_amax, fp8.cuh)
+    float largest;            // finite value of the element type: 448 or 57344
+    float epsilon;            // a smaller amax counts as this
+    float overflow;           // what largest / amax becomes if it is Inf
+    int32_t power_of_two;     // 1: the scale is rounded down to one
 };
 
 enum class Input : int32_t { kBf16, kFp32 };
 enum class Code : int32_t { kE4m3, kE5m2 };
-enum class Encoding : int32_t { kE4m3Fp32, kE5m2Fp32, kE4m3E8m0, kE5m2E8m0, kE2m1E4m3 };  // codes and their scales
+enum class Encoding : int32_t { kE4m3Fp32, kE5m2Fp32, kE4m3E8m0, kE5m2E8m0, kE2m1E4m3 };  // type of codes, type of scales
 
-using Stream = uintptr_t;
+using Stream = uintptr_t;               // a cudaStream_t
 
-// Elements that one piece of work covers.
-constexpr int64_t kAmaxChunk = 16384;
-constexpr int64_t kTile = 128;  // squared
-constexpr int64_t kNormParts = 512;
+constexpr int64_t kAmaxChunk = 16384;   // elements of a piece of work of `amax`
+constexpr int64_t kTile = 128;          // rows, and columns, of a piece of work of kernels over tiles
+constexpr int64_t kNormParts = 512;     // parts of the weight gradients of norms: blocks of their backward kernels
 
 void amax(const Work<AmaxJob>& work, Input input, uintptr_t out, int64_t out_count, Stream stream);
 void cast_tensor(const TensorJob& job, Input input, Code code, const ScaleRule& rule, Stream stream);
@@ -378,7 +383,7 @@ void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floo
                    Stream stream);
 void cast_mxfp8_2d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream);
 void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream);
-void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const Draw& draw, const Draw& draw_t,
+void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const PhiloxState& philox, const PhiloxState& philox_t,
                    const Source& source, Stream stream);
 void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, Stream stream);
 void transpose_bytes(const Work<CodesJob>& work, Stream stream);
@@ -386,9 +391,9 @@ void transpose_nibbles(const Work<CodesJob>& work, Stream stream);
 void decode(const DecodeJob& job, Encoding encoding, Stream stream);
 void nvfp4_alpha(const AlphaJob& job, Stream stream);
 void round_to_bf16(const RoundJob& job, Stream stream);
-void transpose_words(uintptr_t from, uintptr_t to, int64_t rows, int64_t cols, Stream stream);  // of 4 bytes each
+void transpose_words(uintptr_t from, uintptr_t to, int64_t rows, int64_t cols, Stream stream);  // words of 4 bytes
 void set_zero(uintptr_t at, int64_t bytes, Stream stream);
-// Sets a few fp32 to 0, by a kernel beside which the next one may begin (`launch`, kEarly).
+// Sets `count` fp32 to 0 by a one-block kernel that lets the next one begin at once (launch<kernel, kEarly = true>).
 void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
 void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const Waiting& waiting, Code a_code, Input out,

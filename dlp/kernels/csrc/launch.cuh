@@ -1,4 +1,9 @@
-// Launching: facts of the device, grids that fill it once, and the choice of a template by the types of a call.
+// Launching kernels: facts of the device, the size of grids, and the choice of template arguments by the types of a call.
+//
+//   launch              `blocks` blocks
+//   launch_each         a block for each piece of work, handed out by the device as blocks end
+//   launch_few          a block for every few pieces of work
+//   launch_persistent   as many blocks as are resident at once; each walks over pieces of work with a stride of the grid
 //
 // sm_90a and sm_100a agree in everything used here: 64K registers and 227 KB of shared memory a multiprocessor, 2048
 // threads, 16-byte asynchronous copies. Only sm_90a was run; sm_100a is compiled.
@@ -20,9 +25,10 @@ constexpr int kMaxDevices = 64;
 constexpr int64_t kMaxGrid = 2147483647;
 constexpr size_t kReservedShared = 1024;  // bytes the system takes from each block's share
 
-// A kernel's place on each device: how many of its blocks are resident at once. Asking costs microseconds, so it is
-// asked once. Attributes belong to a device, too: the limit of dynamic shared memory, and that as much of the L1 cache be
-// shared memory as those blocks need together.
+// How many blocks of a kernel are resident at once on the current device. Computed in the first call for a device, since the
+// query takes microseconds; that call also sets the kernel's attributes there: the limit of dynamic shared memory, and a
+// carve-out of the L1 cache as large as those blocks need together. All calls for a kernel have the same `threads` and
+// `shared_bytes`.
 template <auto kKernel>
 int resident_blocks(int threads, size_t shared_bytes) {
     static std::array<int, kMaxDevices> resident{};
@@ -44,8 +50,9 @@ int resident_blocks(int threads, size_t shared_bytes) {
     return resident[device];
 }
 
-// `kEarly`: it may begin when the kernel in front says so (`let_next_begin`), and touches nothing that this one writes before
-// `wait_for_previous`. What stood in front of that one has ended by then.
+// `kEarly`: programmatic dependent launch. The kernel may begin once the kernel in front of it has called `let_next_begin`,
+// and must call `wait_for_previous` before it touches what that kernel writes. Launches before that one have ended when it
+// begins.
 template <auto kKernel, bool kEarly = false, class... Args>
 void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     DLP_CHECK_LE(blocks, kMaxGrid);
@@ -62,21 +69,21 @@ void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, con
     DLP_CHECK_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
 }
 
-// A block for each piece of work. The device hands them out as blocks end, so that fast multiprocessors do more of them:
-// dealt out beforehand, casts waited 7 to 9 % of their time for the slowest multiprocessor of an H200.
+// A block for each piece of work. The device hands blocks out as others end, so that faster multiprocessors do more of them:
+// with a persistent grid casts waited 7 to 9 % of their time for the slowest multiprocessor of an H200.
 template <auto kKernel, class... Args>
 void launch_each(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     resident_blocks<kKernel>(threads, shared_bytes);  // sets its attributes
     launch<kKernel>(items, threads, shared_bytes, stream, args...);
 }
 
-// The same with a block for every `few` pieces, among which what it keeps at hand is made once.
+// A block for every `per_block` pieces of work, where what a block prepares (a table, a first copy) pays only over several.
 template <auto kKernel, class... Args>
-void launch_few(int64_t items, int few, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
-    launch_each<kKernel>((items + few - 1) / few, threads, shared_bytes, stream, args...);
+void launch_few(int64_t items, int per_block, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
+    launch_each<kKernel>((items + per_block - 1) / per_block, threads, shared_bytes, stream, args...);
 }
 
-// A persistent grid: as many blocks as the device holds at once, each of which walks over pieces of work.
+// A persistent grid: as many blocks as the device holds at once; block b takes pieces b, b + grid, ... (amax: from the end).
 template <auto kKernel, bool kEarly = false, class... Args>
 void launch_persistent(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     DLP_CHECK_LE(items, kMaxGrid);
@@ -108,25 +115,26 @@ void with_types(Input input, Code code, Run run) {
 }
 
 template <Producer kProducer>
-using Of = std::integral_constant<Producer, kProducer>;
+using ProducerConstant = std::integral_constant<Producer, kProducer>;
 
-// The input of a kernel that reads tiles, and which of `kProducers` makes what it casts, if any does. Producers are compiled
-// for bf16, which is what layers compute in.
+// Calls run(element, producer) for a kernel that reads tiles: with the type of the input, and the producer of the call as a
+// constant, which is kMatrix or one of `kProducers`. The latter are compiled for bf16 alone, the type that layers compute in.
 template <Producer... kProducers, class Run>
 void with_source(Input input, const Source& source, Run run) {
     const Producer producer = source.producer;
-    if (producer == Producer::kMatrix) return with_input(input, [&](auto element) { run(element, Of<Producer::kMatrix>{}); });
+    if (producer == Producer::kMatrix) return with_input(input, [&](auto element) { run(element, ProducerConstant<Producer::kMatrix>{}); });
     DLP_CHECK_EQ(int(input), int(Input::kBf16));
-    const bool known = ((producer == kProducers && (run(__nv_bfloat16{}, Of<kProducers>{}), true)) || ...);
+    const bool known = ((producer == kProducers && (run(__nv_bfloat16{}, ProducerConstant<kProducers>{}), true)) || ...);
     DLP_CHECK_EQ(known, true);
 }
 
-// The same of a cast to FP8. Activations are cast to E4M3, gradients to either.
+// The same for a cast to FP8: run(element, f8, producer). E5M2 is a format of gradients, so only producers of gradients are
+// compiled for it; those of activations are cast to E4M3.
 template <class Run>
 void with_source(Input input, Code code, const Source& source, Run run) {
     const auto of = [&](auto f8) { return [=](auto element, auto producer) { run(element, f8, producer); }; };
-    if (code == Code::kE5m2) return with_source<Producer::kColumnSums, Producer::kBeside>(input, source, of(E5m2{}));
-    with_source<Producer::kRmsNorm, Producer::kSwiglu, Producer::kColumnSums, Producer::kActivation, Producer::kBeside>(
+    if (code == Code::kE5m2) return with_source<Producer::kColumnSums, Producer::kGate>(input, source, of(E5m2{}));
+    with_source<Producer::kRmsNorm, Producer::kSwiglu, Producer::kColumnSums, Producer::kActivation, Producer::kGate>(
         input, source, of(E4m3{}));
 }
 

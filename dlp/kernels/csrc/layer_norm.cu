@@ -1,15 +1,20 @@
-// LayerNorm, y = (x - mean) * rstd * weight + bias with rstd = 1 / sqrt(mean((x - mean)^2) + eps) of each row: forward and
-// backward. Rows lie in blocks as those of RMSNorm (rms_norm.cu); results equal the reference bit for bit.
+// LayerNorm of the rows of x [rows, cols]: y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps),
+// and its gradient (Ba et al., arXiv 1607.06450). Equals reference.activations.layer_norm and layer_norm_backward bit for
+// bit.
+//
+// Grid and order of sums as in rms_norm.cu: forward takes a row a block of 128 threads, backward every 512th row
+// (kNormParts), with fp32 sums of dweight and dbias, 8 bytes a column, in dynamic shared memory: so cols is at most 28,672
+// (224 KB).
 #include "elements.cuh"
 #include "row_sum.cuh"
 
 namespace dlp {
 namespace {
 
-constexpr int kForwardBlocks = 8, kBackwardBlocks = 4;  // of a multiprocessor
+constexpr int kForwardBlocksPerSm = 8, kBackwardBlocksPerSm = 4;  // a multiprocessor
 
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, kForwardBlocks)
+__global__ void __launch_bounds__(kRowThreads, kForwardBlocksPerSm)
     layer_norm_kernel(const __grid_constant__ LayerNormJob job, const float eps) {
     __shared__ float scratch[2][kRowWarps];
     const int64_t row = blockIdx.x, cols = job.x.cols;
@@ -37,8 +42,8 @@ __global__ void __launch_bounds__(kRowThreads, kForwardBlocks)
     if (threadIdx.x == 0) job.mean[row] = mean, job.rstd[row] = rstd;
 
     for_octets([&](int64_t column, const Octet<T>& x) {
-        const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
-        const Octet<float> bias = load_kept(job.bias, job.wide, column, cols - column);
+        const Octet<float> weight = load_cached(job.weight, job.wide, column, cols - column);
+        const Octet<float> bias = load_cached(job.bias, job.wide, column, cols - column);
         Octet<float> y;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
@@ -47,12 +52,12 @@ __global__ void __launch_bounds__(kRowThreads, kForwardBlocks)
     }, x);
 }
 
-// With g = dy * weight and n = (x - mean) * rstd:   dx = (g - mean(g) - n * mean(g * n)) * rstd,   dweight = the sum of dy * n
-// and dbias that of dy over all rows. A block takes every kNormParts-th row and keeps its sums in shared memory.
+// With g = dy * weight and n = (x - mean) * rstd:
+//   dx = (g - mean(g) - n * mean(g * n)) * rstd,   dweight = sum over rows of dy * n,   dbias = sum over rows of dy
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm)
     layer_norm_backward_kernel(const __grid_constant__ LayerNormGradJob job) {
-    __shared__ float scratch[2][2][kRowWarps];  // in turn
+    __shared__ float scratch[2][2][kRowWarps];  // by turns, so that a row needs one barrier a sum
     Octet<float>* sums = reinterpret_cast<Octet<float>*>(shared_memory());
     const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
     for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) sums[i] = sums[octets + i] = Octet<float>{};
@@ -64,7 +69,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks)
         const RowOctets<T> dy = octets_of<T>(job.dy, row, job.dy_stride, cols);
         float of_g = 0.0f, of_gn = 0.0f;
         for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
-            const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+            const Octet<float> weight = load_cached(job.weight, job.wide, column, cols - column);
             float g[8], gn[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -78,7 +83,7 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks)
         const float mean_gn = __fdiv_rn(row_sum(of_gn, scratch[turn][1]), float(cols));
 
         for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
-            const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+            const Octet<float> weight = load_cached(job.weight, job.wide, column, cols - column);
             Octet<float>&of_weight = sums[column / 8], &of_bias = sums[octets + column / 8];
             Octet<float> dx;
 #pragma unroll
@@ -106,7 +111,7 @@ void layer_norm(const LayerNormJob& job, float eps, Input input, Stream stream) 
     });
 }
 
-// Writes min(rows, kNormParts) parts of dweight and dbias.
+// Stores min(rows, kNormParts) parts of dweight and of dbias; sum_parts adds them.
 void layer_norm_backward(const LayerNormGradJob& job, Input input, Stream stream) {
     if (job.x.rows == 0) return;
     const size_t shared = 2 * (size_t(job.x.cols + 7) / 8) * sizeof(Octet<float>);

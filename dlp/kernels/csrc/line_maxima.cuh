@@ -1,7 +1,13 @@
-// max |x| of the eight rows of a patch, over the patches beside it; and of its eight columns, with the patch above or below.
+// max |x| of the lines of a tile whose patches lie in registers (tile.cuh): of the eight rows of a patch, over the patches
+// beside it; and of its eight columns, over the patch above or below.
 //
-// A row lies in kLanes lanes. Joining eight rows by eight butterflies would take 8 * log2(kLanes) shuffles; here a lane
-// hands half of its rows to its partner at each step and goes on with the other half, as long as there is one.
+// A row lies in kLanes neighbouring lanes. Eight butterflies for eight rows would take 8 * log2(kLanes) shuffles, 32 for 16
+// lanes. Instead, at each step a lane hands half of its rows to its partner and goes on with the other half:
+//
+//   lanes L and L ^ 8    8 rows each  ->  rows 0 to 3 in the lower lane, 4 to 7 in the upper    4 shuffles of fp32, 2 of bf16
+//   L and L ^ 4          4            ->  2 each                                                2                   1
+//   L and L ^ 2          2            ->  1 each (bf16, two rows a word: joined)                1                   1
+//   L and L ^ 1          1            ->  joined                                                1                   1
 #pragma once
 
 #include "tile_copies.cuh"

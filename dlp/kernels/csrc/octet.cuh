@@ -1,7 +1,13 @@
-// Eight adjacent elements of a row in registers: the unit in which every kernel reads, so that a bf16 load has 16 bytes.
+// An octet: eight adjacent elements of a row in the registers of one thread. It is the unit in which every kernel reads: 16
+// bytes of bf16 (one vector load) or 32 of fp32 (two).
 //
-// Magnitudes of bf16 are compared in bf16, two at a time, which is exact and halves the instructions. NaN is ignored,
-// because every maximum starts at 0 and the instruction prefers numbers.
+//   Octet<T>       the elements; bf16 stays packed, two a 32-bit word, the even element in the low half
+//   Octets<T>      a matrix as a sequence of octets, row by row
+//   Magnitude<T>   |x| as words that are compared; Maxima<T>: running maxima of the eight columns of octets
+//   Finite<T>      whether all values taken so far are finite
+//
+// Magnitudes of bf16 are compared in bf16, two an instruction: the comparison is exact, and takes half of the instructions that
+// fp32 would. A NaN is ignored, as by fmax: a maximum starts at 0, and of a number and a NaN the instruction returns the number.
 #pragma once
 
 #include "launch.cuh"
@@ -10,8 +16,9 @@ namespace dlp {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// A word that the L2 cache gives up last: for scattered ones, whose neighbours are written by other blocks.
-__device__ inline void store_lasting(void* to, uint32_t word) {
+// Stores a word that the L2 cache evicts last: for scattered words whose neighbours in a sector are stored by other blocks.
+// A 1x128 cast with compact scales takes 153 us with it and 159 without (256 MB of bf16, H200; docs/log.md).
+__device__ inline void store_evict_last(void* to, uint32_t word) {
     asm volatile(
         "{.reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
         " st.global.L2::cache_hint.b32 [%0], %1, policy;}" ::"l"(to), "r"(word) : "memory");
@@ -24,7 +31,7 @@ template <>
 struct Octet<__nv_bfloat16> {
     static constexpr int kVectors = 1;  // 16-byte vectors
     static constexpr int kWords = 4;
-    uint32_t word[kWords];              // even elements in the low halves
+    uint32_t word[kWords];              // element 2 i in the low half of word i
 
     __device__ uint32_t& bits(int i) { return word[i]; }
     __device__ float operator[](int i) const {
@@ -32,7 +39,7 @@ struct Octet<__nv_bfloat16> {
     }
     __device__ void set(int i, __nv_bfloat16 x) {
         const uint32_t bits = __bfloat16_as_ushort(x);
-        word[i / 2] |= i & 1 ? bits << 16 : bits;  // onto zeros
+        word[i / 2] |= i & 1 ? bits << 16 : bits;  // the element must have been 0
     }
     __device__ void set_vector(int, uint4 v) { word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w; }
     __device__ uint4 vector(int) const { return make_uint4(word[0], word[1], word[2], word[3]); }
@@ -57,19 +64,20 @@ struct Octet<float> {
     }
 };
 
-// `kKept`: it is read again soon, and the L2 cache may keep it.
-template <bool kKept = false, class T>
+// Of an address that is a multiple of 16 bytes. `kCached`: the elements are read again soon, so caches may keep them; else
+// they are loaded as streaming data.
+template <bool kCached = false, class T>
 __device__ Octet<T> load_octet(const T* from) {
     Octet<T> out;
 #pragma unroll
     for (int v = 0; v < Octet<T>::kVectors; ++v) {
         const uint4* vector = reinterpret_cast<const uint4*>(from) + v;
-        out.set_vector(v, kKept ? __ldg(vector) : __ldcs(vector));
+        out.set_vector(v, kCached ? __ldg(vector) : __ldcs(vector));
     }
     return out;
 }
 
-// Reads `valid` elements, the rest is 0. `aligned`: `from` is a multiple of 16 bytes.
+// Loads min(valid, 8) elements, the rest is 0. `aligned`: `from` is a multiple of 16 bytes.
 template <class T>
 __device__ Octet<T> load_octet(const T* from, int64_t valid, bool aligned) {
     if (aligned && valid >= 8) return load_octet(from);
@@ -80,19 +88,21 @@ __device__ Octet<T> load_octet(const T* from, int64_t valid, bool aligned) {
     return out;
 }
 
+// Whether every row starts at a multiple of 16 bytes.
 template <class T>
 __host__ __device__ bool rows_aligned(const Matrix& x) {
     const bool strides = x.rows <= 1 || x.stride * int64_t(sizeof(T)) % 16 == 0;
     return strides && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
-// a / b for a, b >= 0; 64-bit division is slow, and 32 bits nearly always do.
+// a / b for a, b >= 0, in 32 bits where both fit: the 64-bit division is a subroutine.
 __device__ inline int64_t divide(int64_t a, int64_t b) {
     if ((a | b) >> 32 == 0) return uint32_t(a) / uint32_t(b);
     return a / b;
 }
 
-// A matrix as a sequence of octets, row by row; each row may end in a partial one. A contiguous matrix comes as one row.
+// A matrix as a sequence of octets, row by row; a row may end in a partial one. Python hands over a contiguous matrix as one
+// row, so that octets of a matrix whose cols are no multiple of 8 are still adjacent.
 template <class T>
 struct Octets {
     const T* data;
@@ -103,12 +113,12 @@ struct Octets {
         : data(static_cast<const T*>(x.data)), rows(x.rows), cols(x.cols), stride(x.stride), across((x.cols + 7) / 8),
           aligned(rows_aligned<T>(x)) {}
 
-    // Octets [first, first + count) are full, adjacent and aligned.
+    // Whether octets [first, first + count) are full, adjacent and aligned.
     __device__ bool adjacent(int64_t first, int64_t count) const {
         return aligned && rows == 1 && 8 * (first + count) <= cols;
     }
     struct Place {
-        int64_t row, column, valid;  // of the first element; how many elements there are
+        int64_t row, column, valid;  // row and column of its first element; elements from there to the end of the row
     };
     __device__ Place place(int64_t octet) const {
         const int64_t row = rows == 1 ? 0 : divide(octet, max(across, int64_t(1)));
@@ -120,7 +130,7 @@ struct Octets {
     }
 };
 
-// Magnitudes as words: two bf16, or one fp32.
+// Magnitudes |x| as 32-bit words: two bf16 a word, or one fp32.
 template <class T>
 struct Magnitude;
 
@@ -131,11 +141,11 @@ struct Magnitude<__nv_bfloat16> {
     static __device__ uint32_t of(const Octet<__nv_bfloat16>& x, int i) {
         return word(__habs2(reinterpret_cast<const __nv_bfloat162&>(x.word[i])));
     }
-    // The larger of each pair; a NaN loses against any number.
+    // The larger of each element; a NaN loses against any number.
     static __device__ uint32_t larger(uint32_t a, uint32_t b) {
         return word(__hmax2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b)));
     }
-    // Element `i` of a word as the bits of an fp32. That is not negative, so its bits compare like numbers.
+    // Element `i` of a word as the bits of an fp32. It is not negative, so its bits compare as integers.
     static __device__ uint32_t widen(uint32_t word, int i) { return i ? word & 0xFFFF0000u : word << 16; }
 
    private:
@@ -153,7 +163,8 @@ struct Magnitude<float> {
     static __device__ uint32_t widen(uint32_t word, int) { return word; }
 };
 
-// The same, where a NaN wins against any number: magnitudes compared by their bits.
+// The same with NaN larger than any number, by comparing magnitudes as integers: the floor rule of OCP MX gives a block with
+// a NaN the scale NaN.
 template <class T>
 struct NanMagnitude : Magnitude<T> {
     static __device__ uint32_t of(const Octet<T>& x, int i) {
@@ -175,7 +186,7 @@ struct Maxima {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) word[i] = M::larger(word[i], M::of(x, i));
     }
-    // Joins the maxima of the lane whose number differs in `bits`.
+    // Joins the maxima of lane ^ bits.
     __device__ void join(int bits) {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) word[i] = M::larger(word[i], __shfl_xor_sync(kAllLanes, word[i], bits));
@@ -189,7 +200,7 @@ struct Maxima {
     }
 };
 
-// Whether all values taken are finite: 0 * x of all, summed, is 0 or NaN.
+// Whether all values taken so far are finite: the sum of 0 * x is 0, or NaN if one of them is Inf or NaN. One FMA a word.
 template <class T>
 class Finite {
    public:
@@ -197,8 +208,8 @@ class Finite {
 #pragma unroll
         for (int i = 0; i < Octet<T>::kWords; ++i) add(sum_[i % kSums], x, i);
     }
-    // `flag`, if there is one, becomes NaN where they are not.
-    __device__ void tell(float* flag) const {
+    // Sets *flag to NaN if one was not finite. Threads race, with the same value.
+    __device__ void report(float* flag) const {
         uint32_t bits = 0;
 #pragma unroll
         for (int i = 0; i < kSums; ++i) bits |= sum_[i];
@@ -207,7 +218,7 @@ class Finite {
     static __device__ void set(float* flag) { *flag = __uint_as_float(0x7FC00000u); }
 
    private:
-    static constexpr int kSums = 2;  // do not wait for one another
+    static constexpr int kSums = 2;  // independent chains, for the latency of the FMA
 
     static __device__ void add(uint32_t& sum, const Octet<__nv_bfloat16>& x, int i) {
         const auto pair = [](uint32_t& word) -> __nv_bfloat162& { return reinterpret_cast<__nv_bfloat162&>(word); };
@@ -221,8 +232,8 @@ class Finite {
     uint32_t sum_[kSums] = {};
 };
 
-// The maximum of `bits` over the block, given to thread 0; `scratch` holds a word a warp. Contains one barrier, and
-// leaves `scratch` in use by thread 0.
+// The maximum of `bits` over the block, in thread 0. `scratch` holds a word a warp. Contains one barrier; thread 0 still reads
+// `scratch` behind it, so another must come before `scratch` is written again.
 __device__ inline uint32_t block_max(uint32_t bits, uint32_t* scratch) {
     bits = __reduce_max_sync(kAllLanes, bits);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = bits;
@@ -232,8 +243,9 @@ __device__ inline uint32_t block_max(uint32_t bits, uint32_t* scratch) {
     return bits;
 }
 
-// out = max(out, bits), where most blocks have nothing to add: looking first spares thousands of atomics on one word.
-__device__ inline void raise(float* out, uint32_t bits) {
+// *out = max(*out, bits) of floats >= 0. Most blocks have a smaller value: a plain load first saves thousands of atomics on
+// one word.
+__device__ inline void atomic_max(float* out, uint32_t bits) {
     if (bits > *reinterpret_cast<volatile uint32_t*>(out)) atomicMax(reinterpret_cast<uint32_t*>(out), bits);
 }
 

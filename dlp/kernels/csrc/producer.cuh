@@ -1,16 +1,29 @@
-// What makes the elements of a tile between memory and the cast, so that they are never stored: `Maker<T, kProducer>`.
+// Producers: what makes the elements of a tile between memory and the cast, so that they are never stored. A cast kernel is
+// compiled for each producer that it offers (`with_source`, launch.cuh).
 //
-//   begin(tile)                when the copy of a tile starts: a copy of its own
-//   take(tile)                 when the tile is wanted: what is read beside it
-//   make(taken, tile, patch)   the patch of this thread, from memory's elements to the producer's
+//   Producer      elements that are cast                        bytes read an element of bf16
+//   kMatrix       x                                             2
+//   kRmsNorm      x * rstd[row] * weight[col]                   2
+//   kSwiglu       silu(x) * up                                  4
+//   kColumnSums   x; also sums[tile row, col], for dbias        2
+//   kActivation   act(x)                                        2
+//   kGate         act(x) * up or act'(x) * up, maybe with sums  4
 //
-// One that `kFills` makes a row of the patch after the other where its copy lies, in a loop, so that what takes many
-// instructions is there once:
+// `TileProducer<T, kProducer>` has these steps; TileLoader (tile.cuh) calls them:
 //
-//   fill(tile, copies, ...)    the copy of this thread's patch, which has arrived if it is on its way
-//   made(tile, patch)          the patch has been read
+//   start(tile)                   when the copy of the tile starts: starts a copy of its own
+//   load(tile)                    before the tile is waited for: loads what is read beside it, which it returns
+//   apply(loaded, tile, patch)    the patch of this thread, from elements of memory to elements of the producer
 //
-// Elements outside of the matrix are 0 before and after.
+// A producer with `kInPlace` rewrites the patch row by row where its copy lies in shared memory. The loop over rows is not
+// unrolled, so that the code of tanh and exp is there once for each activation, not eight times.
+//
+//   apply_in_place(tile, copies)  the copy of this thread's patch, which has arrived if it was prefetched
+//   finish(tile, patch)           the patch has been read into registers
+//
+// Elements outside of the matrix are 0 before and after, since they enter amaxes of blocks and sums. Measured with fp8_block:
+// SwiGLU in the cast takes 110 us instead of 174, RMSNorm 211 instead of 283 (256 MB of bf16, bench/results/producers.md). In
+// casts to NVFP4, which are bound by instructions, both lost and are gone.
 #pragma once
 
 #include "activations.cuh"
@@ -18,7 +31,7 @@
 
 namespace dlp {
 
-// The patch of this thread, from a matrix whose rows lie `stride` apart.
+// The patch of this thread, straight from a matrix whose rows lie `stride` apart; zeros outside of it.
 template <class T, class Tile>
 __device__ void read_patch(const T* matrix, int64_t stride, bool aligned, const Tile& tile, Octet<T> (&patch)[kPatch]) {
     const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
@@ -28,82 +41,82 @@ __device__ void read_patch(const T* matrix, int64_t stride, bool aligned, const 
         patch[i] = load_octet(matrix + (row + i) * stride + col, i < rows ? cols : 0, aligned);
 }
 
-// The matrix itself; and what a producer need not say.
+// kMatrix: the elements as they are stored. Base of the others, for the steps that they leave out.
 template <class T, Producer kProducer>
-struct Maker {
+struct TileProducer {
     static constexpr size_t kBytes = 0;
-    static constexpr bool kFills = false;
-    struct Taken {};
+    static constexpr bool kInPlace = false;
+    struct Loaded {};
 
-    __device__ Maker(const Source&, uint8_t*) {}
+    __device__ TileProducer(const Source&, uint8_t*) {}
     __device__ bool aligned() const { return true; }
     template <class Tile>
-    __device__ void begin(const Tile&) const {}
+    __device__ void start(const Tile&) const {}
     template <class Tile>
-    __device__ Taken take(const Tile&) const {
+    __device__ Loaded load(const Tile&) const {
         return {};
     }
     template <class Tile>
-    __device__ void make(const Taken&, const Tile&, Octet<T> (&)[kPatch]) const {}
+    __device__ void apply(const Loaded&, const Tile&, Octet<T> (&)[kPatch]) const {}
 };
 template <class T>
-using AsItIs = Maker<T, Producer::kMatrix>;
+using StoredMatrix = TileProducer<T, Producer::kMatrix>;
 
-// Its rows normalized: x * rstd[row] * weight[col].
+// kRmsNorm: x * rstd[row] * weight[col].
 template <class T>
-struct Maker<T, Producer::kRmsNorm> : AsItIs<T> {
-    struct Taken {
-        Octet<float> rstd, weight;  // of the patch's rows, of its columns
+struct TileProducer<T, Producer::kRmsNorm> : StoredMatrix<T> {
+    struct Loaded {
+        Octet<float> rstd, weight;  // of the rows of the patch, of its columns
     };
 
-    __device__ Maker(const Source& source, uint8_t* bytes) : AsItIs<T>(source, bytes), source_(source) {}
+    __device__ TileProducer(const Source& source, uint8_t* bytes) : StoredMatrix<T>(source, bytes), source_(source) {}
     template <class Tile>
-    __device__ Taken take(const Tile& tile) const {
+    __device__ Loaded load(const Tile& tile) const {
         const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
-        return {load_kept(source_.rstd, true, row, tile.patch_rows()),
-                load_kept(source_.weight, source_.wide, col, tile.patch_cols())};
+        return {load_cached(source_.rstd, true, row, tile.patch_rows()),
+                load_cached(source_.weight, source_.wide, col, tile.patch_cols())};
     }
     template <class Tile>
-    __device__ void make(const Taken& taken, const Tile& tile, Octet<T> (&patch)[kPatch]) const {
+    __device__ void apply(const Loaded& loaded, const Tile& tile, Octet<T> (&patch)[kPatch]) const {
         const int64_t rows = tile.whole ? kPatch : tile.patch_rows();
 #pragma unroll
         for (int i = 0; i < kPatch; ++i)
-            if (i < rows) patch[i] = normed(patch[i], taken.rstd[i], taken.weight);
+            if (i < rows) patch[i] = normed(patch[i], loaded.rstd[i], loaded.weight);
     }
 
    private:
     const Source& source_;
 };
 
-// silu(x) * up.
+// kSwiglu: silu(x) * up, whose tile is copied beside that of x.
 template <class T>
-struct Maker<T, Producer::kSwiglu> : AsItIs<T> {
+struct TileProducer<T, Producer::kSwiglu> : StoredMatrix<T> {
     static constexpr size_t kBytes = TileCopies<T>::kBytes;
-    struct Taken {
+    struct Loaded {
         Octet<T> up[kPatch];
     };
 
-    __device__ Maker(const Source& source, uint8_t* bytes) : AsItIs<T>(source, bytes), source_(source), copies_(bytes) {}
+    __device__ TileProducer(const Source& source, uint8_t* bytes) : StoredMatrix<T>(source, bytes), source_(source), copies_(bytes) {}
     __device__ bool aligned() const {
         return source_.up_stride * int64_t(sizeof(T)) % 16 == 0 && reinterpret_cast<uintptr_t>(source_.up) % 16 == 0;
     }
     template <class Tile>
-    __device__ void begin(const Tile& tile) {
+    __device__ void start(const Tile& tile) {
         copies_.start(static_cast<const T*>(source_.up) + tile.row() * source_.up_stride + tile.col(), source_.up_stride);
     }
     template <class Tile>
-    __device__ Taken take(const Tile& tile) {
-        Taken taken;
-        if (tile.copied)
-            copies_.finish(taken.up);
+    __device__ Loaded load(const Tile& tile) {
+        Loaded loaded;
+        if (tile.prefetched)
+            copies_.finish(loaded.up);
         else
-            read_patch(static_cast<const T*>(source_.up), source_.up_stride, aligned(), tile, taken.up);
-        return taken;
+            read_patch(static_cast<const T*>(source_.up), source_.up_stride, aligned(), tile, loaded.up);
+        return loaded;
     }
     template <class Tile>
-    __device__ void make(const Taken& taken, const Tile&, Octet<T> (&patch)[kPatch]) const {
+    __device__ void apply(const Loaded& loaded, const Tile&, Octet<T> (&patch)[kPatch]) const {
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i) patch[i] = gated(patch[i], taken.up[i]);
+        for (int i = 0; i < kPatch; ++i) patch[i] = gated(patch[i], loaded.up[i]);
     }
 
    private:
@@ -111,7 +124,7 @@ struct Maker<T, Producer::kSwiglu> : AsItIs<T> {
     TileCopies<T> copies_;
 };
 
-// From the sums of each warp's columns to `to` [tiles down, cols]: added by halves.
+// sums[warp][column of the tile], each over the warp's 16 rows, added by halves over the warps -> to [row tiles, cols].
 template <class Tile>
 __device__ void write_sums(float* to, const float (*sums)[kTile], const Tile& tile) {
     if (threadIdx.x >= kTile || tile.col() + threadIdx.x >= tile.cols()) return;
@@ -122,11 +135,11 @@ __device__ void write_sums(float* to, const float (*sums)[kTile], const Tile& ti
     for (int half = kTileWarps / 2; half > 0; half /= 2)
 #pragma unroll
         for (int i = 0; i < half; ++i) sum[i] = __fadd_rn(sum[i], sum[i + half]);
-    to[tile.down * tile.cols() + tile.col() + threadIdx.x] = sum[0];
+    to[tile.tile_row * tile.cols() + tile.col() + threadIdx.x] = sum[0];
 }
 
-// The sum of each column of a tile: rows of a patch in order, then the patch below, then the warps by halves. Contains a
-// barrier; between two calls lies another.
+// The sum of each column of a tile, in the order of reference.producers.tile_sums: the rows of a patch in order, plus those
+// of the patch below, then the warps by halves. Contains a barrier; the caller puts another between two calls.
 template <class T, class Tile>
 __device__ void sum_columns(const Octet<T> (&patch)[kPatch], const Tile& tile, float (*sums)[kTile], float* to) {
     float sum[8];
@@ -146,15 +159,15 @@ __device__ void sum_columns(const Octet<T> (&patch)[kPatch], const Tile& tile, f
     write_sums(to, sums, tile);
 }
 
-// The matrix itself; beside it the sum of each column of each tile.
+// The matrix itself; up_octet it the sum of each column of each tile.
 template <class T>
-struct Maker<T, Producer::kColumnSums> : AsItIs<T> {
+struct TileProducer<T, Producer::kColumnSums> : StoredMatrix<T> {
     static constexpr size_t kBytes = kTileWarps * kTile * sizeof(float);
 
-    __device__ Maker(const Source& source, uint8_t* bytes)
-        : AsItIs<T>(source, bytes), source_(source), sums_(reinterpret_cast<float(*)[kTile]>(bytes)) {}
+    __device__ TileProducer(const Source& source, uint8_t* bytes)
+        : StoredMatrix<T>(source, bytes), source_(source), sums_(reinterpret_cast<float(*)[kTile]>(bytes)) {}
     template <class Tile>
-    __device__ void make(const typename AsItIs<T>::Taken&, const Tile& tile, Octet<T> (&patch)[kPatch]) const {
+    __device__ void apply(const typename StoredMatrix<T>::Loaded&, const Tile& tile, Octet<T> (&patch)[kPatch]) const {
         sum_columns(patch, tile, sums_, source_.sums);
     }
 
@@ -163,68 +176,69 @@ struct Maker<T, Producer::kColumnSums> : AsItIs<T> {
     float (*sums_)[kTile];
 };
 
-// act(x), act(x) * up or act'(x) * up, of which the last may take the sums of its columns.
-template <class T, bool kBeside>
-class Acted : public AsItIs<T> {
-    static constexpr size_t kSums = kBeside ? kTileWarps * kTile * sizeof(float) : 0;
+// kActivation: act(x). kGate (`kHasUp`): act(x) * up or act'(x) * up, whose columns may be summed for a bias gradient. act(0)
+// is 0 but for Act::kSigmoid, so elements outside of the matrix stay 0 with all other activations, and with `up`, which is 0.
+template <class T, bool kHasUp>
+class ActivationProducer : public StoredMatrix<T> {
+    static constexpr size_t kSums = kHasUp ? kTileWarps * kTile * sizeof(float) : 0;
 
    public:
-    static constexpr size_t kBytes = (kBeside ? TileCopies<T>::kBytes : 0) + kSums;
-    static constexpr bool kFills = true;
+    static constexpr size_t kBytes = (kHasUp ? TileCopies<T>::kBytes : 0) + kSums;
+    static constexpr bool kInPlace = true;
 
-    __device__ Acted(const Source& source, uint8_t* bytes)
-        : AsItIs<T>(source, bytes), source_(source), sums_(reinterpret_cast<float(*)[kTile]>(bytes)), ups_(bytes + kSums) {}
+    __device__ ActivationProducer(const Source& source, uint8_t* bytes)
+        : StoredMatrix<T>(source, bytes), source_(source), sums_(reinterpret_cast<float(*)[kTile]>(bytes)), up_copies_(bytes + kSums) {}
     __device__ bool aligned() const {
-        return !kBeside ||
+        return !kHasUp ||
                (source_.up_stride * int64_t(sizeof(T)) % 16 == 0 && reinterpret_cast<uintptr_t>(source_.up) % 16 == 0);
     }
     template <class Tile>
-    __device__ void begin(const Tile& tile) {
-        if (kBeside)
-            ups_.start(static_cast<const T*>(source_.up) + tile.row() * source_.up_stride + tile.col(), source_.up_stride);
+    __device__ void start(const Tile& tile) {
+        if (kHasUp)
+            up_copies_.start(static_cast<const T*>(source_.up) + tile.row() * source_.up_stride + tile.col(), source_.up_stride);
     }
     template <class Tile>
-    __device__ void fill(const Tile& tile, TileCopies<T>& copies) const {
+    __device__ void apply_in_place(const Tile& tile, TileCopies<T>& copies) const {
         const Matrix& x = tile.job->x;
         const int64_t row = tile.row() + kPatch * patch_row(), col = tile.col() + kPatch * patch_column();
         const T* from = static_cast<const T*>(x.data) + row * x.stride + col;
-        const T* up = kBeside ? static_cast<const T*>(source_.up) + row * source_.up_stride + col : nullptr;
+        const T* up = kHasUp ? static_cast<const T*>(source_.up) + row * source_.up_stride + col : nullptr;
         const bool fast = rows_aligned<T>(x), up_fast = aligned();
         with_act(source_.act, [&](auto is) {
 #pragma unroll 1
             for (int i = 0; i < kPatch; ++i) {
                 const int64_t valid = i < tile.patch_rows() ? tile.patch_cols() : 0;
-                const Octet<T> g = tile.copied ? copies.get(i) : load_octet(from + i * x.stride, valid, fast);
-                Octet<T> beside;
-                if (kBeside) beside = tile.copied ? ups_.get(i) : load_octet(up + i * source_.up_stride, valid, up_fast);
-                Octet<float> made;
+                const Octet<T> g = tile.prefetched ? copies.get(i) : load_octet(from + i * x.stride, valid, fast);
+                Octet<T> up_octet;
+                if (kHasUp) up_octet = tile.prefetched ? up_copies_.get(i) : load_octet(up + i * source_.up_stride, valid, up_fast);
+                Octet<float> result;
 #pragma unroll
                 for (int k = 0; k < 8; ++k) {
-                    const Slope at = act<decltype(is)::value>(g[k]);
-                    if constexpr (kBeside) made.set(k, __fmul_rn(source_.slope ? at.slope : at.value, beside[k]));
-                    else made.set(k, at.value);
+                    const ValueAndSlope at = act<decltype(is)::value>(g[k]);
+                    if constexpr (kHasUp) result.set(k, __fmul_rn(source_.slope ? at.slope : at.value, up_octet[k]));
+                    else result.set(k, at.value);
                 }
-                copies.put(i, rounded<T>(made));
+                copies.put(i, rounded<T>(result));
             }
         });
     }
     template <class Tile>
-    __device__ void made(const Tile& tile, const Octet<T> (&patch)[kPatch]) const {
-        if (kBeside && source_.sums) sum_columns(patch, tile, sums_, source_.sums);
+    __device__ void finish(const Tile& tile, const Octet<T> (&patch)[kPatch]) const {
+        if (kHasUp && source_.sums) sum_columns(patch, tile, sums_, source_.sums);
     }
 
    private:
     const Source& source_;
     float (*sums_)[kTile];
-    TileCopies<T> ups_;
+    TileCopies<T> up_copies_;
 };
 template <class T>
-struct Maker<T, Producer::kActivation> : Acted<T, false> {
-    using Acted<T, false>::Acted;
+struct TileProducer<T, Producer::kActivation> : ActivationProducer<T, false> {
+    using ActivationProducer<T, false>::ActivationProducer;
 };
 template <class T>
-struct Maker<T, Producer::kBeside> : Acted<T, true> {
-    using Acted<T, true>::Acted;
+struct TileProducer<T, Producer::kGate> : ActivationProducer<T, true> {
+    using ActivationProducer<T, true>::ActivationProducer;
 };
 
 }  // namespace dlp

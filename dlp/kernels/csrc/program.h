@@ -1,5 +1,6 @@
-// A program: launches with all their arguments, made once and run again on other memory, by one call from Python. What a
-// launch needs to know was decided when it was recorded (dlp/kernels/program.py); a run exchanges addresses, and launches.
+// A program: launches with all their arguments, recorded once and run again on other memory by one call from Python
+// (dlp/kernels/captured.py, CapturedLaunches). A run replaces the addresses and launches; everything else was decided when the
+// program was recorded.
 #pragma once
 
 #include <cstdint>
@@ -14,26 +15,27 @@ class Step {
 public:
     virtual ~Step() = default;
     virtual void run(uintptr_t stream) = 0;
-    virtual void addresses(std::vector<uintptr_t*>& found) = 0;  // appends its words that are addresses
+    virtual void addresses(std::vector<uintptr_t*>& found) = 0;  // appends pointers to its addresses
 };
 
 class Program {
 public:
     struct Memory {
         uintptr_t at, bytes;
-        int64_t base;      // in a run it lies `offset` bytes behind this one of the bases; -1: where it lies now
+        int64_t base;      // index of the base that it belongs to in a run, at `offset` bytes; -1: memory that does not move
         uintptr_t offset;
     };
 
     struct Placed {
         std::unique_ptr<Step> step;
-        uintptr_t lane;  // the stream that it runs on; 0: that of the run
+        uintptr_t lane;  // the stream of this step; 0: the stream of the run
     };
 
-    // `memory`: all that the steps read and write. Throws where an address of a step lies in none of it.
+    // `memory`: all memory that the steps read and write; `bases`: how many base addresses a run gives. Throws
+    // std::invalid_argument if an address of a step lies in none of it.
     Program(std::vector<Placed> steps, const std::vector<Memory>& memory, size_t bases);
 
-    // `bases`: addresses, as many as there were to be.
+    // Launches the steps with memory at these base addresses, as many as the constructor was told.
     void run(const std::vector<uintptr_t>& bases, uintptr_t stream);
 
 private:
@@ -47,7 +49,7 @@ private:
     std::vector<Placed> steps_;
     std::vector<Patch> patches_;
     size_t bases_;
-    std::mutex running_;  // the arguments of the steps are one run's at a time
+    std::mutex running_;  // runs share the arguments of the steps, so one runs at a time
 };
 
 }  // namespace dlp

@@ -1,8 +1,25 @@
-// RMSNorm, y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) of each row: forward, what a cast that makes y
-// itself needs of it (rstd, and the amax of y, in one read), and backward.
+// RMSNorm of the rows of x [rows, cols] (Zhang and Sennrich, arXiv 1910.07467), forward and backward:
 //
-// A block takes a row, whose octets stay in registers from the sum of squares to the result; what does not fit is read
-// again. Everything is IEEE arithmetic in a fixed order: results equal the reference bit for bit.
+//   y  = x * rstd * weight,   rstd = 1 / sqrt(mean(x^2) + eps)
+//   dx = (g - n * mean(g * n)) * rstd,   dweight = sum over rows of dy * n,   g = dy * weight,   n = x * rstd
+//
+// Equals reference.producers.rms_norm and rms_norm_backward bit for bit: IEEE arithmetic, sums in the order of row_sum.cuh.
+// Forward can add a residual to x first, or leave y out and give what a cast that makes y itself needs: rstd, or rstd and max
+// |y|.
+//
+// Forward: a row a block of 128 threads. Its octets stay in registers from the sum of squares to the result (up to 8192
+// columns of bf16, 4096 of fp32); the rest is read again. 4 bytes an element of bf16; 0.91 of a copy on an H200.
+//
+// Backward: kNormParts blocks of 128 threads; block b takes rows b, b + 512, ... and keeps its part of dweight [512, cols] in
+// shared memory, in fp32: column_sums.cu adds the parts. 6 bytes an element of bf16, 8 with something to add. Three kernels:
+//
+//   _bulk     rows come by bulk copies, two on their way while one is worked on. Nothing to add, whole octets.     0.76 to 0.85
+//   _adding   rows stay in registers; octets of the next are loaded when this row's have been used. Whole octets.  0.71
+//   (plain)   any alignment and up to 57,344 columns (dweight in 224 KB)
+//
+// Shared memory of _bulk: dweight 4 cols bytes, two stages of x and dy, 2 * 2 * cols * sizeof(T), two barriers of 8 bytes:
+// 98,320 bytes for 8192 columns of bf16. With something to add, copies of a third matrix would leave room for too few blocks
+// (0.65).
 #include "arrivals.cuh"
 #include "elements.cuh"
 #include "row_sum.cuh"
@@ -10,8 +27,9 @@
 namespace dlp {
 namespace {
 
-// Blocks of a multiprocessor. Backward's kNormParts come in one wave by four, and would in two by three.
-constexpr int kForwardBlocks = 8, kAddingBlocks = 4, kBackwardBlocks = 4;
+// Blocks a multiprocessor. Backward has kNormParts = 512 blocks: by four they are one wave (528 on 132 multiprocessors), by
+// three two.
+constexpr int kForwardBlocksPerSm = 8, kAddingBlocksPerSm = 4, kBackwardBlocksPerSm = 4;
 
 template <class T>
 __device__ Octet<T> added(const Octet<T>& a, const Octet<T>& b) {
@@ -21,42 +39,42 @@ __device__ Octet<T> added(const Octet<T>& a, const Octet<T>& b) {
     return rounded<T>(both);
 }
 
-// Eight elements of an aligned weight from column `first` on.
+// Elements `first` to `first` + 7 of a weight that is aligned to 16 bytes.
 __device__ inline Octet<float> load_weight(const NormGradJob& job, int first) {
     if (job.wide) return load_octet<true>(static_cast<const float*>(job.weight) + first);
     return widened(load_octet<true>(static_cast<const __nv_bfloat16*>(job.weight) + first));
 }
-// The column of a thread's octet behind the i-th, or of its first, where there is none.
+// The column of a thread's octet i + 1, or of octet 0 if there is none.
 __device__ inline int next_of(int first, int i, int cols) {
     const int next = first + (i + 1) * 8 * kRowThreads;
     return next < cols ? next : first;
 }
 
-// x becomes the sum of both rows, which is stored in `total`.
+// x += residual, rounded; the sum is stored in `sum_row`, from where octets that are not in registers are read again.
 template <class T>
-__device__ void add_row(RowOctets<T>& x, const RowOctets<T>& more, T* total) {
-    const bool aligned = reinterpret_cast<uintptr_t>(total) % 16 == 0;
+__device__ void add_row(RowOctets<T>& x, const RowOctets<T>& residual, T* sum_row) {
+    const bool aligned = reinterpret_cast<uintptr_t>(sum_row) % 16 == 0;
     const auto store = [&](int i, const Octet<T>& sum) {
-        store_values(total + x.column(i), sum, x.cols - x.column(i), aligned);
+        store_values(sum_row + x.column(i), sum, x.cols - x.column(i), aligned);
     };
 #pragma unroll
-    for (int i = 0; i < RowOctets<T>::kKept; ++i)
+    for (int i = 0; i < RowOctets<T>::kInRegisters; ++i)
         if (x.column(i) < x.cols) {
-            x.kept[i] = added(x.kept[i], more.kept[i]);
+            x.kept[i] = added(x.kept[i], residual.kept[i]);
             store(i, x.kept[i]);
         }
-    for (int i = RowOctets<T>::kKept; x.column(i) < x.cols; ++i) store(i, added(x.load(i), more.load(i)));
-    x.row = total, x.aligned = aligned;
+    for (int i = RowOctets<T>::kInRegisters; x.column(i) < x.cols; ++i) store(i, added(x.load(i), residual.load(i)));
+    x.row = sum_row, x.aligned = aligned;
 }
 
 template <class T, bool kStore, bool kObserve, bool kAdd>
-__global__ void __launch_bounds__(kRowThreads, kAdd ? kAddingBlocks : kForwardBlocks)
+__global__ void __launch_bounds__(kRowThreads, kAdd ? kAddingBlocksPerSm : kForwardBlocksPerSm)
     rms_norm_kernel(const __grid_constant__ NormJob job, const float eps) {
     __shared__ float scratch[kRowWarps];
     __shared__ uint32_t largest[kRowWarps];
     const int64_t row = blockIdx.x, cols = job.x.cols;
     RowOctets<T> x = octets_of<T>(job.x.data, row, job.x.stride, cols);
-    if constexpr (kAdd) add_row(x, octets_of<T>(job.more, row, job.more_stride, cols), static_cast<T*>(job.total) + row * cols);
+    if constexpr (kAdd) add_row(x, octets_of<T>(job.residual, row, job.residual_stride, cols), static_cast<T*>(job.sum) + row * cols);
     float part = 0.0f;
     for_octets([&](int64_t, const Octet<T>& x) {
         float squares[8];
@@ -71,18 +89,17 @@ __global__ void __launch_bounds__(kRowThreads, kAdd ? kAddingBlocks : kForwardBl
 
     Maxima<T> maxima;
     for_octets([&](int64_t column, const Octet<T>& x) {
-        const Octet<T> y = normed(x, rstd, load_kept(job.weight, job.wide, column, cols - column));
+        const Octet<T> y = normed(x, rstd, load_cached(job.weight, job.wide, column, cols - column));
         if (kStore) store_at(job.y, row, column, cols, y);
         if (kObserve) maxima.take(y);
     }, x);
     if (kObserve) {
         const uint32_t bits = block_max(maxima.largest(), largest);
-        if (threadIdx.x == 0) raise(job.amax, bits);
+        if (threadIdx.x == 0) atomic_max(job.amax, bits);
     }
 }
 
-// With g = dy * weight and n = x * rstd:   dx = (g - n * mean(g * n)) * rstd,   dweight = the sum of dy * n over all rows
-// (Zhang and Sennrich, arXiv 1910.07467).
+// The sum of g * n over an octet; g and n as at the top of this file.
 template <class T>
 __device__ float sum_of_products(const Octet<T>& x, const Octet<T>& dy, const Octet<float>& weight, float rstd) {
     float products[8];
@@ -90,7 +107,7 @@ __device__ float sum_of_products(const Octet<T>& x, const Octet<T>& dy, const Oc
     for (int i = 0; i < 8; ++i) products[i] = __fmul_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(x[i], rstd));
     return octet_sum(products);
 }
-// dx; and its share of dweight is added to `sum`.
+// dx of an octet, whose dy * n is added to `sum`.
 template <class T>
 __device__ void add_gradients(const Octet<T>& x, const Octet<T>& dy, const Octet<float>& weight, float rstd, float mean,
                               Octet<float>& dx, Octet<float>& sum) {
@@ -102,9 +119,9 @@ __device__ void add_gradients(const Octet<T>& x, const Octet<T>& dy, const Octet
     }
 }
 
-// A block takes every kNormParts-th row and keeps its sums in shared memory.
+// Any cols and alignment. Shared memory: sums [2][octets] float4, the low and the high halves of the octets.
 template <class T, bool kAdd>
-__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
     __shared__ float scratch[2][kRowWarps];  // in turn, so that a row needs one barrier
     float4* sums = reinterpret_cast<float4*>(shared_memory());
     const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
@@ -117,13 +134,13 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
         const RowOctets<T> dy = octets_of<T>(job.dy, row, job.dy_stride, cols);
         float part = 0.0f;
         for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
-            const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+            const Octet<float> weight = load_cached(job.weight, job.wide, column, cols - column);
             part = __fadd_rn(part, sum_of_products(x, dy, weight, rstd));
         }, x, dy);
         const float mean = __fdiv_rn(row_sum(part, scratch[turn]), float(cols));
 
         for_octets([&](int64_t column, const Octet<T>& x, const Octet<T>& dy) {
-            const Octet<float> weight = load_kept(job.weight, job.wide, column, cols - column);
+            const Octet<float> weight = load_cached(job.weight, job.wide, column, cols - column);
             Octet<float> dx, sum;
             float4 &low = sums[column / 8], &high = sums[octets + column / 8];
             sum.set_vector(0, reinterpret_cast<const uint4&>(low)), sum.set_vector(1, reinterpret_cast<const uint4&>(high));
@@ -131,8 +148,8 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
             low = make_float4(sum[0], sum[1], sum[2], sum[3]), high = make_float4(sum[4], sum[5], sum[6], sum[7]);
             Octet<T> result = rounded<T>(dx);
             if constexpr (kAdd) {
-                const T* more = static_cast<const T*>(job.add) + row * job.add_stride + column;
-                result = added(result, load_octet(more, cols - column, reinterpret_cast<uintptr_t>(more) % 16 == 0));
+                const T* addend = static_cast<const T*>(job.add) + row * job.add_stride + column;
+                result = added(result, load_octet(addend, cols - column, reinterpret_cast<uintptr_t>(addend) % 16 == 0));
             }
             store_at(job.dx, row, column, cols, result);
         }, x, dy);
@@ -144,11 +161,11 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
     }
 }
 
-// The same for rows that lie in whole, aligned octets, with something to add: they stay in registers, and each octet of the next
-// row is on its way as soon as this row's has been used.
+// Whole, aligned octets and something to add: rows stay in registers, and the load of each octet of the next row is issued as
+// soon as this row's has been used. Loads issued an octet later lost 3 to 5 % (docs/log.md).
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_adding_kernel(const __grid_constant__ NormGradJob job) {
-    constexpr int kKept = RowOctets<T>::kKept, kApart = 8 * kRowThreads;
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_adding_kernel(const __grid_constant__ NormGradJob job) {
+    constexpr int kInRegisters = RowOctets<T>::kInRegisters, kApart = 8 * kRowThreads;
     __shared__ float scratch[2][kRowWarps];
     float4* low = reinterpret_cast<float4*>(shared_memory()) + threadIdx.x;
     const int cols = int(job.x.cols), first = 8 * threadIdx.x;
@@ -160,9 +177,9 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
     const T* dy_row = static_cast<const T*>(job.dy) + row_begin * job.dy_stride + first;
     const T* add_row = static_cast<const T*>(job.add) + row_begin * job.add_stride + first;
     T* dx_row = static_cast<T*>(job.dx) + row_begin * cols + first;
-    Octet<T> x[kKept], dy[kKept];
+    Octet<T> x[kInRegisters], dy[kInRegisters];
 #pragma unroll
-    for (int i = 0; i < kKept; ++i)
+    for (int i = 0; i < kInRegisters; ++i)
         if (first + i * kApart < cols) x[i] = load_octet(x_row + i * kApart), dy[i] = load_octet(dy_row + i * kApart);
     float rstd = job.rstd[row_begin];
 
@@ -171,29 +188,29 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
         Octet<float> weight = load_weight(job, first);
         float part = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kKept; ++i)
+        for (int i = 0; i < kInRegisters; ++i)
             if (first + i * kApart < cols) {
-                const Octet<float> mine = weight;
+                const Octet<float> current = weight;
                 weight = load_weight(job, next_of(first, i, cols));
-                part = __fadd_rn(part, sum_of_products(x[i], dy[i], mine, rstd));
+                part = __fadd_rn(part, sum_of_products(x[i], dy[i], current, rstd));
             }
         const float mean = __fdiv_rn(row_sum(part, scratch[turn]), float(cols));
 
-        const bool more = row + kNormParts < job.x.rows;
-        const float next_rstd = more ? job.rstd[row + kNormParts] : 0.0f;
+        const bool has_next = row + kNormParts < job.x.rows;
+        const float next_rstd = has_next ? job.rstd[row + kNormParts] : 0.0f;
         x_row += kNormParts * job.x.stride, dy_row += kNormParts * job.dy_stride;
         weight = load_weight(job, first);
 #pragma unroll
-        for (int i = 0; i < kKept; ++i)
+        for (int i = 0; i < kInRegisters; ++i)
             if (first + i * kApart < cols) {
-                const Octet<float> mine = weight;
+                const Octet<float> current = weight;
                 const Octet<T> add = load_octet(add_row + i * kApart);
                 weight = load_weight(job, next_of(first, i, cols));
                 Octet<float> dx, sum;
                 float4 &to_low = low[i * kRowThreads], &to_high = high[i * kRowThreads];
                 sum.set_vector(0, reinterpret_cast<const uint4&>(to_low)), sum.set_vector(1, reinterpret_cast<const uint4&>(to_high));
-                add_gradients(x[i], dy[i], mine, rstd, mean, dx, sum);
-                if (more) x[i] = load_octet(x_row + i * kApart), dy[i] = load_octet(dy_row + i * kApart);
+                add_gradients(x[i], dy[i], current, rstd, mean, dx, sum);
+                if (has_next) x[i] = load_octet(x_row + i * kApart), dy[i] = load_octet(dy_row + i * kApart);
                 to_low = make_float4(sum[0], sum[1], sum[2], sum[3]), to_high = make_float4(sum[4], sum[5], sum[6], sum[7]);
                 store_octet(dx_row + i * kApart, added(rounded<T>(dx), add));
             }
@@ -207,11 +224,10 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
     }
 }
 
-// The same with nothing to add: rows come to shared memory by bulk copies, of which the next is on its way while one is worked
-// on. (A third matrix would leave room for too few blocks, and loads of it beside lose with rows of 8192.)
+// Whole, aligned octets and nothing to add: rows of x and dy come to shared memory by bulk copies, two rows in flight.
 template <class T>
-__global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backward_bulk_kernel(const __grid_constant__ NormGradJob job) {
-    constexpr int kKept = RowOctets<T>::kKept, kApart = 8 * kRowThreads;
+__global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_bulk_kernel(const __grid_constant__ NormGradJob job) {
+    constexpr int kInRegisters = RowOctets<T>::kInRegisters, kApart = 8 * kRowThreads;
     __shared__ float scratch[2][kRowWarps];
     const int cols = int(job.x.cols), first = 8 * threadIdx.x;
     float4* low = reinterpret_cast<float4*>(shared_memory()) + threadIdx.x;
@@ -230,12 +246,12 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
         arrived[stage].copy(to + bytes, static_cast<const T*>(job.dy) + row * job.dy_stride, bytes);
     };
     fetch(0, blockIdx.x), fetch(1, blockIdx.x + kNormParts);
-    Octet<float> weight[kKept];
+    Octet<float> weight[kInRegisters];
 #pragma unroll
-    for (int i = 0; i < kKept; ++i)
+    for (int i = 0; i < kInRegisters; ++i)
         if (first + i * kApart < cols) weight[i] = load_weight(job, first + i * kApart);
 
-    const auto taken = [](const T* from) {
+    const auto load_staged = [](const T* from) {
         Octet<T> out;
 #pragma unroll
         for (int v = 0; v < Octet<T>::kVectors; ++v) out.set_vector(v, reinterpret_cast<const uint4*>(from)[v]);
@@ -248,17 +264,17 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocks) rms_norm_backwar
         arrived[stage].wait();
         float part = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kKept; ++i)
+        for (int i = 0; i < kInRegisters; ++i)
             if (first + i * kApart < cols) {
-                const Octet<T> x = taken(x_row + i * kApart), dy = taken(dy_row + i * kApart);
+                const Octet<T> x = load_staged(x_row + i * kApart), dy = load_staged(dy_row + i * kApart);
                 part = __fadd_rn(part, sum_of_products(x, dy, weight[i], rstd));
             }
         const float mean = __fdiv_rn(row_sum(part, scratch[stage]), float(cols));
         T* dx_row = static_cast<T*>(job.dx) + row * cols + first;
 #pragma unroll
-        for (int i = 0; i < kKept; ++i)
+        for (int i = 0; i < kInRegisters; ++i)
             if (first + i * kApart < cols) {
-                const Octet<T> x = taken(x_row + i * kApart), dy = taken(dy_row + i * kApart);
+                const Octet<T> x = load_staged(x_row + i * kApart), dy = load_staged(dy_row + i * kApart);
                 Octet<float> dx, sum;
                 float4 &to_low = low[i * kRowThreads], &to_high = high[i * kRowThreads];
                 sum.set_vector(0, reinterpret_cast<const uint4&>(to_low)), sum.set_vector(1, reinterpret_cast<const uint4&>(to_high));
@@ -285,11 +301,11 @@ bool whole_octets(const void* data, int64_t stride) {
     return stride * int64_t(sizeof(T)) % 16 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-// Whether the kernels of whole octets can take it.
+// Whether _adding and _bulk can take the job: rows of whole octets that fit into registers, everything aligned to 16 bytes.
 template <class T>
 bool is_whole(const NormGradJob& job) {
     const int64_t cols = job.x.cols;
-    const bool fits = cols % 8 == 0 && cols <= 8 * kRowThreads * RowOctets<T>::kKept;
+    const bool fits = cols % 8 == 0 && cols <= 8 * kRowThreads * RowOctets<T>::kInRegisters;
     const bool read = whole_octets<T>(job.x.data, job.x.stride) && whole_octets<T>(job.dy, job.dy_stride);
     const bool beside = whole_octets<T>(job.dx, cols) && whole_octets<float>(job.dweight, cols) && whole_octets<float>(job.weight, 0);
     return fits && read && beside && (!job.add || whole_octets<T>(job.add, job.add_stride));
@@ -308,12 +324,12 @@ void rms_norm(const NormJob& job, float eps, Input input, Stream stream) {
             if (job.amax) return launch<rms_norm_kernel<T, false, true, kAdd>>(job.x.rows, kRowThreads, 0, stream, job, eps);
             launch<rms_norm_kernel<T, false, false, kAdd>>(job.x.rows, kRowThreads, 0, stream, job, eps);
         };
-        if (job.more) run(std::true_type{});
+        if (job.residual) run(std::true_type{});
         else run(std::false_type{});
     });
 }
 
-// Writes min(rows, kNormParts) parts of dweight.
+// Stores min(rows, kNormParts) parts of dweight; sum_parts adds them.
 void rms_norm_backward(const NormGradJob& job, Input input, Stream stream) {
     if (job.x.rows == 0) return;
     const size_t shared = size_t(job.x.cols + 7) / 8 * sizeof(Octet<float>);
@@ -324,7 +340,7 @@ void rms_norm_backward(const NormGradJob& job, Input input, Stream stream) {
             constexpr bool kAdd = decltype(adds)::value;
             if (is_whole<T>(job)) {
                 constexpr auto kernel = kAdd ? rms_norm_backward_adding_kernel<T> : rms_norm_backward_bulk_kernel<T>;
-                const size_t bytes = kAdd ? shared : shared + 4 * size_t(job.x.cols) * sizeof(T) + 16;  // and what counts bytes
+                const size_t bytes = kAdd ? shared : shared + 4 * size_t(job.x.cols) * sizeof(T) + 16;  // and two barriers
                 DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
                 return launch<kernel>(blocks, kRowThreads, bytes, stream, job);
             }

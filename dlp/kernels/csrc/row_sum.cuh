@@ -1,7 +1,6 @@
-// The sum over a row in an order that does not depend on the device: octet i of a row belongs to thread i % 128.
-//
-// Within an octet elements are added by halves, a thread adds its octets in order, then lanes and warps are added by
-// halves. (`reference.row_sums` is the same in plain torch.)
+// The sum over a row in an order that does not depend on the device (reference.producers.row_sums): a block of 128 threads a
+// row, octet i of the row belongs to thread i % 128. Within an octet elements are added by halves ((0+4)+(2+6)) +
+// ((1+5)+(3+7)), a thread adds its octets in order, then lanes and warps are added by halves.
 #pragma once
 
 #include "octet.cuh"
@@ -16,8 +15,8 @@ __device__ inline float octet_sum(const float (&v)[8]) {
     return __fadd_rn(__fadd_rn(a, c), __fadd_rn(b, d));
 }
 
-// The sum of `part` over the block's threads, in every one. `scratch` holds kRowWarps floats; contains one barrier, and
-// leaves `scratch` in use.
+// The sum of `part` over the block's threads, in every thread. `scratch` holds kRowWarps floats. Contains one barrier;
+// threads still read `scratch` behind it, so the next sum takes another one or another barrier.
 __device__ inline float row_sum(float part, float* scratch) {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) part = __fadd_rn(part, __shfl_xor_sync(kAllLanes, part, lanes));
@@ -27,19 +26,20 @@ __device__ inline float row_sum(float part, float* scratch) {
     return __fadd_rn(__fadd_rn(scratch[0], scratch[2]), __fadd_rn(scratch[1], scratch[3]));
 }
 
-// The octets of a row that belong to this thread. The first kKept of them are loaded at once and stay in registers.
+// The octets of a row that belong to this thread. The first kInRegisters of them (rows of 8192 bf16 or 4096 fp32) are loaded
+// at once and stay in registers; the others are loaded each time they are used.
 template <class T>
 struct RowOctets {
-    static constexpr int kKept = sizeof(T) == 2 ? 8 : 4;
+    static constexpr int kInRegisters = sizeof(T) == 2 ? 8 : 4;
 
     const T* row;
     int64_t cols;
     bool aligned;
-    Octet<T> kept[kKept];
+    Octet<T> kept[kInRegisters];
 
     __device__ RowOctets(const T* row, int64_t cols, bool aligned) : row(row), cols(cols), aligned(aligned) {
 #pragma unroll
-        for (int i = 0; i < kKept; ++i)
+        for (int i = 0; i < kInRegisters; ++i)
             if (column(i) < cols) kept[i] = load(i);
     }
     static __device__ int64_t column(int i) { return 8 * (int64_t(i) * kRowThreads + threadIdx.x); }
@@ -55,11 +55,11 @@ __device__ RowOctets<T> octets_of(const void* data, int64_t row, int64_t stride,
 // Calls use(column, octets of each row) for this thread's octets of rows of equal length, in order.
 template <class Use, class T, class... Rows>
 __device__ void for_octets(Use use, const RowOctets<T>& first, const Rows&... others) {
-    constexpr int kKept = RowOctets<T>::kKept;
+    constexpr int kInRegisters = RowOctets<T>::kInRegisters;
 #pragma unroll
-    for (int i = 0; i < kKept; ++i)
+    for (int i = 0; i < kInRegisters; ++i)
         if (first.column(i) < first.cols) use(first.column(i), first.kept[i], others.kept[i]...);
-    for (int i = kKept; first.column(i) < first.cols; ++i) use(first.column(i), first.load(i), others.load(i)...);
+    for (int i = kInRegisters; first.column(i) < first.cols; ++i) use(first.column(i), first.load(i), others.load(i)...);
 }
 
 }  // namespace dlp

@@ -1,7 +1,11 @@
-// Scales of one byte, on their way from the threads of a tile to [rows, cols / block] and [cols, rows / block]: they meet
-// in shared memory, and the kPerLine scales of a row or column of the tile are written as one word. Or, where the blocks of
-// a line need not be adjacent, to [cols / block, pad4(rows)] and [rows / block, pad4(cols)], 128 adjacent bytes at a time:
-// words that lie a line apart cost a cast 8 % of its time.
+// Scales of one byte (E8M0, E4M3) on their way from the threads of a tile to memory. They meet in shared memory: a row of the
+// tile has kPerLine scales (4 for MXFP8, 8 for NVFP4), a column as many; 1 or 2 KB.
+//
+//   write                compact: [rows, cols / block] and [cols, rows / block]; the kPerLine scales of a line are one word
+//   write_blocks_first   [cols / block, pad4(rows)] and [rows / block, pad4(cols)]: 128 adjacent bytes at a time
+//
+// Compact scales are what a gather concatenates, but their words lie a line apart and cost an MXFP8 cast of bf16 6 % of its
+// time (152 us for 143, bench/results/quantize.md). Operands that stay on their rank have blocks first.
 #pragma once
 
 #include "tile.cuh"
@@ -19,22 +23,23 @@ class ScaleBytes {
     __device__ void put_row(int row, int block, uint32_t scale) { bytes_[row * kPerLine + block] = uint8_t(scale); }
     __device__ void put_column(int column, int block, uint32_t scale) { put_row(kTile + column, block, scale); }
 
-    // A barrier lies before, and one before the next `put`.
+    // Compact. Thread t stores the word of row t or of column t - 128. The caller puts a barrier before, and before the next
+    // `put`.
     template <class T, class Job>
     __device__ void write(uint8_t* scale, uint8_t* scale_t, const Tile<T, Job>& tile) const {
         if (threadIdx.x < kTile)
-            write_line(scale, tile.row() + threadIdx.x, tile.rows(), tile.across, tile.cols());
+            write_line(scale, tile.row() + threadIdx.x, tile.rows(), tile.tile_col, tile.cols());
         else
-            write_line(scale_t, tile.col() + threadIdx.x - kTile, tile.cols(), tile.down, tile.rows());
+            write_line(scale_t, tile.col() + threadIdx.x - kTile, tile.cols(), tile.tile_row, tile.rows());
     }
 
-    // The same, blocks first. What fills up the lines are the scales of zeros.
+    // The same with blocks first. The bytes behind the last line, up to a multiple of 4, are scales of zeros.
     template <class T, class Job>
     __device__ void write_blocks_first(uint8_t* scale, uint8_t* scale_t, const Tile<T, Job>& tile) const {
         if (threadIdx.x < kTile)
-            write_block(scale, tile.row(), tile.rows(), tile.across, tile.cols());
+            write_block(scale, tile.row(), tile.rows(), tile.tile_col, tile.cols());
         else
-            write_block(scale_t, tile.col(), tile.cols(), tile.down, tile.rows());
+            write_block(scale_t, tile.col(), tile.cols(), tile.tile_row, tile.rows());
     }
 
    private:
@@ -48,7 +53,7 @@ class ScaleBytes {
         const uint8_t* from = bytes_ + threadIdx.x * kPerLine;
         if (left >= kPerLine && reinterpret_cast<uintptr_t>(to) % kPerLine == 0) {
             if constexpr (kPerLine == 4)
-                store_lasting(to, *reinterpret_cast<const Word*>(from));
+                store_evict_last(to, *reinterpret_cast<const Word*>(from));
             else
                 *reinterpret_cast<Word*>(to) = *reinterpret_cast<const Word*>(from);
         } else {
@@ -57,7 +62,7 @@ class ScaleBytes {
         }
     }
 
-    // One block of the 128 lines from `first` on, by a warp; four lines a lane.
+    // A warp stores the bytes of one block of 128 lines from `first` on; four lines a lane.
     __device__ void write_block(uint8_t* to, int64_t first, int64_t lines, int64_t tiles, int64_t along) const {
         static_assert(kPerLine == 4 && kTile == 128, "a warp a block, and a vector of bytes for four lines");
         const int64_t pitch = (lines + 3) / 4 * 4, line = first + threadIdx.x % 32 * 4;

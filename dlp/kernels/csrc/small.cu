@@ -1,4 +1,5 @@
-// What is too small to be more than a launch: a factor, a fill, a rounding.
+// Kernels too small for a file each: the factor of NVFP4's GEMM (reference.nvfp4.nvfp4_alpha), zeros in front of an amax, fp32
+// rounded to bf16, and a transpose of 4-byte words (fp32 scales) by tiles of 32x32.
 #include "octet.cuh"
 
 namespace dlp {
@@ -6,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// fl(fl(amaxA * amaxB) * fl(1 / (6 * 6 * 448 * 448))), the rule of the reference.
+// fl(fl(amaxA * amaxB) * fl(1 / (6 * 6 * 448 * 448))), in this order: the bits of the reference.
 __global__ void nvfp4_alpha_kernel(AlphaJob job) {
     constexpr float kUnit = float(1.0 / (6.0 * 6.0 * 448.0 * 448.0));
     *job.out = __fmul_rn(__fmul_rn(*job.a_amax, *job.b_amax), kUnit);
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) transpose_words_kernel(const uint32_
 
 void nvfp4_alpha(const AlphaJob& job, Stream stream) { launch<nvfp4_alpha_kernel>(1, 1, 0, stream, job); }
 
-// Both matrices begin at multiples of 16 bytes.
+// Both addresses are multiples of 16 bytes.
 void round_to_bf16(const RoundJob& job, Stream stream) {
     DLP_CHECK_EQ((reinterpret_cast<uintptr_t>(job.x) | reinterpret_cast<uintptr_t>(job.out)) % 16, 0u);
     const int64_t blocks = (job.count + 8 * kThreads - 1) / (8 * kThreads);

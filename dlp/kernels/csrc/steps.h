@@ -1,4 +1,5 @@
-// Calls of bound kernels as steps of a program: the arguments are read once, the addresses among them are known by type.
+// Calls of bound kernels as steps of a program (program.h): a step holds the arguments of one call, and knows by their types
+// which of them are addresses: each `uintptr_t`, and of a job the words named by `Job::addresses`.
 #pragma once
 
 #include <array>
@@ -17,23 +18,23 @@
 
 namespace dlp {
 
-// A job as Python hands it over.
+// The words of a job, as Python hands them over.
 template <class Job>
 struct Words : std::array<int64_t, sizeof(Job) / sizeof(int64_t)> {
     static constexpr uint32_t addresses = Job::addresses;
 };
 
-// (counter, row, first, across, direction, seed, tensor); a counter of 0 draws nothing
-struct DrawWords : std::array<int64_t, 7> {
+// PhiloxState: (counter, row, first, across, direction, seed, tensor); counter 0 rounds to nearest
+struct PhiloxWords : std::array<int64_t, 7> {
     static constexpr uint32_t addresses = words(0);
 };
 
-// (x, rows, cols, codes, scale)
+// WireMatrix: (x, rows, cols, codes, scale)
 struct WireWords : std::array<int64_t, 5> {
     static constexpr uint32_t addresses = words(0, 3, 4);
 };
 
-// (largest, epsilon, overflow, power_of_two)
+// ScaleRule: (largest, epsilon, overflow, power_of_two)
 using Rule = std::tuple<float, float, float, bool>;
 
 }  // namespace dlp
@@ -44,7 +45,7 @@ template <class Job>
 struct type_caster<dlp::Words<Job>>
     : array_caster<dlp::Words<Job>, int64_t, false, sizeof(Job) / sizeof(int64_t)> {};
 template <>
-struct type_caster<dlp::DrawWords> : array_caster<dlp::DrawWords, int64_t, false, 7> {};
+struct type_caster<dlp::PhiloxWords> : array_caster<dlp::PhiloxWords, int64_t, false, 7> {};
 template <>
 struct type_caster<dlp::WireWords> : array_caster<dlp::WireWords, int64_t, false, 5> {};
 
@@ -52,7 +53,7 @@ struct type_caster<dlp::WireWords> : array_caster<dlp::WireWords, int64_t, false
 
 namespace dlp {
 
-// A call of a bound kernel as a step of a program. `Arguments`: its own, the last of which is the stream.
+// A call of a bound function as a step. `Arguments`: those of the function, of which the last is the stream.
 template <class Kernel, class... Arguments>
 class KernelStep final : public Step {
 public:
@@ -93,7 +94,7 @@ private:
 
 using MakeStep = std::function<std::unique_ptr<Step>(const pybind11::tuple&)>;
 
-// The kernels that a program may run, by name; complete once the module is made.
+// Makers of the steps that a program can run, by name. Filled while the module is initialized.
 inline std::map<std::string, MakeStep>& step_makers() {
     static std::map<std::string, MakeStep> makers;
     return makers;

@@ -1,8 +1,17 @@
-// A 128x128 tile as eight strips of 16 rows, one a warp, for casts whose blocks of 16 elements run along rows and columns.
+// A 128x128 tile as eight strips of 16 rows, one a warp, for casts whose blocks of 16 elements run along rows and along columns
+// (cast_nvfp4_1d.cu).
 //
-// A strip lies in shared memory, from where each lane reads whole blocks either way: 16 rows of two neighbouring columns, or
-// 16 neighbouring elements of a row. So lanes exchange nothing, hold little, and wait for no other warp. The rows of a strip
-// begin 16 bytes further apart than they are long: eight lanes that read 16 bytes of eight rows meet all banks.
+// A strip lies in shared memory, and each lane reads whole blocks of 16 elements from it: lanes exchange nothing, hold one or
+// two blocks in registers at a time, and wait for no other warp.
+//
+//   read_columns(j)     16 rows x 128 columns: lane L has columns 64 j + 2 L and 64 j + 2 L + 1, each a block of 16 rows
+//   read_block(i, j)    lane L has elements 16 b to 16 b + 15 of row 8 i + L % 8, where b = 4 j + L / 8
+//
+// Shared memory, bytes of bf16 (fp32): rows of 256 (512) begin 272 (528) apart. The 16 bytes more shift each row by four banks,
+// so eight lanes that read 16 bytes of eight rows cover all 32 banks. A tile takes 34,816 (67,584).
+//
+// Road not taken: 8x8 patches in registers as in tile.cuh, where a block of 16 spans two threads: 39 instructions an element
+// and four warps a scheduler, where this has 31 and eight (1x16 of 256 MB of bf16: 209 us, and 156 by strips; docs/log.md).
 #pragma once
 
 #include "tile.cuh"
@@ -22,7 +31,7 @@ inline __device__ uint32_t to_bf16(float2 pair) {
     return reinterpret_cast<const uint32_t&>(rounded);
 }
 
-// Elements `i` of eight pairs, one below the other.
+// Column `i` of eight pairs that lie one below the other.
 inline __device__ Octet<__nv_bfloat16> column_of(const uint32_t* pair, int i) {
     Octet<__nv_bfloat16> out;
 #pragma unroll
@@ -36,8 +45,8 @@ inline __device__ Octet<float> column_of(const float2* pair, int i) {
     return out;
 }
 
-// The strips of this warp in kTilesEach tiles, one after the other.
-template <class T, class Job, int kTilesEach>
+// The strips of this warp in the kTilesPerBlock tiles of its block, one after the other; kBytes of shared memory.
+template <class T, class Job, int kTilesPerBlock>
 class Strips {
    public:
     static constexpr int kRows = 16;
@@ -45,12 +54,12 @@ class Strips {
     static constexpr size_t kBytes = size_t(kPitch) * kTile;
 
     __device__ Strips(const Work<Job>& work, uint8_t* bytes)
-        : work_(work), item_(blockIdx.x * kTilesEach), end_(min(item_ + kTilesEach, uint32_t(work.items))),
+        : work_(work), item_(blockIdx.x * kTilesPerBlock), end_(min(item_ + kTilesPerBlock, uint32_t(work.items))),
           bytes_(bytes + number() * kRows * kPitch), ahead_(tile_at<T>(work, item_)) {
         start();
     }
 
-    // Hands out the next tile, whose strip can be read from then on; false after the last.
+    // The next tile, whose strip has arrived; false after the last.
     __device__ bool next(Tile<T, Job>& tile) {
         if (item_ >= end_) return false;
         tile = ahead_;
@@ -58,7 +67,7 @@ class Strips {
         __syncwarp();
         return true;
     }
-    // When this warp has read the strip: fetches that of the tile after.
+    // Called when this warp has read its strip: starts the copy of the next tile's, into the same place.
     __device__ void fetch() {
         if (++item_ >= end_) return;
         __syncwarp();
@@ -66,10 +75,10 @@ class Strips {
         start();
     }
 
-    // This strip among those of a tile.
+    // The number of this strip in its tile: rows 16 * number() and on.
     static __device__ int number() { return threadIdx.x / 32; }
 
-    // Columns column(j) and the one after it, j < 2.
+    // Columns column(j) and column(j) + 1 of the strip, j < 2: element i of pair[k] is row k of column(j) + i.
     static __device__ int column(int j) { return kTile / 2 * j + 2 * lane(); }
     __device__ void read_columns(int j, Pair<T> (&pair)[kRows]) const {
         const uint8_t* from = bytes_ + column(j) * sizeof(T);
@@ -89,21 +98,21 @@ class Strips {
 
    private:
     static constexpr int kElements = sizeof(uint4) / sizeof(T), kAcross = kTile / kElements;  // of a vector; vectors of a row
-    static constexpr int kStep = 32 / kAcross;                                                // rows that a warp copies at once
+    static constexpr int kStep = 32 / kAcross;  // rows that the 32 lanes copy at once
 
     static __device__ int lane() { return threadIdx.x % 32; }
 
-    // Without a division, where there is one job.
+    // To the next tile; of one job without the division of tile_at.
     __device__ void advance() {
         if (work_.many) {
             ahead_ = tile_at<T>(work_, item_);
             return;
         }
         const Matrix& x = work_.one.x;
-        if (int64_t(++ahead_.across) * kTile >= x.cols) ahead_.across = 0, ++ahead_.down;
+        if (int64_t(++ahead_.tile_col) * kTile >= x.cols) ahead_.tile_col = 0, ++ahead_.tile_row;
         ahead_.whole = ahead_.row() + kTile <= x.rows && ahead_.col() + kTile <= x.cols;
     }
-    // Starts the copy of a strip. One at an edge, or with unaligned rows, is read here.
+    // Starts the copy of a strip of a whole tile with aligned rows; any other is read here, with zeros outside of the matrix.
     __device__ void start() {
         const Matrix x = ahead_.job->x;
         const int64_t row = ahead_.row() + kRows * number() + lane() / kAcross;
@@ -125,7 +134,7 @@ class Strips {
         }
         __pipeline_commit();
     }
-    // Reads `valid` elements, the rest is 0.
+    // 16 bytes of elements, of which min(valid, all) are loaded; the rest is 0.
     static __device__ uint4 load_vector(const T* from, int64_t valid) {
         using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
         constexpr int kInWord = sizeof(uint32_t) / sizeof(T);

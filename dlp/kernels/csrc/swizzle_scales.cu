@@ -1,6 +1,10 @@
-// Scale bytes of MXFP8 and NVFP4 to the tiles of 128 lines by 4 blocks that block-scaled GEMMs read: the byte of
-// line r and block c lies at ((r/128) * tiles across + c/4) * 512 + (r%32) * 16 + (r%128)/32 * 4 + c%4. A thread writes the
-// four bytes of one line in one tile. What lies beyond the matrix is 0, and a scale of several lines is repeated.
+// Scale bytes of MXFP8 and NVFP4 -> the layout that block-scaled GEMMs of cuBLASLt read (reference.layout.swizzle_128x4):
+// tiles of 128 lines by 4 blocks, 512 bytes each, where the byte of line r and block c lies at
+//
+//   ((r / 128) * ceil(blocks / 4) + c / 4) * 512 + (r % 32) * 16 + (r % 128) / 32 * 4 + c % 4
+//
+// A thread writes the word of one line in one tile. Bytes beyond the matrix are 0; a scale of several lines (a 2D block) is
+// repeated for each of them.
 #include "launch.cuh"
 
 namespace dlp {
@@ -17,10 +21,10 @@ __global__ void __launch_bounds__(kThreads) swizzle_scales_kernel(SwizzleJob job
     const int64_t line = tile / across * 128 + within % 4 * 32 + within / 4, block = tile % across * 4;
     uint32_t bytes = 0;
     if (line < job.lines) {
-        const uint8_t* from = job.scale + line / job.lines_each * job.down + block * job.across;
+        const uint8_t* from = job.scale + line / job.lines_per_scale * job.line_stride + block * job.block_stride;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (block + i < job.blocks) bytes |= uint32_t(from[i * job.across]) << 8 * i;
+            if (block + i < job.blocks) bytes |= uint32_t(from[i * job.block_stride]) << 8 * i;
     }
     job.out[word] = bytes;
 }

@@ -1,12 +1,28 @@
-// A 128x128 tile in the registers of 256 threads, on its way to codes in both orientations from one read.
+// A 128x128 tile in the registers of 256 threads, and its codes on their way to memory in both orientations, from one read.
 //
-// A thread owns an 8x8 patch: 16 threads lie side by side along a row, so a warp reads two whole rows of the tile with 16
-// bytes a lane. The codes of a patch row are 8 adjacent bytes and go straight to memory. Those of a patch column are 8
-// adjacent bytes of the transposed matrix; they meet in shared memory, from where whole 128-byte rows are written.
+// A thread owns a patch of 8x8 elements, as eight octets, one a row. 16 patches lie beside each other, so a warp covers 16
+// rows:
 //
-// Tiles come by way of shared memory (tile_copies.cuh). Kernels at the speed of memory take one tile a block: while one
-// block works, the tiles of others on the same multiprocessor are on their way. Blocks of kernels bound by instructions take
-// a few tiles, those of kernels that write nearly nothing are persistent; both fetch their next tile ahead.
+//                   128 columns, 16 patches
+//             +------+------+-- ... --+------+
+//     8 rows  | t0   | t1   |         | t15  |   warp 0: tile rows 0 to 15
+//             +------+------+-- ... --+------+
+//     8 rows  | t16  | t17  |         | t31  |   t and t ^ 1 lie beside each other, t and t ^ 16 one below the other
+//             +======+======+== ... ==+======+
+//             | t32  |                           warp 1: tile rows 16 to 31
+//               ...                              warp 7: tile rows 112 to 127
+//
+// Codes of a patch row are 8 adjacent bytes of codes [rows, cols] and are stored from registers: 128 adjacent bytes a tile row.
+// Codes of a patch column are 8 adjacent bytes of codes_t [cols, rows]; stored from registers they would be 8 bytes a line of
+// memory, so they meet in shared memory first (PieceWriter, 16 KB for FP8), from where whole lines of 128 bytes are written.
+//
+// Tiles come by way of shared memory (tile_copies.cuh: 32 KB of bf16, 64 KB of fp32). Kernels bound by memory take one tile a
+// block, and the copies of other resident blocks run while one works: on an H200 that gave 0.91 of a copy where persistent
+// blocks gave 0.82, since its multiprocessors differ in speed (bench/results/quantize.md). Kernels bound by instructions take
+// a few tiles a block, and those that write next to nothing (amaxes) are persistent; both fetch their next tile ahead.
+//
+// Input: any rows, cols and stride. A tile that is not whole, or whose rows are not aligned to 16 bytes, takes the slow path:
+// loads of single elements where needed, zeros outside of the matrix.
 #pragma once
 
 #include "fp8.cuh"
@@ -15,97 +31,96 @@
 
 namespace dlp {
 
-// One tile of one job. Tiles of a matrix are counted row by row; there is at least one, so that an empty matrix gets its
-// scale written.
+// One tile of one job. Tiles of a matrix are numbered row by row. An empty matrix has one tile, so that its scale is written.
 template <class T, class Job>
 struct Tile {
     const Job* job;
-    uint32_t down, across;  // tiles before this one
-    bool whole, copied;     // lies wholly in the matrix; and was fetched ahead
+    uint32_t tile_row, tile_col;  // its place among the tiles of the matrix
+    bool whole, prefetched;       // has 128 rows and columns; its copy was started by TileLoader::start
 
     __device__ int64_t rows() const { return job->x.rows; }
     __device__ int64_t cols() const { return job->x.cols; }
-    __device__ int64_t row() const { return int64_t(down) * kTile; }
-    __device__ int64_t col() const { return int64_t(across) * kTile; }
-    // What is left of the matrix from this thread's patch on.
+    __device__ int64_t row() const { return int64_t(tile_row) * kTile; }
+    __device__ int64_t col() const { return int64_t(tile_col) * kTile; }
+    // Rows and columns of the matrix from this thread's patch to its end; may be negative.
     __device__ int64_t patch_rows() const { return rows() - row() - kPatch * patch_row(); }
     __device__ int64_t patch_cols() const { return cols() - col() - kPatch * patch_column(); }
 };
 
-// The tile that is piece of work `item`.
+// The tile of piece of work `item`.
 template <class T, class Job>
 __device__ Tile<T, Job> tile_at(const Work<Job>& work, uint32_t item) {
     Tile<T, Job> tile;
-    tile.job = job_of(work, item);
+    tile.job = find_job(work, item);
     const Matrix& x = tile.job->x;
     const uint32_t number = item - uint32_t(x.first), wide = max(uint32_t((x.cols + kTile - 1) / kTile), 1u);
-    tile.down = number / wide, tile.across = number - tile.down * wide;
+    tile.tile_row = number / wide, tile.tile_col = number - tile.tile_row * wide;
     tile.whole = tile.row() + kTile <= x.rows && tile.col() + kTile <= x.cols;
-    tile.copied = false;
+    tile.prefetched = false;
     return tile;
 }
 
-// A tile on its way from memory to the patches of a block, and what a producer makes of it there. `start` one, `finish` it
-// in every thread, `start` the next.
+// Brings a tile from memory to the patches of a block's threads, through shared memory and a producer. All threads call
+// `start`, `finish`, then `start` for the next tile. kBytes of shared memory.
 template <class T, class Job, Producer kProducer = Producer::kMatrix>
-class Incoming {
+class TileLoader {
     using Copies = TileCopies<T>;
 
    public:
-    static constexpr size_t kBytes = Copies::kBytes + Maker<T, kProducer>::kBytes;
+    static constexpr size_t kBytes = Copies::kBytes + TileProducer<T, kProducer>::kBytes;
 
-    __device__ explicit Incoming(uint8_t* bytes, const Source& source = {})
-        : copies_(bytes), maker_(source, bytes + Copies::kBytes) {}
+    __device__ explicit TileLoader(uint8_t* bytes, const Source& source = {})
+        : copies_(bytes), producer_(source, bytes + Copies::kBytes) {}
 
-    // Starts the copy of a tile. One at an edge, or with unaligned rows, is read when it is finished. May contain a barrier.
+    // Starts the copy of a tile that is whole and has aligned rows; any other is read by `finish`. May contain a barrier.
     __device__ Tile<T, Job> start(const Work<Job>& work, uint32_t item) {
         auto tile = tile_at<T>(work, item);
         const Matrix& x = tile.job->x;
-        tile.copied = tile.whole && rows_aligned<T>(x) && maker_.aligned();
-        if (tile.copied) {
+        tile.prefetched = tile.whole && rows_aligned<T>(x) && producer_.aligned();
+        if (tile.prefetched) {
             copies_.start(static_cast<const T*>(x.data) + tile.row() * x.stride + tile.col(), x.stride);
-            maker_.begin(tile);
+            producer_.start(tile);
         }
         return tile;
     }
-    // May contain a barrier.
+    // The elements to cast, as the patch of this thread. May contain a barrier.
     __device__ void finish(const Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
         const Matrix& x = tile.job->x;
-        if constexpr (Maker<T, kProducer>::kFills) {
-            if (tile.copied) copies_.wait();
-            maker_.fill(tile, copies_);
+        if constexpr (TileProducer<T, kProducer>::kInPlace) {
+            if (tile.prefetched) copies_.wait();
+            producer_.apply_in_place(tile, copies_);
             copies_.read(patch);
-            return maker_.made(tile, patch);
+            return producer_.finish(tile, patch);
         }
-        const auto taken = maker_.take(tile);
-        if (tile.copied)
+        const auto loaded = producer_.load(tile);
+        if (tile.prefetched)
             copies_.finish(patch);
         else
             read_patch(static_cast<const T*>(x.data), x.stride, rows_aligned<T>(x), tile, patch);
-        maker_.make(taken, tile, patch);
+        producer_.apply(loaded, tile, patch);
     }
 
    private:
     Copies copies_;
-    Maker<T, kProducer> maker_;
+    TileProducer<T, kProducer> producer_;
 };
 
-// The tiles of a block in turn, each fetched while the one before is worked on.
+// The tiles blockIdx.x, blockIdx.x + gridDim.x, ... of a persistent block; the copy of the next runs while one is worked on.
 template <class T, class Job, Producer kProducer = Producer::kMatrix>
 class Tiles {
    public:
-    static constexpr size_t kBytes = Incoming<T, Job, kProducer>::kBytes;
+    static constexpr size_t kBytes = TileLoader<T, Job, kProducer>::kBytes;
 
     __device__ Tiles(const Work<Job>& work, uint8_t* bytes, const Source& source = {})
-        : work_(work), item_(blockIdx.x), incoming_(bytes, source) {
+        : work_(work), item_(blockIdx.x), loader_(bytes, source) {
         fetch();
     }
 
-    // Hands out the next tile and its patch; false after the last. May contain a barrier.
+    // The next tile and its patch; false after the last. May contain a barrier.
     __device__ bool next(Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
         if (item_ >= work_.items) return false;
         tile = ahead_;
-        incoming_.finish(tile, patch);
+        loader_.finish(tile, patch);
         item_ += gridDim.x;
         fetch();
         return true;
@@ -113,25 +128,25 @@ class Tiles {
 
    private:
     __device__ void fetch() {
-        if (item_ < work_.items) ahead_ = incoming_.start(work_, item_);
+        if (item_ < work_.items) ahead_ = loader_.start(work_, item_);
     }
 
     const Work<Job>& work_;
     uint32_t item_;
-    Incoming<T, Job, kProducer> incoming_;
+    TileLoader<T, Job, kProducer> loader_;
     Tile<T, Job> ahead_;
 };
 
-// The flag of the job becomes NaN where a value of this thread's patch is not finite.
+// Sets the flag of the job to NaN if a value of this thread's patch is not finite.
 template <class T, class Job>
-__device__ void tell_not_finite(const Octet<T> (&patch)[kPatch], const Job& job) {
+__device__ void flag_not_finite(const Octet<T> (&patch)[kPatch], const Job& job) {
     Finite<T> finite;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) finite.take(patch[i]);
-    finite.tell(job.flag);
+    finite.report(job.flag);
 }
 
-// Codes of patch rows, from registers to codes [rows, cols].
+// Stores codes of patch rows from registers to codes [rows, cols], 8 bytes at a time.
 class RowWriter {
    public:
     template <class T, class Job>
@@ -153,13 +168,14 @@ class RowWriter {
     bool fast_;
 };
 
-// Codes of tile columns, through shared memory to codes [cols, rows] of the transposed matrix: a column of the tile is
-// kPieces pieces of 8 bytes, 16 for codes of a byte and 8 for codes of half a byte. Between the last `put` of a tile and
-// its `write`, and between that and the next `put`, lies a barrier.
+// Codes of tile columns, through shared memory to codes_t [cols, rows]. A column of the tile is kPieces pieces of 8 bytes: 16
+// of codes of a byte, 8 of half a byte. The caller puts a barrier between the last `put` of a tile and `write`, and between
+// `write` and the next `put`.
 //
-// Lanes put every kStep-th column. Piece g of column c is kept at g ^ (c / kStep); with half bytes, neighbouring columns change
-// places in every other run of 8 kStep, too. So the lanes write to all banks, and 8 lanes that read with 16 bytes each
-// cover all banks.
+// Layout: [128 columns][kPieces], swizzled against bank conflicts. Neighbouring lanes put columns kStep apart, so piece g of
+// column c lies at place g ^ (c / kStep); with half bytes a column has only 64 bytes, so columns c and c ^ 1 also change
+// places in every other run of 8 kStep columns. Then the `put`s of a warp cover all banks, and so do 8 lanes that read 16
+// bytes each.
 template <int kPieces, int kStep = kPatch>
 class PieceWriter {
    public:
@@ -203,7 +219,7 @@ class PieceWriter {
     uint8_t* bytes_;
 };
 
-// Of codes of a byte, from patch columns: column `j` of this thread's patch is one piece.
+// PieceWriter of FP8 codes: column `j` of this thread's patch is one piece.
 class ColumnWriter : public PieceWriter<kAcross> {
    public:
     using PieceWriter::PieceWriter;

@@ -1,9 +1,11 @@
-// A tile on its way from global to shared memory, and from there to the patches of 256 threads.
+// A tile on its way from global to shared memory, and from there to the patches of 256 threads (tile.cuh).
 //
-// Two ways. Copies of 16 bytes a lane start soonest. But the threads that start them are held up until the memory system
-// takes them, and with them the work that should run meanwhile: with tiles of fp32, of 64 KB, casts reached 0.6 of a
-// copy's speed. Bulk copies of whole rows hold up nobody, and take longer to start. On an H200 fp32 gained by them (0.59
-// to 0.85) and bf16 lost (NVFP4 in tiles 0.74 to 0.66).
+//   LaneCopies   bf16: cp.async of 16 bytes a lane, 32 KB. Each warp copies what it reads itself: no barrier of the block.
+//   BulkCopies   fp32: cp.async.bulk of rows of 512 bytes, 64 KB + a barrier (arrivals.cuh) that counts their bytes.
+//
+// Copies by lanes start soonest, but hold up the threads that issue them until the memory system takes them: fp32 casts reached
+// 0.59 of a device copy by them, and 0.85 by bulk copies. Bulk copies take longer to start: bf16 NVFP4 casts fell from 0.74 to
+// 0.66 by them (H200; docs/log.md). Hence one class for each type.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -19,15 +21,19 @@ constexpr int kPatch = 8;
 constexpr int kAcross = kTile / kPatch;  // patches
 static_assert(kAcross * kAcross == kTileThreads, "a patch a thread");
 
-// Blocks of a multiprocessor; with what copies two tiles fewer.
+// Blocks a multiprocessor, for __launch_bounds__: registers and shared memory allow three of bf16, two of fp32 or with a
+// second tile.
 template <class T, Producer kProducer = Producer::kMatrix>
-constexpr int kTileBlocks = sizeof(T) == 2 && kProducer != Producer::kSwiglu && kProducer != Producer::kBeside ? 3 : 2;
+constexpr int kTileBlocksPerSm = sizeof(T) == 2 && kProducer != Producer::kSwiglu && kProducer != Producer::kGate ? 3 : 2;
 
-// The patch of this thread: its column and row among the patches of a tile.
+// The patch of this thread among the 16x16 patches of a tile.
 __device__ inline int patch_column() { return threadIdx.x % kAcross; }
 __device__ inline int patch_row() { return threadIdx.x / kAcross; }
 
-// `start` a tile whose rows are aligned to 16 bytes, `finish` it in every thread, `start` the next.
+// All threads `start` a whole tile with rows aligned to 16 bytes, `finish` it, `start` the next.
+//
+// Shared memory: slot (i, v, t) of 16 bytes is vector v of row i of the patch of thread t; slots of neighbouring threads are
+// adjacent.
 template <class T>
 class LaneCopies {
    public:
@@ -36,7 +42,8 @@ class LaneCopies {
 
     __device__ explicit LaneCopies(uint8_t* bytes) : slots_(reinterpret_cast<uint4*>(bytes)) {}
 
-    // Each warp copies what it will read itself, adjacent lanes adjacent bytes: no barrier of the block is needed.
+    // Adjacent lanes copy adjacent bytes of a row, each to the slot of the thread that owns them, which is one of the same
+    // warp: no barrier of the block is needed.
     __device__ void start(const T* tile, int64_t stride) const {
         const T* from = tile + kPatch * patch_row() * stride;
 #pragma unroll
@@ -54,7 +61,8 @@ class LaneCopies {
         read(patch);
     }
 
-    // The same in parts: rows of this thread's patch may be changed in between.
+    // `finish` in parts: between `wait` and `read` rows of this thread's patch may be changed in their slots by `get` and
+    // `put`.
     __device__ void wait() const {
         __pipeline_wait_prior(0);
         __syncwarp();
@@ -87,13 +95,13 @@ class BulkCopies {
 
    public:
     static constexpr uint32_t kRowBytes = kTile * sizeof(T);
-    static constexpr size_t kBytes = kTile * kRowBytes + 16;  // the tile, and what counts the bytes that have arrived
+    static constexpr size_t kBytes = kTile * kRowBytes + 16;  // the tile, and the barrier
 
     __device__ explicit BulkCopies(uint8_t* bytes) : bytes_(bytes), arrived_(bytes + kTile * kRowBytes) {
         if (threadIdx.x == 0) arrived_.init();
     }
-    // Every other thread copies a row: a warp starts them one by one. Contains a barrier: all know what counts the bytes, and
-    // have read what these overwrite.
+    // Every other thread copies a row: a warp issues bulk copies one by one, so 16 a warp. Contains a barrier: before it all
+    // threads see the initialized mbarrier, and have read the tile that these copies overwrite.
     __device__ void start(const T* tile, int64_t stride) {
         __syncthreads();
         if (threadIdx.x == 0) arrived_.expect(kTile * kRowBytes);
@@ -104,7 +112,7 @@ class BulkCopies {
     __device__ void finish(Octet<T> (&patch)[kPatch]) {
         arrived_.wait();
         const uint4* from = reinterpret_cast<const uint4*>(bytes_ + kPatch * patch_row() * kRowBytes) + 2 * patch_column();
-        const int second = patch_column() / 4 & 1;  // is read first, so that eight lanes read from all banks
+        const int second = patch_column() / 4 & 1;  // the vector that is read first, so that eight lanes read from all banks
 #pragma unroll
         for (int i = 0; i < kPatch; ++i, from += kRowBytes / sizeof(uint4)) {
             const uint4 a = from[second], b = from[1 - second];

@@ -1,11 +1,12 @@
-// Codes that both orientations share: encoded once, their bytes transposed in registers.
+// Codes that both orientations share, because one scale covers the tile or the tensor: encoded once, then transposed as bytes
+// in registers (an 8x8 patch by 32 byte permutations and swaps).
 #pragma once
 
 #include "tile.cuh"
 
 namespace dlp {
 
-// 4x4 bytes, rows before and columns after.
+// Transposes 4x4 bytes, a row a word.
 __device__ inline void transpose_4x4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
     const uint32_t ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);  // a0 b0 a1 b1, a2 b2 a3 b3
     const uint32_t cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
@@ -15,7 +16,7 @@ __device__ inline void transpose_4x4(uint32_t& a, uint32_t& b, uint32_t& c, uint
     d = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// 8x8 bytes, as four 4x4 quarters of which two change places.
+// Transposes 8x8 bytes: each of four 4x4 quarters, then the upper right and the lower left one change places.
 __device__ inline void transpose_8x8(uint2 (&row)[8]) {
     transpose_4x4(row[0].x, row[1].x, row[2].x, row[3].x);
     transpose_4x4(row[0].y, row[1].y, row[2].y, row[3].y);
@@ -29,7 +30,7 @@ __device__ inline void transpose_8x8(uint2 (&row)[8]) {
     }
 }
 
-// Writes the codes of a patch, a row each, to the orientations that are wanted. Contains a barrier where the second is.
+// Stores the codes of a patch, a row each, in the orientations that the job wants. Contains a barrier if codes_t is wanted.
 template <class T, class Job>
 __device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, ColumnWriter& columns) {
     if (uint8_t* codes = tile.job->codes) {
@@ -46,12 +47,12 @@ __device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, Colu
     }
 }
 
-// Writes what a job wants of the patch of its tile, by one scale, and with `kObserve` raises its `staging`; `scratch` has a word
-// a warp.
+// Casts the patch of a tile by one scale and stores what the job wants; with `kObserve` also staging = max(staging, max |x|).
+// `scratch` holds a word a warp. Contains barriers.
 template <class F8, bool kObserve, class T>
 __device__ void cast_by_scale(const TensorJob& job, const Tile<T, TensorJob>& tile, const Octet<T> (&patch)[kPatch], float scale,
                               ColumnWriter& columns, uint32_t* scratch) {
-    tell_not_finite(patch, job);
+    flag_not_finite(patch, job);
 
     Maxima<T> maxima;
     uint2 codes[kPatch];
@@ -63,7 +64,7 @@ __device__ void cast_by_scale(const TensorJob& job, const Tile<T, TensorJob>& ti
     write_codes(codes, tile, columns);
     if (kObserve) {
         const uint32_t bits = block_max(maxima.largest(), scratch);
-        if (threadIdx.x == 0) raise(job.staging, bits);
+        if (threadIdx.x == 0) atomic_max(job.staging, bits);
     }
 }
 

@@ -1,14 +1,19 @@
-// Transposes of codes, of a byte or of half a byte, tile by tile: what becomes of an operand on arrival, if it may be
-// transposed.
+// Transposes of codes of a byte, [rows, cols] -> [cols, rows], and of half a byte, [rows, cols / 2] -> [cols, rows / 2]: what
+// is done with a gathered operand whose payload may be transposed. reference.fp4.transpose_e2m1; of bytes,
+// x.t().contiguous().
+//
+// Grid: a 128x128 tile a block of 256 threads, patches in registers, transposed there and written through shared memory
+// (tile.cuh). Bound by memory: 2 bytes an element of FP8, 1 of E2M1; 0.85 and 0.78 of a copy on an H200. Nibbles: rows and
+// cols are even.
 #include "nibbles.cuh"
 #include "transpose.cuh"
 
 namespace dlp {
 namespace {
 
-constexpr int kBlocks = 4;  // a multiprocessor
+constexpr int kBlocksPerSm = 4;  // a multiprocessor, for __launch_bounds__
 
-// Up to kBytes bytes, the rest is 0.
+// Loads min(valid, sizeof(Word)) bytes, the rest is 0.
 template <class Word>
 __device__ Word load_codes(const uint8_t* from, int64_t valid) {
     if (valid >= int64_t(sizeof(Word)) && reinterpret_cast<uintptr_t>(from) % sizeof(Word) == 0)
@@ -21,7 +26,7 @@ __device__ Word load_codes(const uint8_t* from, int64_t valid) {
     else return uint32_t(bytes);
 }
 
-// The codes of this thread's patch, a row in each word; `kPerByte` codes a byte.
+// The codes of this thread's patch, a row in each word; `kPerByte` codes in a byte.
 template <int kPerByte, class Word>
 __device__ void load_patch(Word (&row)[kPatch], const Tile<uint8_t, CodesJob>& tile) {
     const int64_t pitch = tile.cols() / kPerByte, left = tile.patch_cols() / kPerByte;
@@ -31,7 +36,7 @@ __device__ void load_patch(Word (&row)[kPatch], const Tile<uint8_t, CodesJob>& t
     for (int i = 0; i < kPatch; ++i) row[i] = load_codes<Word>(from + i * pitch, i < tile.patch_rows() ? left : 0);
 }
 
-__global__ void __launch_bounds__(kTileThreads, kBlocks)
+__global__ void __launch_bounds__(kTileThreads, kBlocksPerSm)
     transpose_bytes_kernel(const __grid_constant__ Work<CodesJob> work) {
     ColumnWriter columns(shared_memory());
     const auto tile = tile_at<uint8_t>(work, blockIdx.x);
@@ -44,7 +49,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks)
     columns.write(tile.job->out, tile);
 }
 
-__global__ void __launch_bounds__(kTileThreads, kBlocks)
+__global__ void __launch_bounds__(kTileThreads, kBlocksPerSm)
     transpose_nibbles_kernel(const __grid_constant__ Work<CodesJob> work) {
     NibbleWriter columns(shared_memory());
     const auto tile = tile_at<uint8_t>(work, blockIdx.x);

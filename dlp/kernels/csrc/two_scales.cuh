@@ -1,11 +1,11 @@
-// Codes whose scale belongs to a row in one orientation and to a column in the other: encoded twice, from one read.
+// Codes whose scale belongs to a row in one orientation and to a column in the other: encoded twice from one read.
 #pragma once
 
 #include "tile.cuh"
 
 namespace dlp {
 
-// Eight scales, from shared memory: of the rows or the columns of a patch.
+// The scales of the eight rows, or columns, of a patch, read from shared memory at a multiple of 16 bytes.
 struct Scales {
     float of[kPatch];
 
@@ -30,8 +30,8 @@ __device__ void put_columns(const Octet<T> (&patch)[kPatch], const Scales& scale
     for (int j = 0; j < kPatch; ++j) columns.put(j, encode_column<F8>(patch, j, scales.of[j]));
 }
 
-// Writes the orientations that are wanted, by the scales of the tile's rows and then of its columns. Contains a barrier
-// where the second is.
+// Casts the patch of a tile and stores the orientations that the job wants. `scale` [256], in shared memory: of the tile's
+// rows, then of its columns. Contains a barrier if codes_t is wanted.
 template <class F8, class T, class Job>
 __device__ void write_scaled(const Octet<T> (&patch)[kPatch], const float* scale, const Tile<T, Job>& tile,
                              ColumnWriter& columns) {

@@ -1,8 +1,13 @@
-// FP8 on the wire of a sum: packing contributions with a scale every 128 features, and summing those that arrived.
+// FP8 as what a reduce-scatter sends (ReduceCodec "fp8"): pack_fp8_wire quantizes a rank's contribution [rows, cols] to E4M3
+// with an fp32 scale every 128 columns, sum_fp8_wire adds what arrived from R ranks. Equal reference.wire.pack_fp8 and
+// sum_fp8.
 //
-// Sixteen threads hold a block, eight elements each. The bits of magnitudes are compared as integers, so that a NaN beats
-// an Inf and that any number: the scale of such a block is the NaN or the Inf itself, which decodes to nothing finite.
-// The sum reads each contribution once, adds in fp32 in the order of the ranks and rounds once.
+// Packing: 16 threads hold a block, an octet each, and join their maxima by shuffles. Magnitudes are compared by their bits,
+// so that a NaN beats Inf and Inf any number: the scale_inv of such a block is the NaN or the Inf itself, and nothing finite
+// is decoded. The sum reads each contribution once, adds in fp32 in the order of the ranks and rounds once.
+//
+// Where cols % 8 == 0, codes and contributions are read and written by vectors: their addresses are then multiples of 8
+// bytes, and that of the sum of 16 (torch's allocations, and the fields of a record, are aligned to 256).
 #include "fp8.cuh"
 
 namespace dlp {
@@ -10,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kBlock = 128;
-constexpr unsigned kLanes = kBlock / 8;  // of a block
+constexpr unsigned kLanes = kBlock / 8;  // that hold a block
 constexpr uint32_t kInfinity = 0x7F800000u;
 
 template <class T>
@@ -27,7 +32,8 @@ __global__ void __launch_bounds__(kThreads) pack_fp8_wire_kernel(const __grid_co
     const int64_t step = int64_t(gridDim.x) * blockDim.x / kLanes;
     const T* x = static_cast<const T*>(job.x);
     const bool aligned = job.cols % 8 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
-    // All lanes of a warp stay in the loop together: they exchange maxima.
+    // Both halves of a warp stay in the loop together, since its lanes exchange maxima: it ends when the lower half is past
+    // the last block.
     const int64_t first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes, lane = threadIdx.x % kLanes;
     for (int64_t at = first; at - int64_t(threadIdx.x / kLanes % 2) < blocks; at += step) {
         const int64_t row = at < blocks ? divide(at, across) : 0, column = kBlock * (at - row * across) + 8 * lane;
@@ -38,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) pack_fp8_wire_kernel(const __grid_co
         for (unsigned other = 1; other < kLanes; other *= 2) bits = max(bits, __shfl_xor_sync(kAllLanes, bits, other));
         const float amax = __uint_as_float(bits);
         const bool usual = bits != 0 && bits < kInfinity;
-        const float scale = usual ? __fdiv_rn(448.0f, fmaxf(amax, job.least)) : 1.0f;
+        const float scale = usual ? __fdiv_rn(448.0f, fmaxf(amax, job.min_amax)) : 1.0f;
         if (valid > 0)
             store_octet(job.codes + row * job.cols + column, encode_row<E4m3>(octet, scale), valid, job.cols % 8 == 0);
         if (lane == 0 && at < blocks) job.scale[at] = bits < kInfinity ? __frcp_rn(scale) : amax;
@@ -76,8 +82,8 @@ __global__ void __launch_bounds__(kThreads) sum_fp8_wire_kernel(const __grid_con
         const int64_t element = row * job.cols + column;
         float total[8];
         for (int64_t rank = 0; rank < job.ranks; ++rank) {
-            const uint8_t* of_rank = rank == job.own ? job.own_codes : job.codes + rank * job.codes_apart;
-            const float* scales = rank == job.own ? job.own_scale : job.scale + rank * job.scales_apart;
+            const uint8_t* of_rank = rank == job.own ? job.own_codes : job.codes + rank * job.codes_stride;
+            const float* scales = rank == job.own ? job.own_scale : job.scale + rank * job.scale_stride;
             const uint2 codes = load_codes(of_rank + element, valid, aligned);
             const float scale = scales[row * blocks + column / kBlock];
 #pragma unroll
