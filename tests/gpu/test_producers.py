@@ -178,8 +178,8 @@ def produced(which: str, shape: tuple[int, int], data: str, strides: tuple[str, 
     other = place(values(data, *shape, torch.bfloat16, 1), strides[1], device)
     if which == "reglu":
         return ops.GatedBy(x, other, "relu", in_cast=True)
-    if which == "gelu":
-        return ops.Activated(x, "gelu", in_cast=True)
+    if which in ("gelu", "sigmoid"):
+        return ops.Activated(x, which, in_cast=True)
     if "gradient" in which:
         grad = ops.ActivationGrad(other, x, which.split("'")[0], in_cast=True)
         return ops.Summed(grad) if "sums" in which else grad
@@ -193,7 +193,7 @@ def shapes_of(pair) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     "which",
-    ["rms_norm", "added", "swiglu", "sums", "gelu", "reglu", "gelu's gradient", "silu's gradient and its sums"],
+    ["rms_norm", "added", "swiglu", "sums", "gelu", "sigmoid", "reglu", "gelu's gradient", "silu's gradient and its sums"],
 )
 @pytest.mark.parametrize("data", ["gauss", "specials", "huge"])
 @pytest.mark.parametrize("pair", OFFERING, ids=str)

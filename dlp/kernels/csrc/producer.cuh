@@ -176,8 +176,8 @@ struct TileProducer<T, Producer::kColumnSums> : StoredMatrix<T> {
     float (*sums_)[kTile];
 };
 
-// kActivation: act(x). kGate (`kHasUp`): act(x) * up or act'(x) * up, whose columns may be summed for a bias gradient. act(0)
-// is 0 but for Act::kSigmoid, so elements outside of the matrix stay 0 with all other activations, and with `up`, which is 0.
+// kActivation: act(x). kGate (`kHasUp`): act(x) * up or act'(x) * up, whose columns may be summed for a bias gradient.
+// Elements outside of the matrix stay 0 as act(0) is, or by the 0 of `up`; but sigmoid(0) is 0.5, so there they are set to 0.
 template <class T, bool kHasUp>
 class ActivationProducer : public StoredMatrix<T> {
     static constexpr size_t kSums = kHasUp ? kTileWarps * kTile * sizeof(float) : 0;
@@ -216,7 +216,7 @@ class ActivationProducer : public StoredMatrix<T> {
                 for (int k = 0; k < 8; ++k) {
                     const ValueAndSlope at = act<decltype(is)::value>(g[k]);
                     if constexpr (kHasUp) result.set(k, __fmul_rn(source_.slope ? at.slope : at.value, up_octet[k]));
-                    else result.set(k, at.value);
+                    else result.set(k, decltype(is)::value == Act::kSigmoid && k >= valid ? 0.0f : at.value);
                 }
                 copies.put(i, rounded<T>(result));
             }
