@@ -10,7 +10,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kBlocksPerSm = 2;  // for __launch_bounds__
+constexpr int kBlocksPerSm = 2;
 
 template <class T>
 constexpr size_t kShared = Tiles<T, RhtAmaxJob>::kBytes + 2 * kTileWarps * sizeof(uint32_t);

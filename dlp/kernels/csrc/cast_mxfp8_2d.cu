@@ -9,7 +9,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kBlocksPerSm = 2;              // for __launch_bounds__
+constexpr int kBlocksPerSm = 2;
 constexpr int kPatches = 32 / kPatch;   // of a block of 32, each way
 constexpr int kBlocksAcross = kTile / 32;
 

@@ -26,13 +26,13 @@
 namespace dlp {
 namespace {
 
-constexpr int kTilesPerBlock = 4;  // that a block of threads takes
+constexpr int kTilesPerBlock = 4;
 using Columns = PieceWriter<kTile / kFp4Block, 2>;
 using Scales = ScaleBytes<kTile / kFp4Block>;
 template <class T>
 using CastStrips = Strips<T, Nvfp4Job, kTilesPerBlock>;
 
-// Blocks a multiprocessor: shared memory limits fp32 to two; random bytes take registers, which leave three.
+// Resident blocks that __launch_bounds__ asks for: shared memory limits fp32 to two; random bytes take registers, which leave three.
 template <class T, bool kStochastic>
 constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : kStochastic ? 3 : 4;
 

@@ -12,8 +12,8 @@
 namespace dlp {
 namespace {
 
-constexpr int kBlocksPerSm = 2;     // a multiprocessor, for __launch_bounds__
-constexpr int kTilesPerBlock = 4;  // that a block of threads takes
+constexpr int kBlocksPerSm = 2;
+constexpr int kTilesPerBlock = 4;
 
 template <class T>
 constexpr size_t kShared = Tiles<T, Nvfp4Job>::kBytes + NibbleWriter::kBytes;

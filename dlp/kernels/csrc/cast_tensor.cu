@@ -1,6 +1,10 @@
-// Per-tensor FP8 cast in one orientation: q = enc(fl(x * scale)), with the scale made from an amax on the device (current
-// scaling) or given (delayed scaling). x [rows, cols] -> codes [rows, cols], scale_inv []. With `staging` max |x| is taken in
-// the same read. Equals reference.fp8.cast_fp8_tensor.
+// Per-tensor FP8 cast in one orientation:
+//
+//   x [rows, cols] -> codes [rows, cols], scale_inv []
+//   q = enc(fl(x * scale)),   scale_inv = fl(1 / scale)
+//
+// The scale is made from an amax on the device (current scaling) or given (delayed scaling). With `staging` max |x| is taken in
+// the same read. Equals reference.fp8.cast_fp8_tensor. Any rows, cols and stride.
 //
 // Grid: a block of 256 threads takes one chunk of 1024 octets and ends: this keeps more loads in flight than a persistent
 // grid and needs no tail. Loads have 16 bytes and stores 8, both adjacent over the lanes. Bound by memory: 3 bytes an element

@@ -1,6 +1,9 @@
-// Per-tensor FP8 cast and its transpose in one read, of one matrix or each matrix of a table: q = enc(fl(x * scale)), x
-// [rows, cols] -> codes [rows, cols], codes_t [cols, rows], scale_inv []. Equals reference.fp8.cast_fp8_tensor and its
-// transpose.
+// Per-tensor FP8 cast and its transpose in one read, of one matrix or each matrix of a table:
+//
+//   x [rows, cols] -> codes [rows, cols], codes_t [cols, rows], scale_inv []
+//   q = enc(fl(x * scale)),   scale_inv = fl(1 / scale)
+//
+// Equals reference.fp8.cast_fp8_tensor and its transpose. Any rows and cols.
 //
 // Both orientations hold the same codes, so a patch is encoded once and its bytes are transposed in registers
 // (transpose.cuh). With `staging` (delayed scaling) max |x| is taken in the same read. Either orientation may be left out: a

@@ -2,13 +2,13 @@
 // scales follow from them. Equals reference.scales.delayed_update; the rule is Transformer Engine's
 // (common/recipe/delayed_scaling.cu).
 //
-//   last = reduced != 0 ? reduced : history[0];   nothing but staging = 0 happens if last == 0
+//   last = reduced != 0 ? reduced : history[0];   if last == 0: staging = 0, and history and scale stay as they are; else
 //   window = history[1], ..., history[L - 1], last;   history = 0, window[1], ..., window[L - 1]
 //   amax = max(window), or last;   scale = min(fl(target / amax), FLT_MAX) if amax is finite and > 0, else as it was
 //
 // history [L, slots], rows of slots adjacent. A block of 32 warps takes 32 slots, a lane each; its warps share the L rows,
-// and each moves its rows up by one. All but the last of its new rows come from its own; that one it reads before the others
-// write.
+// and each moves its rows up by one. A warp's new rows are its old ones, but for the last, which it reads from the next
+// warp's before a barrier.
 #include <cfloat>
 
 #include "jobs.cuh"

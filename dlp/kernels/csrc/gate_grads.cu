@@ -19,7 +19,7 @@ namespace {
 
 using T = __nv_bfloat16;
 using DupStage = LaneCopies<T>;
-constexpr int kBlocksPerSm = 2;  // a multiprocessor
+constexpr int kBlocksPerSm = 2;
 
 template <class Job>
 __device__ Tile<T, Job> tile_of(const Job& job, uint32_t number) {

@@ -144,7 +144,7 @@ struct SwizzleJob {           // scale bytes for a block-scaled GEMM
 };
 
 struct DelayedJob {           // slots of delayed scaling with one history length and one algorithm
-    Matrix x;                 // their history, fp32 [length, slots], row 0 unused; updated in place
+    Matrix x;                 // their history, fp32 [length, slots], updated in place; row 0 holds an amax or 0
     float* scale;             // [slots]
     const float* reduced;     // [slots]: the amaxes of this step, maybe over ranks; may be `staging`
     const float* target;      // [slots]: fp8_max * 2^-margin

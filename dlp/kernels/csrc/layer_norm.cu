@@ -11,7 +11,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kForwardBlocksPerSm = 8, kBackwardBlocksPerSm = 4;  // a multiprocessor
+constexpr int kForwardBlocksPerSm = 8, kBackwardBlocksPerSm = 4;
 
 template <class T>
 __global__ void __launch_bounds__(kRowThreads, kForwardBlocksPerSm)

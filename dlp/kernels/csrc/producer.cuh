@@ -159,7 +159,7 @@ __device__ void sum_columns(const Octet<T> (&patch)[kPatch], const Tile& tile, f
     write_sums(to, sums, tile);
 }
 
-// The matrix itself; up_octet it the sum of each column of each tile.
+// kColumnSums: the elements as they are stored, whose columns are summed.
 template <class T>
 struct TileProducer<T, Producer::kColumnSums> : StoredMatrix<T> {
     static constexpr size_t kBytes = kTileWarps * kTile * sizeof(float);

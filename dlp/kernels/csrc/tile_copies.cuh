@@ -4,8 +4,8 @@
 //   BulkCopies   fp32: cp.async.bulk of rows of 512 bytes, 64 KB + a barrier (arrivals.cuh) that counts their bytes.
 //
 // Copies by lanes start soonest, but hold up the threads that issue them until the memory system takes them: fp32 casts reached
-// 0.59 of a device copy by them, and 0.85 by bulk copies. Bulk copies take longer to start: bf16 NVFP4 casts fell from 0.74 to
-// 0.66 by them (H200; docs/log.md). Hence one class for each type.
+// 0.59 of a device copy by them, and 0.85 by bulk copies. Bulk copies take longer to start: bf16 NVFP4 casts of tiles fell from
+// 0.74 to 0.66 by them (H200). Hence one class for each type.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -17,11 +17,11 @@ namespace dlp {
 
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
-constexpr int kPatch = 8;
-constexpr int kAcross = kTile / kPatch;  // patches
+constexpr int kPatch = 8;                  // rows, and columns, of a thread's patch
+constexpr int kAcross = kTile / kPatch;    // patches across a tile, and down it
 static_assert(kAcross * kAcross == kTileThreads, "a patch a thread");
 
-// Blocks a multiprocessor, for __launch_bounds__: registers and shared memory allow three of bf16, two of fp32 or with a
+// Resident blocks that __launch_bounds__ asks for: registers and shared memory allow three of bf16, two of fp32 or with a
 // second tile.
 template <class T, Producer kProducer = Producer::kMatrix>
 constexpr int kTileBlocksPerSm = sizeof(T) == 2 && kProducer != Producer::kSwiglu && kProducer != Producer::kGate ? 3 : 2;

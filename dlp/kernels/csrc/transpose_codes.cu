@@ -11,7 +11,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kBlocksPerSm = 4;  // a multiprocessor, for __launch_bounds__
+constexpr int kBlocksPerSm = 4;
 
 // Loads min(valid, sizeof(Word)) bytes, the rest is 0.
 template <class Word>
