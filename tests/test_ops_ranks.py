@@ -601,3 +601,22 @@ def test_parameters_that_begin_anew_are_those_of_one_rank(ranks: Any):
     first, second = ranks(2).run(begun_anew)
     for name, tensor in first.items():
         assert_bit_equal(tensor, second[name], name)
+
+
+def hooked() -> list[str]:
+    """Which hooks are called: of an op of converted linears, and of one of these."""
+    model, seen = nn.ModuleDict({"gate": nn.Linear(H, H), "up": nn.Linear(H, H)}), list[str]()
+    dlp.convert(model, [dlp.LayerGroup("all", ["gate", "up"], siblings=True)], worker.mesh(dp_shard=1, tp=1))
+    both = ops.Converted(model["gate"], model["up"])
+    sequence = ops.Sequential(ops.RMSNorm(H), both, ops.SwiGLU())
+    expected = sequence(values(1, M, H))
+    both.register_forward_hook(lambda *args: seen.append("op"))
+    assert_bit_equal(sequence(values(1, M, H)), expected)
+    model["up"].register_forward_hook(lambda *args: seen.append("up"))
+    assert_bit_equal(sequence(values(1, M, H)), expected)
+    return seen
+
+
+@pytest.mark.ranks(1)
+def test_hooks_of_converted_linears_and_of_their_op_are_called(ranks: Any):
+    assert ranks(1).run(hooked) == [["op", "up", "op"]]
