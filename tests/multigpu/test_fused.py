@@ -112,9 +112,9 @@ def of_operands_that_exist() -> tuple[list[tuple[Tensor, Tensor]], int, list[str
     """Operands that were not cast where they are gathered, twice each: the GEMM beside that of `serial`; and what is logged."""
     mesh, recipe, found = worker.mesh(tp=dist.get_world_size())["tp"], load("fp8_block"), list[tuple[Tensor, Tensor]]()
     group, w = mesh.get_group(), values(0, N, K).to(worker.device())
-    fused, said = overlaps.load("fused"), list[str]()
-    log = patch.object(sys.modules[type(fused).__module__], "LOG", Mock(warning=lambda form, text: said.append(form % text)))
-    sys.modules[type(fused).__module__]._warn.cache_clear()  # type: ignore[attr-defined]
+    module, said = sys.modules[type(overlaps.load("fused")).__module__], list[str]()
+    log = patch.object(module, "LOG", Mock(warning=lambda form, text: said.append(form % text)))
+    module._warn.cache_clear()
     with device(), moved_by(group, True), watched() as counts, log:  # type: ignore[attr-defined]
         gemm = Gemm("fprop", recipe.w.rowwise.cast(w, None), torch.bfloat16)
         for seed in range(2):
