@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from dlp.quant.__main__ import reference
 from tests.kept import fusions_kept, table_kept
 
 ROOT = Path(__file__).parent.parent
@@ -104,6 +105,13 @@ def test_the_readme_leads_to_every_page():
         at += [link for link in links - found if link.exists()]
         found |= links
     assert not set(PAGES) - found, "no page that the README leads to names them"
+
+
+def test_the_recipes_page_has_what_dlp_quant_prints():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    shown = re.search(r"<!-- printed by .*? -->\n\n(.*)\n\n<!-- end -->", page, re.DOTALL)
+    assert shown, "docs/recipes.md has no part between <!-- printed by ... --> and <!-- end -->"
+    assert shown[1] == reference(), "put what python -m dlp.quant --docs prints between the two comments"
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
