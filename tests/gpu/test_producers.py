@@ -193,7 +193,17 @@ def shapes_of(pair) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     "which",
-    ["rms_norm", "added", "swiglu", "sums", "gelu", "sigmoid", "reglu", "gelu's gradient", "silu's gradient and its sums"],
+    [
+        "rms_norm",
+        "added",
+        "swiglu",
+        "sums",
+        "gelu",
+        "sigmoid",
+        "reglu",
+        "gelu's gradient",
+        "silu's gradient and its sums",
+    ],
 )
 @pytest.mark.parametrize("data", ["gauss", "specials", "huge"])
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
