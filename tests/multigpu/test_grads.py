@@ -6,7 +6,7 @@ weight and bias of a local linear on token shards. The oracle is the same model 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -312,3 +312,40 @@ def test_a_norm_on_cut_features_that_nobody_declared_stops_the_first_step(ranks,
     for said, _ in ranks(world).run(head_norm, world, True, False):
         assert said.startswith("q_norm.weight is replicated on tp, but its gradient differs between tp ranks (norms ")
         assert "style = 'column'" in said
+
+
+class CutByHand(nn.Module):
+    """A plain norm before layers made by hand, and behind them features that the user cut over tp, as this rank scales them."""
+
+    def __init__(self, tp: DeviceMesh, cut: float) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.RMSNorm(16, device=worker.device())
+        self.up = dlp.ColumnParallelLinear(16, 32, tp=tp, device=worker.device())
+        self.scale = nn.Parameter(torch.full((32 // tp.size(),), cut, device=worker.device()))
+        self.down = dlp.RowParallelLinear(32, 16, tp=tp, device=worker.device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)) * self.scale)
+
+
+def cut_by_hand(values: Sequence[float]) -> str:
+    tp = worker.mesh(tp=2)["tp"]
+    model = CutByHand(tp, values[tp.get_local_rank()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    dlp.attach(model, optimizer)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(worker.device())
+    model(x).square().sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks(2)
+def test_plain_parameters_beside_layers_made_by_hand_are_compared_where_ranks_begin_with_equal_ones(ranks):
+    """The norm's gradients are equal without sequence parallelism. A scale of other values is what the user cut over tp."""
+    assert ranks(2).run(cut_by_hand, (1.0, 0.5)) == ["", ""]
+    for said in ranks(2).run(cut_by_hand, (1.0, 1.0)):
+        assert said.startswith("scale is replicated on tp, but its gradient differs between tp ranks (norms ")

@@ -249,25 +249,27 @@ class PartialGradients:
 class Replicas:
     """Compares the gradients of parameters that tp does not cut, since replicas that get different ones drift apart.
 
-    A module that is replicated on tp but reads features that tp cuts (a norm over head_dim after a column-parallel q) gets on
-    each rank the gradient of its own features. Shapes do not show that; the first gradients that are not zero do. `partial`:
-    the names of parameters whose gradients are summed over tp, which are not compared.
+    A module that is replicated on tp but reads what tp cuts (a norm over head_dim after a column-parallel q, or one between
+    sequence-parallel layers made by hand) gets on each rank the gradient of its own features or tokens. Shapes do not show
+    that; the first gradients that are not zero do. `partial`: the names of parameters whose gradients are summed over tp, which
+    are not compared. The constructor compares values: all tp ranks call it.
     """
 
     def __init__(self, model: nn.Module, partial: set[str], group: ProcessGroup) -> None:
         self._model, self._group = model, group
-        self._unseen = dict.fromkeys(name for name, _ in replicated(model) if name not in partial)
+        names = [*dict(replicated(model)), *equal_on_tp(model, group)]
+        self._unseen = dict.fromkeys(name for name in names if name not in partial)
 
     def look(self, step: int) -> None:
         """Before step number `step`, from 0: compare over the tp group the gradients that are not zero for the first time; all
         ranks call it. RuntimeError, on all of them, naming the first parameter whose gradients differ by more than TOLERANCE of
         their norm."""
-        found = {name: p for name, p in replicated(self._model) if name in self._unseen and p.requires_grad}
+        found = {name: p for name, p in self._model.named_parameters() if name in self._unseen and p.requires_grad}
         if self._group.size() == 1 or not found or not looks(step):
             return
         with observer.label(layer="replicas", direction="other"):
             (seen,) = collectives.all_gather(
-                (torch.stack([_probe(p) for p in found.values()])[None],), (0,), self._group
+                (torch.stack([_probe(p.grad, p.device) for p in found.values()])[None],), (0,), self._group
             ).wait()
         spread, norm = seen.amax(0) - seen.amin(0), seen[..., 0].amax(0)
         differ = (spread > TOLERANCE * norm[:, None]).any(1).tolist()
@@ -277,7 +279,8 @@ class Replicas:
                     f"{name} is replicated on tp, but its gradient differs between tp ranks (norms "
                     f"{', '.join(f'{value:.4g}' for value in norms)}), so that its replicas would drift apart. If its module "
                     f"reads features that tp cuts, as a norm behind a column-parallel q does, add it to a layer group with "
-                    f"style = 'column': its gradients are then summed over tp"
+                    f"style = 'column'; if it reads tokens that tp cuts, to one with sequence_parallel = True (dlp.convert "
+                    f"takes models of layers made by hand, too): its gradients are then summed over tp"
                 )
             if max(norms) > 0:
                 del self._unseen[name]
@@ -311,13 +314,27 @@ def replicated(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
             yield name, parameter
 
 
-def _probe(parameter: DTensor) -> Tensor:
-    """Numbers of a parameter's gradient to compare, fp32 [1 + PROBES]: its norm, and sums of interleaved parts, each over the
-    root of its count. Zeros where there is no gradient."""
-    grad = parameter.grad
-    if grad is None:
-        return torch.zeros(1 + PROBES, device=parameter.device)
-    flat = (grad._local_tensor if isinstance(grad, DTensor) else grad).detach().float().reshape(-1)
+@torch.no_grad()
+def equal_on_tp(model: nn.Module, group: ProcessGroup) -> list[str]:
+    """The names of parameters without a placement on tp, as plain modules beside layers made by hand have them, whose values
+    are equal on all tp ranks; all ranks call it. Those that a user has cut by hand differ."""
+    found = {name: p for name, p in model.named_parameters() if placement_on(TP, p) is None and not p.is_meta}
+    if group.size() == 1 or not found:
+        return []
+    with observer.label(layer="replicas", direction="other"):
+        (seen,) = collectives.all_gather(
+            (torch.stack([_probe(p, p.device) for p in found.values()])[None],), (0,), group
+        ).wait()
+    equal = (seen == seen[:1]).all(2).all(0).tolist()
+    return [name for name, is_equal in zip(found, equal, strict=True) if is_equal]
+
+
+def _probe(tensor: Tensor | None, device: torch.device) -> Tensor:
+    """Numbers of a tensor, or of this rank's shard of it, by which ranks compare it, fp32 [1 + PROBES]: its norm, and sums of
+    interleaved parts, each over the root of its count. Zeros of None."""
+    if tensor is None:
+        return torch.zeros(1 + PROBES, device=device)
+    flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().float().reshape(-1)
     parts = torch.nn.functional.pad(flat, (0, -len(flat) % PROBES)).view(-1, PROBES)
     return torch.cat([flat.norm()[None], parts.sum(0) / max(len(parts), 1) ** 0.5])
 
