@@ -32,7 +32,8 @@ using Scales = ScaleBytes<kTile / kFp4Block>;
 template <class T>
 using CastStrips = Strips<T, Nvfp4Job, kTilesPerBlock>;
 
-// Resident blocks that __launch_bounds__ asks for: shared memory limits fp32 to two; random bytes take registers, which leave three.
+// Resident blocks that __launch_bounds__ asks for: shared memory limits fp32 to two; random bytes take registers, which leave
+// three.
 template <class T, bool kStochastic>
 constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : kStochastic ? 3 : 4;
 

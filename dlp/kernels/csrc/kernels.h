@@ -7,7 +7,7 @@
 //
 // Conventions of the comments below:
 //   [rows, cols]   rows of adjacent columns. Outputs are contiguous, inputs have a `stride` between rows, in elements.
-//   `..._t`        of the transposed matrix: columnwise copies are stored transposed, so that the contraction is the last dimension.
+//   `..._t`        of the transposed matrix: columnwise copies are stored transposed, their contraction is the last dimension.
 //   scale          multiplies values on their way into a format; `scale_inv`, which is stored, multiplies codes on the way back.
 //   flag           fp32 []: becomes NaN if a value that the cast quantizes is not finite, else keeps its value. Null: no check.
 //   addresses      the words of a struct that are device pointers: a captured program exchanges these and no others (steps.h).
