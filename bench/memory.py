@@ -75,9 +75,9 @@ def counted(built: Built) -> dict[str, float]:
     """What stays between steps, tensor by tensor, each memory once."""
     session = session_of(built.model)
     batch = session.weight_batch
-    copies = [] if batch is None else list(batch.values._kept.values())
+    copies = [] if batch is None else list(batch.values._copies.values())
     casts = [part for weight in session.weights() for part in weight.parts]
-    casts += [part for w in session.weights() for q in getattr(w, "mine", {}).values() for part in q.parts]
+    casts += [part for w in session.weights() for q in getattr(w, "own", {}).values() for part in q.parts]
     states = tree_leaves(list(built.optimizer.state.values()))
     return {
         "parameters": _bytes(built.model.parameters()), "cached operands": _bytes([*copies, *casts]),
