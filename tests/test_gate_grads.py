@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.producers import GATE_GRADS
-from dlp.kernels import ops
+from dlp.kernels import gate_grads, ops
 from dlp.quant.fp8 import CurrentScaling, DelayedScaling
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.quantizer import ScaleSlot
@@ -83,3 +83,13 @@ def test_the_benchmark_compares_what_is_equal():
 def test_an_activation_may_be_called_by_name_where_kernels_run():
     x = torch.randn(8, 16).bfloat16()
     assert_bit_equal(ops.gated(x, x, name="gelu"), ops.gated(x, x, "gelu"))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("rows", "cols", "takes"), [(128, 256, True), (0, 256, False), (128, 0, False), (96, 256, False)]
+)
+def test_the_kernels_take_whole_tiles_and_at_least_one(rows, cols, takes):
+    """A launch without blocks is an error of CUDA."""
+    grads = ops.GatedGrads(*(torch.zeros(rows, 256).bfloat16()[:, :cols] for _ in range(3)), "silu")
+    assert gate_grads._fuses(grads) == takes

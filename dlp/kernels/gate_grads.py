@@ -48,7 +48,7 @@ def _reads(grads: GatedGrads) -> tuple[Tensor, Tensor, Tensor]:
 def _fuses(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
     """Whether the kernels take these gradients: whole tiles, in aligned rows."""
     rows, cols = grads.gate.shape
-    whole = rows > 0 and rows % TILE == 0 and cols % TILE == 0
+    whole = rows > 0 and cols > 0 and rows % TILE == 0 and cols % TILE == 0
     given = _reads(grads)
     aligned = all(x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in given)
     return grads.name == "silu" and whole and aligned and fuses(dtype, *given, casts=GRADIENT_CODES)
