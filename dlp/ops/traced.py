@@ -80,12 +80,24 @@ def one_op(op: Any, name: str, x: Any, extra_inputs: Sequence[Tensor], kwargs: M
     return results if op.num_extra_outputs else results[0]
 
 
+class TracedContext(OperationContext):
+    """A context that lists an op's own attributes, since dynamo of torch 2.11 cannot iterate over a `__dict__`."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "attributes", {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name not in OWN:
+            self.attributes[name] = value  # type: ignore[attr-defined]
+
+
 class OneOpFn(torch.autograd.Function):
     """`apply(op, name, kwargs, x, *extra inputs, *parameters)` -> the output and the extra outputs of a basic op."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, name: str, kwargs: Mapping[str, Any], x: Tensor, *tensors: Tensor) -> Any:
-        own = OperationContext()
+        own: Any = TracedContext()
         found = op.fuser_forward(
             [own], x, basic_op_extra_inputs=[tensors[: op.num_extra_inputs]], prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None, basic_op_kwargs=[kwargs],
@@ -100,7 +112,7 @@ class OneOpFn(torch.autograd.Function):
         if own.dirty:
             ctx.mark_dirty(*own.dirty)
         ctx.op, ctx.name, ctx.count = op, name, len(tensors) - op.num_extra_inputs
-        ctx.attributes = [(key, value) for key, value in own.__dict__.items() if key not in OWN]
+        ctx.attributes = list(own.attributes.items())
         ctx.save_for_backward(*saved)
         return tuple([tensor_of(each) for each in (y, *more)])
 
