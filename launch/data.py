@@ -36,7 +36,7 @@ SPLIT_VERSION = 2  # of encoding, split and index: raise it when they change, so
 @dataclass(frozen=True)
 class Data:
     """The open shards of both splits; those of a folder lie together. `tokenizer`: the SHA-256 of its file, "" for bytes, None
-    where it is not options. `weights`: of the folders, where there are several."""
+    where it is not known. `weights`: of the folders, where there are several."""
 
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]

@@ -267,10 +267,7 @@ class Replicas:
         found = {name: p for name, p in self._model.named_parameters() if name in self._unseen and p.requires_grad}
         if self._group.size() == 1 or not found or not looks(step):
             return
-        with observer.label(layer="replicas", direction="other"):
-            (seen,) = collectives.all_gather(
-                (torch.stack([_probe(p.grad, p.device) for p in found.values()])[None],), (0,), self._group
-            ).wait()
+        seen = _probes([(p.grad, p.device) for p in found.values()], self._group)
         spread, norm = seen.amax(0) - seen.amin(0), seen[..., 0].amax(0)
         differ = (spread > TOLERANCE * norm[:, None]).any(1).tolist()
         for name, bad, norms in zip(found, differ, seen[..., 0].t().tolist(), strict=True):
@@ -321,12 +318,17 @@ def equal_on_tp(model: nn.Module, group: ProcessGroup) -> list[str]:
     found = {name: p for name, p in model.named_parameters() if placement_on(TP, p) is None and not p.is_meta}
     if group.size() == 1 or not found:
         return []
-    with observer.label(layer="replicas", direction="other"):
-        (seen,) = collectives.all_gather(
-            (torch.stack([_probe(p, p.device) for p in found.values()])[None],), (0,), group
-        ).wait()
+    seen = _probes([(p, p.device) for p in found.values()], group)
     equal = (seen == seen[:1]).all(2).all(0).tolist()
     return [name for name, is_equal in zip(found, equal, strict=True) if is_equal]
+
+
+def _probes(tensors: Sequence[tuple[Tensor | None, torch.device]], group: ProcessGroup) -> Tensor:
+    """`_probe` of each of these on all ranks of the group, fp32 [R, tensors, 1 + PROBES]."""
+    with observer.label(layer="replicas", direction="other"):
+        own = torch.stack([_probe(tensor, device) for tensor, device in tensors])
+        (seen,) = collectives.all_gather((own[None],), (0,), group).wait()
+    return seen
 
 
 def _probe(tensor: Tensor | None, device: torch.device) -> Tensor:
