@@ -83,10 +83,10 @@ def _mesh(dp_replicate: int, dp_shard: int, tp: int) -> DeviceMesh:
 
 def forking() -> ForkServerContext:
     """Processes of this context have imported torch, its compilers, dlp and launch when they begin, if pytest runs in the
-    repository."""
+    repository. Where there is a GPU they import the compilers themselves: that starts CUDA, which no fork survives."""
     context = multiprocessing.get_context("forkserver")
     compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]  # a second of each that compiles
-    context.set_forkserver_preload(["pytest", "tests.training", *compilers])
+    context.set_forkserver_preload(["pytest", "tests.training", *([] if torch.cuda.is_available() else compilers)])
     return context
 
 
