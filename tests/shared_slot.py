@@ -37,7 +37,7 @@ class SharedSlot:
             for file in files:
                 os.unlink(file)
 
-    def begin(self, use: int) -> None:
+    def begin(self, use: int, on_lane: bool = True) -> None:
         self._use = use
         self._await(self._released[self._rank], 0)
 

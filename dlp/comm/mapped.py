@@ -63,14 +63,15 @@ class Transport:
             slot.release()
         self._used, self._who = [], NOBODY
 
-    def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
+    def begin(self, nbytes: int, piece: int = 0, of: int = 0, on_lane: bool = True) -> Slot:
         """The slot of the next transfer of a direction, or of a piece `of` one, which peers may write to. Transfers are counted
-        without their pieces, so that those behind have the slots that they have in other layers, which may send whole."""
+        without their pieces, so that those behind have the slots that they have in other layers, which may send whole.
+        `on_lane`: what writes to the peers is on the lane, else on the current stream."""
         self.transfers += not piece
         place = of or self.transfers
         slot = self._slot(slot_bytes(nbytes), self._kind, place, piece)
         self._used.append(slot)
-        slot.begin(self._number(place, piece))
+        slot.begin(self._number(place, piece), on_lane)
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
@@ -117,10 +118,12 @@ class Transport:
         made.mine = tuple(part.contiguous() for part in parts)
         return made
 
-    def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Exchange:
-        """Room for parts [R, ...], whose chunk r rank r will send."""
+    def open(
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, on_lane: bool = True
+    ) -> Exchange:
+        """Room for parts [R, ...], whose chunk r rank r will send; or store by a kernel, not `on_lane`."""
         starts, size = fields(shapes, dtypes)
-        slot = self.begin(size)
+        slot = self.begin(size, on_lane=on_lane)
         return Exchange(self, slot, views(slot.payload, starts, shapes, dtypes), starts)
 
     def all_gather(self, part: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import Lane, await_mark, launch, new_event
-from dlp.kernels.table import Arriving
+from dlp.kernels.table import Arriving, Sending
 
 PATIENCE = 600.0  # seconds that a rank waits for another, which may be compiling or saving
 RANKS = 32  # at most so many share a slot
@@ -60,13 +60,15 @@ class Wait(NamedTuple):
 
 class Slot(Protocol):
     """`payload`: this rank's bytes. `begin`, `push` and `meet` happen on a lane, `wait` makes the current stream wait for
-    what they brought, and `arriving` tells a kernel how to wait for `rows` of each rank. On the current stream this rank
+    what they brought, and `arriving` tells a kernel how to wait for `rows` of each rank. A kernel may store into the slots of
+    all ranks itself, `rows` each, from byte `offset` of the payload on (`sending`), where the slot began on the current stream
+    (`on_lane`). On the current stream this rank
     `keep`s a part of its own there, copies one out of it (`copied`), `release`s the slot, and ranks `agree`. `use`: a number
     of 1 to 2**30 - 1, which the ranks tell each other."""
 
     payload: Tensor
 
-    def begin(self, use: int) -> None: ...
+    def begin(self, use: int, on_lane: bool = True) -> None: ...
     def follow(self) -> None: ...
     def push(self, part: Tensor, to: int, place: Place) -> None: ...
     def keep(self, part: Tensor, place: Place) -> None: ...
@@ -74,6 +76,7 @@ class Slot(Protocol):
     def tell(self, to: int) -> None: ...
     def meet_told(self) -> None: ...
     def arriving(self, rows: int) -> Arriving: ...
+    def sending(self, rows: int, offset: int) -> Sending: ...
     def wait(self) -> None: ...
     def copied(self, part: Tensor) -> Tensor: ...
     def release(self) -> None: ...
@@ -108,8 +111,11 @@ class CudaSlot:
         self._lane, self._waiting, self._arrived, self._use = lane, waiting, new_event(), 0
         self._bases = (*bases, *[0] * (RANKS - len(bases)), *waiting[3:])
 
-    def begin(self, use: int) -> None:
+    def begin(self, use: int, on_lane: bool = True) -> None:
         self._use = use
+        if not on_lane:  # what the lane still waits for does not hold up the kernel
+            launch("begin_use", self.payload, self._bases, use)
+            return
         self._lane.follow(self.payload)
         self._lane.launch("begin_use", self._bases, use)
 
@@ -139,6 +145,9 @@ class CudaSlot:
     def arriving(self, rows: int) -> Arriving:
         sent, spare = self._bases[self._waiting[3]] + 4 * SENT, SPARE if os.environ.get(SHARED) == "1" else 0
         return Arriving((sent, rows, self._arrived, spare), (*self._waiting, self._use))
+
+    def sending(self, rows: int, offset: int) -> Sending:
+        return Sending(self._bases, (HEADER + offset, rows))
 
     def wait(self) -> None:
         await_mark(self._arrived, self.payload)

@@ -1,6 +1,7 @@
 """The transfers of a direction (`dlp.comm.mapped`): parts of all ranks gathered along a dimension, or chunks exchanged.
 
-A `Gathering` sends whole shards, or pieces of them that are awaited one by one; of an `Exchange` chunks leave as they are made.
+A `Gathering` sends whole shards, or pieces of them that are awaited one by one; of an `Exchange` chunks leave as they are made,
+or are stored by the kernel that makes them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from dlp.comm import observer
 from dlp.comm.collectives import Parts, Pending, record
 from dlp.comm.slots import Place, Slot
+from dlp.kernels.table import Sending
 
 Cuts = Sequence[tuple[int, int]]  # pieces: rows [start, stop), one after the other
 WHOLE: Cuts = ((0, 1),)
@@ -27,7 +29,7 @@ class Direction(Protocol):
     world: int
     transfers: int
 
-    def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot: ...
+    def begin(self, nbytes: int, piece: int = 0, of: int = 0, on_lane: bool = True) -> Slot: ...
     def count(self, part: Tensor, peer: int) -> None: ...
 
 
@@ -128,6 +130,18 @@ class Exchange:
             elif chunk.nbytes and chunk.data_ptr() != self._slot.payload.data_ptr() + place.offset:
                 self._slot.keep(chunk, place)
         self._sent += chunks
+
+    def sending(self) -> Sending:
+        """Where a kernel of the current stream stores the rows of the one part, this rank's chunk for each rank."""
+        ((start, arrived),) = zip(self._starts, self.arrived, strict=True)
+        return self._slot.sending(len(arrived[0]), start + self._transport.rank * arrived[0].nbytes)
+
+    def stored(self) -> Pending[Parts]:
+        """The kernel has been launched -> `arrived`, with this rank's chunk."""
+        for peer, chunk in enumerate(self.arrived[0]):
+            self._transport.count(chunk, peer)
+        self._slot.follow()
+        return self.sent()
 
     def sent(self) -> Pending[Parts]:
         """All chunks have been sent -> `arrived`."""

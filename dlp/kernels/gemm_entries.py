@@ -39,6 +39,7 @@ from dlp.kernels.table import (
     GemmLaunch,
     GemmLaunchOptions,
     OperandLayout,
+    Sends,
     WhileArriving,
     entries,
     register,
@@ -387,7 +388,17 @@ def _while_arriving(
     )
 
 
-@_gemm_of_layouts("gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large", arriving=_while_arriving)
+def _sending(
+    a_layout: OperandLayout, b_layout: OperandLayout, rows: int, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
+    accumulate: Any, options: GemmLaunchOptions,
+) -> Sends | None:  # fmt: skip
+    scales = _hopper_scales(a, b, a_layout, b_layout)
+    return gemm_sm90.sending(a[0], b[0], rows, out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
+
+
+@_gemm_of_layouts(
+    "gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large", arriving=_while_arriving, sending=_sending
+)
 def _fp8_block_by_tile(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,

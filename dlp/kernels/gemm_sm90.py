@@ -2,7 +2,7 @@
 
 It runs where it was measured to be faster than cuBLASLt's, in large GEMMs (bench/results/gemm.md); `takes` is that rule, and
 what the kernel asks of its operands. Small ones leave multiprocessors idle: its tiles come in pairs, 256 x 192 together. Rows
-of A may arrive from other ranks while it runs (`while_arriving`).
+of A may arrive from other ranks while it runs (`while_arriving`), and rows of the result go straight to them (`sending`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from dlp.kernels import gemms
 from dlp.kernels.gemms import ALIGNMENT, Scales
 from dlp.kernels.launches import launch
-from dlp.kernels.table import DEFAULT_OPTIONS, Arriving, GemmLaunchOptions, WhileArriving
+from dlp.kernels.table import DEFAULT_OPTIONS, Arriving, GemmLaunchOptions, Sending, Sends, WhileArriving
 
 PAIR = (256, 192)  # rows and columns that a pair of multiprocessors computes at once
 FILLED = 0.9  # share of all tiles of all waves that is result, at the least
@@ -67,8 +67,7 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bia
     """A [rows, C] @ B [cols, C].T, each 128 of C summed in the tensor core, scaled by fl(sa * sb) and added up in fp32, plus
     bias [cols] -> [rows, cols], rounded once to `out_dtype`; or added to `accumulate`, which is returned. For what
     `can_take` allows, of any size but none."""
-    a_scale = scales[0] if scales[0].data_ptr() % ALIGNMENT == 0 else scales[0].clone()
-    out, job = _job(a, b, out_dtype, (a_scale, scales[1]), bias, accumulate, options)
+    out, job = _job(a, b, out_dtype, _aligned_scales(scales), bias, accumulate, options)
     launch("gemm_fp8_blocks", a, job, a.dtype == torch.float8_e5m2, out.dtype == torch.float32)
     return out
 
@@ -92,16 +91,40 @@ def _product_arriving(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: tupl
     return out
 
 
+def sending(a: Tensor, b: Tensor, rows: int, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
+            accumulate: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS) -> Sends | None:  # fmt: skip
+    """What stores the bits of `product`, `rows` for each rank, where it is told to; None where these are no whole pairs of
+    tiles, where the result is not bf16, and where it is added to another tensor or has a place."""
+    if rows == 0 or rows % PAIR[0] or out_dtype != torch.bfloat16 or accumulate is not None or options.out is not None:
+        return None
+    return partial(_product_sent, a, b, scales, bias)
+
+
+def _product_sent(a: Tensor, b: Tensor, scales: Scales, bias: Tensor | None, to: Sending) -> None:
+    job = _words(a, b, (0, b.shape[0]), _aligned_scales(scales), bias, False)
+    launch("gemm_fp8_sending", a, job, to.slots, to.rows, a.dtype == torch.float8_e5m2)
+
+
+def _aligned_scales(scales: Scales) -> tuple[Tensor, Tensor]:
+    return scales[0] if scales[0].data_ptr() % ALIGNMENT == 0 else scales[0].clone(), scales[1]
+
+
 def _job(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: tuple[Tensor, Tensor], bias: Tensor | None,
          accumulate: Tensor | None, options: GemmLaunchOptions) -> tuple[Tensor, tuple[int, ...]]:  # fmt: skip
     """Where the result is written, and the words of `BlockGemmJob`."""
+    out = gemms.room_for(a, (len(a), len(b)), out_dtype, options) if accumulate is None else accumulate
+    return out, _words(a, b, (out.data_ptr(), out.stride(0)), scales, bias, accumulate is not None)
+
+
+def _words(a: Tensor, b: Tensor, out: tuple[int, int], scales: tuple[Tensor, Tensor], bias: Tensor | None,
+           adds: bool) -> tuple[int, ...]:  # fmt: skip
+    """Of `BlockGemmJob`. `out`: an address and a stride."""
     (rows, contraction), cols = a.shape, b.shape[0]
-    out = gemms.room_for(a, (rows, cols), out_dtype, options) if accumulate is None else accumulate
     a_scale, b_scale = scales[0], scales[1] if scales[1].data_ptr() % ALIGNMENT == 0 else scales[1].clone()
-    return out, (
-        a.data_ptr(), b.data_ptr(), out.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr(),
-        0 if bias is None else bias.data_ptr(), rows, cols, contraction, a.stride(0), b.stride(0), out.stride(0),
-        rows + -rows % 4, a_scale.stride(0), -(-cols // 128), b_scale.stride(0), int(accumulate is not None),
+    return (
+        a.data_ptr(), b.data_ptr(), out[0], a_scale.data_ptr(), b_scale.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        rows, cols, contraction, a.stride(0), b.stride(0), out[1], rows + -rows % 4, a_scale.stride(0), -(-cols // 128),
+        b_scale.stride(0), int(adds),
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """fused against serial, through mapped memory: GEMMs that wait inside for the rows of other ranks have the bits of one that
-begins when all are here. On the CPU the device is played, with a lane in time and with one that is late."""
+begins when all are here, and those that store rows in the memory of other ranks give the sum of what would be sent. On the CPU the device is played, with a lane in time and with one that is late."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
@@ -36,7 +36,7 @@ Ran = tuple[list[Tensor], Counter[str], int]
 
 @contextmanager
 def watched() -> Iterator[Counter[str]]:
-    """Our own GEMM runs; those are counted that wait inside."""
+    """Our own GEMM runs; those are counted that wait inside, and those that send."""
     counts = Counter[str]()
 
     def counted(name: str, run: Any) -> Any:
@@ -46,7 +46,9 @@ def watched() -> Iterator[Counter[str]]:
 
         return call
 
-    with of_any_size(), patch.object(gemm_sm90, "_product_arriving", counted("waits", gemm_sm90._product_arriving)):
+    with of_any_size(), ExitStack() as patches:
+        for name, kernel in (("waits", "_product_arriving"), ("sends", "_product_sent")):
+            patches.enter_context(patch.object(gemm_sm90, kernel, counted(name, getattr(gemm_sm90, kernel))))
         yield counts
 
 
@@ -84,16 +86,28 @@ def compared(kind: str, rows: int, late: float = 0.0, recipe: str = "fp8_block")
     return run("fused", captured=False), run("fused", captured=True), run("serial", captured=False)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("kind", "late"), [("column", 0.0), ("row", 0.005), ("siblings", 0.005)])
-def test_a_gemm_that_waits_inside_has_the_bits_of_one_that_does_not(ranks, kind: str, late: float):
-    gathers = 2 if kind == "siblings" else 1  # GEMMs of a step on rows that are gathered
-    for launched, captured, serial in ranks(2).run(compared, kind, ROWS, late):
-        assert launched[1]["waits"] == 4 * gathers and serial[1]["waits"] == 0
+def check_bits(found: Sequence[tuple[Ran, Ran, Ran]], gathers: int, sums: int) -> None:
+    """`gathers` and `sums`: GEMMs of a step that wait for rows, and that send them."""
+    for launched, captured, serial in found:
+        assert launched[1] == Counter(waits=4 * gathers, sends=4 * sums) and not serial[1]
         assert captured[2] > 0 and not launched[2]
-        for found in (launched, captured):
-            for result, expected in zip(found[0], serial[0], strict=True):
+        for made in (launched, captured):
+            for result, expected in zip(made[0], serial[0], strict=True):
                 assert_bit_equal(result, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "late"), [("column", 0.0), ("row", 0.005), ("siblings", 0.005), ("row", 0.0)])
+def test_a_gemm_that_waits_or_sends_inside_has_the_bits_of_one_that_does_not(ranks, kind: str, late: float):
+    """The dgrads of siblings are added up before they are sent."""
+    gathers, sums = (2, 0) if kind == "siblings" else (1, 1)
+    check_bits(ranks(2).run(compared, kind, ROWS, late), gathers, sums)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("kind", "late"), [("column", 0.005), ("row", 0.0)])
+def test_four_ranks_send_to_each_other(ranks, kind: str, late: float):
+    check_bits(ranks(4).run(compared, kind, ROWS, late), 1, 1)
 
 
 @pytest.mark.ranks(2)
@@ -101,7 +115,7 @@ def test_what_cannot_wait_inside_runs_as_others_do(ranks):
     """Rows that are no whole tiles at once, a recipe whose GEMM is another kernel shard by shard."""
     for rows, recipe in ((ROWS // 2, "fp8_block"), (ROWS, "fp8_current")):
         for launched, captured, serial in ranks(2).run(compared, "column", rows, 0.0, recipe):
-            assert launched[1]["waits"] == captured[1]["waits"] == 0
+            assert not launched[1] and not captured[1]
             for result, expected in zip([*launched[0], *captured[0]], 2 * serial[0], strict=True):
                 if recipe == "fp8_block":
                     assert_bit_equal(result, expected)

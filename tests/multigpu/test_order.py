@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dlp.comm.mapped import Transport
 from dlp.kernels import cuda_codes, gemm_sm90
+from dlp.kernels.gemms import Scales
 from tests import order
 from tests import pool as worker
 from tests.emulated import emulation
@@ -59,6 +60,33 @@ def awaited_inside() -> list[Launch]:
                 assert run is not None
                 if turn != 1:
                     run(leased.slot.arriving(rows))
+                moves.finish()
+        return taken.named_alike()
+
+
+def sent_inside() -> list[Launch]:
+    """Sums whose contributions a GEMM stores itself, one after the other through one slot, beside a gather on the lane; in the
+    third one what is stored is pushed, as `chunked` does, into the same slot."""
+    with emulation():
+        moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
+        rows, codes, world = gemm_sm90.PAIR[0], torch.float8_e4m3fn, moves.world
+        a, w = (torch.ones(count, 128).to(codes) for count in (world * rows, 8))
+        scales, x = Scales(torch.ones(1, world * rows).t(), torch.ones(1, 4), 0, 0), torch.ones(world, rows, 8).bfloat16()
+        with take(moves) as taken:
+            for turn in range(4):
+                moves.start()
+                gathering = moves.gathering([cuda_codes.copied_rows(torch.ones(1, 64))], [0]).gather()
+                exchange = moves.open([x.shape], [x.dtype], on_lane=turn == 2)
+                if turn == 2:
+                    arriving = exchange.send_all([cuda_codes.copied_rows(x.flatten(1)).view(x.shape)])
+                else:
+                    run = gemm_sm90.sending(a, w, rows, torch.bfloat16, scales)
+                    assert run is not None
+                    run(exchange.sending())
+                    arriving = exchange.stored()
+                gathering.wait()
+                (arrived,) = arriving.wait()
+                cuda_codes.sum_in_order(arrived, torch.empty_like(x[0]))
                 moves.finish()
         return taken.named_alike()
 
@@ -117,6 +145,12 @@ MUTATIONS = {
         "forgotten behind the release": behind("forget_sent", "release_use"),
         "freed before it is read": early("release_use"), "readers not awaited": without("begin_use", True),
         "pushed before it is written": without("await_mark", True),
+    },
+    sent_inside: {
+        "told before it is stored": early("meet"), "readers not awaited": without("begin_use", False),
+        "readers awaited behind": behind("begin_use", "gemm_fp8_sending"),
+        "peers not awaited": without("met", True), "read before it has come": without("await_mark", False),
+        "freed before it is read": early("release_use"), "told before the kernel ends": without("await_mark", True),
     },
 }  # fmt: skip
 

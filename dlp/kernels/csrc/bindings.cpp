@@ -204,6 +204,10 @@ void bind_small(pybind11::module_& m) {
         gemm_fp8_arriving(make_job<BlockGemmJob>(job), make_job<ArrivingRows>(from), make_job<Waiting>(waiting), code_of(e5m2),
                           input_of(wide), stream);
     });
+    bind_step(m, "gemm_fp8_sending", [](const Words<BlockGemmJob>& job, const Words<SlotBases>& slots, const Words<SentRows>& to,
+                                        bool e5m2, Stream stream) {
+        gemm_fp8_sending(make_job<BlockGemmJob>(job), make_job<SlotBases>(slots), make_job<SentRows>(to), code_of(e5m2), stream);
+    });
     bind_step(m, "nvfp4_alpha", [](const Words<AlphaJob>& words, Stream stream) {
         nvfp4_alpha(make_job<AlphaJob>(words), stream);
     });

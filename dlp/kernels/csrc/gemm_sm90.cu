@@ -31,6 +31,10 @@
 // Rows of A may still be arriving from other ranks (`ArrivingProblem`). Then tiles of this rank's rows come first, and each
 // producer waits before the first one of another rank's, for a word that the other one writes behind them. Nothing that has to
 // happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
+//
+// Or rows of D go to other ranks (`SendingProblem`), straight into memory that they map. Then tiles of the rank behind come first
+// and this rank's own last, and nothing waits inside: what the stream does in front of the kernel has waited until the others'
+// memory is free, and what it does behind tells them.
 #include "hopper.cuh"
 #include "waiting.cuh"
 
@@ -77,19 +81,38 @@ struct ArrivingProblem : Problem {
     ArrivingRows from;
     Waiting waiting;
     int pairs_each;
+
+    // This rank first, then the one behind it, which sends to it first.
+    __device__ int owner(int turn) const {
+        const int owner = int(waiting.rank) - turn;
+        return owner < 0 ? owner + int(waiting.world) : owner;
+    }
 };
 
-// Rank after rank, this one first, then the one behind it, which sends to it first; of each as `Tiles` walks.
-struct ArrivingTiles {
-    const ArrivingProblem& p;
+// A problem whose result goes to its ranks, as many rows to each: of these, too, `pairs_each` pairs of tiles.
+struct SendingProblem : Problem {
+    SlotBases slots;
+    SentRows to;
+    int pairs_each;
+
+    // The rank in front of this one first, so that no two store to one at a time; this one last.
+    __device__ int owner(int turn) const {
+        const int owner = int(slots.rank) + 1 + turn;
+        return owner < int(slots.world) ? owner : owner - int(slots.world);
+    }
+};
+
+// Rank after rank; of each as `Tiles` walks.
+template <class P>
+struct TilesByRank {
+    const P& p;
     int next_pair, row = 0, col = 0, turn = 0, owner = 0;
 
-    __device__ explicit ArrivingTiles(const ArrivingProblem& problem) : p(problem), next_pair(blockIdx.x / kCluster) {}
+    __device__ explicit TilesByRank(const P& problem) : p(problem), next_pair(blockIdx.x / kCluster) {}
     __device__ bool next(int rank) {
         if (next_pair >= p.pairs_down * p.pairs_across) return false;
         turn = next_pair / (p.pairs_each * p.pairs_across);
-        owner = int(p.waiting.rank) - turn;
-        if (owner < 0) owner += int(p.waiting.world);
+        owner = p.owner(turn);
         const int pair = next_pair - turn * (p.pairs_each * p.pairs_across);
         const int group = pair / (kGroup * p.pairs_across), first = group * kGroup;
         const int size = min(kGroup, p.pairs_each - first), in = pair - first * p.pairs_across;
@@ -101,7 +124,8 @@ struct ArrivingTiles {
 };
 
 template <class P>
-using TilesOf = std::conditional_t<std::is_same_v<P, Problem>, Tiles, ArrivingTiles>;
+using TilesOf = std::conditional_t<std::is_same_v<P, Problem>, Tiles, TilesByRank<P>>;
+using ArrivingTiles = TilesOf<ArrivingProblem>;
 
 // Until the rows of a tile are here; called by a whole warp, whose `leader` starts copies. `seen`: the turn that it has seen.
 //
@@ -112,7 +136,8 @@ using TilesOf = std::conditional_t<std::is_same_v<P, Problem>, Tiles, ArrivingTi
 //
 // No cluster waits for another one, and its two blocks wait for the same word, since the rows of a rank are whole pairs of tiles.
 // The one that sees it first fills no more than the stages that consumers of both have emptied.
-__device__ inline void await_rows(const Problem&, const Tiles&, int&, bool) {}
+template <class P>
+__device__ inline void await_rows(const P&, const TilesOf<P>&, int&, bool) {}
 __device__ inline void await_rows(const ArrivingProblem& p, const ArrivingTiles& tiles, int& seen, bool leader) {
     if (tiles.turn == seen) return;  // turns only grow, and 0 is this rank's own
     seen = tiles.turn;
@@ -168,10 +193,11 @@ __device__ inline void produce_codes(const P& p, Shared shared, const CUtensorMa
     }
 }
 
-__device__ inline void produce_scales(const Problem& p, Shared shared, int rank) {
+template <class P>
+__device__ inline void produce_scales(const P& p, Shared shared, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
-    for (Tiles tiles(p); tiles.next(rank);) {
+    for (TilesOf<P> tiles(p); tiles.next(rank);) {
         const uint32_t a_bytes = bytes_of_a(p, tiles.row), b_bytes = bytes_of_b(p, tiles.col);
         const float* a = p.job.a_scale + tiles.row;
         const float* b = p.job.b_scale + tiles.col / 128 * p.job.b_scale_stride;
@@ -244,10 +270,21 @@ __device__ inline float2 two_of(const float* p) { return *reinterpret_cast<const
 __device__ inline float2 two_of(const __nv_bfloat16* p) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p)); }
 __device__ inline float2 add(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
 
+// Where the lines of a tile lie: line 0 of D, or where it would, if all lines lay where those of the tile's rank do.
+template <class P>
+__device__ inline uintptr_t lines_of(const P& p, const TilesOf<P>&) { return reinterpret_cast<uintptr_t>(p.job.d); }
+__device__ inline uintptr_t lines_of(const SendingProblem& p, const TilesOf<SendingProblem>& tiles) {
+    return p.slots.base[tiles.owner] + p.to.offset - tiles.owner * (p.to.rows * p.job.d_stride * int64_t(sizeof(__nv_bfloat16)));
+}
+
+// Others see what was stored before what a stream writes behind the kernel.
+__device__ inline void end_stores(const Problem&) {}
+__device__ inline void end_stores(const SendingProblem&) { __threadfence_system(); }
+
 // One row of a product; `first` is where its columns begin. Four adjacent lanes have eight adjacent columns, two each.
-__device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, float*) {
+__device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, float* d) {
     const int col = first + threadIdx.x % 4 * 2;
-    float* to = static_cast<float*>(job.d) + line * job.d_stride + col;
+    float* to = d + line * job.d_stride + col;
 #pragma unroll
     for (int i = 0; i < kHalf / 8; ++i)
         if (line < job.rows && col + 8 * i < job.cols) {
@@ -264,10 +301,10 @@ __device__ inline void exchange(uint32_t& a, uint32_t& b, bool second, int dista
 }
 
 // The lanes exchange what they have of four times eight columns: each stores eight columns at once.
-__device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, __nv_bfloat16*) {
+__device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kHalf / 8], int64_t line, int first, __nv_bfloat16* d) {
     const bool odd = threadIdx.x % 2, high = threadIdx.x / 2 % 2;
     const int col = first + threadIdx.x % 4 * 8;
-    __nv_bfloat16* to = static_cast<__nv_bfloat16*>(job.d) + line * job.d_stride + col;
+    __nv_bfloat16* to = d + line * job.d_stride + col;
 #pragma unroll
     for (int i = 0; i < kHalf / 8; i += 4) {
         uint32_t v[4];
@@ -283,7 +320,7 @@ __device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kH
 }
 
 template <class Out>
-__device__ void store(const BlockGemmJob& job, const float (&sums)[kSums], int row, int first) {
+__device__ void store(const BlockGemmJob& job, Out* d, const float (&sums)[kSums], int row, int first) {
     const Out* bias = static_cast<const Out*>(job.bias);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -294,7 +331,7 @@ __device__ void store(const BlockGemmJob& job, const float (&sums)[kSums], int r
             twos[i] = {sums[4 * i + 2 * r], sums[4 * i + 2 * r + 1]};
             if (bias != nullptr && col < job.cols) twos[i] = add(twos[i], two_of(bias + col));
         }
-        store_row(job, twos, row + 8 * r, first, static_cast<Out*>(nullptr));
+        store_row(job, twos, row + 8 * r, first, d);
     }
 }
 
@@ -347,8 +384,10 @@ __device__ void consume(const P& p, Shared shared, int group, int rank) {
             block(i, std::true_type());
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) store<Out>(p.job, sums[i], tiles.row + row, tiles.col + i * kHalf);
+        for (int i = 0; i < 2; ++i)
+            store(p.job, reinterpret_cast<Out*>(lines_of(p, tiles)), sums[i], tiles.row + row, tiles.col + i * kHalf);
     }
+    end_stores(p);
 }
 
 template <class A, class Out, class P>
@@ -464,6 +503,17 @@ void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const 
     with_types(out, a_code, [&](auto element, auto code) {
         run<decltype(code), decltype(element)>(p, int(from.spare), stream);
     });
+}
+
+// Bf16 alone: what is summed over ranks is carried as the GEMM stores it.
+void gemm_fp8_sending(const BlockGemmJob& job, const SlotBases& slots, const SentRows& to, Code a_code, Stream stream) {
+    DLP_CHECK_EQ(job.cols % 8, 0);
+    DLP_CHECK_EQ(to.rows % (kCluster * kTileM), 0);
+    DLP_CHECK_EQ(to.rows * slots.world, job.rows);
+    DLP_CHECK_EQ(to.offset % 16, 0);
+    DLP_CHECK_EQ(job.accumulate, 0);
+    const SendingProblem p{problem_of(job), slots, to, int(to.rows / (kCluster * kTileM))};
+    with_code(a_code, [&](auto code) { run<decltype(code), __nv_bfloat16>(p, 0, stream); });
 }
 
 }  // namespace dlp

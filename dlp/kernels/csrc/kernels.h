@@ -343,6 +343,12 @@ struct SlotBases {            // where a slot lies on each rank of a group (tran
     static constexpr uint32_t addresses = 0;
 };
 
+struct SentRows {             // of D: equal parts, one for each rank, which a GEMM stores into their slots (gemm_sm90.cu)
+    int64_t offset;           // bytes from where a rank's slot begins to this rank's part for it, [rows, cols] without gaps
+    int64_t rows;             // of a part
+    static constexpr uint32_t addresses = 0;
+};
+
 struct AgreeJob {             // fp32 values that are not negative -> their maxima over ranks
     const float* from[kAgreed];
     float* to[kAgreed];
@@ -398,6 +404,7 @@ void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
 void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const Waiting& waiting, Code a_code, Input out,
                        Stream stream);
+void gemm_fp8_sending(const BlockGemmJob& job, const SlotBases& slots, const SentRows& to, Code a_code, Stream stream);
 void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,

@@ -1,7 +1,8 @@
-"""fused: one GEMM over all rows of a gathered operand, which waits inside for those of each other rank.
+"""fused: one GEMM over all rows, which waits inside for those of each other rank, or stores those of its result there.
 
-    gather        from rank - 1 ──►│ from rank - 2 ──►│
-    gemm     own ... rank - 1's ... rank - 2's rows, as they arrive
+    gather        from rank - 1 ──►│ from rank - 2 ──►│                gemm_reduce
+    gemm     own ... rank - 1's ... rank - 2's rows, as they arrive   gemm    for rank + 1 ... rank + 2 ... own │ tell
+                                                                                                               all │ sum
 
 `chunked` launches a GEMM for each shard, and each of them ends in a wave of tiles that leaves multiprocessors idle. Here tiles
 of a rank's own rows come first, then those of the rank whose shard arrives first, and so on; only the part of the kernel that
@@ -9,8 +10,14 @@ is about to read rows waits for them, for a word in this rank's memory (`dlp/ker
 the same kernel over rows that are all here.
 
 A kernel that waits inside holds the GPU, so what it waits for is moved by copy engines and by streams themselves, never by
-another kernel (`dlp.comm.mapped`). Formats that no such kernel multiplies, ranks without mapped memory, and sums over ranks run
-as `chunked` does; a GEMM of such a format that another kernel runs, and shards that are no whole tiles, as `serial` does.
+another kernel (`dlp.comm.mapped`). Formats that no such kernel multiplies, and ranks without mapped memory, run as `chunked`
+does; a GEMM of such a format that another kernel runs, and shards that are no whole tiles, as `serial` does.
+
+Of a result that is summed over ranks, the same kernel stores the rows of each rank into that rank's memory, where `chunked`
+would copy them: tiles of the next rank first, this rank's own last. It waits for nothing inside. The stream waits in front of
+it until the memory is free, and tells the others behind it; contributions are summed in rank order, as ever. A sum that is
+carried as something else than what the kernel stores, in bf16, is `chunked`'s; so is one of several GEMMs, which add up
+before.
 """
 
 from __future__ import annotations
@@ -28,15 +35,15 @@ from dlp.comm.transfers import Gathering
 from dlp.comm.transport import transport_of
 from dlp.kernels.table import kind_of
 from dlp.parallel.overlap import Gather, Lease, Overlap, Sent, load
-from dlp.quant.gemm import Gemm, awaited_inside, while_arriving
+from dlp.quant.gemm import Gemm, awaited_inside, sending, while_arriving
 from dlp.quant.tensor import Format, QuantizedTensor
 
 LOG = logging.getLogger("dlp")
 CHUNKED = load("chunked")
 UNTRIED = (
-    "overlap = 'fused': a GEMM that waits inside for the rows of other ranks has run on no GPU yet, so nobody knows that it is "
-    "right there; run pytest tests/gpu/test_gemm_sm90.py -k 'late or wait' and pytest tests/multigpu/test_fused.py --device "
-    "cuda before you train with it, or choose 'serial' or 'chunked'"
+    "overlap = 'fused': a GEMM that waits inside for the rows of other ranks, or stores rows there, has run on no GPU yet, so "
+    "nobody knows that it is right there; run pytest tests/gpu/test_gemm_sm90.py -k 'late or wait or rank' and pytest "
+    "tests/multigpu/test_fused.py --device cuda before you train with it, or choose 'serial' or 'chunked'"
 )
 
 
@@ -95,7 +102,22 @@ class Fused:
     def gemm_reduce(
         self, a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, *, reduce: str, dtype: torch.dtype, codec: ReduceCodec
     ) -> Pending[Tensor]:  # fmt: skip
-        return CHUNKED.gemm_reduce(a, gemm, group, reduce=reduce, dtype=dtype, codec=codec)
+        transport, rows = transport_of(group), a.shape[0] // group.size()
+        chunks = group.size(), rows, gemm.b.shape[0]
+        as_stored = gemm.out_dtype == dtype and codec.kinds(chunks, dtype) == ([chunks], [dtype])
+        run = sending(gemm, a, rows) if transport and as_stored and a.shape[0] == group.size() * rows else None
+        if transport is None or run is None:
+            return CHUNKED.gemm_reduce(a, gemm, group, reduce=reduce, dtype=dtype, codec=codec)
+        _warn()
+        exchange = transport.open([chunks], [dtype], on_lane=False)
+        run(exchange.sending())
+        arriving = exchange.stored()
+
+        def finish() -> Tensor:
+            scattered = codec.total(arriving.wait(), dtype)
+            return scattered if reduce == "scatter" else transport.all_gather(scattered)
+
+        return Pending((), finish)
 
     def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
         return CHUNKED.sent(y, ranks, reduce=reduce, codec=codec)
