@@ -1,7 +1,8 @@
 """The text of our own Hopper GEMM (csrc/gemm_sm90.cu) on a CPU that plays its clusters, barriers, copies and products.
 
 Rows of other ranks come while the kernel runs as late as they may: one piece whenever no thread can do anything else
-(tests/cuda_on_cpu/emulator.h). A thread that reads one too early, or does not know that it has come, ends the launch.
+(tests/cuda_on_cpu/emulator.h). A thread that reads one too early, or does not know that it has come, ends the launch. Rows that
+go to other ranks are looked for in the memory of each, with a margin around them.
 """
 
 from __future__ import annotations
@@ -37,22 +38,36 @@ void await_mark(int64_t, Stream) {}
 
 using namespace dlp;
 
-// What went wrong; empty: nothing.
-extern "C" __attribute__((visibility("default"))) const char* multiply(const BlockGemmJob* job, const ArrivingRows* rows,
-                                                                       const Waiting* waiting, int e5m2, int wide) {
+template <class Run>
+const char* said_by(Run run) {
     static std::string said;
-    const Code code = e5m2 ? Code::kE5m2 : Code::kE4m3;
-    const Input out = wide ? Input::kFp32 : Input::kBf16;
     said = "";
     try {
-        if (rows == nullptr) gemm_fp8_blocks(*job, code, out, 0);
-        else gemm_fp8_arriving(*job, *rows, *waiting, code, out, 0);
+        run();
     } catch (const std::runtime_error& error) {
         said = error.what();
     }
     return said.c_str();
 }
+
+Code code_of(int e5m2) { return e5m2 ? Code::kE5m2 : Code::kE4m3; }
+
+// What went wrong; empty: nothing.
+extern "C" __attribute__((visibility("default"))) const char* multiply(const BlockGemmJob* job, const ArrivingRows* rows,
+                                                                       const Waiting* waiting, int e5m2, int wide) {
+    const Input out = wide ? Input::kFp32 : Input::kBf16;
+    return said_by([&] {
+        if (rows == nullptr) gemm_fp8_blocks(*job, code_of(e5m2), out, 0);
+        else gemm_fp8_arriving(*job, *rows, *waiting, code_of(e5m2), out, 0);
+    });
+}
+
+extern "C" __attribute__((visibility("default"))) const char* multiply_and_send(const BlockGemmJob* job, const SlotBases* slots,
+                                                                                const SentRows* to, int e5m2) {
+    return said_by([&] { gemm_fp8_sending(*job, *slots, *to, code_of(e5m2), 0); });
+}
 """
+SLOT_RANKS = 32  # kSlotRanks
 ORDERS = ("forward", "backward", "3")  # in which threads run
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -90,6 +105,13 @@ class Problem:
         self.exact, self.sums = left @ right.t(), left.abs() @ right.abs().t()
         self.exact += sum(term.double() for term in (self.bias, self.into if self.adds else None) if term is not None)
 
+    def laid_scales(self) -> Tensor:
+        """Of A, as a kernel reads them whose rows are all here."""
+        rows, blocks = self.scales.shape
+        lies = torch.full((blocks, rows + -rows % 4), torch.nan)
+        lies[:, :rows] = self.scales.t()
+        return lies
+
     def words(self, a: Tensor, scales: Tensor, d: Tensor) -> ctypes.Array[ctypes.c_int64]:
         """`BlockGemmJob` of csrc/kernels.h."""
         (rows, along), cols = a.shape, len(self.b)
@@ -110,7 +132,8 @@ class Library:
     def __init__(self) -> None:
         found = ctypes.CDLL(str(build.build(("gemm_sm90.cu",), CALLED)))
         self._multiply, self._later = found.multiply, found.emulator_later
-        self._multiply.restype = ctypes.c_char_p
+        self._send = found.multiply_and_send
+        self._multiply.restype = self._send.restype = ctypes.c_char_p
 
     def later(self, to: Tensor, value: Tensor) -> None:
         """What another rank writes while the next kernel runs."""
@@ -119,9 +142,7 @@ class Library:
 
     def product(self, problem: Problem) -> Tensor:
         """By the kernel that finds all rows."""
-        lies = torch.full((problem.scales.shape[1], len(problem.a) + -len(problem.a) % 4), torch.nan)
-        lies[:, : len(problem.a)] = problem.scales.t()
-        return self._run(problem, problem.a, lies)
+        return self._run(problem, problem.a, problem.laid_scales())
 
     def _run(self, problem: Problem, a: Tensor, scales: Tensor, *waiting: ctypes.Array[ctypes.c_int64]) -> Tensor:
         made = self.left = problem.into.clone()
@@ -155,6 +176,19 @@ class Library:
             problem, codes.view(problem.a.dtype), scales, of_rows,
             numbers(3000, report.data_ptr(), said.data_ptr(), rank, world, use),
         )  # fmt: skip
+
+
+    def send(self, problem: Problem, rank: int, places: Sequence[Tensor]) -> None:
+        """By the kernel that stores rows of each rank in that rank's place, [rows, cols]."""
+        offset, world = 64, len(places)
+        bases = [place.data_ptr() - offset for place in places] + [0] * (SLOT_RANKS - world)
+        scales = problem.laid_scales()
+        job = problem.words(problem.a, scales, places[rank])
+        job[2] = 0  # there is no D; the stride is that of places
+        to = numbers(offset, len(problem.a) // world)
+        said = self._send(job, numbers(*bases, rank, world), to, int(problem.a.dtype == E5M2))
+        if said:
+            raise RuntimeError(said.decode())
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +255,48 @@ def test_tiles_come_in_the_order_in_which_ranks_send(library, order):
         library.awaited(problem, 4, 1, (0, 3), report, spare=4)
     made = library.left.view(4, 256, 200).isfinite().flatten(1).all(1)
     assert made.tolist() == [True, True, False, True] and report[2] == 2
+
+
+SENT: list[tuple[Case, int, int]] = [  # the case; ranks, and this one
+    (Case(512, 200, 256), 2, 0), (Case(512, 200, 256, bias=True), 2, 1), (Case(768, 264, 144, E5M2), 3, 2),
+    (Case(2048, 72, 528, bias=True), 4, 1), (Case(1024, 8, 1040), 2, 1), (Case(512, 1000, 128), 2, 0),
+]  # fmt: skip
+MARGIN = 1 << 12  # elements before and behind a place
+
+
+@pytest.mark.parametrize("given", SENT, ids=str)
+def test_rows_are_stored_in_the_memory_of_their_rank_and_nowhere_else(library, order, given):
+    case, world, rank = given
+    problem, count = Problem(case), case.rows // world * case.cols
+    memory = [torch.full((count + 2 * MARGIN,), torch.nan, dtype=torch.bfloat16) for _ in range(world)]
+    places = [each[MARGIN:-MARGIN].view(-1, case.cols) for each in memory]
+    library.send(problem, rank, places)
+    for place, expected in zip(places, library.product(problem).chunk(world), strict=True):
+        assert_bit_equal(place, expected)
+    for each in memory:
+        assert each[:MARGIN].isnan().all() and each[-MARGIN:].isnan().all()
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_rows_of_the_next_rank_are_stored_first_and_own_ones_last(library, order, rank):
+    """Of ranks with one place, in which whoever stores last is seen. Each of three clusters has one pair of tiles a rank."""
+    problem = Problem(Case(3 * 256, 3 * 192, 128))
+    shards = library.product(problem).chunk(3)
+    for shared in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # distances of the ranks that share it
+        one = torch.full_like(shards[0], torch.nan)
+        places = [one if (other - rank) % 3 in shared else torch.empty_like(one) for other in range(3)]
+        library.send(problem, rank, places)
+        last = rank if 0 in shared else (rank + 2) % 3
+        assert_bit_equal(one, shards[last])
+
+
+def test_what_cannot_be_sent_is_refused(library):
+    problem = Problem(Case(384, 8, 128))
+    with pytest.raises(RuntimeError, match=r"to\.rows % \(kCluster \* kTileM\)"):
+        library.send(problem, 0, [torch.empty(128, 8, dtype=torch.bfloat16)] * 3)
+    adding = Problem(Case(512, 8, 128, dtype=torch.float32, adds=True))
+    with pytest.raises(RuntimeError, match="job.accumulate"):
+        library.send(adding, 0, [torch.empty(256, 8, dtype=torch.bfloat16)] * 2)
 
 
 def test_rows_of_a_rank_that_are_no_whole_pairs_of_tiles_are_refused(library):

@@ -147,7 +147,7 @@ MUTATIONS = {
         "pushed before it is written": without("await_mark", True),
     },
     sent_inside: {
-        "told before it is stored": early("meet"), "readers not awaited": without("begin_use", False),
+        "told before it is stored": behind("gemm_fp8_sending", "meet"), "readers not awaited": without("begin_use", False),
         "readers awaited behind": behind("begin_use", "gemm_fp8_sending"),
         "peers not awaited": without("met", True), "read before it has come": without("await_mark", False),
         "freed before it is read": early("release_use"), "told before the kernel ends": without("await_mark", True),
