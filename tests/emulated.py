@@ -191,11 +191,12 @@ class Module:
     @staticmethod
     def gemm_fp8_sending(words: Any, slots: Sequence[int], to: Sequence[int], e5m2: bool, stream: int) -> None:
         (rows, cols, _), (offset, each), (rank, world) = words[6:9], to, slots[RANKS:]
-        assert each % gemm_sm90.PAIR[0] == 0 and each * world == rows and not words[16]
+        assert each % gemm_sm90.PAIR[0] == 0 and each * world == rows
         for turn in range(1, world + 1):
             owner = (rank + turn) % world
             out, some = at(slots[owner] + offset, (each, cols), TYPE[0]), slice(owner * each, (owner + 1) * each)
-            Module._multiplied(words, e5m2, Module._laid_scales(words), some, out)
+            more = at(words[2], (rows, cols), torch.float32)[some] if words[16] else None
+            Module._multiplied(words, e5m2, Module._laid_scales(words), some, out, more)
 
     @staticmethod
     def _laid_scales(words: Any) -> Tensor:
@@ -216,8 +217,11 @@ class Module:
             Module._multiplied(words, e5m2, scales, some, out[some])
 
     @staticmethod
-    def _multiplied(words: Any, e5m2: bool, scales: Tensor, some: slice, out: Tensor) -> None:
-        """Rows of the result of `BlockGemmJob`, to `out`; `scales`: of all rows of A, compact."""
+    def _multiplied(
+        words: Any, e5m2: bool, scales: Tensor, some: slice, out: Tensor, more: Tensor | None = None
+    ) -> None:
+        """Rows of the result of `BlockGemmJob`, to `out`; `scales`: of all rows of A, compact; `more`: what they are added to,
+        where that is not `out`."""
         rows, cols, contraction, *strides = words[6:12]
         left = at(words[0], (rows, contraction), CODES[e5m2], (strides[0], 1))[some].float()
         left = left * scales[some].repeat_interleave(128, 1)[:, :contraction]
@@ -226,7 +230,7 @@ class Module:
         right = right * b_scale.repeat_interleave(128, 0)[:cols].repeat_interleave(128, 1)[:, :contraction]
         made = left @ right.t()
         made = made + at(words[5], (cols,), out.dtype).float() if words[5] else made
-        out.copy_(made + out if words[16] else made)
+        out.copy_(made + (out if more is None else more) if words[16] else made)
 
     @staticmethod
     def rms_norm(words: Any, eps: float, wide: bool, stream: int) -> None:

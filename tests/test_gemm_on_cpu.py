@@ -183,8 +183,8 @@ class Library:
         offset, world = 64, len(places)
         bases = [place.data_ptr() - offset for place in places] + [0] * (SLOT_RANKS - world)
         scales = problem.laid_scales()
-        job = problem.words(problem.a, scales, places[rank])
-        job[2] = 0  # there is no D; the stride is that of places
+        job = problem.words(problem.a, scales, problem.into)
+        job[2] = problem.into.data_ptr() if problem.adds else 0
         to = numbers(offset, len(problem.a) // world)
         said = self._send(job, numbers(*bases, rank, world), to, int(problem.a.dtype == E5M2))
         if said:
@@ -259,19 +259,21 @@ def test_tiles_come_in_the_order_in_which_ranks_send(library, order):
 
 SENT: list[tuple[Case, int, int]] = [  # the case; ranks, and this one
     (Case(512, 200, 256), 2, 0), (Case(512, 200, 256, bias=True), 2, 1), (Case(768, 264, 144, E5M2), 3, 2),
-    (Case(2048, 72, 528, bias=True), 4, 1), (Case(1024, 8, 1040), 2, 1), (Case(512, 1000, 128), 2, 0),
+    (Case(2048, 72, 528, dtype=torch.float32, adds=True), 4, 1), (Case(1024, 8, 1040), 2, 1), (Case(512, 1000, 128), 2, 0),
 ]  # fmt: skip
-MARGIN = 1 << 12  # elements before and behind a place
+MARGIN = 256  # lines before and behind a place: a pair of tiles
 
 
 @pytest.mark.parametrize("given", SENT, ids=str)
 def test_rows_are_stored_in_the_memory_of_their_rank_and_nowhere_else(library, order, given):
     case, world, rank = given
-    problem, count = Problem(case), case.rows // world * case.cols
-    memory = [torch.full((count + 2 * MARGIN,), torch.nan, dtype=torch.bfloat16) for _ in range(world)]
-    places = [each[MARGIN:-MARGIN].view(-1, case.cols) for each in memory]
+    problem, size = Problem(case), (case.rows // world + 2 * MARGIN, case.cols)
+    memory = [torch.full(size, torch.nan, dtype=torch.bfloat16) for _ in range(world)]
+    places = [each[MARGIN:-MARGIN] for each in memory]
+    before, made = problem.into.clone(), library.product(problem).bfloat16()
     library.send(problem, rank, places)
-    for place, expected in zip(places, library.product(problem).chunk(world), strict=True):
+    assert_bit_equal(problem.into, before)
+    for place, expected in zip(places, made.chunk(world), strict=True):
         assert_bit_equal(place, expected)
     for each in memory:
         assert each[:MARGIN].isnan().all() and each[-MARGIN:].isnan().all()
@@ -294,9 +296,10 @@ def test_what_cannot_be_sent_is_refused(library):
     problem = Problem(Case(384, 8, 128))
     with pytest.raises(RuntimeError, match=r"to\.rows % \(kCluster \* kTileM\)"):
         library.send(problem, 0, [torch.empty(128, 8, dtype=torch.bfloat16)] * 3)
-    adding = Problem(Case(512, 8, 128, dtype=torch.float32, adds=True))
-    with pytest.raises(RuntimeError, match="job.accumulate"):
-        library.send(adding, 0, [torch.empty(256, 8, dtype=torch.bfloat16)] * 2)
+    problem = Problem(Case(512, 8, 128, dtype=torch.float32, adds=True))
+    problem.into = torch.zeros(512, 16)[:, :8]
+    with pytest.raises(RuntimeError, match="job.d_stride"):
+        library.send(problem, 0, [torch.empty(256, 8, dtype=torch.bfloat16)] * 2)
 
 
 def test_rows_of_a_rank_that_are_no_whole_pairs_of_tiles_are_refused(library):

@@ -93,15 +93,19 @@ def _product_arriving(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: tupl
 
 def sending(a: Tensor, b: Tensor, rows: int, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
             accumulate: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS) -> Sends | None:  # fmt: skip
-    """What stores the bits of `product`, `rows` for each rank, where it is told to; None where these are no whole pairs of
-    tiles, where the result is not bf16, and where it is added to another tensor or has a place."""
-    if rows == 0 or rows % PAIR[0] or out_dtype != torch.bfloat16 or accumulate is not None or options.out is not None:
+    """What stores `product`, rounded to bf16, `rows` for each rank, where it is told to; what it is added to stays as it is. None
+    where these are no whole pairs of tiles, and where the kernel would not read the bias, or `accumulate`."""
+    if rows == 0 or rows % PAIR[0] or options.out is not None:
         return None
-    return partial(_product_sent, a, b, scales, bias)
+    if not (bias is None or bias.dtype == torch.bfloat16) or not (accumulate is None or accumulate.is_contiguous()):
+        return None
+    return partial(_product_sent, a, b, scales, bias, accumulate)
 
 
-def _product_sent(a: Tensor, b: Tensor, scales: Scales, bias: Tensor | None, to: Sending) -> None:
-    job = _words(a, b, (0, b.shape[0]), _aligned_scales(scales), bias, False)
+def _product_sent(a: Tensor, b: Tensor, scales: Scales, bias: Tensor | None, accumulate: Tensor | None,
+                  to: Sending) -> None:  # fmt: skip
+    added = 0 if accumulate is None else accumulate.data_ptr()
+    job = _words(a, b, (added, b.shape[0]), _aligned_scales(scales), bias, accumulate is not None)
     launch("gemm_fp8_sending", a, job, to.slots, to.rows, a.dtype == torch.float8_e5m2)
 
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from bench.arrivals import Arrivals
+from dlp.comm.slots import RANKS
 from dlp.kernels import gemm_sm90, gemms, loader
 from dlp.kernels.launches import recording
+from dlp.kernels.table import Sending
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import load
 from tests.gpu.test_gemms import excess, operands
@@ -132,6 +134,60 @@ def test_late_rows_are_added_to_what_is_there_and_replayed(device):
         run(late.arriving)
     graph.replay()
     assert torch.equal(whole, expected)
+
+
+SENT = [(256, 2, 200, 256), (512, 4, 1024, 1040), (256, 3, 264, 144), (2048, 2, 7168, 4096), (1024, 8, 4096, 512)]
+MARGIN = 256  # lines before and behind the rows of a rank: a pair of tiles
+
+
+def places(rows: int, cols: int, rank: int, world: int) -> tuple[list[torch.Tensor], Sending]:
+    """Memory in place of that of so many ranks, NaN at first, and where this rank's rows for each go in it."""
+    memory = [torch.full((rows + 2 * MARGIN, cols), torch.nan, device="cuda").bfloat16() for _ in range(world)]
+    bases = [each.data_ptr() for each in memory] + [0] * (RANKS - world)
+    return memory, Sending((*bases, rank, world), (memory[0][:MARGIN].nbytes, rows))
+
+
+def check_stored(memory: list[torch.Tensor], expected: torch.Tensor) -> None:
+    """Each rank has its rows, and no others."""
+    for each, shard in zip(memory, expected.chunk(len(memory)), strict=True):
+        assert torch.equal(each[MARGIN:-MARGIN], shard)
+        assert bool(each[:MARGIN].isnan().all()) and bool(each[-MARGIN:].isnan().all())
+
+
+@pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
+@pytest.mark.parametrize("size", SENT, ids=str)
+def test_rows_are_stored_in_the_memory_of_their_rank_and_nowhere_else(device, size, fp8_format):
+    rows, world, cols, along = size
+    a, b = operands(load("fp8_block", fp8_format=fp8_format), "dgrad", world * rows, cols, along)
+    for rank, bias in ((0, None), (world - 1, torch.randn(cols, device=device).bfloat16())):
+        expected = gemm_sm90.product(a.payload, b.payload, torch.bfloat16, scaled(a, b), bias=bias)
+        run = gemm_sm90.sending(a.payload, b.payload, rows, torch.bfloat16, scaled(a, b), bias=bias)
+        memory, to = places(rows, cols, rank, world)
+        for _ in range(3):
+            run(to)
+            check_stored(memory, expected)
+    total = torch.randn(world * rows, cols, device=device)
+    expected = gemm_sm90.product(a.payload, b.payload, torch.float32, scaled(a, b), accumulate=total.clone()).bfloat16()
+    run, before = gemm_sm90.sending(a.payload, b.payload, rows, torch.float32, scaled(a, b), accumulate=total), total.clone()
+    memory, to = places(rows, cols, 0, world)
+    run(to)
+    check_stored(memory, expected)
+    assert torch.equal(total, before)
+
+
+def test_stored_rows_are_stored_again_by_a_graph(device):
+    a, b = operands(load("fp8_block"), "fprop", 1024, 264, 384)
+    expected = gemm_sm90.product(a.payload, b.payload, torch.bfloat16, scaled(a, b))
+    run, (memory, to) = gemm_sm90.sending(a.payload, b.payload, 512, torch.bfloat16, scaled(a, b)), places(512, 264, 1, 2)
+    run(to)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run(to)
+    for each in memory:
+        each.fill_(torch.nan)
+    graph.replay()
+    check_stored(memory, expected)
 
 
 def wait_in_vain() -> None:

@@ -277,6 +277,12 @@ __device__ inline uintptr_t lines_of(const SendingProblem& p, const TilesOf<Send
     return p.slots.base[tiles.owner] + p.to.offset - tiles.owner * (p.to.rows * p.job.d_stride * int64_t(sizeof(__nv_bfloat16)));
 }
 
+// What is added to the sums beside a bias and what lies where they go: D, of whose lines each is stored somewhere else.
+__device__ inline const float* added_to(const Problem&) { return nullptr; }
+__device__ inline const float* added_to(const SendingProblem& p) {
+    return p.job.accumulate ? static_cast<const float*>(p.job.d) : nullptr;
+}
+
 // Others see what was stored before what a stream writes behind the kernel.
 __device__ inline void end_stores(const Problem&) {}
 __device__ inline void end_stores(const SendingProblem&) { __threadfence_system(); }
@@ -320,7 +326,7 @@ __device__ inline void store_row(const BlockGemmJob& job, const float2 (&row)[kH
 }
 
 template <class Out>
-__device__ void store(const BlockGemmJob& job, Out* d, const float (&sums)[kSums], int row, int first) {
+__device__ void store(const BlockGemmJob& job, Out* d, const float* more, const float (&sums)[kSums], int row, int first) {
     const Out* bias = static_cast<const Out*>(job.bias);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -330,6 +336,7 @@ __device__ void store(const BlockGemmJob& job, Out* d, const float (&sums)[kSums
             const int col = first + 8 * i + threadIdx.x % 4 * 2;
             twos[i] = {sums[4 * i + 2 * r], sums[4 * i + 2 * r + 1]};
             if (bias != nullptr && col < job.cols) twos[i] = add(twos[i], two_of(bias + col));
+            if (more != nullptr && col < job.cols) twos[i] = add(twos[i], two_of(more + (row + 8 * r) * job.d_stride + col));
         }
         store_row(job, twos, row + 8 * r, first, d);
     }
@@ -385,7 +392,7 @@ __device__ void consume(const P& p, Shared shared, int group, int rank) {
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            store(p.job, reinterpret_cast<Out*>(lines_of(p, tiles)), sums[i], tiles.row + row, tiles.col + i * kHalf);
+            store(p.job, reinterpret_cast<Out*>(lines_of(p, tiles)), added_to(p), sums[i], tiles.row + row, tiles.col + i * kHalf);
     }
     end_stores(p);
 }
@@ -505,13 +512,13 @@ void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const 
     });
 }
 
-// Bf16 alone: what is summed over ranks is carried as the GEMM stores it.
+// What it stores is bf16. Where it adds to D, fp32 without gaps, D stays as it is.
 void gemm_fp8_sending(const BlockGemmJob& job, const SlotBases& slots, const SentRows& to, Code a_code, Stream stream) {
     DLP_CHECK_EQ(job.cols % 8, 0);
     DLP_CHECK_EQ(to.rows % (kCluster * kTileM), 0);
     DLP_CHECK_EQ(to.rows * slots.world, job.rows);
     DLP_CHECK_EQ(to.offset % 16, 0);
-    DLP_CHECK_EQ(job.accumulate, 0);
+    DLP_CHECK_EQ(job.d_stride, job.cols);
     const SendingProblem p{problem_of(job), slots, to, int(to.rows / (kCluster * kTileM))};
     with_code(a_code, [&](auto code) { run<decltype(code), __nv_bfloat16>(p, 0, stream); });
 }

@@ -286,15 +286,13 @@ def _sent(row: LayerPlan, gemm: str, entry: GemmEntry | None, kernel: str) -> st
     why = ""
     if entry is None:
         why = f"{kernel} stores all rows on this rank"
-    elif gemm == "dgrad" and len(row.siblings) > 1:
-        why = "products of siblings are added up before"
     elif options.wire == "fp8":
         why = "contributions are carried in fp8, and the kernel stores bf16"
     if why or entry is None:
         return f"sums over ranks as chunked does: {why}"
     return (
-        f"stores rows in the memory of their rank where {entry.name} runs ({entry.when}) and results are bf16, which has run on "
-        f"no GPU yet; else it is chunked"
+        f"stores rows in the memory of their rank where {entry.name} runs ({entry.when}) and sums are carried in bf16, which has "
+        f"run on no GPU yet; else it is chunked"
     )
 
 

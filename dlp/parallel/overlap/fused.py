@@ -16,8 +16,7 @@ does; a GEMM of such a format that another kernel runs, and shards that are no w
 Of a result that is summed over ranks, the same kernel stores the rows of each rank into that rank's memory, where `chunked`
 would copy them: tiles of the next rank first, this rank's own last. It waits for nothing inside. The stream waits in front of
 it until the memory is free, and tells the others behind it; contributions are summed in rank order, as ever. A sum that is
-carried as something else than what the kernel stores, in bf16, is `chunked`'s; so is one of several GEMMs, which add up
-before.
+carried as something else than bf16, which the kernel stores, is `chunked`'s.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ LOG = logging.getLogger("dlp")
 CHUNKED = load("chunked")
 UNTRIED = (
     "overlap = 'fused': a GEMM that waits inside for the rows of other ranks, or stores rows there, has run on no GPU yet, so "
-    "nobody knows that it is right there; run pytest tests/gpu/test_gemm_sm90.py -k 'late or wait or rank' and pytest "
+    "nobody knows that it is right there; run pytest tests/gpu/test_gemm_sm90.py -k 'late or wait or stored' and pytest "
     "tests/multigpu/test_fused.py --device cuda before you train with it, or choose 'serial' or 'chunked'"
 )
 
@@ -104,12 +103,12 @@ class Fused:
     ) -> Pending[Tensor]:  # fmt: skip
         transport, rows = transport_of(group), a.shape[0] // group.size()
         chunks = group.size(), rows, gemm.b.shape[0]
-        as_stored = gemm.out_dtype == dtype and codec.kinds(chunks, dtype) == ([chunks], [dtype])
+        as_stored = codec.kinds(chunks, dtype) == ([chunks], [torch.bfloat16])
         run = sending(gemm, a, rows) if transport and as_stored and a.shape[0] == group.size() * rows else None
         if transport is None or run is None:
             return CHUNKED.gemm_reduce(a, gemm, group, reduce=reduce, dtype=dtype, codec=codec)
         _warn()
-        exchange = transport.open([chunks], [dtype], on_lane=False)
+        exchange = transport.open([chunks], [torch.bfloat16], on_lane=False)
         run(exchange.sending())
         arriving = exchange.stored()
 
