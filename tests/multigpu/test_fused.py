@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
 import pytest
@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dlp
-from dlp.comm import transport
+from dlp.comm import observer, transport
+from dlp.comm.mesh import ParallelDims
 from dlp.comm.slots import CudaSlot
 from dlp.kernels import gemm_sm90
 from dlp.parallel import overlap as overlaps
+from dlp.parallel.transfer import WIRES
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import load
 from tests import pool as worker
@@ -149,6 +151,67 @@ def test_operands_that_exist_are_gathered_beside_this_ranks_own(ranks):
         assert "has run on no GPU yet" in told and told.endswith("or choose 'serial' or 'chunked'")
         for result, expected in pairs:
             assert_bit_equal(result, expected)
+
+
+class Sum(NamedTuple):
+    """A GEMM whose result is summed over ranks; `rows`: of each."""
+
+    reduce: str = "scatter"
+    wire: str = "hp"
+    rows: int = ROWS
+    out: torch.dtype = torch.bfloat16  # of the GEMM
+    dtype: torch.dtype = torch.bfloat16  # of the sum
+
+
+SUMS = {
+    Sum(): True, Sum("all"): True, Sum(wire="bf16", rows=2 * ROWS): True, Sum(out=torch.float32): True,
+    Sum(out=torch.float32, dtype=torch.float32): False, Sum(wire="fp8"): False, Sum("all", "fp8"): False,
+    Sum(rows=ROWS // 2): False, Sum("all", rows=ROWS - 1): False,
+}  # fmt: skip
+
+
+def summed() -> dict[Sum, Any]:
+    """Of each: the sum, that of `serial`, how many GEMMs sent, the bytes that `fused` says it sends, and those that went."""
+    mesh, found = worker.mesh(tp=dist.get_world_size()), {}
+    group, w = mesh["tp"].get_group(), values(0, N, K).to(worker.device())
+    with device(), moved_by(group, True), watched() as counts:  # type: ignore[attr-defined]
+        for case in SUMS:
+            recipe, made, total = (
+                load("fp8_block"),
+                [],
+                group.size() * case.rows - (case.reduce == "all" and case.rows % 2),
+            )
+            x = values(dist.get_rank(), total, K).to(worker.device())
+            a, gemm = recipe.x.rowwise.cast(x, None), Gemm("fprop", recipe.w.rowwise.cast(w, None), case.out)
+            how: dict[str, Any] = {"reduce": case.reduce, "dtype": case.dtype, "codec": WIRES[case.wire]}
+            before = counts["sends"]
+            for name in ("serial", "fused"):
+                with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:
+                    transport.start(group)
+                    pending = overlaps.load(name).gemm_reduce(a, gemm, group, **how)
+                    made.append(pending.wait().clone())
+                    transport.finish(group)
+            found[case] = made[1], made[0], counts["sends"] - before, total, sum(seen.sent.values())
+    return {
+        case: (*results, said_by(case, total, group.size()), sent) for case, (*results, total, sent) in found.items()
+    }
+
+
+def said_by(case: Sum, rows: int, ranks: int) -> int:
+    """The bytes that `fused` says a rank sends in a sum of so many rows."""
+    y = torch.empty((rows, N), dtype=case.dtype, device="meta")
+    said = overlaps.load("fused").sent(y, ranks, reduce=case.reduce, codec=WIRES[case.wire])
+    return sum(count for _, count in said)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_are_sent_inside_where_they_are_carried_as_the_gemm_stores_them(ranks, world: int):
+    for found in ranks(world).run(summed):
+        for case, (made, expected, sends, said, sent) in found.items():
+            assert sends == SUMS[case] and said == sent > 0, case
+            if case.wire != "fp8":
+                assert_bit_equal(made, expected, str(case))
+            torch.testing.assert_close(made, expected, rtol=2**-4, atol=1.0)
 
 
 def never_forgotten() -> str:
