@@ -140,7 +140,9 @@ def test_gathers_and_sums_of_fp8_have_bars() -> None:
 
     assert said("gather", "fp8_block", "serial", 120.0) == "ok (1.10)"
     assert said("gather", "fp8_current", "chunked", 120.5, 120.5) == "MISSED (1.10)"
-    assert said("sum", "fp8_block", "fused", 124.0, 124.0) == "ok (1.15)"
+    assert said("sum", "fp8_block", "fused", 124.0, 124.0) == "ok (1.15)  does not pay beside chunked (0.97)"
+    assert said("sum", "fp8_block", "fused", 125.5, 130.0) == "MISSED (1.15)  pays beside chunked (0.97)"
+    assert said("sum", "fp8_block", "chunked", 124.0, 124.0) == "ok (1.15)"
     assert said("gather", "fp8_block", "fused", 116.0, 120.0) == "ok (1.10)  pays beside chunked (0.97)"
     assert said("gather", "fp8_block", "fused", 118.0, 120.0) == "ok (1.10)  does not pay beside chunked (0.97)"
     assert said("gather", "bf16", "serial", 200.0) == ""

@@ -6,7 +6,8 @@ import re
 
 from tests import bound
 
-OF_SLOTS = {"Waiting", "SlotBases", "ArrivingRows", "SentRows"}  # of memory that ranks map, and of the host: it stays where it is
+# of memory that ranks map, and of the host: it stays where it is
+OF_SLOTS = {"Waiting", "SlotBases", "ArrivingRows", "SentRows"}
 
 
 def pointers(body: str) -> frozenset[int]:

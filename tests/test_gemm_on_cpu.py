@@ -177,7 +177,6 @@ class Library:
             numbers(3000, report.data_ptr(), said.data_ptr(), rank, world, use),
         )  # fmt: skip
 
-
     def send(self, problem: Problem, rank: int, places: Sequence[Tensor]) -> None:
         """By the kernel that stores rows of each rank in that rank's place, [rows, cols]."""
         offset, world = 64, len(places)

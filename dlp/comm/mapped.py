@@ -118,9 +118,7 @@ class Transport:
         made.mine = tuple(part.contiguous() for part in parts)
         return made
 
-    def open(
-        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, on_lane: bool = True
-    ) -> Exchange:
+    def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, on_lane: bool = True) -> Exchange:
         """Room for parts [R, ...], whose chunk r rank r will send; or store by a kernel, not `on_lane`."""
         starts, size = fields(shapes, dtypes)
         slot = self.begin(size, on_lane=on_lane)

@@ -396,9 +396,8 @@ def _sending(
     return gemm_sm90.sending(a[0], b[0], rows, out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
-@_gemm_of_layouts(
-    "gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large", arriving=_while_arriving, sending=_sending
-)
+@_gemm_of_layouts("gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large", arriving=_while_arriving,
+                  sending=_sending)  # fmt: skip
 def _fp8_block_by_tile(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,

@@ -93,8 +93,8 @@ def _product_arriving(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: tupl
 
 def sending(a: Tensor, b: Tensor, rows: int, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
             accumulate: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS) -> Sends | None:  # fmt: skip
-    """What stores `product`, rounded to bf16, `rows` for each rank, where it is told to; what it is added to stays as it is. None
-    where these are no whole pairs of tiles, and where the kernel would not read the bias, or `accumulate`."""
+    """What stores `product`, rounded to bf16, `rows` for each rank, where it is told to; what it is added to stays as it is.
+    None where these are no whole pairs of tiles, and where the kernel would not read the bias, or `accumulate`."""
     if rows == 0 or rows % PAIR[0] or options.out is not None:
         return None
     if not (bias is None or bias.dtype == torch.bfloat16) or not (accumulate is None or accumulate.is_contiguous()):

@@ -124,8 +124,8 @@ def while_arriving(gemm: Gemm, a: QuantizedTensor, rows: int) -> WhileArriving |
 
 
 def sending(gemm: Gemm, a: QuantizedTensor, rows: int) -> Sends | None:
-    """A launch that stores `gemm(a)`, rounded to bf16, `rows` for each rank, into the memory of these ranks; what it is added to
-    stays as it is. None where the kernel of this GEMM does not."""
+    """A launch that stores `gemm(a)`, rounded to bf16, `rows` for each rank, into the memory of these ranks; what it is added
+    to stays as it is. None where the kernel of this GEMM does not."""
     entry, problem = _entry_of(gemm, a)
     return entry.sending(a.format, gemm.b.format, rows, *problem) if entry and entry.sending else None
 

@@ -1,5 +1,6 @@
 """fused against serial, through mapped memory: GEMMs that wait inside for the rows of other ranks have the bits of one that
-begins when all are here, and those that store rows in the memory of other ranks give the sum of what would be sent. On the CPU the device is played, with a lane in time and with one that is late."""
+begins when all are here, and those that store rows in the memory of other ranks give the sum of what would be sent. On the CPU
+the device is played, with a lane in time and with one that is late."""
 
 from __future__ import annotations
 

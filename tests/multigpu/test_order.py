@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlp.comm.mapped import Transport
-from dlp.kernels import cuda_codes, gemm_sm90
+from dlp.kernels import cuda_codes, gemm_sm90, gemms
 from dlp.kernels.gemms import Scales
 from tests import order
 from tests import pool as worker
@@ -71,7 +71,8 @@ def sent_inside() -> list[Launch]:
         moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
         rows, codes, world = gemm_sm90.PAIR[0], torch.float8_e4m3fn, moves.world
         a, w = (torch.ones(count, 128).to(codes) for count in (world * rows, 8))
-        scales, x = Scales(torch.ones(1, world * rows).t(), torch.ones(1, 4), 0, 0), torch.ones(world, rows, 8).bfloat16()
+        scales = Scales(torch.ones(1, world * rows).t(), torch.ones(1, 4), gemms.BLOCK_1D, gemms.BLOCK_2D)
+        x = torch.ones(world, rows, 8).bfloat16()
         with take(moves) as taken:
             for turn in range(4):
                 moves.start()

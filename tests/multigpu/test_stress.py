@@ -117,8 +117,8 @@ def in_random_order(seed: int, count: int, mapped: bool) -> tuple[list[Tensor], 
 
 
 def differences(seed: int, count: int) -> tuple[int, int, Counter[str]]:
-    """How many tensors were compared, how many of them differ, and how many GEMMs waited or sent inside. Between GPUs chunks need mapped memory, so there what is
-    captured is compared with what is not."""
+    """How many tensors were compared, how many of them differ, and how many GEMMs waited or sent inside. Between GPUs chunks
+    need mapped memory, so there what is captured is compared with what is not."""
     found, inside = in_random_order(seed, count, True)
     on_gpu = worker.device().type == "cuda"
     with without_programs() if on_gpu else nullcontext():

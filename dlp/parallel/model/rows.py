@@ -291,8 +291,8 @@ def _sent(row: LayerPlan, gemm: str, entry: GemmEntry | None, kernel: str) -> st
     if why or entry is None:
         return f"sums over ranks as chunked does: {why}"
     return (
-        f"stores rows in the memory of their rank where {entry.name} runs ({entry.when}) and sums are carried in bf16, which has "
-        f"run on no GPU yet; else it is chunked"
+        f"stores rows in the memory of their rank where {entry.name} runs ({entry.when}) and sums are carried in bf16, which "
+        f"has run on no GPU yet; else it is chunked"
     )
 
 
