@@ -7,6 +7,7 @@ Shapes are M x K x N of a rank's GEMM over the rows of two ranks, of which the s
 
     whole     one GEMM, scales as it reads them          laid     the same, scales laid out first, as `serial` does
     chunks    a GEMM and scales for each half            inside   one GEMM that may wait, all rows here
+    stored    one GEMM that stores rows in two places, as of two ranks, both on this GPU
 
 and while a copy from memory of the host brings the second half, which takes `copied` by itself: `serial` behind it, `chunked`,
 half before and half behind, and `fused`, inside. Of each of these
@@ -36,10 +37,11 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from bench.files import add_files, write_files
 from bench.operators import BARS, OF_CHUNKED, waves_of
+from dlp.comm.slots import RANKS
 from dlp.kernels import gemm_sm90, gemms
 from dlp.kernels.gemms import BLOCK_1D, BLOCK_2D, Scales
 from dlp.kernels.launches import new_event
-from dlp.kernels.table import Arriving, WhileArriving
+from dlp.kernels.table import Arriving, Sending, WhileArriving
 from dlp.quant.recipe import load
 from dlp.quant.tensor import QuantizedTensor
 from launch.stop import refuse
@@ -120,6 +122,16 @@ def microseconds(run: Run) -> float:
     return statistics.median(found[1:])
 
 
+def stored_apart(a: Tensor, b: Tensor, scales: Scales) -> tuple[Run, list[Tensor]]:
+    """A GEMM on codes that stores the halves of its rows as those of two ranks, this one the first; and where."""
+    rows, cols = len(a) // 2, len(b)
+    halves = [torch.empty((rows, cols), dtype=torch.bfloat16, device=a.device) for _ in range(2)]
+    run = gemm_sm90.sending(a, b, rows, torch.bfloat16, scales)
+    assert run is not None, f"{rows} rows of a rank are no whole pairs of tiles"
+    to = Sending((*(half.data_ptr() for half in halves), *[0] * (RANKS - 2), 0, 2), (0, rows))
+    return lambda: run(to), halves
+
+
 def measure(m: int, k: int, n: int) -> dict[str, float]:
     """By name, as above."""
     a, b = operands(m, k, n)
@@ -144,6 +156,10 @@ def measure(m: int, k: int, n: int) -> dict[str, float]:
     as_read = gemms.block_scales(compact, tile=False)
     own = gemm_sm90.product(codes, b.payload, torch.bfloat16, Scales(as_read, tiles, BLOCK_1D, BLOCK_2D))
     assert torch.equal(inside(late.arriving), own), "the bits of the kernel that does not wait"
+
+    store, halves = stored_apart(codes, b.payload, Scales(as_read, tiles, BLOCK_1D, BLOCK_2D))
+    store()
+    assert torch.equal(torch.cat(halves), own), "the bits of the kernel that stores all rows together"
 
     def bring() -> None:
         side.wait_stream(torch.cuda.current_stream())
@@ -174,7 +190,8 @@ def measure(m: int, k: int, n: int) -> dict[str, float]:
 
     runs: dict[str, Run] = {
         "whole": lambda: product(both, as_read), "laid": lambda: laid(both), "chunks": lambda: (laid(first), laid(second)),
-        "inside": lambda: inside(late.arriving), "copied": copied, "serial": serial, "chunked": chunked, "fused": fused,
+        "inside": lambda: inside(late.arriving), "stored": store, "copied": copied, "serial": serial, "chunked": chunked,
+        "fused": fused,
     }  # fmt: skip
     return {name: microseconds(run) for name, run in runs.items()}
 

@@ -20,6 +20,7 @@ TIMES = {
     "laid": 104.0,
     "chunks": 110.0,
     "inside": 101.0,
+    "stored": 102.0,
     "copied": 40.0,
     "serial": 144.0,
     "chunked": 120.0,
@@ -79,7 +80,7 @@ def test_it_judges_what_waits_inside(fused: float, says: str, capsys: pytest.Cap
     arrivals.show("8192x4096x7168", {**TIMES, "fused": fused}, 10)
     whole, serial, chunked, last = capsys.readouterr().out.splitlines()
     assert whole.startswith(
-        "8192x4096x7168     whole 100.0  laid 104.0  chunks 110.0  inside 101.0  copied 40.0  serial 144.0"
+        "8192x4096x7168     whole 100.0  laid 104.0  chunks 110.0  inside 101.0  stored 102.0  copied 40.0  serial 144.0"
     )
     assert "less a tile 1.340  of chunked 1.200" in serial and "less a tile 1.100  of chunked 1.000" in chunked
     assert last.split() == ["fused", *says.split()]

@@ -60,11 +60,12 @@ class Wait(NamedTuple):
 
 class Slot(Protocol):
     """`payload`: this rank's bytes. `begin`, `push` and `meet` happen on a lane, `wait` makes the current stream wait for
-    what they brought, and `arriving` tells a kernel how to wait for `rows` of each rank. A kernel may store into the slots of
-    all ranks itself, `rows` each, from byte `offset` of the payload on (`sending`), where the slot began on the current stream
-    (`on_lane`). On the current stream this rank
+    what they brought, and `arriving` tells a kernel how to wait for `rows` of each rank. On the current stream this rank
     `keep`s a part of its own there, copies one out of it (`copied`), `release`s the slot, and ranks `agree`. `use`: a number
-    of 1 to 2**30 - 1, which the ranks tell each other."""
+    of 1 to 2**30 - 1, which the ranks tell each other.
+
+    A kernel of the current stream may store into the slots of all ranks itself, `rows` for each from byte `offset` of the
+    payload on (`sending`), if the slot did not `begin` `on_lane` but on that stream, in front of it; `meet` tells behind it."""
 
     payload: Tensor
 

@@ -14,6 +14,8 @@
 // A kernel that runs meanwhile may look at `sent` itself. Then a meeting is in parts: `tell` one peer, behind what was pushed to it;
 // `await_sent`, until all have told; and `forget_sent`, `sent` is 0 again, behind the kernel and in front of `release`.
 //
+// A kernel may write to the slots of peers instead of copies, behind a `begin` on its stream and in front of `meet`.
+//
 // What these write and wait for is the same every time, so that a launch that was recorded, or captured in a CUDA graph, is so,
 // too. Streams write and wait by themselves, without a kernel: a GEMM that fills the GPU leaves no room even for a kernel of one
 // warp, which would begin when the GEMM ends, and hold up peers until then. A word is written behind the copies in front of it
