@@ -16,7 +16,7 @@ half before and half behind, and `fused`, inside. Of each of these
     of chunked    time / chunked: where `fused` is above 0.97, `chunked` is what `auto` should keep
 
 The link to the host is slower than one between GPUs: it is an order that this shows, not what two GPUs gain
-(`bench.operators`). A shape takes a few seconds (counted, not timed), so the command less than a minute.
+(`bench.operators`). A shape takes five seconds.
 
 --within: the rows are brought by a copy within the GPU, that is started behind a GEMM that fills it but for so many
 multiprocessors. Each in a process of its own, since a wait that ends, after three seconds, ends its program.
@@ -47,7 +47,7 @@ from dlp.quant.tensor import QuantizedTensor
 from launch.stop import refuse
 
 SHAPES = ("8192x4096x7168", "8192x8192x14336", "8192x8192x8192", "4096x4096x7168")
-ROUNDS, CALLS, PATIENCE = 5, 12, 3000  # the last in milliseconds
+ROUNDS, CALLS, PATIENCE = 9, 40, 3000  # the last in milliseconds
 SERIAL, FUSED = "serial", "fused"
 Run = Callable[[], object]
 
@@ -108,18 +108,21 @@ def operands(m: int, k: int, n: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     return recipe.x.rowwise.cast(a, None), recipe.w.rowwise.cast(b, None)
 
 
-def microseconds(run: Run) -> float:
-    """Of a call, one behind the other."""
-    found = []
-    for count in (3, *[CALLS] * ROUNDS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        for _ in range(count):
-            run()
-        ended.record()
-        torch.cuda.synchronize()
-        found.append(1e3 * began.elapsed_time(ended) / count)
-    return statistics.median(found[1:])
+def microseconds(runs: Mapping[str, Run]) -> dict[str, float]:
+    """Of a call, one behind the other. They take turns, and a round of each goes before that is not timed: under a steady load
+    power is the limit, and who comes first would be the fastest."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(ROUNDS + 1):
+        for name, run in runs.items():
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            for _ in range(CALLS):
+                run()
+            ended.record()
+            torch.cuda.synchronize()
+            if turn:
+                found[name].append(1e3 * began.elapsed_time(ended) / CALLS)
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def stored_apart(a: Tensor, b: Tensor, scales: Scales) -> tuple[Run, list[Tensor]]:
@@ -193,7 +196,7 @@ def measure(m: int, k: int, n: int) -> dict[str, float]:
         "inside": lambda: inside(late.arriving), "stored": store, "copied": copied, "serial": serial, "chunked": chunked,
         "fused": fused,
     }  # fmt: skip
-    return {name: microseconds(run) for name, run in runs.items()}
+    return microseconds(runs)
 
 
 def shares(found: Mapping[str, float], waves: int) -> dict[str, tuple[float, float]]:

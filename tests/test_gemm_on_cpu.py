@@ -221,10 +221,10 @@ def test_it_is_the_product(library, order, case):
 
 # The case; ranks, this one, whose rows come first, and the word before and then.
 ARRIVALS: list[tuple[Case, int, int, Sequence[int], tuple[int, int]]] = [
-    (Case(512, 200, 256), 2, 0, (1,), (0, 7)), (Case(512, 200, 256), 2, 1, (0,), (-3, 5)),
-    (Case(768, 264, 144), 3, 2, (1, 0), (0x7FFFFFFF, 0x80000001)), (Case(768, 72, 144), 3, 1, (2, 0), (0, 1)),
-    (Case(1024, 72, 528, E5M2, torch.float32, True, True), 4, 1, (0, 3, 2), (0, 2**30 - 1)),
-    (Case(1024, 8, 1040), 2, 0, (1,), (0, 1)),
+    (Case(512, 200, 512), 2, 0, (1,), (0, 7)), (Case(512, 200, 512), 2, 1, (0,), (-3, 5)),
+    (Case(768, 264, 400), 3, 2, (1, 0), (0x7FFFFFFF, 0x80000001)), (Case(768, 72, 400), 3, 1, (2, 0), (0, 1)),
+    (Case(1024, 72, 1008, E5M2, torch.float32, True, True), 4, 1, (0, 3, 2), (0, 2**30 - 1)),
+    (Case(1024, 8, 1424), 2, 0, (1,), (0, 1)),
 ]  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def test_rows_that_come_meanwhile_are_awaited(library, order, given):
 
 def test_a_wait_in_vain_says_for_whom_before_it_ends(library, order):
     """Of all threads that wait in vain one writes the report, whole, and none ends the program before."""
-    problem = Problem(Case(768, 264, 144))
+    problem = Problem(Case(768, 264, 400))
     for rank, came, peer in ((0, (1,), 2), (1, (2,), 0), (2, (), 1)):
         report = torch.zeros(8, dtype=torch.int32)
         with pytest.raises(RuntimeError, match="a kernel trapped"):
@@ -249,7 +249,7 @@ def test_a_wait_in_vain_says_for_whom_before_it_ends(library, order):
 
 def test_tiles_come_in_the_order_in_which_ranks_send(library, order):
     """On one pair of multiprocessors: this rank's, then those of the rank behind it, which sends to it first, and so on."""
-    problem, report = Problem(Case(1024, 200, 144)), torch.zeros(8, dtype=torch.int32)
+    problem, report = Problem(Case(1024, 200, 400)), torch.zeros(8, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="a kernel trapped"):
         library.awaited(problem, 4, 1, (0, 3), report, spare=4)
     made = library.left.view(4, 256, 200).isfinite().flatten(1).all(1)
@@ -303,4 +303,4 @@ def test_what_cannot_be_sent_is_refused(library):
 
 def test_rows_of_a_rank_that_are_no_whole_pairs_of_tiles_are_refused(library):
     with pytest.raises(RuntimeError, match=r"from\.rows % \(kCluster \* kTileM\)"):
-        library.awaited(Problem(Case(384, 8, 128)), 3, 0, (), torch.zeros(8, dtype=torch.int32))
+        library.awaited(Problem(Case(384, 8, 512)), 3, 0, (), torch.zeros(8, dtype=torch.int32))

@@ -10,6 +10,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <cuda.h>
@@ -31,12 +32,11 @@ struct Barrier {
     uint16_t phase;
 };
 
-// Bytes on their way, of which a barrier counts so many, and what arrives behind them.
+// Bytes on their way, of which a barrier counts so many.
 struct Copy {
     std::function<void()> move;
     Barrier* barrier;
     uint32_t bytes;
-    bool arrives;
 };
 
 struct Product {
@@ -44,6 +44,11 @@ struct Product {
     uint64_t a, b;
     bool add;
     const float* a_values;
+};
+
+// What a thread, or who arrives at a barrier, knows of what others have written; and what its bulk copies do.
+struct Known {
+    size_t seen, fenced;
 };
 
 struct Fiber {
@@ -56,7 +61,7 @@ struct Fiber {
     std::vector<Product> products;                // of no group yet
     std::vector<std::vector<Product>> committed;  // oldest first
     uint64_t rests;                               // the round that it leaves to the others
-    size_t seen, fenced;                          // of what others have written; its bulk copies, too
+    Known known;
 };
 
 // What others write.
@@ -72,6 +77,7 @@ std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<Group> warps, blocks;
 Group cluster;
 std::vector<Copy> bulk;                // under way
+std::unordered_map<const Barrier*, Known> told;  // at barriers of the cluster
 std::vector<Piece> coming, come;       // in their order
 std::string failed;
 Fiber* current = nullptr;
@@ -159,12 +165,12 @@ void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes
     cluster = Group{threads * int(size)}, cluster_group = &cluster;
     blocks.assign(size, Group{threads});
     warps.assign(each * size / kWarp, Group{});
-    bulk.clear(), now = 0;
+    bulk.clear(), told.clear(), now = 0;
     for (int i = 0; i < each * int(size); ++i) {
         Fiber& fiber = *fibers[i];
         fiber.rank = i / each, fiber.warp = i / kWarp;
         fiber.thread = {unsigned(i % each), 0, 0}, fiber.block = {first + fiber.rank, 0, 0};
-        fiber.started = false, fiber.done = i % each >= threads, fiber.seen = fiber.fenced = fiber.rests = 0;
+        fiber.started = false, fiber.done = i % each >= threads, fiber.rests = 0, fiber.known = {};
         fiber.copies.clear(), fiber.products.clear(), fiber.committed.clear();
         if (!fiber.done) ++warps[fiber.warp].members;
         if (i % each == 0) std::memset(window(fiber.rank), kPoison, shared_bytes);
@@ -184,6 +190,8 @@ void complete(Barrier& its) {
     if (its.pending == 0 && its.bytes == 0) its.pending = its.arrivals, its.phase ^= 1, ++steps;
 }
 
+void learn(Known& its, const Known& from) { its = {std::max(its.seen, from.seen), std::max(its.fenced, from.fenced)}; }
+
 void arrive(Barrier& its) {
     if (its.pending == 0) fail("more threads arrive at a barrier than it counts");
     --its.pending, ++steps;
@@ -194,8 +202,7 @@ void arrive(Barrier& its) {
 void count(const Copy& copy) {
     copy.move(), ++steps;
     copy.barrier->bytes -= copy.bytes;
-    if (copy.arrives) arrive(*copy.barrier);
-    else complete(*copy.barrier);
+    complete(*copy.barrier);
 }
 
 void start(Copy copy) {
@@ -211,11 +218,12 @@ void check_read(const void* from, size_t bytes, size_t known) {
             fail("a thread reads what it does not know to have come, or a bulk copy without a fence");
 }
 
-// What a tensor map of the driver says of a matrix of bytes.
+// What a tensor map of the driver says of a matrix; all along a line in bytes.
 struct Map {
     const uint8_t* first;
     uint64_t sizes[2], pitch;
-    uint32_t box[2];
+    uint32_t box[2], element;
+    bool swizzle;
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
 
@@ -224,11 +232,13 @@ uint32_t swizzled(uint32_t at) { return at ^ (at >> 3 & 0x70); }
 CUresult encode_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* first, const cuuint64_t* sizes,
                     const cuuint64_t* pitches, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave,
                     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    const bool known = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 && rank == 2 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
+    const bool swizzles = swizzle == CU_TENSOR_MAP_SWIZZLE_128B, bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    const bool known = rank == 2 && (bytes ? swizzles : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 && swizzle == CU_TENSOR_MAP_SWIZZLE_NONE);
+    const uint32_t element = bytes ? 1 : sizeof(float), across = box[0] * element;
     const bool allowed = reinterpret_cast<uintptr_t>(first) % 16 == 0 && pitches[0] % 16 == 0 && sizes[0] > 0 && sizes[1] > 0 &&
-                         box[0] == 128 && box[1] <= 256 && steps[0] == 1 && steps[1] == 1;
+                         across % 16 == 0 && (!swizzles || across == 128) && box[1] <= 256 && steps[0] == 1 && steps[1] == 1;
     if (!known || !allowed) return CUDA_ERROR_INVALID_VALUE;
-    const Map made{static_cast<const uint8_t*>(first), {sizes[0], sizes[1]}, pitches[0], {box[0], box[1]}};
+    const Map made{static_cast<const uint8_t*>(first), {sizes[0] * element, sizes[1]}, pitches[0], {across, box[1]}, element, swizzles};
     std::memcpy(map, &made, sizeof(made));
     return CUDA_SUCCESS;
 }
@@ -333,7 +343,7 @@ const uint64_t* gather(uint64_t mine) {
 }
 
 void start_copy(void* to, const void* from, size_t bytes) {
-    check_read(from, bytes, current->seen);
+    check_read(from, bytes, current->known.seen);
     current->copies.push_back([=] { std::memcpy(to, from, bytes); });
 }
 
@@ -346,35 +356,44 @@ void barrier_init(uint32_t at, int arrivals) { barrier(at, current->rank) = {0, 
 
 void barrier_expect(uint32_t at, uint32_t bytes) {
     barrier(at, current->rank).bytes += bytes;
-    arrive(barrier(at, current->rank));
+    barrier_arrive(at);
+}
+
+void barrier_arrive(uint32_t at) {
+    Barrier& its = barrier(at, current->rank);
+    learn(told[&its], current->known);
+    arrive(its);
 }
 
 void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at) {
     if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a bulk copy that is not aligned");
-    check_read(from, bytes, current->fenced);
+    check_read(from, bytes, current->known.fenced);
     uint8_t* const there = dynamic_shared() + to;
-    start({[=] { std::memcpy(there, from, bytes); }, &barrier(at, current->rank), bytes, false});
+    start({[=] { std::memcpy(there, from, bytes); }, &barrier(at, current->rank), bytes});
 }
 
 void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at) {
     Map its;
     std::memcpy(&its, map, sizeof(its));
-    if (to % 1024) fail("a box that is not aligned to its swizzle");
+    if (to % (its.swizzle ? 1024 : 128)) fail("a box that is not aligned, to its swizzle or to 128 bytes");
+    x *= int(its.element);
     const auto bytes_of = [=](uint32_t line) -> uint32_t {  // within the matrix
         if (x < 0 || y < 0 || uint64_t(x) >= its.sizes[0] || y + line >= its.sizes[1]) return 0;
         return uint32_t(std::min<uint64_t>(its.box[0], its.sizes[0] - x));
     };
     const uint8_t* const first = its.first + y * its.pitch + x;
     for (uint32_t line = 0; line < its.box[1]; ++line)
-        if (bytes_of(line) > 0) check_read(first + line * its.pitch, bytes_of(line), current->fenced);
+        if (bytes_of(line) > 0) check_read(first + line * its.pitch, bytes_of(line), current->known.fenced);
     for (int rank = 0; rank < int(position.cluster); ++rank) {
         if (!(blocks >> rank & 1)) continue;
         const auto move = [=] {
             for (uint32_t line = 0; line < its.box[1]; ++line)
-                for (uint32_t i = 0; i < its.box[0]; ++i)
-                    window(rank)[swizzled(to + line * 128 + i)] = i < bytes_of(line) ? first[line * its.pitch + i] : 0;
+                for (uint32_t i = 0; i < its.box[0]; ++i) {
+                    const uint32_t there = to + line * its.box[0] + i;
+                    window(rank)[its.swizzle ? swizzled(there) : there] = i < bytes_of(line) ? first[line * its.pitch + i] : 0;
+                }
         };
-        start({move, &barrier(at, rank), its.box[0] * its.box[1], false});
+        start({move, &barrier(at, rank), its.box[0] * its.box[1]});
     }
 }
 
@@ -383,14 +402,6 @@ void barrier_arrive_at(uint32_t at, uint32_t rank) {
     arrive(barrier(at, int(rank)));
     current->rests = rounds;  // who waited for that may go on before this thread does
     yield();
-}
-
-void barrier_arrive_behind_copies(uint32_t at) {
-    const std::vector<std::function<void()>> copies = std::exchange(current->copies, {});
-    const auto move = [=] {
-        for (const auto& copy : copies) copy();
-    };
-    start({move, &barrier(at, current->rank), 0, true});
 }
 
 void barrier_wait(uint32_t at, uint32_t phase) {
@@ -402,6 +413,7 @@ void barrier_wait(uint32_t at, uint32_t phase) {
         bulk = std::move(others);
         for (const Copy& copy : mine) count(copy);
     }
+    learn(current->known, told[&its]);
 }
 
 template <class A>
@@ -421,18 +433,18 @@ void wait_products(int pending) {
 }
 
 void acquired(const void* at) {
-    for (size_t i = come.size(); i > current->seen; --i) {
+    for (size_t i = come.size(); i > current->known.seen; --i) {
         const Piece& piece = come[i - 1];
-        if (piece.to <= at && at < piece.to + piece.bytes.size()) current->seen = i;
+        if (piece.to <= at && at < piece.to + piece.bytes.size()) current->known.seen = i;
     }
 }
 
 void meet_seen() {
-    const uint64_t* given = gather(current->seen);
-    current->seen = *std::max_element(given, given + kWarp);
+    const uint64_t* given = gather(current->known.seen);
+    current->known.seen = *std::max_element(given, given + kWarp);
 }
 
-void proxy_fence() { current->fenced = current->seen; }
+void proxy_fence() { current->known.fenced = current->known.seen; }
 
 uint64_t nanoseconds() {
     looked = true;

@@ -8,7 +8,8 @@
 // error.
 //
 // What other GPUs write while a kernel runs (`later`) comes as late, too: one piece whenever no thread can do anything else.
-// Threads may read it once they have acquired a word that came behind it, or met who has, bulk copies behind a proxy fence.
+// Threads may read it once they have acquired a word that came behind it, met who has, or waited for a barrier at which who has
+// arrived, bulk copies behind a proxy fence.
 //
 // Not played: what clusters that run at once do to one another, registers, and caches.
 #pragma once
@@ -83,10 +84,10 @@ void barrier_init(uint32_t at, int arrivals);
 void barrier_expect(uint32_t at, uint32_t bytes);
 void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at);
 void barrier_wait(uint32_t at, uint32_t phase);
-void barrier_arrive_at(uint32_t at, uint32_t rank);  // of a block of this cluster
-void barrier_arrive_behind_copies(uint32_t at);      // once the copies that this thread has started have ended
+void barrier_arrive_at(uint32_t at, uint32_t rank);  // of a block of this cluster, which learns of no memory by that
+void barrier_arrive(uint32_t at);
 
-// A box of a tensor to the same place in each block of `blocks`, in the swizzle of 128 bytes.
+// A box of a tensor to the same place in each block of `blocks`.
 void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at);
 
 // Products of warpgroups. Each thread makes its own share of them, when it waits for their group.

@@ -155,7 +155,7 @@ inline void max_nan_f32(float& out, float a, float b) {
     out = std::isnan(a) || std::isnan(b) ? __uint_as_float(kNan32) : std::fmax(a, b);
 }
 
-using emulator::barrier_arrive_at, emulator::barrier_arrive_behind_copies, emulator::barrier_copy, emulator::barrier_expect,
+using emulator::barrier_arrive, emulator::barrier_arrive_at, emulator::barrier_copy, emulator::barrier_expect,
     emulator::barrier_init, emulator::barrier_wait, emulator::commit_products, emulator::proxy_fence, emulator::wait_products;
 
 inline void barrier_init(uint32_t at) { emulator::barrier_init(at, 1); }
@@ -179,7 +179,6 @@ inline void elect(uint32_t& out) {
 }
 inline void fence_barriers() {}
 inline void set_registers(int) {}
-inline void copy_word(uint32_t to, const void* from) { emulator::start_copy(emulator::dynamic_shared() + to, from, 4); }
 inline void tile_copy(uint32_t to, const void* map, int x, int y, uint32_t at) {
     emulator::tile_copy(1u << emulator::position.block.x % emulator::position.cluster, to, map, x, y, at);
 }

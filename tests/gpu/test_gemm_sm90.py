@@ -95,7 +95,7 @@ def test_it_is_captured_and_replayed(device):
 
 
 ARRIVALS = [  # rows of a rank, ranks, cols, contraction; the word at first, and once rows are here
-    ((256, 2, 200, 256), 0, 7), ((512, 4, 1024, 1040), -3, 5), ((256, 3, 264, 144), 0x7FFFFFFF, 0x80000001),
+    ((256, 2, 200, 512), 0, 7), ((512, 4, 1024, 1424), -3, 5), ((256, 3, 264, 400), 0x7FFFFFFF, 0x80000001),
     ((2048, 2, 7168, 4096), 0, 1), ((1024, 8, 4096, 512), 2**32 - 2, 1),
 ]  # fmt: skip
 
@@ -121,7 +121,7 @@ def test_rows_that_arrive_late_are_awaited(device, size, began, use, by_engine):
 
 def test_late_rows_are_added_to_what_is_there_and_replayed(device):
     """In a CUDA graph the kernel begins behind an event."""
-    a, b = operands(load("fp8_block", fp8_format="HYBRID"), "dgrad", 1024, 264, 384)
+    a, b = operands(load("fp8_block", fp8_format="HYBRID"), "dgrad", 1024, 264, 512)
     late, total = Arrivals(a, 2, 1, 0, 3), torch.randn(1024, 264, device=device)
     bias, whole = torch.randn(264, device=device), total.clone()
     expected = gemm_sm90.product(a.payload, b.payload, torch.float32, scaled(a, b), accumulate=total.clone(), bias=bias)
@@ -193,7 +193,7 @@ def test_stored_rows_are_stored_again_by_a_graph(device):
 
 def wait_in_vain() -> None:
     """For rows that do not come: prints what is said."""
-    a, b = operands(load("fp8_block"), "fprop", 512, 256, 256)
+    a, b = operands(load("fp8_block"), "fprop", 512, 256, 512)
     late = Arrivals(a, 2, 1, 4, 6, patience=300)
     late.gemm(a, b, torch.bfloat16)(late.arriving)
     try:

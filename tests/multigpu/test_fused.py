@@ -33,7 +33,7 @@ from tests.metrics import assert_bit_equal
 from tests.multigpu.test_programs import device, moved_by
 from tests.twins import of_any_size, programs, values, without_programs
 
-K, N, ROWS = 256, 384, gemm_sm90.PAIR[0]  # features, and the fewest rows of a rank that are whole tiles
+K, N, ROWS = 512, 256, gemm_sm90.PAIR[0]  # features, and the fewest rows of a rank that are whole tiles
 Ran = tuple[list[Tensor], Counter[str], int]
 
 

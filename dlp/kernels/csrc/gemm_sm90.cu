@@ -7,17 +7,23 @@
 //     warps 0-3, 4-7   consumer warpgroups (240)   64 lines of the tile each, as two products of 64 x 96 (wgmma m64n96k32);
 //                                                  they store their sums themselves: there is no warp for stores
 //     warp  8          producer of codes    (24)   one lane starts TMA copies: A [128, 128], and its half of B [192, 128]
-//     warp  9          producer of scales   (24)   bulk copies by one lane, or words by all lanes (rows that arrive)
-//     warps 10, 11     none                 (24)   they are there because setmaxnreg is for whole warpgroups
+//     warp  9          producer of scales   (24)   one lane starts bulk copies
+//     warp  10         waits for rows       (24)   one lane, where rows arrive; else none
+//     warp  11         none                 (24)   it is there because setmaxnreg is for whole warpgroups
 //
 // Shared memory, from a multiple of 1024 bytes on, for a ring of five stages, each 128 of the contraction:
 //
 //          0   5 x 40960   codes: A 128 lines of 128 bytes, B 192 lines, in the 128-byte swizzle
 //     204800   5 x   544   scales: of 128 rows of A (512), of two tiles of B times four stages (32)
-//     207520   5 x     8   full[stage]    a phase ends when all bytes of the stage are here: 1 arrival, of who expects them, and 32
-//                                         of lanes that copy scales, where rows arrive
+//     207520   5 x     8   full[stage]    a phase ends when all bytes of the stage are here: 1 arrival, of who expects them
 //     207560   5 x     8   empty[stage]   a phase ends when nobody reads the stage: 16 arrivals, of the 8 consumer warps of both
 //                                         blocks, since the lines of B that a block loads go to both
+//
+// and where rows arrive
+//
+//     204800   5 x  2176   scales: of 128 rows of A times four stages, as they lie where they arrive (2048), of B as above
+//     215680  10 x     8   full, empty
+//     215760  32 x     8   here[turn]     its one phase ends when the rows of that turn's rank are here: 1 arrival
 //
 // The tensor core sums 128 products to some 14 bits. Then an accumulator is promoted: multiplied by both scales and added to fp32
 // registers, while the tensor core works on the other one, so that it always has work:
@@ -28,9 +34,9 @@
 //
 // Under a steady load power is the limit of this kernel; what else was tried is in docs/log.md.
 //
-// Rows of A may still be arriving from other ranks (`ArrivingProblem`). Then tiles of this rank's rows come first, and each
-// producer waits before the first one of another rank's, for a word that the other one writes behind them. Nothing that has to
-// happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
+// Rows of A may still be arriving from other ranks (`ArrivingProblem`). Then tiles of this rank's rows come first, and producers
+// wait before those of each other rank's, for whose rows one lane waits, by a word that the other rank writes behind them. Nothing
+// that has to happen for it may need a multiprocessor, since this kernel holds all of them but `spare`.
 //
 // Or rows of D go to other ranks (`SendingProblem`), straight into memory that they map. Then tiles of the rank behind come first
 // and this rank's own last, and nothing waits inside: what the stream does in front of the kernel has waited until the others'
@@ -47,11 +53,9 @@ constexpr int kSums = kHalf / 2;         // of a thread in it
 constexpr int kGroup = 8;                // pairs of tiles that share lines of B in L2
 constexpr int kThreads = 384, kConsumers = 8;  // warps that empty a stage
 constexpr uint32_t kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK, kStage = kBytesA + kBytesB;
-constexpr uint32_t kScalesA = kTileM * sizeof(float), kScalesB = 2 * sizeof(float4), kScales = kScalesA + kScalesB;
+constexpr uint32_t kScalesB = 2 * sizeof(float4);
 constexpr uint32_t kAlignment = 1024;    // of the swizzle
-constexpr uint32_t kShared = kAlignment + kStages * (kStage + kScales + 2 * sizeof(uint64_t));
-static_assert(kShared <= 232448, "a block's share");
-static_assert(kStage == 40960 && kScales == 544, "as drawn above");
+static_assert(kStage == 40960, "as drawn above");
 
 struct Problem {
     BlockGemmJob job;
@@ -81,6 +85,7 @@ struct ArrivingProblem : Problem {
     ArrivingRows from;
     Waiting waiting;
     int pairs_each;
+    CUtensorMap a_scales;  // [rows, blocks]
 
     // This rank first, then the one behind it, which sends to it first.
     __device__ int owner(int turn) const {
@@ -125,62 +130,75 @@ struct TilesByRank {
 
 template <class P>
 using TilesOf = std::conditional_t<std::is_same_v<P, Problem>, Tiles, TilesByRank<P>>;
-using ArrivingTiles = TilesOf<ArrivingProblem>;
-
-// Until the rows of a tile are here; called by a whole warp, whose `leader` starts copies. `seen`: the turn that it has seen.
-//
-// What is read then is what the other rank has written. It wrote the rows, then the word, with a fence of the system between
-// (cuStreamWriteValue32). The leader acquires the word, at the scope of the system, which drops lines of L1, too; its proxy fence
-// puts that in front of the TMA copies it starts, which read in the async proxy. All lanes copy scales of A (cp.async, in the
-// generic proxy): meeting the leader puts its acquire in front of theirs. Scales of B, which it copies in bulk, do not arrive.
-//
-// No cluster waits for another one, and its two blocks wait for the same word, since the rows of a rank are whole pairs of tiles.
-// The one that sees it first fills no more than the stages that consumers of both have emptied.
-template <class P>
-__device__ inline void await_rows(const P&, const TilesOf<P>&, int&, bool) {}
-__device__ inline void await_rows(const ArrivingProblem& p, const ArrivingTiles& tiles, int& seen, bool leader) {
-    if (tiles.turn == seen) return;  // turns only grow, and 0 is this rank's own
-    seen = tiles.turn;
-    if (leader) {
-        await(p.from.sent + tiles.owner, uint32_t(p.waiting.use), p.waiting, tiles.owner, kHasNotSent);
-        asm volatile("fence.proxy.async.global;" ::: "memory");
-    }
-    __syncwarp();
-}
-
-// How many arrive at full[stage]: who expects bytes, and lanes that copy scales.
-__device__ inline int filling(const Problem&) { return 1; }
-__device__ inline int filling(const ArrivingProblem&) { return 1 + 32; }
 
 // Shared memory, as drawn above.
+template <class P>
 struct Shared {
+    static constexpr bool kArriving = std::is_same_v<P, ArrivingProblem>;
+    static constexpr int kOfRow = kArriving ? 4 : 1;  // scales of a row of A that a stage holds
+    static constexpr uint32_t kScalesA = kTileM * kOfRow * sizeof(float);
+    static constexpr uint32_t kScales = kArriving ? (kScalesA + kScalesB + 127) / 128 * 128 : kScalesA + kScalesB;  // TMA: 128 bytes
+    static constexpr uint32_t kBytes =
+        kAlignment + kStages * (kStage + kScales + 2 * sizeof(uint64_t)) + (kArriving ? kSlotRanks * sizeof(uint64_t) : 0);
+    static_assert(kBytes <= 232448, "a block's share");
+    static_assert(kScales == (kArriving ? 2176 : 544), "as drawn above");
+
     uint8_t* base;
 
     __device__ uint32_t a(int stage) const { return shared_address(base) + stage * kStage; }
     __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
     __device__ float* a_scales(int stage) const { return reinterpret_cast<float*>(base + kStages * kStage + stage * kScales); }
-    __device__ float* b_scales(int stage) const { return a_scales(stage) + kTileM; }
+    __device__ float* b_scales(int stage) const { return a_scales(stage) + kTileM * kOfRow; }
     __device__ Barrier full(int stage) const { return {shared_address(a_scales(kStages)) + 8 * stage}; }
     __device__ Barrier empty(int stage) const { return {full(kStages).at + 8 * stage}; }
+    __device__ Barrier here(int turn) const { return {empty(kStages).at + 8 * turn}; }
+    __device__ float a_scale(int stage, int row, int block) const {
+        return a_scales(stage)[kArriving ? kOfRow * row + block % kOfRow : row];
+    }
 };
 
-// Bytes of scales that a stage gets by bulk copies: none of lines behind the last. Of B it gets those of four stages, for one or
-// two tiles.
+// One lane waits for the rows of rank after rank, so that producers, who wait for its barriers, stay as fast as where all rows are
+// here: a loop over a word of theirs would take their addresses out of uniform registers, and each copy would start later.
+//
+// What is copied then is what the other rank has written. It wrote the rows, then the word, with a fence of the system between
+// (cuStreamWriteValue32). This lane acquires the word, at the scope of the system; its proxy fence, and its arrival at the barrier
+// behind that, put the word in front of the copies of who has waited there. These are all TMA copies, in the async proxy, of codes
+// and of scales.
+//
+// No cluster waits for another one, and its two blocks wait for the same words, since the rows of a rank are whole pairs of tiles.
+// The one that sees one first fills no more than the stages that consumers of both have emptied.
+__device__ inline void await_ranks(const ArrivingProblem& p, Shared<ArrivingProblem> shared) {
+    if (!elected()) return;
+    for (int turn = 0; turn < int(p.waiting.world); ++turn) {
+        if (turn > 0) {
+            await(p.from.sent + p.owner(turn), uint32_t(p.waiting.use), p.waiting, p.owner(turn), kHasNotSent);
+            asm volatile("fence.proxy.async.global;" ::: "memory");
+        }
+        shared.here(turn).arrive();
+    }
+}
+
+// Until the rows of a tile are here.
+template <class P>
+__device__ inline void await_rows(const TilesOf<P>& tiles, Shared<P> shared) {
+    if constexpr (Shared<P>::kArriving) shared.here(tiles.turn).wait(0);
+}
+
+// Bytes of scales that a stage gets: none of lines behind the last. Of B it gets those of four stages, for one or two tiles.
 __device__ inline uint32_t bytes_of_a(const Problem& p, int row) {
     return sizeof(float) * max(0, min(kTileM, int(p.job.a_scale_lines) - row));
 }
-__device__ inline uint32_t bytes_of_a(const ArrivingProblem&, int) { return 0; }
+__device__ inline uint32_t bytes_of_a(const ArrivingProblem&, int) { return Shared<ArrivingProblem>::kScalesA; }
 __device__ inline uint32_t bytes_of_b(const Problem& p, int col) {
     return sizeof(float4) * max(0, min((col % 128 + kTileN + 127) / 128, int(p.job.b_scale_lines) - col / 128));
 }
 
 template <class P>
-__device__ inline void produce_codes(const P& p, Shared shared, const CUtensorMap* a, const CUtensorMap* b, int rank) {
+__device__ inline void produce_codes(const P& p, Shared<P> shared, const CUtensorMap* a, const CUtensorMap* b, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
-    int seen = 0;
     for (TilesOf<P> tiles(p); tiles.next(rank);) {
-        await_rows(p, tiles, seen, leader);
+        await_rows<P>(tiles, shared);
         const uint32_t bytes = kStage + bytes_of_a(p, tiles.row) + bytes_of_b(p, tiles.col);
         for (int x = 0; x < p.blocks * kTileK; x += kTileK, ring.advance()) {
             shared.empty(ring.stage).wait(ring.parity ^ 1);
@@ -193,11 +211,14 @@ __device__ inline void produce_codes(const P& p, Shared shared, const CUtensorMa
     }
 }
 
+// Scales of A lie in the order in which stages read them, block after block; those that arrive as they were sent, row after row, so
+// that a stage copies four blocks of each row, the least that TMA takes.
 template <class P>
-__device__ inline void produce_scales(const P& p, Shared shared, int rank) {
+__device__ inline void produce_scales(const P& p, Shared<P> shared, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
     for (TilesOf<P> tiles(p); tiles.next(rank);) {
+        await_rows<P>(tiles, shared);
         const uint32_t a_bytes = bytes_of_a(p, tiles.row), b_bytes = bytes_of_b(p, tiles.col);
         const float* a = p.job.a_scale + tiles.row;
         const float* b = p.job.b_scale + tiles.col / 128 * p.job.b_scale_stride;
@@ -205,8 +226,9 @@ __device__ inline void produce_scales(const P& p, Shared shared, int rank) {
             shared.empty(ring.stage).wait(ring.parity ^ 1);
             if (leader) {
                 const Barrier full = shared.full(ring.stage);
-                const uint32_t to = shared_address(shared.b_scales(ring.stage));
-                if (a_bytes > 0) copy_bytes(shared_address(shared.a_scales(ring.stage)), a, a_bytes, full);
+                const uint32_t to_a = shared_address(shared.a_scales(ring.stage)), to = shared_address(shared.b_scales(ring.stage));
+                if constexpr (Shared<P>::kArriving) copy_tile(to_a, &p.a_scales, block & ~3, tiles.row, full);
+                else if (a_bytes > 0) copy_bytes(to_a, a, a_bytes, full);
                 if (b_bytes > 0) copy_bytes(to, b + (block & ~3), sizeof(float4), full);
                 if (b_bytes > sizeof(float4))
                     copy_bytes(to + sizeof(float4), b + p.job.b_scale_stride + (block & ~3), sizeof(float4), full);
@@ -216,42 +238,14 @@ __device__ inline void produce_scales(const P& p, Shared shared, int rank) {
     }
 }
 
-// Scales of A that arrive lie as they were sent, those of a row together: lanes copy them one by one.
-__device__ inline void produce_scales(const ArrivingProblem& p, Shared shared, int rank) {
-    const bool leader = elected();
-    Ring<kStages> ring;
-    int seen = 0;
-    for (ArrivingTiles tiles(p); tiles.next(rank);) {
-        await_rows(p, tiles, seen, leader);
-        const int lane = threadIdx.x % 32;
-        const float* a = p.job.a_scale + (tiles.row + lane) * p.job.a_scale_stride;
-        const float* b = p.job.b_scale + tiles.col / 128 * p.job.b_scale_stride;
-#pragma unroll 1
-        for (int block = 0; block < p.blocks; ++block, ring.advance()) {
-            shared.empty(ring.stage).wait(ring.parity ^ 1);
-            const Barrier full = shared.full(ring.stage);
-            const uint32_t to_a = shared_address(shared.a_scales(ring.stage) + lane);
-#pragma unroll
-            for (int i = 0; i < kTileM / 32; ++i)
-                copy_word(to_a + i * 32 * sizeof(float), a + block + i * 32 * p.job.a_scale_stride);
-            full.arrive_behind_copies();
-            if (leader) {
-                const uint32_t to = shared_address(shared.b_scales(ring.stage)), bytes = bytes_of_b(p, tiles.col);
-                if (bytes > 0) copy_bytes(to, b + (block & ~3), sizeof(float4), full);
-                if (bytes > sizeof(float4))
-                    copy_bytes(to + sizeof(float4), b + p.job.b_scale_stride + (block & ~3), sizeof(float4), full);
-            }
-        }
-    }
-}
-
 // The scales that a thread needs of a stage: of its two rows, and of three times 64 columns.
 struct StageScales {
     float a[2], b[kTileN / 64];
 
     // `row`: the thread's first one. `offset`: of the tile's columns among the 128 of a scale.
-    __device__ void read(Shared shared, int stage, int block, int row, int offset) {
-        a[0] = shared.a_scales(stage)[row], a[1] = shared.a_scales(stage)[row + 8];
+    template <class P>
+    __device__ void read(Shared<P> shared, int stage, int block, int row, int offset) {
+        a[0] = shared.a_scale(stage, row, block), a[1] = shared.a_scale(stage, row + 8, block);
 #pragma unroll
         for (int i = 0; i < kTileN / 64; ++i) b[i] = shared.b_scales(stage)[(offset + 64 * i) / 128 * 4 + block % 4];
     }
@@ -343,7 +337,7 @@ __device__ void store(const BlockGemmJob& job, Out* d, const float* more, const 
 }
 
 template <class A, class Out, class P>
-__device__ void consume(const P& p, Shared shared, int group, int rank) {
+__device__ void consume(const P& p, Shared<P> shared, int group, int rank) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
     float sums[2][kSums], products[2][kSums];
     StageScales scales;
@@ -401,10 +395,12 @@ template <class A, class Out, class P>
 __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const __grid_constant__ P p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    const Shared shared{shared_memory() + (-shared_address(shared_memory()) & (kAlignment - 1))};
+    const Shared<P> shared{shared_memory() + (-shared_address(shared_memory()) & (kAlignment - 1))};
     const int rank = cluster_rank(), warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);  // the compiler sees that it is the warp's
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) shared.full(i).init(filling(p)), shared.empty(i).init(kCluster * kConsumers);
+        for (int i = 0; i < kStages; ++i) shared.full(i).init(1), shared.empty(i).init(kCluster * kConsumers);
+        if constexpr (Shared<P>::kArriving)
+            for (int turn = 0; turn < kSlotRanks; ++turn) shared.here(turn).init(1);
         asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
     }
     cluster_sync();
@@ -412,6 +408,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         give_registers<24>();
         if (warp == kConsumers) produce_codes(p, shared, &a, &b, rank);
         if (warp == kConsumers + 1) produce_scales(p, shared, rank);
+        if constexpr (Shared<P>::kArriving)
+            if (warp == kConsumers + 2) await_ranks(p, shared);
     } else {
         take_registers<240>();
         consume<A, Out>(p, shared, warp / 4, rank);
@@ -435,16 +433,26 @@ Encode encode() {
     return found;
 }
 
-// Codes [lines, along], of which copies take boxes of [box, 128]; what lies outside is 0.
-CUtensorMap tensor_map(const uint8_t* codes, int64_t lines, int64_t along, int64_t stride, int box) {
-    const cuuint64_t sizes[] = {cuuint64_t(along), cuuint64_t(lines)}, strides[] = {cuuint64_t(stride)};
-    const cuuint32_t boxes[] = {kTileK, cuuint32_t(box)}, steps[] = {1, 1};
+// A matrix [lines, along] of which copies take boxes [down, across]; what lies outside is 0. `stride`: bytes between lines.
+struct Boxes {
+    const void* first;
+    int64_t lines, along, stride;
+    int down, across;
+};
+
+CUtensorMap tensor_map(const Boxes& its, CUtensorMapDataType type, CUtensorMapSwizzle swizzle) {
+    const cuuint64_t sizes[] = {cuuint64_t(its.along), cuuint64_t(its.lines)}, strides[] = {cuuint64_t(its.stride)};
+    const cuuint32_t boxes[] = {cuuint32_t(its.across), cuuint32_t(its.down)}, steps[] = {1, 1};
     CUtensorMap map;
-    const CUresult status = encode()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(codes), sizes, strides, boxes,
-                                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult status = encode()(&map, type, 2, const_cast<void*>(its.first), sizes, strides, boxes, steps,
+                                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     DLP_CHECK_EQ(int(status), int(CUDA_SUCCESS));
     return map;
+}
+
+CUtensorMap map_codes(const uint8_t* codes, int64_t lines, int64_t along, int64_t stride, int down) {
+    return tensor_map({codes, lines, along, stride, down, kTileK}, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // How many clusters run at once.
@@ -455,7 +463,7 @@ int resident_clusters(cudaLaunchConfig_t config) {
     DLP_CHECK_CUDA(cudaGetDevice(&device));
     DLP_CHECK_LT(device, kMaxDevices);
     if (resident[device] == 0) {
-        DLP_CHECK_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kShared)));
+        DLP_CHECK_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(config.dynamicSmemBytes)));
         config.gridDim = dim3(kCluster);
         DLP_CHECK_CUDA(cudaOccupancyMaxActiveClusters(&resident[device], kKernel, &config));
         DLP_CHECK_LT(0, resident[device]);
@@ -473,15 +481,15 @@ Problem problem_of(const BlockGemmJob& job) {
 template <class A, class Out, class P>
 void run(const P& p, int spare, Stream stream) {
     const BlockGemmJob& job = p.job;
-    const CUtensorMap a = tensor_map(job.a, job.rows, job.contraction, job.a_stride, kTileM);
-    const CUtensorMap b = tensor_map(job.b, job.cols, job.contraction, job.b_stride, kHalf);
+    const CUtensorMap a = map_codes(job.a, job.rows, job.contraction, job.a_stride, kTileM);
+    const CUtensorMap b = map_codes(job.b, job.cols, job.contraction, job.b_stride, kHalf);
     constexpr auto kKernel = &gemm_kernel<A, Out, P>;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kCluster, 1, 1};
     cudaLaunchConfig_t config{};
     config.attrs = &cluster, config.numAttrs = 1;
-    config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kShared, config.stream = reinterpret_cast<cudaStream_t>(stream);
+    config.blockDim = dim3(kThreads), config.dynamicSmemBytes = Shared<P>::kBytes, config.stream = reinterpret_cast<cudaStream_t>(stream);
     const int clusters = resident_clusters<kKernel>(config) - over(spare, kCluster);
     DLP_CHECK_LT(0, clusters);
     config.gridDim = dim3(kCluster * std::min(p.pairs_down * p.pairs_across, clusters));
@@ -503,10 +511,15 @@ void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const 
     DLP_CHECK_EQ(job.cols % 8, 0);
     DLP_CHECK_EQ(from.rows % (kCluster * kTileM), 0);
     DLP_CHECK_EQ(from.rows * waiting.world, job.rows);
+    DLP_CHECK_LE(waiting.world, kSlotRanks);
     cudaStreamCaptureStatus capturing;
     DLP_CHECK_CUDA(cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &capturing));
     if (capturing != cudaStreamCaptureStatusNone) await_mark(from.all_here, stream);
-    ArrivingProblem p{problem_of(job), from, waiting, int(from.rows / (kCluster * kTileM))};
+    const Problem problem = problem_of(job);
+    const int64_t stride = job.a_scale_stride * int64_t(sizeof(float));
+    const ArrivingProblem p{problem, from, waiting, int(from.rows / (kCluster * kTileM)),
+                            tensor_map({job.a_scale, job.rows, problem.blocks, stride, kTileM, Shared<ArrivingProblem>::kOfRow},
+                                       CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE)};
     with_types(out, a_code, [&](auto element, auto code) {
         run<decltype(code), decltype(element)>(p, int(from.spare), stream);
     });

@@ -31,10 +31,7 @@ struct Barrier {
     __device__ void expect(uint32_t bytes) const {  // one arrival, which expects so many bytes of copies
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
     }
-    // Arrives when the `copy_word`s that the calling lane has issued so far have ended.
-    __device__ void arrive_behind_copies() const {
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
-    }
+    __device__ void arrive() const { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
     // Arrives at the barrier with the same address in block `rank` of this cluster: "this block has read the stage". Only
     // reads are ordered before it, so it has no `.release.cluster`, which costs a fence of all memory each time.
     __device__ void arrive_at(uint32_t rank) const {
@@ -69,10 +66,6 @@ __device__ inline void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(done.at)
                  : "memory");
-}
-// Four bytes, asynchronously (cp.async); see Barrier::arrive_behind_copies.
-__device__ inline void copy_word(uint32_t to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int x, int y, Barrier done) {
     asm volatile(
