@@ -67,7 +67,8 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bia
     """A [rows, C] @ B [cols, C].T, each 128 of C summed in the tensor core, scaled by fl(sa * sb) and added up in fp32, plus
     bias [cols] -> [rows, cols], rounded once to `out_dtype`; or added to `accumulate`, which is returned. For what
     `can_take` allows, of any size but none."""
-    out, job = _job(a, b, out_dtype, _aligned_scales(scales), bias, accumulate, options)
+    laid = _aligned_scales(scales)
+    out, job = _job(a, b, out_dtype, laid, bias, accumulate, options)
     launch("gemm_fp8_blocks", a, job, a.dtype == torch.float8_e5m2, out.dtype == torch.float32)
     return out
 
@@ -104,8 +105,8 @@ def sending(a: Tensor, b: Tensor, rows: int, out_dtype: torch.dtype, scales: Sca
 
 def _product_sent(a: Tensor, b: Tensor, scales: Scales, bias: Tensor | None, accumulate: Tensor | None,
                   to: Sending) -> None:  # fmt: skip
-    added = 0 if accumulate is None else accumulate.data_ptr()
-    job = _words(a, b, (added, b.shape[0]), _aligned_scales(scales), bias, accumulate is not None)
+    laid, added = _aligned_scales(scales), 0 if accumulate is None else accumulate.data_ptr()
+    job = _words(a, b, (added, b.shape[0]), laid, bias, accumulate is not None)
     launch("gemm_fp8_sending", a, job, to.slots, to.rows, a.dtype == torch.float8_e5m2)
 
 

@@ -166,6 +166,7 @@ class Sum(NamedTuple):
 
 SUMS = {
     Sum(): True, Sum("all"): True, Sum(wire="bf16", rows=2 * ROWS): True, Sum(out=torch.float32): True,
+    Sum("all", "bf16", out=torch.float32, dtype=torch.float32): True,
     Sum(out=torch.float32, dtype=torch.float32): False, Sum(wire="fp8"): False, Sum("all", "fp8"): False,
     Sum(rows=ROWS // 2): False, Sum("all", rows=ROWS - 1): False,
 }  # fmt: skip

@@ -96,14 +96,13 @@ struct ArrivingProblem : Problem {
 
 // A problem whose result goes to its ranks, as many rows to each: of these, too, `pairs_each` pairs of tiles.
 struct SendingProblem : Problem {
-    SlotBases slots;
-    SentRows to;
-    int pairs_each;
+    __nv_bfloat16* lines[kSlotRanks];  // by rank: where line 0 of D would lie, if all lines lay where this rank's do
+    int rank, world, pairs_each;
 
     // The rank in front of this one first, so that no two store to one at a time; this one last.
     __device__ int owner(int turn) const {
-        const int owner = int(slots.rank) + 1 + turn;
-        return owner < int(slots.world) ? owner : owner - int(slots.world);
+        const int owner = rank + 1 + turn;
+        return owner < world ? owner : owner - world;
     }
 };
 
@@ -264,14 +263,12 @@ __device__ inline float2 two_of(const float* p) { return *reinterpret_cast<const
 __device__ inline float2 two_of(const __nv_bfloat16* p) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p)); }
 __device__ inline float2 add(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
 
-// Where the lines of a tile lie: line 0 of D, or where it would, if all lines lay where those of the tile's rank do.
+// Where the lines of a tile lie, from line 0 of D on.
 template <class P>
-__device__ inline uintptr_t lines_of(const P& p, const TilesOf<P>&) { return reinterpret_cast<uintptr_t>(p.job.d); }
-__device__ inline uintptr_t lines_of(const SendingProblem& p, const TilesOf<SendingProblem>& tiles) {
-    return p.slots.base[tiles.owner] + p.to.offset - tiles.owner * (p.to.rows * p.job.d_stride * int64_t(sizeof(__nv_bfloat16)));
-}
+__device__ inline void* lines_of(const P& p, const TilesOf<P>&) { return p.job.d; }
+__device__ inline void* lines_of(const SendingProblem& p, const TilesOf<SendingProblem>& tiles) { return p.lines[tiles.owner]; }
 
-// What is added to the sums beside a bias and what lies where they go: D, of whose lines each is stored somewhere else.
+// What is added to sums that go elsewhere: D, which stays as it is.
 __device__ inline const float* added_to(const Problem&) { return nullptr; }
 __device__ inline const float* added_to(const SendingProblem& p) {
     return p.job.accumulate ? static_cast<const float*>(p.job.d) : nullptr;
@@ -386,7 +383,7 @@ __device__ void consume(const P& p, Shared<P> shared, int group, int rank) {
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            store(p.job, reinterpret_cast<Out*>(lines_of(p, tiles)), added_to(p), sums[i], tiles.row + row, tiles.col + i * kHalf);
+            store(p.job, static_cast<Out*>(lines_of(p, tiles)), added_to(p), sums[i], tiles.row + row, tiles.col + i * kHalf);
     }
     end_stores(p);
 }
@@ -532,7 +529,9 @@ void gemm_fp8_sending(const BlockGemmJob& job, const SlotBases& slots, const Sen
     DLP_CHECK_EQ(to.rows * slots.world, job.rows);
     DLP_CHECK_EQ(to.offset % 16, 0);
     DLP_CHECK_EQ(job.d_stride, job.cols);
-    const SendingProblem p{problem_of(job), slots, to, int(to.rows / (kCluster * kTileM))};
+    SendingProblem p{problem_of(job), {}, int(slots.rank), int(slots.world), int(to.rows / (kCluster * kTileM))};
+    for (int rank = 0; rank < p.world; ++rank)
+        p.lines[rank] = reinterpret_cast<__nv_bfloat16*>(slots.base[rank] + to.offset) - rank * to.rows * job.cols;
     with_code(a_code, [&](auto code) { run<decltype(code), __nv_bfloat16>(p, 0, stream); });
 }
 
