@@ -28,7 +28,7 @@ from tests.order import in_order
 from tests.played_transport import PlayedLane, PlayedSlot
 from tests.twins import values, without_programs
 
-FEATURES = 256
+FEATURES = 512
 EMULATED = (
     "bf16",
     "fp8_current",
