@@ -149,7 +149,7 @@ def test_operands_that_exist_are_gathered_beside_this_ranks_own(ranks):
     for pairs, waits, said in ranks(2).run(of_operands_that_exist):
         assert waits == 2
         (told,) = said  # once, whoever chose the strategy
-        assert "has run on no GPU yet" in told and told.endswith("or choose 'serial' or 'chunked'")
+        assert "not between GPUs yet" in told and told.endswith("or choose 'serial' or 'chunked'")
         for result, expected in pairs:
             assert_bit_equal(result, expected)
 

@@ -277,7 +277,7 @@ def _fused(row: LayerPlan, place: Place) -> Iterator[str]:
             yield f"fused: {gemm} runs as chunked does: {kernel_name(a, b, place.device_type)} multiplies rows that are here"
         elif step.gather is not None and entry is not None:
             where = f"{entry.name}, where that runs ({entry.when})"
-            yield f"fused: {gemm} waits for rows inside {where}, which has run on no GPU yet; else it is serial"
+            yield f"fused: {gemm} waits for rows inside {where}, which has not run between GPUs yet; else it is serial"
 
 
 def _sent(row: LayerPlan, gemm: str, entry: GemmEntry | None, kernel: str) -> str:
@@ -292,7 +292,7 @@ def _sent(row: LayerPlan, gemm: str, entry: GemmEntry | None, kernel: str) -> st
         return f"sums over ranks as chunked does: {why}"
     return (
         f"stores rows in the memory of their rank where {entry.name} runs ({entry.when}) and sums are carried in bf16, which "
-        f"has run on no GPU yet; else it is chunked"
+        f"not run between GPUs yet; else it is chunked"
     )
 
 

@@ -40,9 +40,9 @@ from dlp.quant.tensor import Format, QuantizedTensor
 LOG = logging.getLogger("dlp")
 CHUNKED = load("chunked")
 UNTRIED = (
-    "overlap = 'fused': a GEMM that waits inside for the rows of other ranks, or stores rows there, has run on no GPU yet, so "
-    "nobody knows that it is right there; run pytest tests/gpu/test_gemm_sm90.py -k 'late or wait or stored' and pytest "
-    "tests/multigpu/test_fused.py --device cuda before you train with it, or choose 'serial' or 'chunked'"
+    "overlap = 'fused': a GEMM that waits inside for the rows of other ranks, or stores rows there, has run on one GPU that "
+    "ranks shared, and not between GPUs yet, so nobody knows that it is right there; run pytest tests/multigpu/test_fused.py "
+    "tests/multigpu/test_stress.py --device cuda before you train with it, or choose 'serial' or 'chunked'"
 )
 
 
