@@ -1,7 +1,8 @@
 """Real runs, each rank a process of its own: a failure, a killed rank, SIGTERM, resume, a refusal.
 
 One run fails on two "hosts", is resumed on one and killed, resumed and stopped, and resumed by ranks without torchrun to its
-end; its losses must be those of a run that was left alone. Its blocks are sequences of dlp.ops. The rest of what a run does
+end; its losses must be those of a run that was left alone. Those ranks meet in one store, one run after the other, as ranks do
+that torchrun starts anew. Blocks are sequences of dlp.ops. The rest of what a run does
 is tested in the pool (tests/multigpu), where a run costs less than a second; under torchrun each costs ten seconds of the
 CPU, most of it spent by its ranks on importing torch and dlp, which ranks without torchrun have inherited.
 """
@@ -18,11 +19,12 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from launch.config import Config
 from tests import training
@@ -107,9 +109,22 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def two_ranks(folder: Path, *arguments: str) -> list[Run]:
+@pytest.fixture(scope="module")
+def agent() -> Iterator[dict[str, str]]:
+    """The store of an agent of torchrun, as its ranks are told of it. It outlives them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def two_ranks(folder: Path, *arguments: str, **store: str) -> list[Run]:
     """Two ranks as torchrun or srun start them, with nobody who ends one when the other has failed."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        **store,
+    }
     command = ("launch.train", str(folder / "small.toml"), *arguments)
     return [Run(folder, *command, output=f"rank{r}.txt", RANK=r, LOCAL_RANK=r, **place) for r in ("0", "1")]
 
@@ -203,24 +218,24 @@ def stopped(config: Config, folder: Path, before: int) -> int:
     return int(stop[1])
 
 
-def to_the_end(folder: Path, *arguments: str) -> str:
+def to_the_end(folder: Path, agent: dict[str, str], *arguments: str) -> str:
     """What rank 0 prints; the other prints nothing."""
-    (code, output), other = [each.end() for each in two_ranks(folder, *SETTINGS, *arguments)]
+    (code, output), other = [each.end() for each in two_ranks(folder, *SETTINGS, *arguments, **agent)]
     assert code == 0 and other == (0, ""), output + other[1]
     assert f"done: steps {STEPS}, validation loss " in output
     return output
 
 
-def test_failed_killed_stopped_and_resumed_to_the_end(tmp_path, data):
+def test_failed_killed_stopped_and_resumed_to_the_end(tmp_path, data, agent):
     whole = training.config(tmp_path, data, f"--run.dir={tmp_path}/whole")
     config = training.config(tmp_path, data)
-    to_the_end(tmp_path, f"--run.dir={whole.run.dir}")
+    to_the_end(tmp_path, agent, f"--run.dir={whole.run.dir}")
     failed(config, tmp_path)
     second = killed(config, tmp_path)
     third = stopped(config, tmp_path, second)
     assert EVERY < second < third < STEPS
 
-    assert f"resuming from step {third} " in to_the_end(tmp_path)
+    assert f"resuming from step {third} " in to_the_end(tmp_path, agent)
     assert training.metrics(config) == training.metrics(whole)
     assert training.metrics(config, "validation_loss") == training.metrics(whole, "validation_loss")
 

@@ -1,0 +1,41 @@
+"""Ranks that torchrun starts anew find each other, and nothing that an attempt before has left in the store."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from launch.rejoin import agreed
+
+
+def attempt(store: dist.Store, order: list[int]) -> set[str]:
+    """Ranks that come one after the other, in this order -> the names that they agree on."""
+
+    def come(place: int) -> str:
+        time.sleep(0.1 * place)
+        return agreed(store, order[place], len(order), patience=20)
+
+    with ThreadPoolExecutor(len(order)) as ranks:
+        return set(ranks.map(come, range(len(order))))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["rank 0 first", "rank 0 last"])
+def test_each_attempt_agrees_on_a_name_of_its_own(order):
+    """Whoever comes before rank 0 reads what the attempt before has left, of more or fewer ranks."""
+    store = dist.HashStore()
+    names = [attempt(store, ranks) for ranks in ([0, 1], order, order, [1, 0])]
+    assert [len(each) for each in names] == [1, 1, 1, 1] and len(set.union(*names)) == 4
+
+
+def test_who_does_not_come_is_named():
+    store = dist.HashStore()
+    attempt(store, [0, 1])
+    with pytest.raises(
+        TimeoutError, match=r"^rank 1 has not come within 0\.1 s: look at what torchrun says on each host$"
+    ):
+        agreed(store, 0, 2, patience=0.1)
+    with pytest.raises(TimeoutError, match=r"^not all ranks have come within 0\.1 s: look at "):
+        agreed(store, 1, 3, patience=0.1)
