@@ -24,7 +24,7 @@ import numpy as np
 
 from launch.documents import has_rows, is_text, list_files, walk
 from launch.index import check_against, read_index
-from launch.prepare import SPLITS, check_share, prepare, unfinished
+from launch.prepare import SPLITS, at_work, check_share, prepare, unfinished
 from launch.shard import REMEDY, VERSION, Shard, open_shard, verify
 from launch.tokenizer import add_options, open_tokenizer
 
@@ -141,17 +141,25 @@ def _prepare_command(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.out}: exists already; remove it or choose another --out")
     check_share(options.validation)
     for left in unfinished(options.out):
-        print(f"{left} is of a preparation that was killed, or that is at work now; remove it if none is")
+        if at_work(left):
+            raise ValueError(
+                f"{options.out}: another preparation is at work on it, in {left}; wait for its end, or choose another --out"
+            )
+        print(f"{left} is of a preparation that did not end; remove it")
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     files = list_files(options.files)
     read = {name: path for name, path in files.items() if has_rows(path) or is_text(path)}
     try:
-        prepare(
+        made = prepare(
             read, options.out, validation=options.validation, tokenizer=tokenizer, column=options.column, progress=True
         )
     except OSError as error:
         where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         raise ValueError(f"{where}; nothing is left of {options.out}") from None
+    if not made:
+        raise ValueError(
+            f"{options.out}: another preparation has made it meanwhile, and that stands; choose another --out"
+        )
     for name in files.keys() - read.keys():
         print(f"left out, not text: {name}")
     for path in sorted(options.out.glob("*.shard")):
@@ -160,6 +168,10 @@ def _prepare_command(options: argparse.Namespace) -> None:
 
 def _inspect_command(options: argparse.Namespace) -> None:
     paths = sorted(options.shard.glob("*.shard")) if options.shard.is_dir() else [options.shard]
+    if not options.shard.exists():
+        raise ValueError(
+            f"{options.shard}: no such file or folder; give a shard, or a folder that launch.data prepare made"
+        )
     if not paths:
         raise ValueError(f"{options.shard}: no *.shard in it; give a shard, or a folder that launch.data prepare made")
     for path in paths:

@@ -6,6 +6,8 @@ is full; rows by a hash of the file's name and their number, so that rows are re
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import itertools
 import re
@@ -24,6 +26,7 @@ from launch.tokenizer import BYTES, KnownTokens, Text, Tokenizer
 
 SHARD_TOKENS = 1 << 27  # a shard is built in memory: 256 MB of small tokens, 512 of large ones
 SPLITS = ("train", "validation")
+LOCK = ".lock"  # of a preparation that is at work, in its own folder
 BATCH = 256  # documents that are encoded at once
 BATCH_BYTES = 1 << 24  # of them, if they are long
 
@@ -146,42 +149,67 @@ class ShardWriter:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What preparations of a folder that did not end have left beside it."""
+    """The folders of preparations of a folder that did not end: they were killed, or are `at_work`."""
     name = re.compile(re.escape(f".{folder.name}-") + "[0-9a-f]{32}")
     return sorted(each for each in folder.parent.glob(".*") if name.fullmatch(each.name))
+
+
+def at_work(work: Path) -> bool:
+    """Whether a process holds the lock of such a folder. The system lets go of it, however the process ends."""
+    try:
+        with (work / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock yet, no folder any more, or a file system that has no locks
+        return False
+    return False
 
 
 def prepare(
     files: Mapping[str, Path], folder: Path, *, validation: float, tokenizer: Tokenizer = BYTES, column: str = "text",
     progress: bool = False,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Makes a folder of shards from files by name; the folder appears when it is complete. Where there are text files alone
     and every one is larger than the validation share, as a single one is, the largest is two documents, cut at the end of a
     line. `column`: of rows.
 
-    If another process completes the same folder first, its work stands. ValueError for what cannot be read, encoded or split.
+    False if another process completes the same folder first, whose work then stands. ValueError for what cannot be read,
+    encoded or split.
     """
     work = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     work.mkdir(parents=True)
     try:
-        writers = {split: ShardWriter(work, split, tokenizer.vocabulary) for split in SPLITS}
-        known, total = KnownTokens(tokenizer), sum(path.stat().st_size for path in files.values())
-        with tqdm(desc="prepare", total=total, unit="B", unit_scale=True, disable=not progress) as bar:
-            for batch in batched(documents(files, validation, column)):
-                for document, tokens in zip(batch, tokenizer.encode([each.text for each in batch]), strict=True):
-                    known.check(document.text[0], tokens)
-                    writers[document.split].add(tokens)
-                bar.update(min(sum(document.size for document in batch), total - bar.n))
-            bar.update(total - bar.n)
-        shards = _closed(writers.values(), validation)
-        write_index(work, tokenizer, shards)
+        with (work / LOCK).open("wb") as lock:
+            with contextlib.suppress(OSError):  # of a file system that has no locks
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write(work, files, validation, tokenizer, column, progress)
+            (work / LOCK).unlink()
         try:
             work.rename(folder)
         except OSError:
             if not folder.is_dir():
                 raise
+            return False
+        return True
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _write(
+    work: Path, files: Mapping[str, Path], validation: float, tokenizer: Tokenizer, column: str, progress: bool
+) -> None:
+    """All shards and their index."""
+    writers = {split: ShardWriter(work, split, tokenizer.vocabulary) for split in SPLITS}
+    known, total = KnownTokens(tokenizer), sum(path.stat().st_size for path in files.values())
+    with tqdm(desc="prepare", total=total, unit="B", unit_scale=True, disable=not progress) as bar:
+        for batch in batched(documents(files, validation, column)):
+            for document, tokens in zip(batch, tokenizer.encode([each.text for each in batch]), strict=True):
+                known.check(document.text[0], tokens)
+                writers[document.split].add(tokens)
+            bar.update(min(sum(document.size for document in batch), total - bar.n))
+        bar.update(total - bar.n)
+    write_index(work, tokenizer, _closed(writers.values(), validation))
 
 
 def _closed(writers: Iterable[ShardWriter], share: float) -> Sequence[Shard]:

@@ -142,9 +142,9 @@ def test_prepare_leaves_nothing_behind_when_it_fails(corpus: dict[str, Path], tm
 
 
 def test_of_two_that_prepare_the_same_folder_the_first_stands(corpus: dict[str, Path], tmp_path: Path) -> None:
-    prepare(corpus, tmp_path / "out", validation=0.2)
+    assert prepare(corpus, tmp_path / "out", validation=0.2)
     before = (tmp_path / "out" / "train-00000.shard").stat()
-    prepare(corpus, tmp_path / "out", validation=0.2)
+    assert not prepare(corpus, tmp_path / "out", validation=0.2)
     assert (tmp_path / "out" / "train-00000.shard").stat() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
     with pytest.raises(OSError):
@@ -290,7 +290,9 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
         main([*arguments[:-1], "5"])
     assert "prepare" not in capsys.readouterr().err  # before anything is read
     code, _, err = command("launch.data", "inspect", "README")
-    assert code == 1 and err == "[Errno 2] No such file or directory: 'README'\n"
+    assert (
+        code == 1 and err == "README: no such file or folder; give a shard, or a folder that launch.data prepare made\n"
+    )
 
 
 # --- the order of windows

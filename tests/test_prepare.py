@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import generate, harness
+from launch import data, generate, harness
+from launch import prepare as preparing
 from launch import shard as shards
 from launch.data import main, open_data
 from launch.documents import list_files
@@ -240,8 +241,35 @@ def test_what_a_killed_preparation_left_is_named(tmp_path: Path, capsys: pytest.
         folder.mkdir()
     rows = str(json_lines(tmp_path / "a.jsonl"))
     main(["prepare", "--out", str(tmp_path / "out"), rows, "--validation", "0.2"])
-    told = [line for line in capsys.readouterr().out.split("\n") if "at work" in line]
-    assert told == [f"{left} is of a preparation that was killed, or that is at work now; remove it if none is"]
+    told = [line for line in capsys.readouterr().out.split("\n") if "did not end" in line]
+    assert told == [f"{left} is of a preparation that did not end; remove it"]
+
+
+def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first is at work; and where it was not seen, as when both begin at once, at the end."""
+    out, write, told = tmp_path / "out", preparing.write_index, list[str]()
+    asked = ["prepare", "--out", str(out), str(json_lines(tmp_path / "a.jsonl")), "--validation", "0.2"]
+
+    def second_begins(*given: Any) -> None:
+        monkeypatch.setattr(preparing, "write_index", write)
+        with pytest.raises(ValueError) as caught:
+            main(asked)
+        told.append(str(caught.value))
+        (work,) = tmp_path.glob(".out-*")
+        assert told == [
+            f"{out}: another preparation is at work on it, in {work}; wait for its end, or choose another --out"
+        ]
+        monkeypatch.setattr(data, "at_work", lambda work: False)
+        main(asked)
+        write(*given)
+
+    monkeypatch.setattr(preparing, "write_index", second_begins)
+    with pytest.raises(
+        ValueError, match="another preparation has made it meanwhile, and that stands; choose another --out$"
+    ):
+        main(asked)
+    assert told and sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
+    assert sorted(path.name for path in out.iterdir()) == [INDEX, "train-00000.shard", "validation-00000.shard"]
 
 
 def test_an_index_finds_shards_that_are_missing_swapped_or_foreign(tmp_path: Path) -> None:
