@@ -1,8 +1,10 @@
 """Text that a checkpoint writes.
 
     python -m launch.generate CHECKPOINT --prompt "def main" [--tokens 100] [--temperature 0.8] [--tokenizer tokenizer.json]
+    python -m launch.generate CHECKPOINT --prompts FILE
 
-By torchrun the ranks are tensor-parallel. Keys and values of what was read are kept, so that each token costs one token.
+Of several prompts each is written on from as if it were alone, one after the other, so no text depends on the others. By
+torchrun the ranks are tensor-parallel. Keys and values of what was read are kept, so that each token costs one token.
 The model runs in the recipes that it was trained in; `--recipe bf16` in others. `--profile FILE` traces ten tokens.
 """
 
@@ -23,11 +25,12 @@ from torch import Tensor
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, shutdown, world_size
 from launch import weights
 from launch.config import count
+from launch.documents import has_rows, rows
 from launch.evaluate import as_asked
 from launch.exposure import profiled
 from launch.models.cache import KeyValues
 from launch.schema import ConfigError
-from launch.tokenizer import Tokenizer, add_options, open_tokenizer
+from launch.tokenizer import Text, Tokenizer, add_options, open_tokenizer
 from launch.trained import Changes, Trained, check_length, command_line, open_trained
 
 PROFILED = 10  # tokens
@@ -126,45 +129,80 @@ def _wait(trained: Trained) -> None:
         torch.cuda.synchronize(trained.device)
 
 
-def prompt_of(tokenizer: Tokenizer, text: str) -> Tensor:
-    """int64 [1, S]. ConfigError for a text without tokens, and for bytes that are no text."""
+def prompts_of(options: argparse.Namespace) -> list[Text]:
+    """Those of the command line, then those of a file. ConfigError for what is no text, and where there is none."""
+    given = options.prompt or []
     try:
-        text.encode()
+        found = [("--prompt", text.encode()) for text in given]
     except UnicodeEncodeError as error:
-        raise ConfigError(f"--prompt: expected UTF-8, got {text[error.start : error.end]!r}") from None
-    tokens = tokenizer.encode([("--prompt", text.encode())])[0][:-1]  # without the separator
+        raise ConfigError(f"--prompt: expected UTF-8, got {error.object[error.start : error.end]!r}") from None
+    path = options.prompts
+    if path is None:
+        return found
+    if not path.is_file():
+        raise ConfigError(f"--prompts {path}: no such file; expected a prompt a line, or rows with a text")
+    if has_rows(path):
+        read = [(f"{path}, row {number}", text) for number, text, _ in rows(path, "text")]
+    else:
+        read = [(f"{path}, line {number}", text) for number, text in enumerate(path.read_bytes().splitlines(), start=1)]
+    found += [each for each in read if each[1].strip()]
+    if len(found) == len(given):
+        raise ConfigError(f"--prompts {path}: no prompt in it; expected one a line, or rows with a text")
+    return found
+
+
+def prompt_of(tokenizer: Tokenizer, text: Text) -> Tensor:
+    """int64 [1, S]. ConfigError for a text without tokens, ValueError for bytes that are no text."""
+    tokens = tokenizer.encode([text])[0][:-1]  # without the separator
     if len(tokens) == 0:
-        raise ConfigError("--prompt: expected a text that is not empty")
+        raise ConfigError(f"{text[0]}: expected a text that is not empty")
     return torch.from_numpy(tokens.astype("int64")).unsqueeze(0)
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.generate", description="Text that a checkpoint writes.")
     parser.add_argument("checkpoint", type=Path, help="of a run (checkpoints/step-N), or imported")
-    parser.add_argument("--prompt", required=True, help="the text to go on from")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="to go on from; may be given several times")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a prompt a line, or rows as launch.data reads them"
+    )
     parser.add_argument("--tokens", type=count, default=100, help="to write at most [100]; the separator ends a text")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token [0]")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn [0]")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn, anew for each prompt [0]")
     add_options(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="trace the first tokens, for chrome://tracing")
     options, changes = command_line(parser, arguments)
+    if options.prompt is None and options.prompts is None:
+        parser.error("expected a --prompt TEXT, or --prompts FILE")
     if not 0 <= options.temperature < math.inf:
         raise ConfigError(f"--temperature: expected a number >= 0, got {options.temperature:g}")
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
+    texts = prompts_of(options)
+    prompts = [prompt_of(tokenizer, text) for text in texts]
     trained = open_trained(options.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, options)
     weights.check_tokenizer(options.checkpoint, trained.opened.manifest, options.tokenizer, tokenizer.digest)
-    prompt = prompt_of(tokenizer, options.prompt)
-    found = write(
-        trained, prompt, options.tokens, temperature=options.temperature, seed=options.seed, trace=options.profile,
-        stop=tokenizer.separator,
-    )  # fmt: skip
+    check_length(trained.config, max(prompt.shape[1] for prompt in prompts) + options.tokens)
     if dist.get_rank() == 0:
-        after = text_after(found, prompt.shape[1], tokenizer.separator)
-        ended = f"; the text ended after {len(after)} tokens" if len(after) < options.tokens else ""
-        text = tokenizer.decode([*prompt[0].tolist(), *after])
-        print(*trained.remarks, text, found.speed(prompt.shape[1]) + ended, sep="\n")
+        print(*trained.remarks, sep="\n")
+    for number, prompt in enumerate(prompts):
+        trace = options.profile if number == 0 else None
+        found = write(
+            trained, prompt, options.tokens, temperature=options.temperature, seed=options.seed, trace=trace,
+            stop=tokenizer.separator,
+        )  # fmt: skip
+        if dist.get_rank() == 0:
+            if len(prompts) > 1:
+                print(f"\n{number + 1} of {len(prompts)} ({texts[number][0]}):")
+            print(described(found, prompt, tokenizer, options.tokens), flush=True)
     shutdown()
+
+
+def described(found: Written, prompt: Tensor, tokenizer: Tokenizer, asked: int) -> str:
+    """A text, and in a line how it was written. asked: tokens at most."""
+    after = text_after(found, prompt.shape[1], tokenizer.separator)
+    ended = f"; the text ended after {len(after)} tokens" if len(after) < asked else ""
+    return f"{tokenizer.decode([*prompt[0].tolist(), *after])}\n{found.speed(prompt.shape[1])}{ended}"
 
 
 if __name__ == "__main__":

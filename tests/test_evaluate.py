@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -218,11 +219,56 @@ def test_a_temperature_is_a_number(temperature: str, tmp_path: Path) -> None:
         generate.main([str(tmp_path), "--prompt=x", f"--temperature={temperature}"])
 
 
-def test_a_prompt_is_text() -> None:
-    with pytest.raises(ConfigError, match="--prompt: expected UTF-8, got "):
-        generate.prompt_of(BYTES, "a\udcffb")
-    with pytest.raises(ConfigError, match="--prompt: expected a text that is not empty"):
-        generate.prompt_of(BYTES, "")
+def prompts(*arguments: str, file: Path | None = None) -> list[tuple[str, bytes]]:
+    return generate.prompts_of(argparse.Namespace(prompt=list(arguments), prompts=file))
+
+
+def test_a_prompt_is_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--prompt: expected UTF-8, got '.udcff'"):
+        prompts("a\udcffb")
+    with pytest.raises(ConfigError, match="^--prompt: expected a text that is not empty"):
+        generate.prompt_of(BYTES, ("--prompt", b""))
+    with pytest.raises(SystemExit):
+        generate.main([str(tmp_path)])
+    file = tmp_path / "prompts"
+    with pytest.raises(
+        ConfigError, match=f"^--prompts {file}: no such file; expected a prompt a line, or rows with a text$"
+    ):
+        prompts(file=file)
+    file.write_text("\n \n")
+    with pytest.raises(
+        ConfigError, match=f"^--prompts {file}: no prompt in it; expected one a line, or rows with a text$"
+    ):
+        prompts("a", file=file)
+
+
+def test_prompts_are_lines_or_rows(tmp_path: Path) -> None:
+    lines, rows = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("def\n\nK\u00e4se \n")
+    rows.write_text('{"text": "two\\nlines"}\n')
+    assert prompts("x", "y", file=lines) == [
+        ("--prompt", b"x"), ("--prompt", b"y"), (f"{lines}, line 1", b"def"), (f"{lines}, line 3", "K\u00e4se ".encode())
+    ]  # fmt: skip
+    assert prompts(file=rows) == [(f"{rows}, row 1", b"two\nlines")]
+
+
+@pytest.mark.ranks(1)
+def test_each_of_several_prompts_is_written_on_as_if_it_were_alone(ranks, checkpoint, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("import\nfrom a\n")
+    asked = [checkpoint[0], "--tokens=6", "--temperature=2", "--seed=3"]
+    alone, (together,) = (
+        [ranks(1).run(by_main, "generate", *asked, *prompt)[0] for prompt in given]
+        for given in ([["--prompt=d"], ["--prompt=import"], ["--prompt=from a"]], [["--prompt=d", f"--prompts={file}"]])
+    )
+
+    def texts(printed: str) -> list[str]:
+        return re.findall(r"^((?:d|import|from a)(?s:.*?))\nread ", printed, re.M)
+
+    assert texts(together) == [text for each in alone for text in texts(each)] and len(texts(together)) == 3
+    assert re.findall(r"^(. of 3) \((.*)\):$", together, re.M) == [
+        ("1 of 3", "--prompt"), ("2 of 3", f"{file}, line 1"), ("3 of 3", f"{file}, line 2")
+    ]  # fmt: skip
 
 
 def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]:
