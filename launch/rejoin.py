@@ -80,6 +80,6 @@ def _until(found: Callable[[], str], patience: float, missing: str) -> str:
     end = time.monotonic() + patience
     while not (value := found()):
         if time.monotonic() > end:
-            raise TimeoutError(f"{missing} within {patience:g} s: look at what torchrun says on each host")
+            raise TimeoutError(f"{missing} within {patience:g} s; start every host, or read what their torchrun says")
         time.sleep(LOOK)
     return value
