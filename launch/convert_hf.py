@@ -13,15 +13,17 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from launch import hf_folder, weights
+from launch.beside import new_folder
 from launch.config import count, from_text
 from launch.hf_config import CONFIG, config_json, read_config
 from launch.links import said_bytes
@@ -98,18 +100,23 @@ def import_folder(folder: Path, out: Path) -> str:
     _check_tied(model, found)
     text = start_config(model, folder, out, config)
     digest = sha256(folder / TOKENIZER)
-    size = weights.write(
-        out,
-        model,
-        tensors,
-        lambda name: finite(found[theirs[name]], theirs[name]),
-        config=text,
-        tokenizer=digest,
-    )
-    (out / "config.toml").write_text(text)
+    with progress("import", tensors) as bar:
+
+        def read(name: str) -> Tensor:
+            tensor = finite(found[theirs[name]], theirs[name])
+            bar.update(tensor.nbytes)
+            return tensor
+
+        size = weights.write(out, model, tensors, read, config=text, tokenizer=digest)
     return (
         f"{len(tensors)} tensors, {said_bytes(size)}, of a {model.family} in {out}; {out}/config.toml starts from them"
     )
+
+
+def progress(what: str, tensors: Mapping[str, Tensor]) -> tqdm[NoReturn]:
+    """A bar of the bytes of tensors, on a terminal."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None)
 
 
 def _check_tied(model: Model, found: Mapping[str, hf_folder.Entry]) -> None:
@@ -158,20 +165,15 @@ def export(checkpoint: Path, folder: Path, dtype: str, positions: int | None, li
     tensors = {theirs[name]: each.to(DTYPES[dtype]) for name, each in parameters_of(model).items()}
     if positions is None:
         positions = longest(model, reader.opened.manifest["config"])
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with new_folder(folder) as work, progress("export", tensors) as bar:
 
         def load(names: Sequence[str]) -> dict[str, Tensor]:
             found = reader.read({ours[name]: tensors[name] for name in names})
+            bar.update(sum(tensors[name].nbytes for name in names))
             return {name: found[ours[name]] for name in names}
 
-        hf_folder.write(temporary, tensors, load, limit)
-        (temporary / CONFIG).write_text(json.dumps(config_json(model, NAMES[dtype], positions), indent=2) + "\n")
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        hf_folder.write(work, tensors, load, limit)
+        (work / CONFIG).write_text(json.dumps(config_json(model, NAMES[dtype], positions), indent=2) + "\n")
     size = sum(tensor.nbytes for tensor in tensors.values())
     return f"{len(tensors)} tensors, {said_bytes(size)} of {dtype}, of a {model.family} in {folder}"
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from launch.rundir import rewrite
+from launch.beside import rewrite
 from launch.sections import Model
 
 # Dense bf16 FLOP/s by a word of the device's name, from the makers' data sheets (SXM boards).

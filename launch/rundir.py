@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlp import Plan
 from dlp.comm.mesh import ParallelDims
 from launch import together
+from launch.beside import rewrite
 from launch.claim import LOCK, Claim
 from launch.config import Config, to_toml
 
@@ -126,17 +127,6 @@ class RunDir:
         log = self._log_path.open("a", buffering=1)
         log.writelines(self._kept)
         self._log, self._kept = log, []
-
-
-def rewrite(path: Path, text: str) -> None:
-    """The whole content of a file. An OSError, as of a full disk, names it and leaves it as it was."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def move_aside(path: Path) -> Path:

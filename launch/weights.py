@@ -6,7 +6,6 @@ A folder of them is a checkpoint like those of a run (checkpoint.py): torch's fi
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import dlp
 from launch import checkpoint, stored
+from launch.beside import new_folder, rewrite
 from launch.manifest import CheckpointError, hashed, other_weights, write_manifest
 from launch.sections import Model
 
@@ -48,27 +48,24 @@ def write(
     folder: Path, model: Model, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], *, config: str,
     tokenizer: str | None,
 ) -> int:  # fmt: skip
-    """Make a checkpoint of `tensors`, names with shapes and dtypes, each as `read` returns it; returns its bytes. tokenizer:
-    the hash of its file. ValueError and OSError leave nothing behind."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    """Make a checkpoint of `tensors`, names with shapes and dtypes, each as `read` returns it, and beside them the file
+    config.toml; returns the bytes of the tensors' files. tokenizer: the hash of its file. ValueError and OSError leave nothing
+    behind."""
+    with new_folder(folder) as work:
         with _cause():
             dcp.save(
                 {"model": dict(tensors)},
-                storage_writer=stored.Writer(temporary, file_each=True),
+                storage_writer=stored.Writer(work, file_each=True),
                 planner=_OneByOne(read),
                 no_dist=True,
             )
-        files = {path.name: hashed(path) for path in sorted(temporary.iterdir())}
-        stored.check_index(temporary, files)
-        write_manifest(temporary, {
+        files = {path.name: hashed(path) for path in sorted(work.iterdir())}
+        stored.check_index(work, files)
+        write_manifest(work, {
             "step": 0, "world_size": 1, "torch": torch.__version__, "model": settings_of(model), "recipes": {},
             "data": {} if tokenizer is None else {"tokenizer": tokenizer}, "config": config, "files": files,
         })  # fmt: skip
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        rewrite(work / "config.toml", config)
     return sum(entry["bytes"] for entry in files.values())
 
 

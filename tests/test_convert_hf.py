@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import weakref
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
 from launch import convert_hf, hf_config, hf_folder, manifest, weights
 from launch.build import plan_for
@@ -151,6 +154,41 @@ def test_what_cannot_be_read_is_one_sentence_and_leaves_nothing(tmp_path: Path, 
     code, out, error = command("launch.convert_hf", "import", str(tmp_path / "published"), str(tmp_path / "ours"))
     assert (code, out) == (1, "") and sentence in error and error.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == there
+
+
+@pytest.mark.parametrize("file", ["__0_9.distcp", "manifest.json", "config.toml", "config.json"])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Of each file that is written, there and back."""
+    published(tmp_path / "published")
+    if file == "config.json":
+        convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
+    there, opened = {path.name for path in tmp_path.iterdir()}, io.open
+
+    def full(path: Any, mode: str = "r", *given: Any, **options: Any) -> Any:
+        if file in str(path) and mode != "r" and mode != "rb":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return opened(path, mode, *given, **options)
+
+    monkeypatch.setattr(io, "open", full)  # as pathlib calls it
+    action = ["export", "ours", "back"] if file == "config.json" else ["import", "published", "ours"]
+    code, out, error = command("launch.convert_hf", action[0], *(str(tmp_path / name) for name in action[1:]))
+    assert (code, out) == (1, "") and "No space left on device" in error and error.count("\n") == 1, error
+    assert {path.name for path in tmp_path.iterdir()} == there
+
+
+def test_a_bar_says_how_far_a_conversion_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    progress = convert_hf.progress
+    monkeypatch.setattr(convert_hf, "progress", lambda *given: shown.append(progress(*given)) or shown[-1])
+    monkeypatch.setattr(
+        convert_hf, "tqdm", lambda **options: tqdm(**options | {"disable": False, "file": io.StringIO()})
+    )
+    nbytes = sum(tensor.nbytes for tensor in published(tmp_path / "published").values())
+    convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
+    convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", None)
+    assert [(bar.desc, bar.n, bar.total) for bar in shown] == [(what, nbytes, nbytes) for what in ("import", "export")]
 
 
 def start(config: Any) -> dict[str, Tensor]:
