@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import dlp
 from dlp.comm.mesh import shutdown
@@ -65,7 +66,8 @@ def perplexity(trained: Trained, data: Data, split: str, batches: int | None) ->
             f"{there} batches of {train.global_batch}: ask for fewer --batches, or a smaller --train.global_batch"
         )
     totals = torch.zeros(2, dtype=torch.float64, device=trained.device)
-    for step in range(batches or there):
+    hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal
+    for step in tqdm(range(batches or there), desc=split, unit="batch", disable=hidden):
         for micro in range(batch.num_micro):
             place = (step, micro, trained.dims.dp_rank, batch.dp_size)
             lying = stream.documents(*place) if trained.config.data.reset_attention else ()

@@ -100,7 +100,7 @@ def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "train", {"micro_batch": 1}
     yield "train", {"reduce_gradients": "microbatch"}
     yield "train", {"weight_cache": "forward"}
-    yield from (("train", {"optimizer": name}) for name in ENCODINGS if train.optimizer == "adamw")
+    yield from (("train", {"optimizer": name}) for name in ENCODINGS if train.optimizer in ("adamw", *ENCODINGS))
     yield "mesh", {TP: 2 * mesh.tp, DP_SHARD: -1}
     yield "mesh", {TP: 4 * mesh.tp, DP_SHARD: -1}
     yield "mesh", {DP_REPLICATE: 1, DP_SHARD: -1}

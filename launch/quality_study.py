@@ -288,14 +288,14 @@ def main(arguments: Sequence[str], train: Train = local.train) -> int:
     parser = argparse.ArgumentParser(
         prog="launch.quality_study", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="for data, runs and report; what is there is not repeated")
     parser.add_argument("--ranks", type=count, default=1, help="of each run [1]")
     parser.add_argument("--seeds", type=count, default=3, help="so many, 0, 1, ... [3]")
     parser.add_argument(
         "--recipes", nargs="+", default=recipes.names(), choices=[*recipes.names(), *VARIANTS], metavar="RECIPE",
         help=f"all by default; {BASELINE} is always there; further ones: {', '.join(VARIANTS)}",
     )  # fmt: skip
-    parser.add_argument("--megabytes", type=float, default=100.0, help="of sources to learn from")
+    parser.add_argument("--megabytes", type=float, default=100.0, help="of sources to learn from [100]")
     parser.add_argument("--only", metavar="RECIPE,SEED", help="this run alone")
     rest, overrides = split(arguments)
     options = parser.parse_args(rest)

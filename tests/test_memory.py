@@ -114,7 +114,15 @@ def test_what_cannot_fit_is_refused_with_what_would_help(monkeypatch):
     assert held(config, 8, "h100").peak - held(changed, 8, "h100").peak == saves > 0
 
 
-FIT = [("llama3_70b", 8), ("llama3_70b", 64), ("llama3_8b", 8), ("qwen3_8b", 64)]
+@pytest.mark.slow
+def test_of_what_little_is_left_to_set_all_is_named():
+    """Blocks that run again, one sequence, states of 8 bits, weights cast where they are used; heads allow no more tp."""
+    config = load("llama3_70b")
+    saves, setting = remedies(config, 8, "h100", planned(config, 8, "h100").plan)[0]
+    assert setting == "--train.optimizer adamw4bit" and saves == pytest.approx(70.6e9 / 8 * (2.03 - 1.06), rel=0.02)
+
+
+FIT = [(name, world) for name in ("llama3_70b", "llama3_8b", "llama3_1b", "qwen3_8b") for world in (8, 64)]
 
 
 @pytest.mark.parametrize(
