@@ -180,7 +180,9 @@ def main(arguments: Sequence[str]) -> None:
     if any(argument.partition("=")[0] == "--model" for argument in arguments):
         print_model(arguments)
         return
-    parser = make_parser("launch.shapes", "Prints the GEMMs of a config.")
+    parser = make_parser(
+        "launch.shapes", "Prints the GEMMs of a config; with --model package.module:function those of any model."
+    )
     parser.add_argument("--world", type=count, default=8, help="the number of ranks [8]")
     parser.add_argument("--json", action="store_true", help="as a list of problems")
     parser.add_argument("--layers", action="store_true", help="linears before tp cuts them, as JSON")

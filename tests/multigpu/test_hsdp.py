@@ -13,14 +13,14 @@ from launch.build import build
 from launch.clip import GradientNorm
 from launch.config import load
 from tests import pool as worker
-from tests.cases import BY_SCALES
+from tests.cases import RECIPES
 
 SMALL = [
     "--model.layers=1", "--model.hidden=256", "--model.ffn=256", "--model.heads=4", "--model.kv_heads=4",
     "--model.head_dim=64", "--model.vocab=256", "--train.sequence=32", "--train.compile=false",
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {"nvfp4": {"disable_stochastic_rounding": True}}  # replicas round differently
-CASES = [pytest.param(name, marks=[] if name == "fp8_current" else [pytest.mark.slow]) for name in BY_SCALES]
+CASES = [pytest.param(name, marks=[] if name == "fp8_current" else [pytest.mark.slow]) for name in RECIPES]
 STEPS = 2
 
 
