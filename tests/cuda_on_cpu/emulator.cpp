@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -20,10 +21,12 @@
 namespace emulator {
 namespace {
 
-constexpr size_t kStack = 256 * 1024, kShared = 232448;  // bytes
+constexpr size_t kStack = 256 * 1024, kShared = 232448, kSharedByDefault = 48 * 1024;  // bytes
 constexpr int kLargestCluster = 8;
 constexpr uint8_t kPoison = 0xFF;                        // NaN
 constexpr uint64_t kLongest = 1000000000000;             // nanoseconds that a launch may wait
+
+std::map<const void*, int> shared_limits;  // by kernel, where an attribute has set one
 
 // In shared memory, of eight bytes.
 struct Barrier {
@@ -310,6 +313,16 @@ uint32_t shared_address(const void* at) {
     const ptrdiff_t offset = static_cast<const uint8_t*>(at) - dynamic_shared();
     if (offset < 0 || size_t(offset) > kShared) fail("an address outside of dynamic shared memory");
     return uint32_t(offset);
+}
+
+bool raise_shared_limit(const void* kernel, int bytes) {
+    int& limit = shared_limits.try_emplace(kernel, bytes).first->second;
+    return bytes >= limit ? (limit = bytes, true) : false;
+}
+
+bool within_shared_limit(const void* kernel, size_t bytes) {
+    const auto found = shared_limits.find(kernel);
+    return bytes <= size_t(found == shared_limits.end() ? kSharedByDefault : found->second);
 }
 
 void fail(const char* what) {

@@ -51,6 +51,10 @@ extern Group *cluster_group, *block_group, *warp_group;
 
 void run(dim3 blocks, dim3 threads, unsigned cluster, size_t shared_bytes, const std::function<void()>& kernel);
 uint8_t* dynamic_shared();  // of the block that runs
+// The limit of dynamic shared memory of a kernel. It is never lowered, since another thread of the host may be about to launch
+// with as much as it allowed until then: false if `bytes` are less.
+bool raise_shared_limit(const void* kernel, int bytes);
+bool within_shared_limit(const void* kernel, size_t bytes);
 uint32_t shared_address(const void* at);
 [[noreturn]] void fail(const char* what);  // ends the launch
 void yield();              // to the others of the block
@@ -125,6 +129,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
     unsigned cluster = 1;
     for (unsigned i = 0; i < config->numAttrs; ++i)
         if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
+    if (!within_shared_limit(reinterpret_cast<const void*>(kernel), config->dynamicSmemBytes)) return cudaErrorInvalidValue;
     emulator::run(config->gridDim, config->blockDim, cluster, config->dynamicSmemBytes, [&] { std::apply(kernel, kept); });
     return cudaSuccess;
 }
@@ -134,8 +139,9 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
 #define cudaLaunchKernelEx emulator::launch
 
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
-    return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+    return emulator::raise_shared_limit(reinterpret_cast<const void*>(kernel), value) ? cudaSuccess : cudaErrorInvalidValue;
 }
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {

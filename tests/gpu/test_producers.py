@@ -243,6 +243,26 @@ def test_what_recipes_cast_of_activations_is_fused(device, monkeypatch, recipe, 
     both.cast(matrix, both.observe(matrix), slot=slot(device), at=at(matrix, device))
 
 
+def test_gradients_of_narrow_norms_leave_wide_ones_their_shared_memory(device):
+    """If a call set the limit of a kernel to what it needs itself, it could take away what another thread of the host is about
+    to launch with. On a GPU that is a matter of chance; the emulator refuses a limit that is lowered."""
+    for cols, stride in product((8192, 16, 12288, 13001, 28672, 17, 8192), ("contiguous", "misaligned")):
+        dy, x = (values("gauss", 2, cols, torch.float32, seed) for seed in (2, 0))
+        weight, what = values("gauss", 1, cols, torch.float32, 1)[0], f"{cols} {stride}"
+        _, mean, rstd = reference.layer_norm(x, weight, weight, EPS)
+        placed, dx = [place(each, stride, device) for each in (dy, x)], torch.empty(2, cols, device=device)
+        dweight, dbias = (torch.empty(cols, device=device) for _ in range(2))
+        vectors = [each.to(device) for each in (weight, mean, rstd)]
+        cuda_producers.layer_norm_backward(*placed, *vectors, dx, dweight, dbias)
+        assert_equal(dx, reference.layer_norm_backward(dy, x, weight, mean, rstd)[0], f"LayerNorm, {what}")
+        rstd = reference.rms_norm(x, weight, EPS)[1]
+        expected = reference.rms_norm_backward(dy, x, weight, rstd)[0]
+        cuda_producers.rms_norm_backward(*placed, vectors[0], rstd.to(device), dx, dweight)
+        assert_equal(dx, expected, f"RMSNorm, {what}")
+        cuda_producers.rms_norm_backward(*placed, vectors[0], rstd.to(device), dx, dweight, placed[0])
+        assert_equal(dx, expected + dy, f"RMSNorm and a residual, {what}")
+
+
 def test_what_producers_refuse(device):
     x, vector = torch.zeros(4, 8, device=device), torch.zeros(8, device=device)
     with pytest.raises(ValueError, match=r"weight must be a contiguous \[8\]"):

@@ -56,3 +56,24 @@ def test_the_sum_is_that_of_the_reference(device, shape, ranks, dtype):
         apart = codes.clone(), scale.clone()
         apart[0].view(torch.uint8)[index], apart[1][index] = 7, 7.0
         same(wire.sum_fp8(*apart, dtype, own).cpu(), total.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_off_alignment_are_refused_where_they_are_read_by_eight(device, dtype):
+    def moved(x: Tensor, offset: int) -> Tensor:
+        """x, `offset` bytes behind an aligned address, and as many bytes more from rank to rank."""
+        memory = torch.zeros(len(x), offset + x[0].nbytes, dtype=torch.uint8, device=x.device)
+        memory[:, offset:] = x.view(torch.uint8).flatten(1)
+        return memory[:, offset:].view(x.dtype).unflatten(1, x.shape[1:])
+
+    for features in (256, 129):  # by eight; one by one
+        packed = [wire.pack_fp8(values((3, features), torch.bfloat16) * (i + 1)) for i in range(2)]
+        codes, scale = (torch.stack(parts) for parts in zip(*packed, strict=True))
+        expected, own = wire.sum_fp8(codes, scale, dtype), (0, moved(codes[:1], 1)[0], scale[0])
+        same(wire.sum_fp8(moved(codes, 8), scale, dtype), expected)
+        for given in ((moved(codes, 4), scale, dtype), (codes, scale, dtype, own)):
+            if features % 8:
+                same(wire.sum_fp8(*given), expected)
+                continue
+            with pytest.raises(RuntimeError, match=r"expected .* % 8 == 0u?, got [14] and 0"):
+                wire.sum_fp8(*given)

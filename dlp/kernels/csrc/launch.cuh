@@ -1,6 +1,7 @@
 // Launching kernels: facts of the device, the size of grids, and the choice of template arguments by the types of a call.
 //
 //   launch              `blocks` blocks
+//   launch_up_to        the same, with dynamic shared memory that differs between calls
 //   launch_each         a block for each piece of work, handed out by the device as blocks end
 //   launch_few          a block for every few pieces of work
 //   launch_persistent   as many blocks as are resident at once; each walks over pieces of work with a stride of the grid
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <type_traits>
 
 #include <cuda_bf16.h>
@@ -89,6 +91,23 @@ void launch_persistent(int64_t items, int threads, size_t shared_bytes, Stream s
     DLP_CHECK_LE(items, kMaxGrid);
     const int64_t resident = resident_blocks<kKernel>(threads, shared_bytes);
     launch<kKernel, kEarly>(std::min(items, resident), threads, shared_bytes, stream, args...);
+}
+
+// `blocks` blocks whose dynamic shared memory differs between calls. The kernel's limit is set to `kMost`, the most that any
+// call needs, in the first call for a device: a limit that each call set to its own size could be lowered by another thread
+// of the host before this one launches.
+template <auto kKernel, size_t kMost, class... Args>
+void launch_up_to(int64_t blocks, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
+    static std::array<std::atomic<bool>, kMaxDevices> allowed{};
+    DLP_CHECK_LE(shared_bytes, kMost);
+    int device;
+    DLP_CHECK_CUDA(cudaGetDevice(&device));
+    DLP_CHECK_LT(device, kMaxDevices);
+    if (!allowed[device]) {
+        DLP_CHECK_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kMost)));
+        allowed[device] = true;
+    }
+    launch<kKernel>(blocks, threads, shared_bytes, stream, args...);
 }
 
 __device__ inline void let_next_begin() { cudaTriggerProgrammaticLaunchCompletion(); }

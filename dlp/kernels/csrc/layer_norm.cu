@@ -12,6 +12,7 @@ namespace dlp {
 namespace {
 
 constexpr int kForwardBlocksPerSm = 8, kBackwardBlocksPerSm = 4;
+constexpr size_t kMostShared = 224 * 1024;  // bytes, of backward
 
 template <class T>
 __global__ void __launch_bounds__(kRowThreads, kForwardBlocksPerSm)
@@ -116,10 +117,8 @@ void layer_norm_backward(const LayerNormGradJob& job, Input input, Stream stream
     if (job.x.rows == 0) return;
     const size_t shared = 2 * (size_t(job.x.cols + 7) / 8) * sizeof(Octet<float>);
     with_input(input, [&](auto element) {
-        constexpr auto kernel = layer_norm_backward_kernel<decltype(element)>;
-        if (shared > 48 * 1024)
-            DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
-        launch<kernel>(std::min(job.x.rows, kNormParts), kRowThreads, shared, stream, job);
+        launch_up_to<layer_norm_backward_kernel<decltype(element)>, kMostShared>(
+            std::min(job.x.rows, kNormParts), kRowThreads, shared, stream, job);
     });
 }
 

@@ -27,6 +27,8 @@
 namespace dlp {
 namespace {
 
+constexpr size_t kMostShared = 224 * 1024;  // bytes, of backward
+
 // Blocks a multiprocessor. Backward has kNormParts = 512 blocks: by four they are one wave (528 on 132 multiprocessors), by
 // three two.
 constexpr int kForwardBlocksPerSm = 8, kAddingBlocksPerSm = 4, kBackwardBlocksPerSm = 4;
@@ -296,6 +298,14 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_ba
     }
 }
 
+// The most columns that _adding and _bulk take: a row in the registers of its block.
+template <class T>
+constexpr int64_t kWholeCols = 8 * kRowThreads * RowOctets<T>::kInRegisters;
+
+// The shared memory of _bulk beside dweight: two stages of x and dy, and two barriers.
+template <class T>
+constexpr size_t stages_bytes(int64_t cols) { return 2 * 2 * size_t(cols) * sizeof(T) + 2 * 8; }
+
 template <class T>
 bool whole_octets(const void* data, int64_t stride) {
     return stride * int64_t(sizeof(T)) % 16 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
@@ -305,7 +315,7 @@ bool whole_octets(const void* data, int64_t stride) {
 template <class T>
 bool is_whole(const NormGradJob& job) {
     const int64_t cols = job.x.cols;
-    const bool fits = cols % 8 == 0 && cols <= 8 * kRowThreads * RowOctets<T>::kInRegisters;
+    const bool fits = cols % 8 == 0 && cols <= kWholeCols<T>;
     const bool read = whole_octets<T>(job.x.data, job.x.stride) && whole_octets<T>(job.dy, job.dy_stride);
     const bool beside = whole_octets<T>(job.dx, cols) && whole_octets<float>(job.dweight, cols) && whole_octets<float>(job.weight, 0);
     return fits && read && beside && (!job.add || whole_octets<T>(job.add, job.add_stride));
@@ -332,22 +342,19 @@ void rms_norm(const NormJob& job, float eps, Input input, Stream stream) {
 // Stores min(rows, kNormParts) parts of dweight; sum_parts adds them.
 void rms_norm_backward(const NormGradJob& job, Input input, Stream stream) {
     if (job.x.rows == 0) return;
-    const size_t shared = size_t(job.x.cols + 7) / 8 * sizeof(Octet<float>);
     const int64_t blocks = std::min(job.x.rows, kNormParts);
+    const size_t sums = size_t(job.x.cols + 7) / 8 * sizeof(Octet<float>);
     with_input(input, [&](auto element) {
         using T = decltype(element);
+        constexpr size_t kMostCols = kWholeCols<T>, kMostSums = kMostCols * sizeof(float);
+        if (is_whole<T>(job) && !job.add)
+            return launch_up_to<rms_norm_backward_bulk_kernel<T>, kMostSums + stages_bytes<T>(kMostCols)>(
+                blocks, kRowThreads, sums + stages_bytes<T>(job.x.cols), stream, job);
+        if (is_whole<T>(job))
+            return launch_up_to<rms_norm_backward_adding_kernel<T>, kMostSums>(blocks, kRowThreads, sums, stream, job);
         const auto run = [&](auto adds) {
-            constexpr bool kAdd = decltype(adds)::value;
-            if (is_whole<T>(job)) {
-                constexpr auto kernel = kAdd ? rms_norm_backward_adding_kernel<T> : rms_norm_backward_bulk_kernel<T>;
-                const size_t bytes = kAdd ? shared : shared + 4 * size_t(job.x.cols) * sizeof(T) + 16;  // and two barriers
-                DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
-                return launch<kernel>(blocks, kRowThreads, bytes, stream, job);
-            }
-            constexpr auto kernel = rms_norm_backward_kernel<T, kAdd>;
-            if (shared > 48 * 1024)
-                DLP_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
-            launch<kernel>(blocks, kRowThreads, shared, stream, job);
+            constexpr auto kernel = rms_norm_backward_kernel<T, decltype(adds)::value>;
+            launch_up_to<kernel, kMostShared>(blocks, kRowThreads, sums, stream, job);
         };
         if (job.add) run(std::true_type{});
         else run(std::false_type{});

@@ -6,8 +6,8 @@
 // so that a NaN beats Inf and Inf any number: the scale_inv of such a block is the NaN or the Inf itself, and nothing finite
 // is decoded. The sum reads each contribution once, adds in fp32 in the order of the ranks and rounds once.
 //
-// Where cols % 8 == 0, codes and contributions are read and written by vectors: their addresses are then multiples of 8
-// bytes, and that of the sum of 16 (torch's allocations, and the fields of a record, are aligned to 256).
+// Where cols % 8 == 0, codes are read and written eight at a time, and a sum in bf16 by 16 bytes: their addresses must be
+// multiples of 8 and 16 bytes, which is checked. Torch's allocations, and the fields of a record, are aligned to 256.
 #include "fp8.cuh"
 
 namespace dlp {
@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(kThreads) sum_fp8_wire_kernel(const __grid_con
 void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream) {
     const int64_t threads = job.rows * ((job.cols + kBlock - 1) / kBlock) * kLanes;
     if (threads == 0) return;
+    if (job.cols % 8 == 0) DLP_CHECK_EQ(reinterpret_cast<uintptr_t>(job.codes) % 8, 0u);
     with_input(input, [&](auto element) {
         launch_persistent<pack_fp8_wire_kernel<decltype(element)>>((threads + kThreads - 1) / kThreads, kThreads, 0,
                                                                   stream, job);
@@ -112,6 +113,12 @@ void pack_fp8_wire(const WireMatrix& job, Input input, Stream stream) {
 void sum_fp8_wire(const WireSum& job, Input output, Stream stream) {
     const int64_t threads = job.rows * ((job.cols + 7) / 8);
     if (threads == 0) return;
+    if (job.cols % 8 == 0) {
+        DLP_CHECK_EQ(reinterpret_cast<uintptr_t>(job.codes) % 8, 0u);
+        DLP_CHECK_EQ(reinterpret_cast<uintptr_t>(job.own_codes) % 8, 0u);
+        if (job.ranks > 1) DLP_CHECK_EQ(job.codes_stride % 8, 0);
+        if (output == Input::kBf16) DLP_CHECK_EQ(reinterpret_cast<uintptr_t>(job.out) % 16, 0u);
+    }
     with_input(output, [&](auto element) {
         launch_persistent<sum_fp8_wire_kernel<decltype(element)>>((threads + kThreads - 1) / kThreads, kThreads, 0,
                                                                  stream, job);
