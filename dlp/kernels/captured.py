@@ -45,9 +45,10 @@ _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for k
 _FIXED = -1
 Make = Callable[[], Tensor]
 Range = tuple[int, int]  # an address, and how many bytes lie there
-# A range of a recording; which tensor of a run it lies in, and how far from its beginning.
+# Memory that was used while recording: address, bytes; the tensor that takes its place in a later run, by its index among the
+# tensors of that run (_FIXED: the address stays), and the offset of the memory in that tensor, in bytes.
 Memory = tuple[int, int, int, int]
-Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 class _Watch(TorchDispatchMode):
@@ -75,8 +76,12 @@ class _Watch(TorchDispatchMode):
 
 
 class CapturedLaunches:
-    """What `record` returns. between: bytes of intermediate tensors; segments: what it consists of, L for launches, C for the
-    start of a call, A for the wait for its answer."""
+    """What `record` returns.
+
+    between    bytes of the intermediate tensors, which share one allocation
+    segments   a letter for each segment: "L" for launches in one native call, "C" for the start of a call between launches,
+               "A" for the wait for its end
+    """
 
     def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
                  made: Sequence[Tensor]) -> None:  # fmt: skip
@@ -109,7 +114,8 @@ class CapturedLaunches:
         self._launch: Any = self._steps[0] if self.segments == "L" else None
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
-        """Tensors like those recorded -> the results. `addresses`: of these tensors, if the caller has them."""
+        """Tensors of the recorded shapes, strides, dtypes and alignment -> the results. `addresses`: those of the tensors, if
+        the caller has them already."""
         stream = stream_of(given[0])  # they lie on the current device
         made = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
@@ -139,8 +145,8 @@ class CapturedLaunches:
 
 
 def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Iterator[tuple[str, Any]]:
-    """Stretches of launches ("L": what runs them), calls between them ("C": the call, and where its tensors are) and waits
-    ("A": the call)."""
+    """The segments of a recording, each a letter and what is run for it: "L", the native program of consecutive launches;
+    "C", a call, and where its tensors are; "A", the call that is awaited. `count`: of the tensors of a run."""
     for apart, steps in groupby(launched, lambda step: step[0] in (CALL, ANSWER)):
         if not apart:
             yield "L", loader.load().Program(list(steps), memory, count).run
@@ -151,7 +157,8 @@ def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Itera
 
 
 def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int, Kind]:
-    """Where a tensor of a call is: the index of one of the tensors of a run, and the offset in bytes from its first element."""
+    """Where a tensor of a call is in a later run: the index among the tensors of the run, the offset from the first element
+    of that tensor in bytes, and the kind. NotPlain for fixed memory and for memory that the recording does not know."""
     for start, size, base, offset in memory:
         if start <= address < start + size and base != _FIXED:
             return base, address - start + offset, kind
@@ -166,11 +173,10 @@ def _at(tensor: Tensor, offset: int, kind: Kind) -> Tensor:
 
 
 def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> CapturedLaunches:
-    """Record `run`.
+    """Record `run`, which returns tensors that it allocated, or views of `given`.
 
     given     the tensors that it reads, which must be `disjoint`
     fixed     further memory that kernels read or write, whose addresses stay as long as the captured launches are used
-    returns   launches whose results are tensors that `run` made, and views of `given`
 
     Raises NotPlain; then nothing has been launched.
     """
@@ -196,13 +202,13 @@ def _shares(tensor: Tensor, view: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> Range:
-    """The memory of a tensor, from its first element to its last."""
+    """The address of a tensor's first element, and the bytes from there to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
-    """The allocation that a result is, or is a view of."""
+    """The allocation that a result is, or begins. NotPlain if another result has it, or if it is of another dtype."""
     whole = wholes.pop(result.data_ptr(), None)
     if whole is None or whole.dtype != result.dtype:
         raise NotPlain("makes two results of one memory")
@@ -210,7 +216,8 @@ def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
 
 
 def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    """A function that takes a result, a view of one of `given`, out of tensors like `given`."""
+    """For a result that is a view of one of `given`: a function that takes the same view of the tensors of a later run.
+    NotPlain if the result is no such view."""
     at, _ = _span(result)
     for i, tensor in enumerate(given):
         start, size = _span(tensor)
@@ -222,7 +229,7 @@ def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]
 
 
 def _maker(result: Tensor, whole: Tensor) -> Make:
-    """A function that makes a tensor like a result, with the memory behind it."""
+    """A function that allocates a tensor of the shape, strides and dtype of `result`, in an allocation as large as `whole`."""
     empty, shape, stride, dtype = _EMPTY[result.device.type], tuple(result.shape), result.stride(), result.dtype
     if _span(result) == _span(whole):
         return partial(empty, shape, stride, dtype)
@@ -231,8 +238,8 @@ def _maker(result: Tensor, whole: Tensor) -> Make:
 
 
 def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
-    """The offset of each intermediate tensor in one piece of memory, and its size. Tensors that are used between the same
-    launches are disjoint: from the first launch that mentions one to the last, or, for a lane, to where the lane is awaited."""
+    """Offsets of the intermediate tensors in one allocation, and its size, in bytes. A tensor is in use from the first launch
+    that has its address to the last one, or, on a lane, to where that is awaited; tensors in use at one time do not overlap."""
     windows = _windows(launched)
     uses = [
         [
@@ -260,8 +267,8 @@ def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], in
 
 
 def _windows(launched: Launched) -> list[tuple[int, int]]:
-    """For each launch the launches of the current stream between which it runs; for one of a lane, from the mark that the lane
-    awaited last to where its next mark is awaited."""
+    """For each launch the first and the last step of the recording at which it may run: its own step on the current stream;
+    for a launch on a lane, from the mark that the lane awaited last to the step that awaits the lane's next mark."""
     windows = [(step, step) for step in range(len(launched))]
     for lane in {lane for _, _, lane in launched} - {CURRENT}:
         begun = 0
@@ -278,12 +285,12 @@ def _windows(launched: Launched) -> list[tuple[int, int]]:
 
 
 def _last(launched: Launched, step: int, wanted: tuple[str, tuple[Any, ...], int]) -> int:
-    """The last step before `step` at which this was launched; 0: none."""
+    """The last step before `step` at which `wanted` was launched; 0 if there is none."""
     return max((i for i in range(step) if launched[i] == wanted), default=0)
 
 
 def _mentions(arguments: Any, span: Range) -> bool:
-    """Whether one of these numbers is an address in `span`."""
+    """Whether one of these arguments is an address in `span`."""
     if isinstance(arguments, tuple):
         return any(_mentions(argument, span) for argument in arguments)
     return isinstance(arguments, int) and span[0] <= arguments < span[0] + span[1]

@@ -1,12 +1,12 @@
-"""Where kernels are launched: on torch's current stream, on a lane beside it, or into a recording, of which `captured.py` makes
-captured launches.
+"""Launching kernels: on torch's current stream, on a second stream beside it (a `Lane`), or into a recording.
 
     current stream   ─ gemm ─ mark ─────── gemm ──────────── await ─ sum
                                └► await ─ copies ─ mark ──────┘
     lane             ─────────────────────────────────
 
-A recording collects launches, with all their arguments, and launches nothing. What is no kernel of this package, such as a
-collective of NCCL or a sum by torch, is a `call` between launches.
+Inside `recording()` launches are collected, with all their arguments, and nothing is launched; captured.py makes captured
+launches of such a recording. Work on the GPU that is no kernel of this package, such as a collective of NCCL or an operation of
+torch, goes through `call` or `by_torch`, so that a recording has it, too, in its place between the launches.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from torch import Tensor
 
 from dlp.kernels import loader
 
-Launched = list[tuple[str, tuple[Any, ...], int]]  # a kernel, its arguments, and a lane's stream, or CURRENT
-CURRENT = 0  # in a recording: the stream that it will be launched on
+# A recording: for each launch the name of the kernel, its arguments, and the stream: that of a lane, or CURRENT.
+Launched = list[tuple[str, tuple[Any, ...], int]]
+CURRENT = 0  # the stream that is current when the recorded launches are run
+# Names that are no kernels. Arguments of GEMM are a plan of `gemms` and addresses; those of CALL, the start of a `Call`, and
+# of ANSWER, the wait for its end, are the `Call` and the addresses of its tensors.
 MARK, AWAIT = "mark", "await_mark"
-GEMM = "gemm"  # what a recording calls the run of a plan; its arguments are the plan and addresses
-# A `Call` is started, and awaited; the arguments are the call and addresses of its tensors.
+GEMM = "gemm"
 CALL, ANSWER = "call", "answer"
 
 _RECORDING: ContextVar[Launched | None] = ContextVar("dlp_recording", default=None)
 
 
 class NotPlain(Exception):
-    """A function that is recorded does more than launch; the message says what."""
+    """A recorded function does more than allocate, take views and launch; the message says what."""
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The current stream, for kernels on the current device. ValueError for a tensor on another device."""
+    """The handle of the current stream. ValueError for a tensor that is not on the current device."""
     device = tensor.get_device()
     if device != torch._C._cuda_getDevice():
         raise ValueError(
@@ -48,14 +50,14 @@ def stream_of(tensor: Tensor) -> int:
 
 
 def launch(kernel: str, on: Tensor, *arguments: Any) -> None:
-    """Launch a kernel of csrc/bindings.cpp, by name, on the device of `on`."""
+    """Launch a kernel of csrc/bindings.cpp, by its name there, on the current stream of the device of `on`."""
     stream = stream_of(on)
     if not _recorded(kernel, arguments, CURRENT):
         getattr(loader.load(), kernel)(*arguments, stream)
 
 
 def _recorded(kernel: str, arguments: tuple[Any, ...], lane: int) -> bool:
-    """Record a launch, if a recording is active; returns whether."""
+    """Append a launch to the active recording, if there is one; returns whether there is."""
     recording = _RECORDING.get()
     if recording is not None:
         recording.append((kernel, arguments, lane))
@@ -63,7 +65,7 @@ def _recorded(kernel: str, arguments: tuple[Any, ...], lane: int) -> bool:
 
 
 class Lane:
-    """A stream beside the current one, with high priority for its small kernels. `stream`: its handle."""
+    """A second stream beside the current one, of high priority, since its kernels are small. `stream`: its handle."""
 
     def __init__(self, device: torch.device) -> None:
         self._kept = torch.cuda.Stream(device, priority=-1)
@@ -75,24 +77,24 @@ class Lane:
             getattr(loader.load(), kernel)(*arguments, self.stream)
 
     def follow(self, on: Tensor) -> None:
-        """Let what is launched on this lane from now on wait for what the current stream of the device of `on` has been
-        given."""
+        """Order what is launched on this lane from now on after what has been launched on the current stream of the device of
+        `on`."""
         launch(MARK, on, self._fork)
         self.launch(AWAIT, self._fork)
 
     def mark(self, event: int) -> None:
-        """Mark a point in this lane, for `await_mark`."""
+        """Record an event at this point of the lane, for `await_mark`."""
         self.launch(MARK, event)
 
 
 def new_event() -> int:
-    """An event, which marks a point in a stream any number of times, and is never freed."""
+    """The handle of a new CUDA event. It can be recorded any number of times, and is never freed."""
     event: int = loader.load().new_event()
     return event
 
 
 def await_mark(event: int, on: Tensor) -> None:
-    """Let the current stream of the device of `on` wait for a mark."""
+    """Let the current stream of the device of `on` wait for the point where an event was recorded last."""
     launch(AWAIT, on, event)
 
 
@@ -103,15 +105,18 @@ def run_plan(plan: Any, addresses: tuple[int, ...], stream: int) -> None:
 
 
 class Call:
-    """A call between launches. start: tensors like those recorded -> works, which are awaited later; kinds: shape, stride and
-    dtype of each tensor."""
+    """A call between launches.
+
+    start   takes tensors of the recorded shapes, strides and dtypes; returns works, each with a `wait()`
+    kinds   shape, strides and dtype of each tensor
+    """
 
     def __init__(self, start: Callable[..., list[Any]], tensors: tuple[Tensor, ...]) -> None:
         self.start, self.kinds = start, [(tuple(each.shape), each.stride(), each.dtype) for each in tensors]
 
 
 class _Answer(NamedTuple):
-    """The work of a call in a recording."""
+    """The work that a recorded call returns; its `wait()` is recorded, too. arguments: the `Call`, addresses of its tensors."""
 
     arguments: tuple[Any, ...]
 
@@ -121,8 +126,8 @@ class _Answer(NamedTuple):
 
 
 def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
-    """`start(*tensors)`, which returns works, of something that is no launch. Captured launches repeat it in each of their
-    calls, on tensors like these."""
+    """`start(*tensors)`, which starts something that is no launch and returns works, each with a `wait()`. In a recording it is
+    not started: captured launches call it every time that they run, on tensors of the same shapes, strides and dtypes."""
     if _RECORDING.get() is None:
         return start(*tensors)
     arguments = (Call(start, tensors), *[each.data_ptr() for each in tensors])
@@ -131,7 +136,7 @@ def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
 
 
 def by_torch(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> Tensor:
-    """`compute(*tensors, out=out)`, an operation of torch -> out; a call between launches, in a recording."""
+    """Run `compute(*tensors, out=out)`, an operation of torch, and return `out`; in a recording, a call between launches."""
     call(partial(_into, compute), out, *tensors)
     return out
 

@@ -1,12 +1,13 @@
-"""More matrices that a cast may make on its way (`lazy_matrix`): what LayerNorm and activations make, and their gradients.
+"""Lazy matrices (`lazy_matrix`) of LayerNorm, of activations and gates, and of their gradients.
 
     LayerNormed      (x - mean) * rstd * weight + bias
     Activated        act(x)
     GatedBy          act(gate) * up
     ActivationGrad   dy * act'(x)
-    GatedGrad        one of dh * up * act'(gate) and dh * act(gate), which a `GatedGrads` makes together
+    GatedGrad        dgate = dh * up * act'(gate) or dup = dh * act(gate); `GatedGrads` computes both in one read
 
-The bits are those of the functions of `activations`.
+x, dy, gate, up and dh are [rows, C]; `name` is that of the activation (`activations`). The bits are those of the functions in
+activations.py.
 """
 
 from __future__ import annotations
@@ -22,41 +23,42 @@ from dlp.kernels.cuda import MATRIX
 from dlp.kernels.lazy_matrix import GRADIENT_CODES, LazyMatrix, Source, fuses, stored
 from dlp.kernels.producers import swiglu_backward
 
-IN_CASTS = False  # casts make activations and their gradients: nobody has measured yet whether that is faster
+# Whether casts compute activations and their gradients where nothing else is asked for: not measured yet, so they do not.
+IN_CASTS = False
 
 
 class _Stored(LazyMatrix):
-    """One that no cast makes: it is stored where it is read."""
+    """A lazy matrix that no cast computes: its cast reads the stored values."""
 
     def source(self, codes: torch.dtype | None = None) -> Source:
         return self.value, MATRIX
 
 
 class LayerNormed(_Stored):
-    """Of x [rows, C], weight and bias [C]. mean and rstd, fp32 [rows], come with the values."""
+    """(x - mean) * rstd * weight + bias, of weight and bias [C]. One kernel computes value, mean and rstd, fp32 [rows]."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
         self.matrix, self.weight, self.bias, self.eps = x, weight, bias, eps
 
     @cached_property
-    def made(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _results(self) -> tuple[Tensor, Tensor, Tensor]:
         return layer_norm(self.matrix, self.weight, self.bias, self.eps)
 
     @property
     def value(self) -> Tensor:
-        return self.made[0]
+        return self._results[0]
 
     @property
     def mean(self) -> Tensor:
-        return self.made[1]
+        return self._results[1]
 
     @property
     def rstd(self) -> Tensor:
-        return self.made[2]
+        return self._results[2]
 
 
 class Activated(LazyMatrix):
-    """Of x [rows, C]; `name`: of the activation. `in_cast`: casts that can make it do."""
+    """act(x). `in_cast`: a cast that has the producer computes it; else it is stored first."""
 
     def __init__(self, x: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
         self.matrix, self.name, self.in_cast = x, name, in_cast
@@ -79,7 +81,7 @@ class Activated(LazyMatrix):
 
 
 class GatedBy(LazyMatrix):
-    """Of gate and up [rows, C]; `name`: of the activation of the gate; `in_cast` as above."""
+    """act(gate) * up; `in_cast` as above."""
 
     def __init__(self, gate: Tensor, up: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
         self.matrix, self.up, self.name, self.in_cast = gate, up, name, in_cast
@@ -102,7 +104,7 @@ class GatedBy(LazyMatrix):
 
 
 class ActivationGrad(LazyMatrix):
-    """Of dy [rows, C], which may be still to be made itself, and x; `in_cast` as above."""
+    """dy * act'(x); dy may be lazy, and is stored first; `in_cast` as above."""
 
     def __init__(self, dy: Tensor | LazyMatrix, x: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
         self.dy, self.matrix, self.name, self.in_cast = dy, x, name, in_cast
@@ -134,7 +136,8 @@ class ActivationGrad(LazyMatrix):
 
 
 class GatedGrads:
-    """The two gradients of a gate, made together when either is first read, or cast together (`gate_grads`)."""
+    """Both gradients of act(gate) * up, from dh, gate and up. One kernel computes and stores the two when either is first read;
+    a cast of both (`gate_grads`) stores neither."""
 
     def __init__(self, dh: Tensor | LazyMatrix, gate: Tensor, up: Tensor, name: str) -> None:
         self.dh, self.gate, self.up, self.name = dh, gate, up, name
@@ -148,6 +151,7 @@ class GatedGrads:
 
     @cached_property
     def values(self) -> tuple[Tensor, Tensor]:
+        """dgate and dup [rows, C]."""
         dh = stored(self.dh)
         if self.name == "silu":
             return swiglu_backward(dh, self.gate, self.up)
@@ -155,13 +159,13 @@ class GatedGrads:
 
 
 class GatedGrad(_Stored):
-    """One of `GatedGrads`: of the gate (0) or of up (1)."""
+    """One of the two `GatedGrads`. which: 0: dgate, 1: dup."""
 
     def __init__(self, grads: GatedGrads, which: int) -> None:
         self.grads, self.which, self.matrix = grads, which, grads.gate
 
     def of_both(self, other: GatedGrad) -> bool:
-        """Whether this is the gradient of the gate, and the other that of up."""
+        """Whether this is dgate and `other` the dup of the same `GatedGrads`."""
         return self.grads is other.grads and (self.which, other.which) == (0, 1)
 
     @property

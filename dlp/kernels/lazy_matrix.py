@@ -1,12 +1,13 @@
-"""Matrices that a cast makes on its way: they stand where casts and amaxes of `dlp.kernels.ops` take a tensor.
+"""Lazy matrices: results of a norm or a gate that are not stored, but computed by the kernel that casts them.
 
-    RmsNormed   x * rstd * weight
-    AddedNormed the same of x + more, which is stored
-    Gated       silu(gate) * up
-    Summed      a gradient as it is, the sums of whose columns are taken beside its cast
+    RmsNormed     x * rstd * weight
+    AddedNormed   the same of the sum x + more, which is stored
+    Gated         silu(gate) * up
+    Summed        x itself, with the sums of its columns, which its cast computes in the same read
 
-A kernel that can makes their elements from what it reads, so that they are never stored. For any other cast, and on a
-CPU, they are computed by themselves, once. The bits are the same.
+Casts and amaxes of `dlp.kernels.ops` take a lazy matrix in place of a tensor. A kernel with such a producer
+(`cuda_producers`) reads the inputs, x or gate and up, and computes each element as it casts it. For all other casts, and on
+a CPU, `value` computes and stores the matrix, once. The bits are the same.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from dlp.kernels import cuda_producers
 from dlp.kernels.cuda import MATRIX, Words
 from dlp.kernels.producers import column_sums, has_kernel, rms_norm, swiglu
 
-FUSED_DTYPE = torch.bfloat16  # of what producers inside casts read
-ACTIVATION_CODES = (torch.float8_e4m3fn,)  # that activations are cast to there
+# What casts with producers are compiled for: the dtype that they read, and those that they cast activations and gradients to.
+FUSED_DTYPE = torch.bfloat16
+ACTIVATION_CODES = (torch.float8_e4m3fn,)
 GRADIENT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-Source = tuple[Tensor, Words]
+Source = tuple[Tensor, Words]  # the matrix that a kernel reads, and the arguments of its producer (MATRIX: no producer)
 
 
 class LazyMatrix:
-    """A matrix [rows, C] that a cast can make from others; `matrix` is the first of them, of its shape and dtype, and `like`
-    any such tensor that is there."""
+    """A matrix [rows, C] that a cast can compute from other matrices of its shape and dtype.
+
+    matrix   the first of those
+    like     one of those that is stored already, from which shape, dtype and device are read
+    """
 
     matrix: Tensor
 
@@ -60,43 +65,46 @@ class LazyMatrix:
 
     @property
     def value(self) -> Tensor:
-        """The matrix itself, computed and stored."""
+        """The matrix as a tensor [rows, C]: computed and stored when it is first read."""
         raise NotImplementedError
 
     def amax(self) -> Tensor | None:
-        """max |x| of the matrix as fp32 [], without storing it; None where that has to be."""
+        """max |x| of this matrix as fp32 [], computed without storing it; None if no kernel can."""
         return None
 
     def source(self, codes: torch.dtype | None = None) -> Source:
-        """What a kernel that casts to `codes`, or that observes (None), is given: a matrix, and what it makes of it (words
-        of `cuda_producers`; none: the matrix is as it is)."""
+        """The arguments for a kernel that casts to the dtype `codes`, or that takes the amax (None): the inputs and the
+        producer, or the stored matrix and MATRIX where that kernel has no such producer."""
         raise NotImplementedError
 
     def summed_source(self, parts: Tensor, codes: torch.dtype | None) -> Source | None:
-        """The same of a cast that takes the sums of columns as well (`cuda_producers.empty_parts`); None: it takes none."""
+        """`source` for a cast that also writes the sums of columns, tile by tile, to `parts` (`cuda_producers.empty_parts`);
+        None if no kernel computes both this matrix and the sums."""
         return None
 
 
 def stored(x: Tensor | LazyMatrix) -> Tensor:
-    """The matrix itself."""
+    """The matrix as a tensor [rows, C]; a lazy one is computed and stored."""
     return x if isinstance(x, Tensor) else x.value
 
 
 def opened(x: Tensor | LazyMatrix, codes: torch.dtype | None = None, *, makes: bool = True) -> Source:
-    """`LazyMatrix.source`, or where the kernel does not make what it casts the matrix itself; a tensor is itself."""
+    """`LazyMatrix.source` of a lazy matrix; of a tensor the tensor and MATRIX. `makes=False`: the kernel has no producers,
+    so that a lazy matrix is stored first."""
     if isinstance(x, Tensor):
         return x, MATRIX
     return x.source(codes) if makes else (x.value, MATRIX)
 
 
 def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dtype] = ACTIVATION_CODES) -> bool:
-    """Whether a kernel that casts to `codes`, one of `casts`, or that observes (None), makes what it casts of these."""
+    """Whether kernels that cast to `codes`, or that take the amax (None), have producers that read these matrices. `casts`:
+    the dtypes that casts with the producer in question are compiled for."""
     known = codes is None or codes in casts
     return known and all(x.dtype == FUSED_DTYPE for x in matrices) and has_kernel(*matrices)
 
 
 class Produced:
-    """A matrix that is made when it is read, with the leading dimensions that it has outside: [..., C]."""
+    """A lazy matrix [M, C] in the shape that it has outside of kernels, [..., C]; what an op returns in place of a tensor."""
 
     __slots__ = ("matrix", "shape")
 
@@ -115,13 +123,13 @@ class Produced:
         return len(self.shape)
 
     def tensor(self) -> Tensor:
-        """The values themselves, computed once."""
+        """The values [..., C], computed and stored when this is first called."""
         return stored(self.matrix).view(self.shape)
 
 
 class RmsNormed(LazyMatrix):
-    """x * rstd * weight, of x [rows, C] and weight [C]. rstd fp32 [rows] is computed when it is first needed: in the read
-    that takes the amax, where that is asked for."""
+    """x * rstd * weight, of x [rows, C] and weight [C]. rstd, fp32 [rows], is computed when it is first read; by `amax` in the
+    same read of x."""
 
     def __init__(self, x: Tensor, weight: Tensor, eps: float) -> None:
         self.matrix, self.weight, self.eps = x, weight, eps
@@ -156,8 +164,8 @@ class RmsNormed(LazyMatrix):
 
 
 class AddedNormed(RmsNormed):
-    """That of the sum of x and more [rows, C], which is rounded to their dtype: `matrix`, written in the read that first needs
-    its rows."""
+    """RMSNorm of `matrix` = x + more [rows, C], rounded to their dtype. The first kernel that reads rows of x and more, for
+    rstd, the amax or the values, also writes `matrix`."""
 
     def __init__(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> None:
         self.x, self.more, self.weight, self.eps = x, more, weight, eps
@@ -224,8 +232,7 @@ class Gated(LazyMatrix):
 
 
 class Summed(LazyMatrix):
-    """x [rows, C] as it is, which may be still to be made; its cast takes the sums of its columns, which is what the bias of a
-    linear gets."""
+    """x [rows, C], which may be lazy itself. Its cast computes the sums of its columns, too: of dy, the gradient of a bias."""
 
     def __init__(self, x: Tensor | LazyMatrix) -> None:
         self.x = x
@@ -261,7 +268,8 @@ class Summed(LazyMatrix):
         return self.matrix, cuda_producers.column_sums_source(self.matrix, self._parts)
 
     def sums(self) -> Tensor:
-        """`column_sums` of x: of the tiles of its cast, after that, where it was one that takes them."""
+        """The sums of the columns of x, fp32 [C]. Called after the cast: where that was a kernel that sums the columns of its
+        tiles, these are added; else `column_sums` reads x again."""
         if self._parts is None:
             return column_sums(self.matrix)
         out = torch.empty(self.shape[1], device=self.device)
