@@ -1,12 +1,12 @@
-"""An exchange: parts that travel directly from every rank of a group to every other, step by step.
+"""An exchange by NCCL or gloo: each rank of a group sends its parts to every other rank, one rank in each step.
 
     step j (1 ... R-1)    this rank sends to rank + j and receives from rank - j
 
-A step sends what has been written until then, so it may start while the parts of later steps are still being made, and
-what arrives is used rank by rank. All ranks start the same exchanges in the same order, one after the other.
+Step j may start while the parts of later steps are still being computed, and the parts of each rank can be used as soon as they
+have arrived. All ranks start the same exchanges in the same order, one after the other.
 
-By NCCL and gloo; steps are calls between launches (`dlp.kernels.launches.call`), so that what they belong to can be captured.
-Where ranks map each other's memory, `dlp.comm.mapped` does this by copies.
+Steps are calls between launches (`dlp.kernels.launches.call`), so that a direction with an exchange can be captured. Where
+ranks map each other's memory, `dlp.comm.transfers` does the same by copies.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
 class DirectExchange:
     """An exchange by `batch_isend_irecv`.
 
-    outgoing    memory for what this rank sends: one set of parts for all ranks, or R sets, set i for rank i; what it sends to
-                itself is written to `arrived`
-    arrived     [R, *shape] for each part; row i came from rank i
+    outgoing    memory for the parts that this rank sends: one set for all ranks, or R sets, set i for rank i. The set for this
+                rank itself is a view of `arrived`
+    arrived     for each part [R, *shape]; row i came from rank i
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DirectExchange:
         self._works: dict[int, list[Any]] = {}
 
     def step(self, distance: int) -> None:
-        """Start step `distance`; every rank starts all steps, in order. The parts that it sends have been written."""
+        """Start step `distance`. Its outgoing parts have been written. Every rank starts all steps, in order."""
         to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
         sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
         received = [part[source] for part in self.arrived if part[source].numel()]
@@ -61,13 +61,13 @@ class DirectExchange:
             self._works[source] = call(partial(_start_steps, self.group, to, source), *sent, *received)
 
     def wait(self, source: int) -> None:
-        """Order the current stream after the arrival of what rank `source` sent. Must be called for every rank."""
+        """Order the current stream after the arrival of the parts from rank `source`. Must be called for every rank."""
         for work in self._works.pop(source, []):
             work.wait()
 
 
 def _start_steps(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
-    """Send the first half of these tensors to one rank, and receive the other half from another."""
+    """Send the first half of these tensors to rank `to`, receive the other half from rank `source`; returns the works."""
     half = len(tensors) // 2
     sends = [dist.P2POp(dist.isend, part, group=group, group_peer=to) for part in tensors[:half]]
     receives = [dist.P2POp(dist.irecv, part, group=group, group_peer=source) for part in tensors[half:]]

@@ -1,21 +1,24 @@
-"""What travels between the ranks of a host: pushed into memory that every rank maps from every other one.
+"""Transfers between the ranks of one host: each rank pushes its parts into memory of its peers, which all ranks map.
 
-    current stream    ─ write parts ─┐                 ┌─ read what came ─ release
+    current stream    ─ write parts ─┐                 ┌─ read arrived parts ─ release
     lane              begin ─────────└─ push ─ meet ───┘
 
-A `Slot` is a piece of such memory on all ranks. `begin` waits until the peers have read what their slots held before, `meet`
-until all of them have written into this one. Copies are made by copy engines, on a lane beside the current stream
-(`dlp.kernels.launches`). All of it are launches that are the same every time: they can be taken down once and launched
-again, and captured in a CUDA graph.
+A `Slot` is a piece of such memory on each rank of a group. `begin` waits until the peers have read the previous contents of
+their slots, `meet` until all peers have pushed into this rank's slot. Copy engines make the copies, on a lane beside the
+current stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that they can be captured:
+by `dlp.kernels.captured`, and in a CUDA graph.
 
-A direction of a layer `start`s, makes its transfers, and `finish`es: then what came has been read. All ranks of a group do so
-in the same order. So which slot a transfer gets follows from its size and its place in the direction alone, and not from
-what a rank has captured by then; directions of two kinds take turns, so that slots are free long before they are used again.
+A direction of a layer (its forward or its backward) calls `start`, makes its transfers, reads their results and calls `finish`.
+All ranks of a group run directions in the same order. The slot of a transfer therefore follows from its size, the style of the
+layer and the number of the transfer in its direction, the same on all ranks, whatever each of them has captured. Layers of
+column and of row style alternate in a model and have slots of their own, so that peers have long read a slot when it is used
+again.
 
-An agreement finds the maxima of a few numbers over ranks in one kernel: it writes them to all peers, waits, and compares.
+An agreement is one kernel that finds the maxima of a few numbers over the ranks: it writes them to all peers, waits for theirs,
+and compares.
 
-What ranks tell each other through a slot is a number for the layer, its direction, the transfer and its piece. It is launched
-with the rest, so whoever reads a slot while devices hang can tell which of them is awaited.
+Each use of a slot has a number, which stands for the layer, its direction, the transfer and the piece. Ranks write it to the
+headers of slots, so that while devices hang, the headers say which rank waits for which transfer.
 """
 
 from __future__ import annotations
@@ -35,13 +38,17 @@ from dlp.comm.slots import AGREED, AGREES, MAXIMA, WAITS_FOR, Slot, Wait, too_lo
 from dlp.comm.transfers import Exchange, Gathering, views
 from dlp.kernels.launches import Lane, is_recording
 
-LEAST = 1 << 16  # bytes of a slot; sizes are powers of two
-Who = tuple[str, str]  # a layer and its direction
-NOBODY: Who = "", ""
+LEAST = 1 << 16  # bytes of the smallest slot; sizes are powers of two
+LayerDirection = tuple[str, str]  # the name of a layer, "forward" or "backward"
+NO_LAYER: LayerDirection = "", ""
 
 
 class Transport:
-    """What the ranks of one group move through memory that they share. `make`: a slot of so many bytes, on all ranks."""
+    """The transfers of one group through mapped memory.
+
+    make        (bytes, group, device, name of a use, lane) -> a `Slot`; called by all ranks together
+    transfers   how many transfers the current direction has begun
+    """
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, make: Callable[..., Slot], lane: Lane | None = None
@@ -49,54 +56,56 @@ class Transport:
         self.group, self.rank, self.world, self.device = group, group.rank(), group.size(), device
         self._make, self._lane = make, lane
         self._slots: dict[tuple[int, str, int, int], Slot] = {}
-        self._kind, self._who, self._used, self.transfers = "", NOBODY, list[Slot](), 0
-        self._numbers, self._names = dict[tuple[Who, int, int], int](), dict[int, str]()
-        self._named = partial(_name_of, self._names, self.rank)
+        self._style, self._direction, self._used, self.transfers = "", NO_LAYER, list[Slot](), 0
+        self._numbers, self._names = dict[tuple[LayerDirection, int, int], int](), dict[int, str]()
+        self._name_of_use = partial(_name_of, self._names, self.rank)
 
-    def start(self, kind: str = "", who: Who = NOBODY) -> None:
-        """A direction of a layer begins. Those of one kind share slots."""
-        self._kind, self._who, self._used, self.transfers = kind, who, [], 0
+    def start(self, style: str = "", direction: LayerDirection = NO_LAYER) -> None:
+        """A direction of a layer begins. style: the name of its `ParallelStyle`; layers of one style share slots."""
+        self._style, self._direction, self._used, self.transfers = style, direction, [], 0
 
     def finish(self) -> None:
-        """What came in this direction has been read."""
+        """The current direction ends: the current stream has been given all that reads its slots. They are released."""
         for slot in self._used:
             slot.release()
-        self._used, self._who = [], NOBODY
+        self._used, self._direction = [], NO_LAYER
 
     def begin(self, nbytes: int, piece: int = 0, of: int = 0, on_lane: bool = True) -> Slot:
-        """The slot of the next transfer of a direction, or of a piece `of` one, which peers may write to. Transfers are counted
-        without their pieces, so that those behind have the slots that they have in other layers, which may send whole.
-        `on_lane`: what writes to the peers is on the lane, else on the current stream."""
+        """The slot for the next transfer of the current direction, or for piece `piece` > 0 of transfer `of`; peers may write
+        to it from here on. Pieces do not count as transfers: the transfers behind them get the same slots as in a layer that
+        sends its parts whole. `on_lane`: what writes to the peers is launched on the lane, else on the current stream."""
         self.transfers += not piece
-        place = of or self.transfers
-        slot = self._slot(slot_bytes(nbytes), self._kind, place, piece)
+        transfer = of or self.transfers
+        slot = self._slot(slot_bytes(nbytes), self._style, transfer, piece)
         self._used.append(slot)
-        slot.begin(self._number(place, piece), on_lane)
+        slot.begin(self._number(transfer, piece), on_lane)
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
-        """Of what the current direction does, 0 its agreements: the same on all ranks, whatever they have run before."""
-        key = self._who, transfer, piece
+        """The number, 1 to 2**30 - 1, of a transfer of the current direction, or of its agreements (transfer 0). It is a hash
+        of the name, so that it is the same on all ranks, whatever else each of them has run."""
+        key = self._direction, transfer, piece
         if key not in self._numbers:
-            layer, direction = self._who
+            layer, direction = self._direction
             what = f"transfer {transfer}" if transfer else "an agreement"
-            said = (
+            name = (
                 f"{f'piece {piece} of ' if piece else ''}{what} of {f'{layer} in {direction}' if layer else 'no layer'}"
             )
-            self._numbers[key] = crc32(said.encode()) % (2**30 - 1) + 1
-            self._names[self._numbers[key]] = said
+            self._numbers[key] = crc32(name.encode()) % (2**30 - 1) + 1
+            self._names[self._numbers[key]] = name
         return self._numbers[key]
 
-    def _slot(self, size: int, kind: str, place: int, piece: int = 0) -> Slot:
-        key = size, kind, place, piece
+    def _slot(self, size: int, style: str, transfer: int, piece: int = 0) -> Slot:
+        key = size, style, transfer, piece
         if key not in self._slots:
-            self._slots[key] = self._make(size, self.group, self.device, self._named, self._lane)
+            self._slots[key] = self._make(size, self.group, self.device, self._name_of_use, self._lane)
         return self._slots[key]
 
     def lease(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None]
     ) -> Gathering:  # fmt: skip
-        """Memory for this rank's parts, of which those with a dim will be gathered along it; the others are equal on all."""
+        """Memory for this rank's parts, to be written and then gathered: each along its dim. A part without a dim is equal on
+        all ranks and is not sent. Parts that move along dim 0 are written right into the slot."""
         moving = [i for i, dim in enumerate(dims) if dim is not None]
         wholes = [_gathered(shapes[i], dims[i], self.world) for i in moving]
         kinds = [dtypes[i] for i in moving]
@@ -113,35 +122,36 @@ class Transport:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def gathering(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Gathering:
-        """Of parts that lie elsewhere; without a dim one is equal on all ranks."""
-        made = self.lease([part.shape for part in parts], [part.dtype for part in parts], dims)
-        made.mine = tuple(part.contiguous() for part in parts)
-        return made
+        """A `Gathering` of parts that are written already, each along its dim; one without a dim is equal on all ranks."""
+        gathering = self.lease([part.shape for part in parts], [part.dtype for part in parts], dims)
+        gathering.mine = tuple(part.contiguous() for part in parts)
+        return gathering
 
     def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, on_lane: bool = True) -> Exchange:
-        """Room for parts [R, ...], whose chunk r rank r will send; or store by a kernel, not `on_lane`."""
+        """An `Exchange` of parts [R, ...] of these shapes, whose chunk r comes from rank r: sent by the lane, or, not `on_lane`,
+        stored by a kernel of the current stream."""
         starts, size = fields(shapes, dtypes)
         slot = self.begin(size, on_lane=on_lane)
         return Exchange(self, slot, views(slot.payload, starts, shapes, dtypes), starts)
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """[m, ...] -> [R*m, ...], in memory of its own."""
+        """[m, ...] -> [R*m, ...], copied out of the slot."""
         (whole,) = self.gathering((part,), (0,)).gather().wait()
         return self._used[-1].copied(whole)
 
     def kept(self, parts: Sequence[Tensor]) -> Parts:
-        """Parts that came in this direction, in memory of their own."""
+        """Copies of parts that lie in the slot of the last transfer; they stay when the direction has finished."""
         slot = self._used[-1]
         return tuple(slot.copied(part) if part.is_contiguous() else slot.copied(part.t()).t() for part in parts)
 
     def count(self, part: Tensor, peer: int) -> None:
-        """For whoever counts bytes: a part goes to a peer."""
+        """Tell the observer of bytes that a part goes to a peer."""
         if peer != self.rank and not is_recording():
             observer.copies(part, self.group)
 
     def agree(self, observed: Sequence[Tensor]) -> list[Tensor]:
-        """fp32 tensors that are not negative, of at most MAXIMA numbers each -> their elementwise maxima over the group; in
-        one kernel for AGREED of them, and MAXIMA numbers."""
+        """The elementwise maxima over the group of fp32 tensors without negative values, of at most MAXIMA numbers each. One
+        kernel takes up to AGREED tensors and MAXIMA numbers."""
         if not is_recording():
             observer.agrees(sum(value.numel() for value in observed), self.group)
         largest = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in observed]
@@ -156,27 +166,28 @@ class Transport:
         return largest
 
     def waits(self) -> list[str]:
-        """Who has not done what others of this group wait for."""
-        return [self._told(size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits()]
+        """A line for each pair of ranks of this group of which one waits for the other now."""
+        return [self._describe(size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits()]
 
     def own_waits(self) -> list[str]:
-        """What this rank waits for."""
+        """The same, of pairs in which this rank waits."""
         every = ((size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits())
-        return [self._told(size, wait) for size, wait in every if wait.a == self.rank]
+        return [self._describe(size, wait) for size, wait in every if wait.a == self.rank]
 
-    def _told(self, size: int, wait: Wait) -> str:
+    def _describe(self, size: int, wait: Wait) -> str:
         awaited = WAITS_FOR[wait.what]
-        what = f"agreement {wait.use}" if awaited == AGREES else self._named(wait.use)
-        other = f", and is at {self._named(wait.other)}" if wait.other else ""
+        what = f"agreement {wait.use}" if awaited == AGREES else self._name_of_use(wait.use)
+        other = f", and is at {self._name_of_use(wait.other)}" if wait.other else ""
         a, b = (dist.get_process_group_ranks(self.group)[rank] for rank in (wait.a, wait.b))
         return f"{what}, a slot of {size} bytes: rank {a} waits for rank {b}, which {awaited}{other}"
 
     def complaint(self) -> str | None:
-        """Who has waited too long for whom, in an agreement or a GEMM, once a GPU has ended its work for it; None: nobody."""
+        """The message of a kernel, an agreement or a GEMM, that waited longer than PATIENCE and ended the program of its GPU:
+        which rank waited for which. None if there is none."""
         found = next((found for slot in self.slots if (found := slot.complaint()) is not None), None)
         if found is None:
             return None
-        return too_long(*found, self._named(found[0].use), dist.get_process_group_ranks(self.group))
+        return too_long(*found, self._name_of_use(found[0].use), dist.get_process_group_ranks(self.group))
 
     @property
     def slots(self) -> list[Slot]:
@@ -184,19 +195,20 @@ class Transport:
 
     @property
     def memory(self) -> list[Tensor]:
-        """What launches read and write of it on this rank; it stays where it is."""
+        """This rank's memory of all slots, which launches read and write. Its addresses do not change."""
         return [span for slot in self._slots.values() for span in slot.spans()]
 
 
 def _name_of(names: Mapping[int, str], rank: int, number: int) -> str:
-    """What a number stands for on this rank of a group."""
+    """The name of the use of a slot that has this number, as far as this rank has run it."""
     return names.get(number, f"what rank {rank} has not run yet ({number})")
 
 
 def slot_bytes(nbytes: int) -> int:
-    """What a slot for so many bytes takes: powers of two, so that few sizes serve all layers."""
+    """The size of the slot for `nbytes`: a power of two, so that layers of several sizes share slots."""
     return max(LEAST, 1 << (nbytes - 1).bit_length())
 
 
 def _gathered(shape: Sequence[int], dim: int | None, world: int) -> tuple[int, ...]:
+    """The shape of the parts of all ranks, joined along `dim`."""
     return tuple(size * world if i == dim else size for i, size in enumerate(shape))

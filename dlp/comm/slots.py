@@ -1,14 +1,16 @@
-"""A slot: a piece of memory that every rank of a group has, and maps from every other one.
+"""A slot: a piece of memory on each rank of a group, which all other ranks of the group map and write to.
 
-    begin      until every rank has released what was pushed before: the slots of peers may be written; a number says for what
-    push       a part of this rank's into a peer's slot, or its own
-    meet       this rank has pushed; `wait`: until all have
-    tell       this rank has pushed to one of them, where a kernel that runs may see it; `meet_told`: all have been told
-    release    this rank has read its slot
+    begin       waits until all peers have released their slots; from here on this rank may push to them
+    push        copies a part of this rank into the slot of a peer
+    meet        tells all peers that this rank has pushed its parts, and waits until all have pushed theirs
+    tell        tells one peer, so that a kernel that runs there can begin to read this rank's part
+    meet_told   behind the last `tell`: waits until all peers have told
+    wait        lets the current stream wait for `meet` or `meet_told`, which run on the lane
+    release     tells all peers that this rank has read its slot
 
-All uses of a slot happen in the same order on all ranks. What ranks wait for is counted in memory
-(`dlp/kernels/csrc/transport.cu`), so that each of these is a launch that never changes. Of torch's symmetric memory only
-allocation and the exchange of addresses are used: nothing of it needs multicast.
+All ranks use a slot in the same order. They signal by words in the header of the slot (`dlp/kernels/csrc/transport.cu`), whose
+values do not depend on the step, so that each of these is a launch that can be captured. Torch's symmetric memory is used to
+allocate and to exchange addresses; nothing needs multicast.
 """
 
 from __future__ import annotations
@@ -27,19 +29,21 @@ from dlp.kernels.launches import Lane, await_mark, launch, new_event
 from dlp.kernels.table import Arriving, Sending
 
 PATIENCE = 600.0  # seconds that a rank waits for another, which may be compiling or saving
-RANKS = 32  # at most so many share a slot
+RANKS = 32  # the most ranks of a group that share a slot
 HEADER = 512  # bytes of a slot before its payload
-PAD, GRANULE = 16 << 10, 2 << 20  # bytes: what torch adds to memory that it maps, about; it is mapped in whole granules
-MAXIMA, AGREED = 1 << 16, 8  # numbers, and tensors, in one agreement
+PAD, GRANULE = 16 << 10, 2 << 20  # bytes that torch adds to each mapping, about; unit in which memory is mapped
+MAXIMA, AGREED = 1 << 16, 8  # the most numbers and the most tensors in one agreement
+# What a rank has not done yet that another waits for; `Wait.what` is an index into these.
 WAITS_FOR = ("has not read what was sent before", "has not sent its part", AGREES := "has not agreed")
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
-# Copies between GPUs have engines; within one they may be kernels, which a GEMM that waits for them must leave multiprocessors.
-SHARED, SPARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", 4  # torch's switch that lets ranks share a GPU
-Named = Callable[[int], str]  # what the number says that a use of a slot began with
+# Torch's variable that lets ranks share a GPU. Copies within one GPU may be kernels and not engines: a GEMM that waits for them
+# leaves them SPARE multiprocessors.
+SHARED, SPARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", 4
+Named = Callable[[int], str]  # the number of a use of a slot -> its name, for messages
 
 
 class Place(NamedTuple):
-    """Where a part lies in a slot: `height` rows of `width` bytes, the first at `offset`, `pitch` bytes apart."""
+    """Where a part lies in a slot, in bytes: `height` rows of `width` bytes, the first at `offset`, one every `pitch`."""
 
     offset: int
     width: int
@@ -48,8 +52,11 @@ class Place(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Rank `a` of a group waits for its rank `b`, as WAITS_FOR[what] says. `use`: what `a` uses the slot for, the number that
-    it began with, or the count of an agreement; `other`: what `b` uses it for, if for something else."""
+    """Rank `a` of a group waits for rank `b`, which has not done WAITS_FOR[what] yet.
+
+    use     the number of the use that `a` has begun; of an agreement, how many there were
+    other   the number of the use that `b` has begun, if it is another one; else 0
+    """
 
     a: int
     b: int
@@ -59,13 +66,21 @@ class Wait(NamedTuple):
 
 
 class Slot(Protocol):
-    """`payload`: this rank's bytes. `begin`, `push` and `meet` happen on a lane, `wait` makes the current stream wait for
-    what they brought, and `arriving` tells a kernel how to wait for `rows` of each rank. On the current stream this rank
-    `keep`s a part of its own there, copies one out of it (`copied`), `release`s the slot, and ranks `agree`. `use`: a number
-    of 1 to 2**30 - 1, which the ranks tell each other.
+    """This rank's end of a slot; see the head of this file for the order of the calls.
 
-    A kernel of the current stream may store into the slots of all ranks itself, `rows` for each from byte `offset` of the
-    payload on (`sending`), if the slot did not `begin` `on_lane` but on that stream, in front of it; `meet` tells behind it."""
+    payload                                  uint8, this rank's memory of the slot, without the header
+    begin, follow, push, meet, tell,         launched on the lane. `use`: the number of this use of the slot, 1 to 2**30 - 1,
+    meet_told                                which ranks write to headers; `follow`: order the lane after the current stream
+    keep, wait, copied, release, agree       launched on the current stream. `keep` copies a part of this rank into its own
+                                             slot,
+                                             `copied` a contiguous part out of it
+    arriving                                 how a kernel waits itself for `rows` rows of each rank
+    sending                                  how a kernel of the current stream stores `rows` rows for each rank into that
+                                             rank's slot, from byte `offset` of its payload on. The slot then begins on that
+                                             stream, in front of the kernel (`begin`, not `on_lane`), and `meet` tells behind it
+    spans                                    this rank's memory that launches have the addresses of
+    complaint, waits                         which ranks have waited too long, and which ones wait now
+    """
 
     payload: Tensor
 
@@ -88,7 +103,7 @@ class Slot(Protocol):
 
 
 class CudaSlot:
-    """Between GPUs of one host."""
+    """A slot of GPUs of one host."""
 
     def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: Lane) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -103,9 +118,9 @@ class CudaSlot:
         bases = [int(base) for base in self._handle.buffer_ptrs]
         self._payloads = [base + HEADER for base in bases]
         self._table = torch.tensor(bases, dtype=torch.int64, device=device)
-        self._report = torch.zeros(8, dtype=torch.int32).pin_memory()
-        self._said = torch.zeros((), dtype=torch.int32, device=device)
-        self._set(lane, bases, (int(PATIENCE * 1e3), self._report.data_ptr(), self._said.data_ptr(), rank, world))
+        self._report = torch.zeros(8, dtype=torch.int32).pin_memory()  # written by a kernel that has waited too long
+        self._reported = torch.zeros((), dtype=torch.int32, device=device)
+        self._set(lane, bases, (int(PATIENCE * 1e3), self._report.data_ptr(), self._reported.data_ptr(), rank, world))
 
     def _set(self, lane: Lane, bases: Sequence[int], waiting: tuple[int, ...]) -> None:
         self._told = False
@@ -158,7 +173,7 @@ class CudaSlot:
 
     def release(self) -> None:
         if self._told:
-            self.wait()  # the lane has seen what is forgotten
+            self.wait()  # until `meet_told` on the lane has read the words that are reset here
             launch("forget_sent", self.payload, self._bases)
             self._told = False
         launch("release_use", self.payload, self._bases)
@@ -170,46 +185,50 @@ class CudaSlot:
         launch("agree", self.payload, self._table.data_ptr(), tuple(words), (*self._waiting, use))
 
     def spans(self) -> list[Tensor]:
-        """Memory of this rank that launches name."""
         return [self.payload]
 
     def complaint(self) -> tuple[Wait, int, int] | None:
-        """Who has waited too long for whom, with the count that it waited for and the last one it saw, once the device has
-        ended the program for it."""
-        told, rank, peer, what, wanted, seen, use, _ = self._report.tolist()
-        return (Wait(rank, peer, what, use), wanted, seen) if told else None
+        """The report of a kernel that waited longer than PATIENCE and ended the program of this GPU: which rank waited for
+        which, the value that it waited for, and the last one that it read. None if there is none."""
+        reported, rank, peer, what, wanted, seen, use, _ = self._report.tolist()
+        return (Wait(rank, peer, what, use), wanted, seen) if reported else None
 
     def headers(self) -> list[list[int]]:
-        """The words of all ranks' headers now, by a stream of its own, since others may hang."""
+        """The words of the headers of all ranks, read on a stream of its own, since the others may hang."""
         with torch.cuda.stream(torch.cuda.Stream(self.payload.device)):
             words = [self._handle.get_buffer(rank, (HEADER // 4,), torch.int32) for rank in range(self._waiting[4])]
             return [each.cpu().tolist() for each in words]
 
     def waits(self) -> list[Wait]:
-        """What ranks of the group have not done yet in this slot, as far as others wait for it, or soon will."""
+        """The pairs of ranks of which one waits, or soon will, for the other to do its part in this slot."""
         return waiting(self.headers())
 
 
 def mapped_bytes(nbytes: int) -> int:
-    """What a slot for so many bytes takes on a GPU."""
+    """Bytes of GPU memory of a slot with a payload of `nbytes`."""
     return -(-(HEADER + nbytes + PAD) // GRANULE) * GRANULE
 
 
 def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
-    """The headers of all ranks of a slot -> who has done its part, and who has not."""
+    """The headers of all ranks of a slot -> the pairs of ranks of which one waits for the other."""
     found = []
     for a, b in permutations(range(len(headers)), 2):
-        mine, its = headers[a], headers[b]
-        if its[MET + a] > max(mine[USES], mine[MET + b]):
-            found.append(Wait(a, b, 2, its[MET + a]))
-        elif use := mine[UNREAD + b]:  # a has begun; told means that a has pushed and b has not taken note of it
-            told, other = its[SENT + a] and not mine[SENT + b], its[UNREAD + a]
-            found.append(Wait(a, b, 1 if told else 0, use, other if other != use else 0))
+        of_a, of_b = headers[a], headers[b]
+        if of_b[MET + a] > max(of_a[USES], of_a[MET + b]):
+            found.append(Wait(a, b, 2, of_b[MET + a]))
+        elif use := of_a[UNREAD + b]:  # a has begun; it waits for b to push if b has not yet read that a has pushed
+            awaits_push, other = of_b[SENT + a] and not of_a[SENT + b], of_b[UNREAD + a]
+            found.append(Wait(a, b, 1 if awaits_push else 0, use, other if other != use else 0))
     return found
 
 
 def too_long(wait: Wait, wanted: int, seen: int, where: str, ranks: Sequence[int]) -> str:
-    """What is said of a wait that took longer than PATIENCE. `ranks`: those of the group, in the world."""
+    """The message of a wait that took longer than PATIENCE.
+
+    wanted, seen   the value that was waited for, and the last one that was read
+    where          the name of the use of the slot
+    ranks          by rank in the group, the rank in the world
+    """
     return (
         f"rank {ranks[wait.a]} has waited {PATIENCE:g} s for rank {ranks[wait.b]}, which {WAITS_FOR[wait.what]} ({where}, use "
         f"{wanted}, last seen {seen}): that rank has ended, hangs, or runs another layer"

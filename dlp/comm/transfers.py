@@ -1,7 +1,7 @@
-"""The transfers of a direction (`dlp.comm.mapped`): parts of all ranks gathered along a dimension, or chunks exchanged.
+"""The two transfers of `dlp.comm.mapped`: a `Gathering` of parts along a dimension, and an `Exchange` of chunks (all-to-all).
 
-A `Gathering` sends whole shards, or pieces of them that are awaited one by one; of an `Exchange` chunks leave as they are made,
-or are stored by the kernel that makes them.
+A gathering sends whole shards, or cuts them into pieces that arrive one after the other. An exchange sends each chunk when it
+has been computed, or a kernel stores all chunks as it computes them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dlp.comm.collectives import Parts, Pending, record
 from dlp.comm.slots import Place, Slot
 from dlp.kernels.table import Sending
 
-Cuts = Sequence[tuple[int, int]]  # pieces: rows [start, stop), one after the other
+Cuts = Sequence[tuple[int, int]]  # rows [start, stop) of each piece of a shard; the last stop is the number of rows
 WHOLE: Cuts = ((0, 1),)
 
 
 class Direction(Protocol):
-    """What a transfer belongs to (`dlp.comm.mapped.Transport`). `transfers`: how many it has begun so far."""
+    """What a transfer needs of its `dlp.comm.mapped.Transport`. `transfers`: how many the current direction has begun."""
 
     rank: int
     world: int
@@ -34,25 +34,32 @@ class Direction(Protocol):
 
 
 class Gathering:
-    """`mine`: this rank's parts, to be written before they are sent. `whole` and `starts`: those of all ranks, in the slot, of
-    the parts that move, by their number."""
+    """The parts of all ranks, gathered along their dims.
+
+    mine     this rank's parts, to be written before `send`
+    dims     of each part: the dimension that it is gathered along; None: it is equal on all ranks, and not sent
+    whole    by the index of a part that is sent: the parts of all ranks, a view of the slot
+    starts   by the same index: its offset in the slot, in bytes
+    """
 
     def __init__(
         self, transport: Direction, slot: Slot, mine: Parts, whole: dict[int, Tensor], starts: dict[int, int],
         dims: Sequence[int | None],
     ) -> None:  # fmt: skip
         self.transport, self.slot, self.mine = transport, slot, mine
-        self.whole, self.starts, self.dims, self._place = whole, starts, dims, transport.transfers
-        self._met, self._waited, self._kept = [slot], set[int](), False
+        self.whole, self.starts, self.dims, self._transfer = whole, starts, dims, transport.transfers
+        self._piece_slots, self._waited, self._kept = [slot], set[int](), False
 
     def send(self, cuts: Cuts = WHOLE, in_turn: bool = False) -> Gathering:
-        """Start sending `mine`. Each rank pushes to the one behind it first, so that no two push to one at a time. `cuts`: rows
-        of the parts, which all move along 0, that arrive one piece after the other. `in_turn`: not cut, and a kernel may
-        wait itself for each rank's (`coming`)."""
+        """Start sending `mine`. Rank r pushes to r + 1 first, then to r + 2, so that no two ranks push to one at a time.
+
+        cuts      the pieces in which the parts, all of dim 0, are sent; `others` waits for them one by one
+        in_turn   signal each rank's arrival by itself, for a kernel that waits for them (`coming`); with the whole only
+        """
         transport, world = self.transport, self.transport.world
-        self._met = [*(transport.begin(0, piece, self._place) for piece in range(1, len(cuts))), self.slot]
+        self._piece_slots = [*(transport.begin(0, piece, self._transfer) for piece in range(1, len(cuts))), self.slot]
         self.slot.follow()
-        for cut, met in zip(cuts, self._met, strict=True):
+        for cut, piece_slot in zip(cuts, self._piece_slots, strict=True):
             for distance in range(1, world):
                 to = (transport.rank + distance) % world
                 for part, place in self._sent():
@@ -61,41 +68,42 @@ class Gathering:
                     self.slot.push(piece, to, where)
                 if in_turn:
                     self.slot.tell(to)
-            met.meet_told() if in_turn else met.meet()
+            piece_slot.meet_told() if in_turn else piece_slot.meet()
         return self
 
     def gather(self) -> Pending[Parts]:
-        """`mine` -> the parts of all ranks along their dims, to be read before the direction finishes."""
+        """Send `mine`; the result is the parts of all ranks, to be read before the direction finishes."""
         self.send()._keep()
         return Pending((), self.all_parts)
 
     def others(self, piece: int = -1) -> Parts:
-        """The parts of all ranks, of which this rank's own may be missing; waits for them, or for those up to a piece."""
-        piece %= len(self._met)
+        """The parts of all ranks, without this rank's own unless these were written into the slot. The current stream waits for
+        all of them, or for the rows up to those of a piece."""
+        piece %= len(self._piece_slots)
         if not any(later >= piece for later in self._waited):
-            self._met[piece].wait()
+            self._piece_slots[piece].wait()
             self._waited.add(piece)
         return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
 
     def coming(self) -> Parts:
-        """The parts of all ranks, of which only this rank's own are here."""
+        """The parts of all ranks, this rank's own among them, without a wait for the others."""
         self._keep()
         return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
 
     def all_parts(self) -> Parts:
-        """The same, and this rank's own; waits for them."""
+        """The parts of all ranks, this rank's own among them. The current stream waits for them."""
         self._keep()
         return self.others()
 
     def _keep(self) -> None:
-        """Put this rank's own parts beside the others', by the current stream."""
+        """Copy this rank's own parts into its slot, on the current stream, unless they were written there."""
         for part, place in () if self._kept else self._sent():
             if part.data_ptr() != self.slot.payload.data_ptr() + place.offset:
                 self.slot.keep(part, place)
         self._kept = True
 
     def _sent(self) -> Iterator[tuple[Tensor, Place]]:
-        """Parts that move, and where they lie in all slots."""
+        """This rank's parts that are sent, and their place in the slots of all ranks."""
         world, rank = self.transport.world, self.transport.rank
         for i, start in self.starts.items():
             part, dim = self.mine[i], self.dims[i]
@@ -106,14 +114,18 @@ class Gathering:
 
 
 class Exchange:
-    """`arrived`: parts [R, ...], whose chunk r came from rank r, to be read after `wait` and before the direction finishes."""
+    """Chunk j of each part goes to rank j.
+
+    arrived   parts [R, ...], whose chunk r came from rank r; to be read after `wait` and before the direction finishes
+    """
 
     def __init__(self, transport: Direction, slot: Slot, arrived: Parts, starts: Sequence[int]) -> None:
         self.arrived = arrived
         self._transport, self._slot, self._starts, self._sent = transport, slot, starts, list[Tensor]()
 
     def send(self, chunks: Sequence[Tensor], to: int, row: int = 0) -> None:
-        """This rank's chunk of each part to a rank, itself among them, or rows of it, from `row` on. They have been written."""
+        """Send this rank's chunk of each part to rank `to`, which may be this rank; or rows of the chunks, from `row` on. The
+        current stream has written them."""
         for chunk in chunks:
             self._transport.count(chunk, to)
         if to != self._transport.rank:
@@ -144,7 +156,7 @@ class Exchange:
         return self.sent()
 
     def sent(self) -> Pending[Parts]:
-        """All chunks have been sent -> `arrived`."""
+        """Called when all chunks have been sent; the result is `arrived`."""
         self._slot.meet()
         return Pending([self], lambda: self.arrived)
 
@@ -153,8 +165,8 @@ class Exchange:
         self._sent.clear()
 
     def send_all(self, parts: Sequence[Tensor], *, own: bool = True) -> Pending[Parts]:
-        """Chunk j of each part [R, ...] to rank j; counted as one record for each, as `collectives.all_to_all` sends. `own`: to
-        this rank, too, else it is read where it is."""
+        """Send chunk j of each part [R, ...] to rank j. `own`: copy this rank's chunk to `arrived`, too. Observers of bytes see
+        one record for each peer, as `collectives.all_to_all` sends them."""
         transport, first = self._transport, parts[0]
         whole = (
             torch.empty(record(parts) // first.itemsize, dtype=first.dtype, device="meta")
@@ -170,7 +182,8 @@ class Exchange:
 
 
 def _piece(part: Tensor, place: Place, start: int, stop: int, rows: int) -> tuple[Tensor, Place]:
-    """Of a part that moves along 0, what belongs to rows [start, stop) of so many, and where it lies in all slots."""
+    """The share of a part of dim 0 that belongs to rows [start, stop) of `rows`, and its place in the slots of all ranks. The
+    part may have fewer rows, as scales of blocks do."""
     first, last = start * len(part) // rows, stop * len(part) // rows
     piece = part[first:last]
     return piece, Place(place.offset + part[:first].nbytes, piece.nbytes, 1, piece.nbytes)
@@ -179,7 +192,7 @@ def _piece(part: Tensor, place: Place, start: int, stop: int, rows: int) -> tupl
 def views(
     memory: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> Parts:  # fmt: skip
-    """Bytes -> the tensors that begin there."""
+    """Tensors of these shapes and dtypes as views of `memory`, bytes, the first of each at `starts`."""
     return tuple(
         memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
         if prod(shape) else torch.empty(tuple(shape), dtype=dtype, device=memory.device)

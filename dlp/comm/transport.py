@@ -1,6 +1,7 @@
-"""Which groups send through memory that their ranks map (`dlp.comm.mapped`), and why others do not.
+"""Which process groups send through mapped memory (`dlp.comm.mapped`), and why the others do not.
 
-A group is asked for once, by all of its ranks; what a layer does is told to the transport of its group, where there is one.
+`ask_for` decides it once for each group. `start` and `finish` of a layer's direction reach the transport of its group, if it
+has one.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlp.comm.collectives import Parts
-from dlp.comm.mapped import NOBODY, Transport, Who
+from dlp.comm.mapped import NO_LAYER, LayerDirection, Transport
 from dlp.comm.slots import RANKS, CudaSlot
 from dlp.comm.watch import Watch
 from dlp.kernels import loader
 from dlp.kernels.launches import Lane
 
-_OF_GROUP: dict[str, Transport | None] = {}  # by name of a group
+# By name of a group that was asked for: its transport, and why it has none (empty: it has one).
+_OF_GROUP: dict[str, Transport | None] = {}
 _WHY_NOT: dict[str, str] = {}
 
 
 def transport_of(group: ProcessGroup) -> Transport | None:
-    """The transport of a group; None: NCCL or gloo carry all."""
+    """The transport of a group; None: all its transfers go by NCCL or gloo."""
     return _OF_GROUP.get(group.group_name)
 
 
 def ask_for(group: ProcessGroup, device_type: str) -> None:
-    """Let transfers of a group, whose ranks are on "cuda" or "cpu", go through memory that its ranks map, where they can;
-    `describe` says whether. Called by all of its ranks, before the first layer that sends over it runs."""
+    """Let transfers of a group go through mapped memory if its ranks can map each other's; `describe` says whether they can.
+    Called by all ranks of the group before the first layer that sends over it runs. device_type: "cuda" or "cpu"."""
     name = group.group_name
     if name not in _OF_GROUP:
         _WHY_NOT[name] = _obstacle(group, device_type)
@@ -41,13 +43,13 @@ def ask_for(group: ProcessGroup, device_type: str) -> None:
 
 def _on_gpus(group: ProcessGroup) -> Transport:
     device = torch.device("cuda", torch.cuda.current_device())
-    made = Transport(group, device, CudaSlot, Lane(device))
-    Watch(made).start()
-    return made
+    transport = Transport(group, device, CudaSlot, Lane(device))
+    Watch(transport).start()
+    return transport
 
 
 def _obstacle(group: ProcessGroup, device_type: str) -> str:
-    """Why the ranks of a group do not push into each other's memory, the same on all ranks; empty: they do."""
+    """Why the ranks of a group cannot map each other's memory, the same text on all ranks; empty: they can."""
     if device_type != "cuda":
         return "its ranks are on CPUs"
     if not 1 < group.size() <= RANKS:
@@ -61,7 +63,8 @@ def _obstacle(group: ProcessGroup, device_type: str) -> str:
         if each[2]:
             return f"its rank {rank} has no kernels: {each[2]}"
     devices = {each[3] for each in all_of}
-    if len(devices) == group.size():  # else each rank sees a GPU of its own only, or all share one, and mapping tells
+    # With fewer devices than ranks, each rank sees only its own GPU, or ranks share one: then mapping itself will show it.
+    if len(devices) == group.size():
         for a, b in permutations(sorted(devices), 2):
             if not torch.cuda.can_device_access_peer(a, b):
                 return f"cuda:{a} cannot reach the memory of cuda:{b}"
@@ -69,26 +72,26 @@ def _obstacle(group: ProcessGroup, device_type: str) -> str:
 
 
 def describe(name: str, group: ProcessGroup) -> str:
-    """How what a group of this name sends is carried, and why."""
+    """A line for the printed plan: how transfers of a group are made, and why. `name`: of its mesh axis."""
     if transport_of(group) is not None:
         return f"transport: {name} pushes into memory that its ranks map; directions of its layers are captured"
-    by = carrier(group)
-    calls = f"a captured direction calls {by} between its launches"
-    return f"transport: {name} sends by {by}, since {why_not(group)}; {calls}"
+    backend = carrier(group)
+    calls = f"a captured direction calls {backend} between its launches"
+    return f"transport: {name} sends by {backend}, since {why_not(group)}; {calls}"
 
 
 def carrier(group: ProcessGroup) -> str:
-    """Whose collectives a group has: "nccl", beside which gloo carries what lies on CPUs, or "gloo"."""
+    """The backend of the group's collectives: "nccl" (with gloo beside it for tensors on CPUs), or "gloo"."""
     return "nccl" if "nccl" in dist.get_backend_config(group) else "gloo"
 
 
 def why_not(group: ProcessGroup) -> str:
-    """Why a group has no transport."""
+    """Why a group has no transport, as a clause."""
     return _WHY_NOT.get(group.group_name) or "nobody asked for mapped memory"
 
 
 def _boot() -> str:
-    """Of one host, and of no other one of that name."""
+    """The id of this boot of the host, which tells hosts of one name apart; empty where the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -97,20 +100,20 @@ def _boot() -> str:
 
 
 def use(group: ProcessGroup, transport: Transport | None) -> None:
-    """Let transfers of a group go through a transport; None: by NCCL or gloo."""
+    """Set the transport of a group; None: its transfers go by NCCL or gloo."""
     _OF_GROUP[group.group_name] = transport
 
 
 def mapped_memory() -> list[Tensor]:
-    """What transfers read and write on this rank so far, of whatever group."""
+    """This rank's memory of all slots of all groups that exist so far."""
     return [memory for transport in _OF_GROUP.values() if transport is not None for memory in transport.memory]
 
 
-def start(group: ProcessGroup | None, kind: str = "", who: Who = NOBODY) -> None:
+def start(group: ProcessGroup | None, style: str = "", direction: LayerDirection = NO_LAYER) -> None:
     """A direction of a layer of this group begins (`Transport.start`)."""
     transport = None if group is None else _OF_GROUP.get(group.group_name)
     if transport is not None:
-        transport.start(kind, who)
+        transport.start(style, direction)
 
 
 def finish(group: ProcessGroup | None) -> None:
@@ -121,24 +124,24 @@ def finish(group: ProcessGroup | None) -> None:
 
 
 def complaint() -> str | None:
-    """Who has waited too long for whom, in an agreement or a GEMM, once a GPU has ended its work for it; None: nobody."""
+    """`Transport.complaint` of the first group that has one; None if none has."""
     every = (transport for transport in _OF_GROUP.values() if transport is not None)
-    return next((said for transport in every if (said := transport.complaint()) is not None), None)
+    return next((message for transport in every if (message := transport.complaint()) is not None), None)
 
 
 def waits() -> list[str]:
-    """Who has not done what others wait for, in all mapped memory, as it is now; while devices hang, too, which waits of
-    streams would do for ever."""
-    return [said for transport in _OF_GROUP.values() if transport is not None for said in transport.waits()]
+    """A line for each pair of ranks of which one waits for the other in mapped memory now (`Transport.waits`). It can be called
+    while devices hang."""
+    return [line for transport in _OF_GROUP.values() if transport is not None for line in transport.waits()]
 
 
 def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:
-    """Parts that were gathered, where they stay when the direction has finished."""
+    """Gathered parts in memory that outlives the direction: copied out of a slot, or as they are where there is none."""
     transport = None if group is None else transport_of(group)
     return tuple(parts) if transport is None else transport.kept(parts)
 
 
 def destroy() -> None:
-    """Give the memory of all transports back; before the process group ends."""
+    """Free the memory of all transports; called before the process group ends."""
     _OF_GROUP.clear()
     _WHY_NOT.clear()

@@ -1,8 +1,9 @@
-"""A limit for streams that wait for a peer, which have none of their own: a thread that looks where its process stands.
+"""A timeout for streams that wait for a peer: a thread that ends the process when nothing has moved for PATIENCE seconds.
 
-It looks where the main thread is, which costs that nothing. Once that has not moved for half of PATIENCE, it reads as well who
-waits for whom in mapped memory. When neither has changed for the other half, this rank says whom it waits for and ends, as a
-process ends by NCCL's own watch. It reads nothing while a program moves, least of all while a CUDA graph is captured.
+Stream waits have no timeout of their own. The thread looks at the main thread's current frame, which costs the main thread
+nothing. If that has not changed for half of PATIENCE, it also reads which waits of this rank in mapped memory are open. If
+neither changes for the other half, it prints them and ends the process, as NCCL's watchdog does. While the main thread moves,
+it reads nothing from the GPU, in particular not while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import NoReturn, Protocol
 from dlp.comm import slots
 
 MAIN = threading.main_thread().ident
-LOOKS = 60  # in PATIENCE
-READING = 5.0  # seconds that reading what hangs may take
+LOOKS = 60  # how often the thread looks in PATIENCE
+READING = 5.0  # seconds that reading from a GPU that may hang may take
 
 
 class Waiting(Protocol):
@@ -28,7 +29,7 @@ class Waiting(Protocol):
 
 
 def frame_of_main() -> tuple[str, int]:
-    """The innermost Python frame of the main thread, in words, and its instruction."""
+    """The innermost Python frame of the main thread: "function (file:line)", and the offset of its instruction."""
     frame = sys._current_frames().get(MAIN or 0)
     if frame is None:
         return "nowhere", 0
@@ -37,7 +38,8 @@ def frame_of_main() -> tuple[str, int]:
 
 
 def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
-    """The lines that `ask` returns, called on a thread of its own; a line that says so if it fails or takes longer."""
+    """The lines that `ask` returns; it is called on another thread. If it raises RuntimeError or takes longer than `seconds`,
+    one line that says so."""
     found = [f"what GPUs wait for could not be read in {seconds:g} s"]
 
     def read() -> None:
@@ -53,14 +55,14 @@ def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
 
 
 def leave(said: str) -> NoReturn:
-    """End the process with a message, also if its main thread waits inside CUDA."""
+    """Print a message and end the process with exit code 1, even if its main thread waits inside CUDA."""
     print(said, file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class Watch:
-    """Watches the waits of an object, as long as it lives. of: whose waits are read; end: called with a message on those that
-    are too long."""
+    """Watches a transport for as long as that lives. of: the transport, whose `own_waits` are read; end: called with the
+    message when they took too long."""
 
     def __init__(self, of: Waiting, end: Callable[[str], object] = leave) -> None:
         self._of, self._end = weakref.ref(of), end
@@ -75,7 +77,7 @@ class Watch:
             time.sleep(slots.PATIENCE / LOOKS)
 
     def look(self, of: Waiting, now: float) -> bool:
-        """Whether this rank has waited for too long, and `end` was called."""
+        """Look once, at time `now` in seconds. Calls `end` and returns True if nothing has moved for PATIENCE."""
         place = frame_of_main()
         if place != self._place:
             self._place, self._stood, self._waits = place, now, []
