@@ -53,26 +53,26 @@ Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, d
 
 class _Watch(TorchDispatchMode):
     """A dispatch mode that sees every operation of torch, and raises `NotPlain` for one that is neither an allocation nor a
-    view. `made`: the tensors allocated, kept alive, so that no two have one address.
+    view. `allocated`: the tensors that were allocated, which are kept alive, so that no two have the same address.
 
-    An operation that may return its argument is declared as a view, as `to` is, but seldom returns one: below autograd it is
-    seen here as a whole. So its result is checked: a copy that is made only while recording would be missing in every later
-    call, and launches would read other memory.
+    An operation that may return its argument or a copy, such as `to`, is declared as a view. Its result is checked,
+    therefore: a copy that is made only while recording would be missing in all later calls, and launches would read other
+    memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Tensor] = []
+        self.allocated: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and func.name() not in _NEW:
             raise NotPlain(f"runs {func.name()}")
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self.made.append(found)
-        elif not all(_shares(args[0], each) for each in ([found] if isinstance(found, Tensor) else found)):
+            self.allocated.append(result)
+        elif not all(_shares(args[0], each) for each in ([result] if isinstance(result, Tensor) else result)):
             raise NotPlain(f"copies by {func.name()}")
-        return found
+        return result
 
 
 class CapturedLaunches:
@@ -84,19 +84,21 @@ class CapturedLaunches:
     """
 
     def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
-                 made: Sequence[Tensor]) -> None:  # fmt: skip
-        wholes = {whole.data_ptr(): whole for whole in made}
+                 allocated: Sequence[Tensor]) -> None:  # fmt: skip
+        # Results are views of `given`, which a call takes of its tensors again, or allocations, which it makes anew.
+        wholes = {whole.data_ptr(): whole for whole in allocated}
         views = [None if result.data_ptr() in wholes else _view(result, given) for result in returned]
         results = [result for result, view in zip(returned, views, strict=True) if view is None]
         self._views = [(i, view) for i, view in enumerate(views) if view is not None]
         outs = [_whole(result, wholes) for result in results]
-        between = [whole for whole in made if all(whole is not out for out in outs)]
+        between = [whole for whole in allocated if all(whole is not out for out in outs)]
         offsets, self.between = _share(between, launched)
         self._make = [_maker(result, whole) for result, whole in zip(results, outs, strict=True)]
         device = given[0].device
         if self.between:
             self._make.append(partial(_EMPTY[device.type], (self.between,), (1,), torch.uint8))
         self._count, self._multiplies = len(results), any(name == GEMM for name, _, _ in launched)
+        # The tensors of a call: given, results, one for all intermediate tensors (`arena`), the workspace of GEMMs (`space`).
         arena, space = len(given) + len(outs), len(given) + len(self._make)
         memory = [(*_span(tensor), base, 0) for base, tensor in enumerate([*given, *outs])]
         memory += [(*_span(whole), arena, offset) for whole, offset in zip(between, offsets, strict=True)]
@@ -106,37 +108,37 @@ class CapturedLaunches:
             memory += [(*_span(constant), _FIXED, 0) for constant in gemms.constants(device)]
         count = space + self._multiplies
         try:
-            found = [*_segments(launched, memory, count)]
+            segments = [*_segments(launched, memory, count)]
         except ValueError as error:
             raise NotPlain(str(error)) from None
-        self.segments = "".join(kind for kind, _ in found)
-        self._steps: list[Any] = [step for _, step in found]
+        self.segments = "".join(letter for letter, _ in segments)
+        self._steps: list[Any] = [step for _, step in segments]
         self._launch: Any = self._steps[0] if self.segments == "L" else None
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
         """Tensors of the recorded shapes, strides, dtypes and alignment -> the results. `addresses`: those of the tensors, if
         the caller has them already."""
         stream = stream_of(given[0])  # they lie on the current device
-        made = [make() for make in self._make]
+        allocated = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
-        bases += [tensor.data_ptr() for tensor in made]
+        bases += [tensor.data_ptr() for tensor in allocated]
         if self._multiplies:
             bases.append(gemms.workspace(given[0].get_device(), stream))
         if self._launch is not None:
             self._launch(bases, stream)
         else:
-            self._run_all(bases, stream, [*given, *made])
-        results = made[: self._count]
+            self._run_all(bases, stream, [*given, *allocated])
+        results = allocated[: self._count]
         for i, view in self._views:
             results.insert(i, view(given))
         return results
 
     def _run_all(self, bases: Sequence[int], stream: int, tensors: Sequence[Tensor]) -> None:
         works = dict[Call, list[Any]]()
-        for kind, step in zip(self.segments, self._steps, strict=True):
-            if kind == "L":
+        for letter, step in zip(self.segments, self._steps, strict=True):
+            if letter == "L":
                 step(bases, stream)
-            elif kind == "C":
+            elif letter == "C":
                 call, places = step
                 works[call] = call.start(*[_at(tensors[base], offset, kind) for base, offset, kind in places])
             else:
@@ -147,8 +149,8 @@ class CapturedLaunches:
 def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Iterator[tuple[str, Any]]:
     """The segments of a recording, each a letter and what is run for it: "L", the native program of consecutive launches;
     "C", a call, and where its tensors are; "A", the call that is awaited. `count`: of the tensors of a run."""
-    for apart, steps in groupby(launched, lambda step: step[0] in (CALL, ANSWER)):
-        if not apart:
+    for are_calls, steps in groupby(launched, lambda step: step[0] in (CALL, ANSWER)):
+        if not are_calls:
             yield "L", loader.load().Program(list(steps), memory, count).run
             continue
         for name, (call, *addresses), _ in steps:
@@ -182,7 +184,7 @@ def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: 
     """
     with recording() as launched, _Watch() as watch:
         results = run()
-    return CapturedLaunches(launched, given, [_span(t) for t in fixed], results, watch.made)
+    return CapturedLaunches(launched, given, [_span(t) for t in fixed], results, watch.allocated)
 
 
 def possible(x: Tensor) -> bool:

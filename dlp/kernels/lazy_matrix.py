@@ -256,10 +256,10 @@ class Summed(LazyMatrix):
     def source(self, codes: torch.dtype | None = None) -> Source:
         if isinstance(self.x, LazyMatrix):
             parts = cuda_producers.empty_parts(self.like)
-            found = self.x.summed_source(parts, codes)
-            if found is not None:
+            source = self.x.summed_source(parts, codes)
+            if source is not None:
                 self._parts = parts
-                return found
+                return source
             if codes is None:
                 return self.x.source(None)
         if codes is None or self.matrix.dtype != FUSED_DTYPE or not has_kernel(self.matrix):
