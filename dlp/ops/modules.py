@@ -1,7 +1,7 @@
-"""LayerNormLinear, LayerNormMLP, TransformerLayer: made of ops, under the names and keywords of `transformer_engine.pytorch`.
+"""LayerNormLinear, LayerNormMLP, TransformerLayer of ops, with the names and keywords of `transformer_engine.pytorch`.
 
-The first two are `Sequential`s, so they fuse as any other does, and their parameters have its names; `te_names` says which are
-which (`dlp.ops.te_names`).
+The first two are `Sequential`s, and fuse as such. Their parameters have the names of a `Sequential`; `te_names` maps the
+names of Transformer Engine to these (`dlp.ops.te_names`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ OPTIONS = ("tp_group", "sequence_parallel", "recipe", "overlap", "device", "para
 
 
 def _chosen(what: str, table: dict[str, Any], name: str) -> Any:
+    """The class of this name. ValueError for a name that is not in the table."""
     if name not in table:
         raise ValueError(f"unknown {what} {name!r}: it is one of {', '.join(table)}")
     return table[name]
 
 
 def _linear(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a Linear of this mode, from those that users write."""
+    """The keywords of a `Linear`, from a parallel mode and further options of a module.
+
+    Raises TypeError for an unknown option, ValueError for an unknown mode, or for tp options without a mode.
+    """
     if unknown := options.keys() - set(OPTIONS):
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {', '.join(OPTIONS)}")
-    given: dict[str, Any] = {name: options[name] for name in ("recipe", "overlap", "device") if name in options}
+    keywords: dict[str, Any] = {name: options[name] for name in ("recipe", "overlap", "device") if name in options}
     if options.get("params_dtype") is not None:
-        given["dtype"] = options["params_dtype"]
+        keywords["dtype"] = options["params_dtype"]
     group = options.get("tp_group")
     if mode not in MODES:
         raise ValueError(f"parallel_mode must be one of {MODES}; got {mode!r}")
@@ -48,9 +52,9 @@ def _linear(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
             "tp_group and sequence_parallel without a mode cut nothing: set parallel_mode, or set_parallel_mode=True"
         )
     if mode is None or group is None:
-        return given
+        return keywords
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
-    return given | parallel | {"sequence_parallel": options.get("sequence_parallel", False)}
+    return keywords | parallel | {"sequence_parallel": options.get("sequence_parallel", False)}
 
 
 def _norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, options: dict[str, Any]) -> nn.Module:
@@ -61,23 +65,27 @@ def _norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, 
     return norm
 
 
-class _Named(Sequential):
-    """With a norm first, whose output is returned last, where it is (`returns_norm`)."""
+class _WithNorm(Sequential):
+    """A Sequential that begins with a norm. returns_norm: the output of the norm is returned, too, as the last result."""
 
     returns_norm = False
 
     def forward(self, x: Any, *extra_inputs: Tensor) -> Any:
-        found = super().forward(x, *extra_inputs)
+        results = super().forward(x, *extra_inputs)
         if not self.returns_norm:
-            return found
-        y, normed, *biases = found
+            return results
+        y, normed, *biases = results
         return (y, *biases, normed)
 
 
-class LayerNormLinear(_Named):
-    """x -> Linear(norm(x)). `parallel_mode`: None, "column" or "row" over `tp_group`; further options: sequence_parallel,
-    recipe, overlap, device, params_dtype. Behind y come, with `return_bias`, the bias, which is not added, one of each sibling,
-    and, with `return_layernorm_output`, norm(x)."""
+class LayerNormLinear(_WithNorm):
+    """x -> Linear(norm(x)).
+
+    parallel_mode             None, "column" or "row" over `tp_group`
+    return_bias               the bias is not added but returned behind y, one for each sibling
+    return_layernorm_output   norm(x) is returned, too, as the last result
+    further options           tp_group, sequence_parallel, recipe, overlap, device, params_dtype
+    """
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], eps: float = 1e-5, *, bias: bool = True,
@@ -93,9 +101,13 @@ class LayerNormLinear(_Named):
         return names_of(self, "0", "layer_norm_") | names_of(self, str(1 + self.returns_norm), "")
 
 
-class LayerNormMLP(_Named):
-    """x -> Linear(act(Linear(norm(x)))). A gate, as swiglu, reads two siblings of ffn_hidden_size each. `set_parallel_mode`:
-    column- and row-parallel over `tp_group`; `return_bias`: of the second linear; further options as of `LayerNormLinear`."""
+class LayerNormMLP(_WithNorm):
+    """x -> Linear(act(Linear(norm(x)))). A gate such as swiglu reads two siblings of ffn_hidden_size features each.
+
+    set_parallel_mode   the first linear is column-parallel over `tp_group`, the second one row-parallel
+    return_bias         of the second linear
+    further options     as of `LayerNormLinear`
+    """
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, bias: bool = True, normalization: str = "LayerNorm",
@@ -166,22 +178,26 @@ class TransformerLayer(nn.Module):
         self.mlp = Sequential(*mlp, *drops, AddExtraInput())
 
     def te_names(self, fused: bool = False) -> TeNames:
-        """`fused`: q, k and v are one tensor."""
+        """fused: q, k and v are one tensor of TE."""
         attention, mlp = "self_attention.layernorm_qkv.", "layernorm_mlp."
-        found = names_of(self, "qkv.0", f"{attention}layer_norm_") | names_of(self, "proj.0", "self_attention.proj.")
+        names = names_of(self, "qkv.0", f"{attention}layer_norm_") | names_of(self, "proj.0", "self_attention.proj.")
         for name, joined in names_of(self, "qkv.1", "").items():
-            apart = zip(("query_", "key_", "value_"), joined.parts, strict=True)
             one = {attention + name: Joined(joined.parts, self.head)}
-            found |= one if fused else {attention + which + name: Joined((part,)) for which, part in apart}
-        for path, its in (("mlp.0", "layer_norm_"), ("mlp.1", "fc1_"), ("mlp.3", "fc2_")):
-            found |= names_of(self, path, mlp + its)
-        return found
+            three = zip(("query_", "key_", "value_"), joined.parts, strict=True)
+            names |= one if fused else {attention + which + name: Joined((part,)) for which, part in three}
+        for path, prefix in (("mlp.0", "layer_norm_"), ("mlp.1", "fc1_"), ("mlp.3", "fc2_")):
+            names |= names_of(self, path, mlp + prefix)
+        return names
 
     def forward(
         self, hidden_states: Tensor, *, batch: int | None = None, rotary_pos_emb: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """hidden_states [B, S, H], or tokens [B*S, H] (token shards under sequence parallelism) with `batch` = B -> the same
-        shape. `rotary_pos_emb`: cos and sin [S, head], in halves."""
+        """hidden_states [B, S, H], or tokens [B*S, H] with `batch` = B -> the same shape. Under sequence parallelism tokens are
+        this rank's shard. rotary_pos_emb: cos and sin [S, head]; the halves of a head are rotated together.
+
+        Raises ValueError for tokens without `batch`, tokens that are not B sequences of one length, and other shapes of cos,
+        sin.
+        """
         if (batch is None) != (hidden_states.dim() == 3):
             raise ValueError(
                 f"TransformerLayer: it is given {tuple(hidden_states.shape)} and batch {batch}: of [B, S, H] it knows the "
@@ -205,16 +221,16 @@ class TransformerLayer(nn.Module):
 
 
 def _check_rotary(given: Any, shape: tuple[int, int]) -> None:
-    """ValueError for what is not cos and sin of this shape."""
+    """ValueError unless `given` is a pair of tensors, cos and sin, of this shape."""
     if isinstance(given, Tensor) or [tuple(each.shape) for each in given] != [shape] * 2:
-        found = [given] if isinstance(given, Tensor) else given
+        tensors = [given] if isinstance(given, Tensor) else given
         raise ValueError(
             f"TransformerLayer: rotary_pos_emb must be cos and sin, each [S, head] = {list(shape)}; got "
-            f"{', '.join(str(list(each.shape)) for each in found)}"
+            f"{', '.join(str(list(each.shape)) for each in tensors)}"
         )
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, heads, S, head] turned by its position."""
-    turned = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], dim=-1)
-    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+    """Rotary position embedding of x [B, heads, S, head], with cos and sin [S, head]."""
+    rotated_half = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], dim=-1)
+    return x * cos.to(x.dtype) + rotated_half * sin.to(x.dtype)

@@ -1,9 +1,10 @@
-"""State dicts of LayerNormLinear, LayerNormMLP and TransformerLayer under the names of Transformer Engine, and back.
+"""State dicts of LayerNormLinear, LayerNormMLP and TransformerLayer from Transformer Engine (TE), and to it.
 
-    model.load_state_dict(from_te(model, state))     what was saved there, loaded here
-    other.load_state_dict(to_te(model))              what is here, loaded there
+    model.load_state_dict(from_te(model, state))     `state` was saved by TE's module
+    te_module.load_state_dict(to_te(model))
 
-Each module says by `te_names` which of its tensors are one of there. Siblings are one tensor there, one behind the other.
+A method `te_names` of each module maps names of TE's tensors to names of its own. Siblings, such as gate and up, are one tensor
+of TE, concatenated along the first dimension.
 """
 
 from __future__ import annotations
@@ -17,27 +18,32 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Joined(NamedTuple):
-    """Tensors that are one there, by name. `head`: rows of a head, where heads of a group of q, k and v are together."""
+    """The names of the tensors that one tensor of TE consists of.
+
+    head   0: they lie one behind the other; else the rows of a head: q, k and v are interleaved by groups of heads
+    """
 
     parts: tuple[str, ...]
     head: int = 0
 
 
-TeNames = dict[str, Joined]
+TeNames = dict[str, Joined]  # by TE's name
 
 
 def names_of(module: nn.Module, path: str, te: str) -> TeNames:
-    """Those of a norm or a Linear at `path`, all siblings as one; there they begin with `te`."""
-    found: dict[str, list[str]] = {}
+    """The parameters of the norm or Linear at `path`, all siblings as one tensor of TE. te: how TE's names begin."""
+    names: dict[str, list[str]] = {}
     for name, _ in module.get_submodule(path).named_parameters():
-        found.setdefault(te + name.partition("_")[0], []).append(f"{path}.{name}")
-    return {name: Joined(tuple(parts)) for name, parts in found.items()}
+        names.setdefault(te + name.partition("_")[0], []).append(f"{path}.{name}")
+    return {name: Joined(tuple(parts)) for name, parts in names.items()}
 
 
 def from_te(model: nn.Module, state: Mapping[str, Tensor], *, qkv_weight_interleaved: bool = True) -> dict[str, Tensor]:
-    """`state` under the names of `model`, which holds such modules or is one; other tensors as they are. What tp cuts may be
-    whole, or this rank's part, as each rank saves it there. q, k and v may be one tensor, in the order that
-    `qkv_weight_interleaved` says. States of recipes (`_extra_state`) are left out: `dlp.load_state_dict` has those of dlp.
+    """A state dict for `model`, which is or contains such modules, from one with TE's names.
+
+    A tensor that tp cuts may be whole in `state`, or this rank's part, as each rank of TE saves it. q, k and v may be one
+    tensor or three; qkv_weight_interleaved: the order of the one, as of TE's option. TE's states of recipes (`_extra_state`)
+    are left out: those of dlp are saved by `dlp.state_dict`. Tensors of other modules stay as they are.
 
     Raises ValueError for a tensor of another shape.
     """
@@ -49,7 +55,7 @@ def from_te(model: nn.Module, state: Mapping[str, Tensor], *, qkv_weight_interle
                 if tensor is not None:
                     names = [prefix + part for part in joined.parts]
                     head = joined.head if qkv_weight_interleaved else 0
-                    parts = _apart(prefix + name, tensor, [own[part] for part in names], head)
+                    parts = _split(prefix + name, tensor, [own[part] for part in names], head)
                     found.update(zip(names, parts, strict=True))
         for name in [name for name in found if name.startswith(prefix) and name.endswith("_extra_state")]:
             del found[name]
@@ -57,54 +63,60 @@ def from_te(model: nn.Module, state: Mapping[str, Tensor], *, qkv_weight_interle
 
 
 def to_te(model: nn.Module, *, fuse_qkv_params: bool = False, qkv_weight_interleaved: bool = True) -> dict[str, Tensor]:
-    """The state dict of `model` under the names of there: of what tp cuts, this rank's part, as each rank loads it there."""
+    """The state dict of `model` with TE's names: of tensors that tp cuts this rank's part, as each rank of TE loads it.
+
+    fuse_qkv_params          q, k and v become one tensor
+    qkv_weight_interleaved   its order, as of TE's option
+    """
     found = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
     for prefix, module in _named(model):
         for name, joined in module.te_names(fuse_qkv_params).items():  # type: ignore[operator]
-            if prefix + joined.parts[0] in found:  # else the module around it has named it
+            if prefix + joined.parts[0] in found:  # else `te_names` of the module around it has renamed it
                 parts = [found.pop(prefix + part) for part in joined.parts]
-                found[prefix + name] = _together(parts, joined.head if qkv_weight_interleaved else 0)
+                found[prefix + name] = _join(parts, joined.head if qkv_weight_interleaved else 0)
     return found
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with `te_names`, each with the prefix of its names in the state dict of `model`."""
     for path, module in model.named_modules():
         if hasattr(module, "te_names"):
             yield f"{path}." if path else "", module
 
 
-def _apart(name: str, tensor: Tensor, own: Sequence[Tensor], head: int) -> list[Tensor]:
-    """The parts of a tensor, as parameters of these shapes lie."""
-    here = [each.to_local() if isinstance(each, DTensor) else each for each in own]
-    shapes = {False: [each.shape for each in own], True: [each.shape for each in here]}
-    fits = {part: (sum(shape[0] for shape in its), *its[0][1:]) for part, its in shapes.items()}
-    part = next((part for part, shape in fits.items() if shape == tuple(tensor.shape)), None)
-    if part is None:
+def _split(name: str, tensor: Tensor, own: Sequence[Tensor], head: int) -> list[Tensor]:
+    """Split a tensor of TE, whole or this rank's part, into values for the parameters `own`. ValueError for other shapes."""
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in own]
+    shapes = {False: [each.shape for each in own], True: [each.shape for each in local]}  # by is_local
+    fits = {is_local: (sum(shape[0] for shape in its), *its[0][1:]) for is_local, its in shapes.items()}
+    is_local = next((is_local for is_local, shape in fits.items() if shape == tuple(tensor.shape)), None)
+    if is_local is None:
         raise ValueError(
             f"{name} is {tuple(tensor.shape)}; here it must be {fits[False]}, or of this rank {fits[True]}"
         )
-    rows = [shape[0] for shape in shapes[part]]
+    rows = [shape[0] for shape in shapes[is_local]]
     if head:
         groups = min(rows) // head
         shared = tensor.reshape(groups, -1, *tensor.shape[1:])
         parts = [each.reshape(-1, *tensor.shape[1:]) for each in shared.split([count // groups for count in rows], 1)]
     else:
         parts = list(tensor.split(rows))
-    return [_laid(each, like, part) for each, like in zip(parts, own, strict=True)]
+    return [_distributed(each, like, is_local) for each, like in zip(parts, own, strict=True)]
 
 
-def _laid(values: Tensor, like: Tensor, part: bool) -> Tensor:
-    """Values as `like` lies on its mesh; `part`: they are this rank's."""
+def _distributed(values: Tensor, like: Tensor, is_local: bool) -> Tensor:
+    """Values with the mesh and placements of `like`, if that is a DTensor. is_local: they are this rank's part."""
     if not isinstance(like, DTensor):
         return values
     mesh, placements = like.device_mesh, like.placements
-    if not part:
+    if not is_local:
         return distribute_tensor(values.to(mesh.device_type), mesh, placements, src_data_rank=None)
     values = values.to(mesh.device_type)
     return DTensor.from_local(values, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def _together(parts: Sequence[Tensor], head: int) -> Tensor:
+def _join(parts: Sequence[Tensor], head: int) -> Tensor:
+    """The inverse of `_split`: one tensor of TE."""
     if not head:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
     groups = min(part.shape[0] for part in parts) // head
