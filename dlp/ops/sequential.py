@@ -1,7 +1,7 @@
-"""Sequential: modules in order, in which neighbouring ops run as one fuser.
+"""Sequential: modules in order, in which groups of neighbouring ops run as one fuser each.
 
-A plain module ends a group, and so does an op with hooks or a `forward` of its own, or one that FSDP shards alone: it is called
-by itself.
+A group ends at a plain module, at an op with hooks or a `forward` of its own, and at an op that FSDP shards by itself: these
+are called as modules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sequential(nn.Module):
         named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], dict) else enumerate(modules)
         for name, module in named:
             self.add_module(str(name), module)  # type: ignore[arg-type]
-        self._groups_now()  # here, since compiled code does not make them
+        self._groups_now()  # here, since compiled code cannot make them
 
     # A list of modules
 
@@ -76,7 +76,7 @@ class Sequential(nn.Module):
         return self
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Modules behind it are numbered anew, but for those that were given names."""
+        """Insert a module before `index`. Numbers in names are renewed; other names stay."""
         named: list[Any] = list(self._modules.items())
         named.insert(index, ("0", module))
         self._renumber(named)
@@ -108,45 +108,47 @@ class Sequential(nn.Module):
             )
         outputs: list[Tensor] = []
         for group in groups:
-            taken, made = _extras(group)
-            x = group(x, *extra_inputs[at : at + taken])
-            at += taken
-            if made:
+            num_inputs, num_outputs = _num_extra(group)
+            x = group(x, *extra_inputs[at : at + num_inputs])
+            at += num_inputs
+            if num_outputs:
                 x, *more = x
                 outputs += more
         return (x, *outputs) if outputs else x
 
     @property
     def num_extra_inputs(self) -> int:
-        """How many extra inputs its ops take, those of sequences in it too."""
-        return sum(_extras(group)[0] for group in self._groups_now())
+        """The number of extra inputs of its ops, those of nested sequences included."""
+        return sum(_num_extra(group)[0] for group in self._groups_now())
 
     @property
     def num_extra_outputs(self) -> int:
-        return sum(_extras(group)[1] for group in self._groups_now())
+        """The number of extra outputs of its ops, those of nested sequences included."""
+        return sum(_num_extra(group)[1] for group in self._groups_now())
 
     def _groups_now(self) -> list[Any]:
-        """Fusers of neighbouring ops, and modules that are called."""
-        kept = vars(self).get("_groups")
-        if kept is not None and kept.holds([*self._modules.values()]):
-            return kept.groups
-        apart = [_apart(module) for module in self]
-        groups, run = list[Any](), list[tuple[str, FusibleOperation]]()
-        for (name, module), alone in zip([*self._modules.items(), ("", None)], [*apart, "the end"], strict=True):
-            if alone is None:
-                run.append((name, module))  # type: ignore[arg-type]
+        """The groups: an `OperationFuser` for each run of neighbouring ops, and the modules that are called."""
+        cached = vars(self).get("_groups")
+        if cached is not None and cached.is_valid([*self._modules.values()]):
+            return cached.groups
+        reasons = [_why_called(module) for module in self]
+        groups, neighbours = list[Any](), list[tuple[str, FusibleOperation]]()
+        for (name, module), why in zip([*self._modules.items(), ("", None)], [*reasons, "the end"], strict=True):
+            if why is None:
+                neighbours.append((name, module))  # type: ignore[arg-type]
                 continue
-            if run:
-                groups.append(_fuser(run))
-                run = []
+            if neighbours:
+                groups.append(_fuser(neighbours))
+                neighbours = []
             if module is not None:
                 groups.append(module)
-        vars(self)["_groups"] = _Groups(groups, self, apart)
+        vars(self)["_groups"] = _Groups(groups, self, reasons)
         return groups
 
     def plan(self) -> SequencePlan:
-        """Which ops run, in which groups, forward and backward, as of the last call; before that, as the sequence is."""
-        lines, at = [], iter(zip(self._modules.items(), [_apart(module) for module in self], strict=True))
+        """Which ops run in which groups, forward and backward, in the last call; before the first, without knowledge of recipes
+        and gradients."""
+        lines, at = [], iter(zip(self._modules.items(), [_why_called(module) for module in self], strict=True))
         for group in self._groups_now():
             if isinstance(group, OperationFuser):
                 lines.append(group_plan(group))
@@ -157,21 +159,25 @@ class Sequential(nn.Module):
 
 
 class _Groups:
-    """Groups of a sequence, and what they hold for: its modules, whoever put them there, and owners of its ops, none of which
-    gets hooks or another `forward`, or is sharded, which changes its class. Where one is apart already, groups are made anew
-    with each call that finds other reasons."""
+    """The groups of a sequence, with the facts that they were made from.
 
-    def __init__(self, groups: list[Any], modules: Iterable[nn.Module], apart: Sequence[str | None]) -> None:
-        self.groups, self.apart, self.modules = groups, list(apart), list(modules)
+    reasons     by module: why it is called as a module; None: it runs in a fuser
+    owners      the modules that must have no hooks and no other `forward`, with their classes, which FSDP changes
+    all_fused   all ops run in fusers, so that checking `owners`, which is fast, is enough
+    """
+
+    def __init__(self, groups: list[Any], modules: Iterable[nn.Module], reasons: Sequence[str | None]) -> None:
+        self.groups, self.reasons, self.modules = groups, list(reasons), list(modules)
         ops = [module for module in self.modules if isinstance(module, FusibleOperation)]
         self.owners = [(owner, type(owner)) for op in ops for owner in _called(op)]
-        self.plain = all(why is None for module, why in zip(self.modules, apart, strict=True) if module in ops)
+        self.all_fused = all(why is None for module, why in zip(self.modules, reasons, strict=True) if module in ops)
 
-    def holds(self, modules: Sequence[Any]) -> bool:
+    def is_valid(self, modules: Sequence[Any]) -> bool:
+        """Whether these modules would still be grouped in the same way. Called with every call of the sequence."""
         if modules != self.modules:
             return False
-        if not self.plain:
-            return [_apart(module) for module in modules] == self.apart
+        if not self.all_fused:
+            return [_why_called(module) for module in modules] == self.reasons
         for owner, kind in self.owners:
             if type(owner) is not kind or "forward" in owner.__dict__:
                 return False
@@ -180,20 +186,20 @@ class _Groups:
         return True
 
 
-def _extras(group: Any) -> tuple[int, int]:
-    """How many extra inputs it takes, and how many extra outputs it has."""
+def _num_extra(group: Any) -> tuple[int, int]:
+    """The numbers of extra inputs and of extra outputs of a group."""
     if isinstance(group, OperationFuser | Sequential):
         return group.num_extra_inputs, group.num_extra_outputs
     return (group.basic_extra_inputs, group.basic_extra_outputs) if isinstance(group, FusibleOperation) else (0, 0)
 
 
 def _hooks(owner: nn.Module) -> Any:
-    """Those of a module, none of which would be called where its op runs in a fuser; falsy: it has none."""
+    """The hooks of a module, which would not be called if its op ran in a fuser; falsy: it has none."""
     return owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
 
 
-def _apart(module: Any) -> str | None:
-    """Why a module is called by itself; None for an op that runs with its neighbours."""
+def _why_called(module: Any) -> str | None:
+    """Why a module is called as such and ends a group; None for an op that runs in a fuser."""
     if not isinstance(module, FusibleOperation):
         return "no op: it ends a group"
     for owner in _called(module):
@@ -207,32 +213,34 @@ def _apart(module: Any) -> str | None:
 
 
 def _called(op: FusibleOperation) -> list[nn.Module]:
-    """The modules that are called where an op is called by itself."""
+    """The modules whose `forward` is called if an op is called as a module."""
     return list(dict.fromkeys([op, *op.owners]))
 
 
-def _fuser(run: list[tuple[str, FusibleOperation]]) -> OperationFuser:
+def _fuser(neighbours: list[tuple[str, FusibleOperation]]) -> OperationFuser:
+    """The fuser of neighbouring ops, by name."""
     names = [
         f"{name} ({type(op).__name__}{'' if basic is op else f': {type(basic).__name__}'})"
-        for name, op in run
+        for name, op in neighbours
         for basic in op.expanded
     ]
-    ops = [op for _, op in run]
+    ops = [op for _, op in neighbours]
     check_halves(ops, names)
     return OperationFuser(ops, names)
 
 
-def _makes_features(op: FusibleOperation) -> bool:
-    """Whether features behind it are others than those before it."""
+def _changes_features(op: FusibleOperation) -> bool:
+    """Whether the last dimension of its output is another one than that of its input."""
     return isinstance(op, BasicLinear | Reshape) or hasattr(op, "halves")
 
 
 def check_halves(ops: list[FusibleOperation], names: list[str]) -> None:
-    """ValueError for one tensor that a gate cuts in halves where tp has cut it already: a rank would have the gate only."""
+    """ValueError for a gate that cuts the output of a column-parallel linear in halves: tp has cut it, so that the first ranks
+    have the gate and the others have up."""
     for place, gate in enumerate(ops):
         if not hasattr(gate, "halves"):
             continue
-        before = next((op for op in reversed(ops[:place]) if _makes_features(op)), None)
+        before = next((op for op in reversed(ops[:place]) if _changes_features(op)), None)
         spec = before.core.spec if isinstance(before, BasicLinear) else None
         if spec is not None and spec.style.cut_dy == 1 and spec.tp > 1 and len(spec.members) == 1:
             raise ValueError(
