@@ -1,9 +1,8 @@
-"""dlp.ops: models of small operations that run as fused ones, different ones forward and backward (docs/ops.md).
+"""dlp.ops: models of small operations, which are fused differently in forward and in backward (docs/ops.md).
 
-The names are those of `transformer_engine.pytorch.ops`. What stands here is public.
+The names are those of `transformer_engine.pytorch.ops`. All names of `__all__` are public.
 """
 
-# bases, for ops and fusions of one's own
 from dlp.kernels.ops import Produced
 from dlp.ops.basic.activations import GEGLU, GELU, GLU, ReGLU, ReLU, SiLU, SReLU, SwiGLU
 from dlp.ops.basic.arithmetic import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Reshape

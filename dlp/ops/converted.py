@@ -1,4 +1,4 @@
-"""Converted: linears that `dlp.convert` made, as an op. Their parameters, names and recipes stay where they are."""
+"""Converted: an op that runs linears which `dlp.convert` made. Their parameters, names and recipes stay in those modules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dlp.parallel.linear.modules import ConvertedLinear
 
 
 class Converted(Linear):
-    """One linear, or siblings in their order, which return a tuple. A `Linear` in all else: row-parallel ones are summed over
-    tp, then their bias is added. Made after conversion; where a linear has hooks, it is called as a module.
+    """One converted linear, or all siblings in their order, which return a tuple. In all else as `Linear`: a row-parallel one
+    is summed over tp, and then its bias is added. It must be made after conversion. Linears with hooks are called as modules.
 
-    Raises ValueError for modules that are no converted linears, some of several siblings, and linears with a prologue or
-    `return_bias`, which are called otherwise than by an x.
+    Raises ValueError for modules that are not converted linears, for some only of several siblings, and for linears with a
+    prologue or `return_bias`, which take or return more than x and y.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -44,9 +44,9 @@ class Converted(Linear):
         return linears
 
     def reset_parameters(self) -> None:
-        """Nothing: its linears have their own."""
+        """Nothing: the converted linears have their own `reset_parameters`."""
 
     def forward(self, x: Any) -> Any:  # type: ignore[override]
-        """The modules themselves."""
+        """Call the converted linears as modules."""
         ys = tuple([linear(x) for linear in self.owners])
         return ys if len(ys) > 1 else ys[0]

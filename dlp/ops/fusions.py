@@ -1,10 +1,10 @@
-"""Fusions: functions that replace some ops of a sequence by fused ones, in one direction or in both.
+"""Fusions: functions that replace ops of a sequence by fused ones, in one direction or in both.
 
-    func(ops, *, recipe) -> ops     `recipe`: that of the first linear, None where there is none
+    func(ops, *, recipe) -> ops     `recipe`: that of the first linear, None if there is none
 
-What comes back must expand to the same basic ops in order. Those of `dlp.ops.fused`, one file each, come first; then
-registered ones, in order, `prepend=True` before all. A plan is made when a fuser first runs in a state (`dlp.ops.fuser`), so
-registering reaches plans that are made afterwards.
+The ops that a fusion returns must expand to the same basic ops in the same order. The fusions of `dlp.ops.fused`, one file
+each, are applied first, then registered ones in their order; `prepend=True` puts one before all others. Registering a fusion
+makes all fusers plan anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Match = Sequence[Any]
 
 @dataclass
 class Fusions:
-    """The registered ones, by direction. `version`: plans of another one are old."""
+    """The registered fusions, by direction. version: counts registrations; plans that were made at another one are not used."""
 
     forward: list[Fusion] = field(default_factory=list)
     backward: list[Fusion] = field(default_factory=list)
@@ -33,8 +33,8 @@ class Fusions:
     def add(self, which: str, func: Fusion, prepend: bool) -> None:
         if not callable(func):
             raise TypeError(f"a fusion is a function of ops; got {type(func).__name__}")
-        found: list[Fusion] = getattr(self, which)
-        found.insert(0 if prepend else len(found), func)
+        fusions: list[Fusion] = getattr(self, which)
+        fusions.insert(0 if prepend else len(fusions), func)
         self.version += 1
 
 
@@ -42,7 +42,7 @@ REGISTERED = Fusions()
 
 
 def load_shipped() -> None:
-    """Register those that dlp ships, by listing their folder: with `dlp.ops`, before anyone registers others."""
+    """Register the fusions of `dlp.ops.fused`: each module of that folder registers its own when it is imported."""
     folder = Path(__file__).parent / "fused"
     for name in sorted(module.name for module in pkgutil.iter_modules([str(folder)])):
         importlib.import_module(f"dlp.ops.fused.{name}")
@@ -59,32 +59,35 @@ def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
 
 
 def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> None:
-    """Apply `func` to the ops of both."""
+    """Apply `func` to the ops of forward passes and to those of backward passes."""
     for which in ("forward", "backward"):
         REGISTERED.add(which, func, prepend)
 
 
 def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
-    """The ops of one direction. RuntimeError where a fusion loses, adds or moves a basic op. `notes`: takes what was not
-    fused, and why."""
+    """Apply all fusions of a direction to basic ops, and return the resulting ops. notes: gets a line for each pattern that
+    matches and is not fused, with the reason.
+
+    Raises RuntimeError for a fusion that loses, adds or moves a basic op.
+    """
     ops: Ops = list(basic_ops)
     for func in getattr(REGISTERED, which):
         name = f"{which} fusion {getattr(func, '__name__', func)}"
         try:
-            its = func(ops, recipe=recipe, notes=notes) if isinstance(func, Pattern) else func(ops, recipe=recipe)
+            fused = func(ops, recipe=recipe, notes=notes) if isinstance(func, Pattern) else func(ops, recipe=recipe)
         except Exception as error:
             error.add_note(f"in {name}")
             raise
         due = f"{name} must return ops that expand to [{_names(basic_ops)}]"
-        if not isinstance(its, Sequence) or any(isinstance(op, type) or not hasattr(op, "basic_ops") for op in its):
-            raise RuntimeError(f"{due}; it returned {its!r}")
-        ops = list(its)
-        found = [basic for op in ops for basic in op.basic_ops]
-        pairs = enumerate(zip_longest(found, basic_ops))
-        other = next((place for place, (mine, its) in pairs if mine is not its), None)
-        if other is not None:
+        if not isinstance(fused, Sequence) or any(isinstance(op, type) or not hasattr(op, "basic_ops") for op in fused):
+            raise RuntimeError(f"{due}; it returned {fused!r}")
+        ops = list(fused)
+        expanded = [basic for op in ops for basic in op.basic_ops]
+        pairs = enumerate(zip_longest(expanded, basic_ops))
+        moved = next((i for i, (op, expected) in pairs if op is not expected), None)
+        if moved is not None:
             raise RuntimeError(
-                f"{due}; it returned [{_names(ops)}], which expand to [{_names(found)}]: op {other} is lost, added or moved"
+                f"{due}; it returned [{_names(ops)}], which expand to [{_names(expanded)}]: op {moved} is lost, added or moved"
             )
     return ops
 
@@ -95,7 +98,7 @@ def _names(ops: Ops) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """An op of a pattern: of this class exactly, or of a subclass."""
+    """One element of a pattern: an instance of this class."""
 
     kind: type
     optional: bool = False
@@ -106,9 +109,9 @@ def maybe(kind: type) -> Step:
 
 
 class Pattern:
-    """A fusion of neighbours: the longest run of ops of these classes becomes `make(*ops)`, an op of dlp's own.
+    """A fusion that replaces neighbouring ops of these classes, one of each, by the fused op `make(*ops)`.
 
-    obstacle   of matched ops: why they are not fused, None: they are
+    obstacle   takes the matched ops; returns why they cannot be fused, None if they can
     """
 
     def __init__(
@@ -118,25 +121,26 @@ class Pattern:
         self.steps = [step if isinstance(step, Step) else Step(step) for step in steps]
 
     def __call__(self, ops: Ops, *, recipe: Any = None, notes: list[str] | None = None) -> Ops:
-        made, at = [], 0
+        fused, at = [], 0
         while at < len(ops):
             match = self._match(ops[at:])
             why = self.obstacle(*match) if match else None
             if match and why is None:
-                made.append(self.make(*match))
+                fused.append(self.make(*match))
                 at += len(match)
                 continue
             if why and notes is not None:
                 notes.append(f"{_names(match)}: {why}")
-            made.append(ops[at])
+            fused.append(ops[at])
             at += 1
-        return made
+        return fused
 
     def _match(self, ops: Ops) -> Match:
-        found: list[Any] = []
+        """The first ops, if they match the pattern, with all optional ones that are there; else nothing."""
+        matched: list[Any] = []
         for step in self.steps:
-            if len(found) < len(ops) and isinstance(ops[len(found)], step.kind):
-                found.append(ops[len(found)])
+            if len(matched) < len(ops) and isinstance(ops[len(matched)], step.kind):
+                matched.append(ops[len(matched)])
             elif not step.optional:
                 return ()
-        return found
+        return matched
