@@ -1,10 +1,11 @@
-"""What does not change between calls of a fuser with like tensors, and what one pass has beside.
+"""What a fuser remembers between calls, and the state of one call.
 
-    FuserPlan    which ops run in which direction, in one state of a fuser
-    FuserCall    made by the first call with such tensors: a plan, its linears as they run, the launches that were captured
+    FuserPlan    which ops run in which direction; one for each state of the fuser (recipes, who needs gradients, dtype, ...)
+    FuserCall    one for each set of shapes, strides and dtypes: its plan, its linears, its captured launches
     Pass         one forward, and the backward that belongs to it
 
-A further call looks up its `FuserCall` by all that a pass depends on, and no op is asked anything.
+The first call with such tensors makes the `FuserCall`. Further calls find it by a key of all that a pass depends on
+(`OperationFuser._run`), and ask the ops nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlp.ops.captured import Direction, Kept, Returned
+from dlp.ops.captured import Direction, ReplayEntry, ReplayResults
 from dlp.ops.context import OperationContext
 from dlp.parallel.linear.core import reads_w
 from dlp.parallel.linear.state import BoundSpec
 
 
 class Placed(NamedTuple):
-    """An op of one direction, and the places of its basic ops."""
+    """An op of one direction, and the indices of its basic ops in the fuser."""
 
     op: Any
     places: tuple[int, ...]
@@ -32,48 +33,74 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class FuserPlan:
-    """What one state of a fuser runs.
+    """What a fuser runs in one of its states.
 
-    needs_dx, learns   by basic op: whether the gradient of its input, whether any of it or before it is needed
-    quantizers         by basic op: those that will cast its dx (of the op before) and its y (of the op behind)
-    shards             ops that read their own parameters, some of which are DTensors
-    sums               what sums gradients of ops over tp
-    ends               places of the linears that finish their backward behind its launches
-    notes              what is not fused, and why
+    forward, backward   the ops of each direction, in the order of forward
+    needs_dx            by basic op: whether the gradient of its input is needed
+    needs_backward      by basic op: whether a gradient of it, or of an op before it, is needed
+    quantizers          by basic op: (of the op before, which will cast dx; of the op behind, which will cast y); None: no cast
+    shards              ops that have DTensors among their own parameters
+    sums                the coalesced sums of gradients over tp (`tp_sums`) of ops that need gradients
+    with_end_backward   indices of the linears whose `end_backward` is called after a backward
+    notes               lines for the printed plan: what is not fused, and why
+    captured            the captured launches of forward and of backward
+    num_parameters      by basic op
     """
 
     forward: Sequence[Placed]
     backward: Sequence[Placed]
     needs_dx: Sequence[bool]
-    learns: Sequence[bool]
+    needs_backward: Sequence[bool]
     quantizers: Sequence[tuple[Any, Any]]
     shards: Sequence[Any]
     sums: Sequence[Any]
-    ends: Sequence[int]
+    with_end_backward: Sequence[int]
     notes: Sequence[str]
     captured: tuple[Direction, Direction]
     num_parameters: Sequence[int]
 
 
 class LinearCall(NamedTuple):
-    """A linear of a fuser, as it runs. `place`: among the ops; `weights`: its own among the tensors of a pass, `learns`: which
-    of them do."""
+    """A linear of a fuser, and the spec that it runs under.
+
+    place      its index among the basic ops
+    weights    where its weights are among the tensors of a pass
+    needs_dw   by weight: whether its gradient is needed
+    """
 
     op: Any
     place: int
     bound: BoundSpec
     weights: slice
-    learns: Sequence[bool]
+    needs_dw: Sequence[bool]
+
+
+class ResultLayout(NamedTuple):
+    """How the flat list that a forward returns is divided: outputs, extra outputs, tensors that the ops save.
+
+    num_outputs   1, or as many as the tuple of siblings has
+    many          the output is a tuple
+    num_saved     by basic op
+    num_results   outputs and extra outputs
+    """
+
+    num_outputs: int = 1
+    many: bool = False
+    num_saved: Sequence[int] = ()
+    num_results: int = 1
 
 
 @dataclass(eq=False)
 class FuserCall:
-    """A fuser, called with tensors like those at hand. It holds no tensors.
+    """What calls of a fuser with tensors of equal shapes, strides and dtypes have in common. It holds no tensors.
 
-    dtype, many, num_inputs   of the input, which is a tuple or not
-    learning                  places, among the linears, of those of which backward makes a gradient, and whether it reads w
-    layouts                   of tensors that are DTensors; none: there are no such
-    forward, back             captured launches: of forward, and of backward by how its gradients lie
+    members             the basic ops (`dlp.ops.passes.Members`)
+    dtype               of x
+    many, num_inputs    whether x is a tuple of siblings, and of how many tensors
+    layouts             for each tensor of a pass the DTensorSpec, None for a plain one; empty if all are plain
+    bounds              the specs of the linears
+    backward_linears    the linears that run in backward: (index among the linears, the linear, whether its dgrad reads w)
+    forward, backward   captured launches, of backward by the layout of its gradients
     """
 
     members: Any
@@ -83,21 +110,23 @@ class FuserCall:
     num_inputs: int
     layouts: Sequence[Any]
     bounds: Sequence[BoundSpec] = ()
-    learning: Sequence[tuple[int, LinearCall, bool]] = ()
-    forward: Kept | None = None
-    back: dict[Any, Kept] = field(default_factory=dict)
-    plan: FuserPlan = None  # type: ignore[assignment]  # made of the contexts that such a call has
+    backward_linears: Sequence[tuple[int, LinearCall, bool]] = ()
+    forward: ReplayEntry | None = None
+    backward: dict[Any, ReplayEntry] = field(default_factory=dict)
+    plan: FuserPlan = None  # type: ignore[assignment]  # set by `follow`: a plan is made of the contexts of such a call
 
     def follow(self, plan: FuserPlan) -> None:
+        """Run by this plan."""
         self.plan, self.bounds = plan, [each.bound for each in self.linears]
-        self.learning = [
-            (i, each, reads_w(each.bound.spec.recipe, plan.needs_dx[each.place], any(each.learns)))
+        self.backward_linears = [
+            (i, each, reads_w(each.bound.spec.recipe, plan.needs_dx[each.place], any(each.needs_dw)))
             for i, each in enumerate(self.linears)
-            if plan.learns[each.place]
+            if plan.needs_backward[each.place]
         ]
 
 
 def layouts_of(tensors: Sequence[Any]) -> list[Any]:
+    """For each tensor its DTensorSpec, None for a plain one; empty if all are plain."""
     spread = any(isinstance(tensor, DTensor) for tensor in tensors)
     return [t._spec if isinstance(t, DTensor) else None for t in tensors] if spread else []
 
@@ -106,20 +135,24 @@ def layouts_of(tensors: Sequence[Any]) -> list[Any]:
 class Pass:
     """One forward of a fuser, and the backward that belongs to it.
 
-    scales, sides      by linear: of its session, and the operands that there were before, if there were
-    given, parts       of forward: this rank's tensors, and by linear what it reads of its weights
-    reads, addresses   these without repetition; `same`: of which each one is (`once`)
-    kwargs             of ops, where some have some
-    ctxs               of the ops, where they were needed
-    returned           how the launches of forward were, where they ran
-    moved              something may bring saved tensors back in other memory
-    layout             how many outputs, whether they are a tuple, how many tensors each op saves, and results in all
+    record             whether autograd records
+    scales             by linear: the scales of its session when forward ran
+    weight_parts       by linear: its weights as they were cast before the pass (`WeightParts`); None: it casts them itself
+    given              this rank's tensors: inputs, parameters, extra inputs. Dropped after forward, as are the next four
+    parts              by linear: the tensors that its fprop reads of its weights
+    reads, addresses   all of `given` and `parts` without repetition, and their addresses
+    same               where some are repeated: for each, its index in `reads` (`deduplicated`)
+    kwargs             keywords of ops, by op; None: no op has some
+    ctxs               the contexts of the ops; None: launches were replayed, and no op has run
+    replayed           the results of the captured launches of forward; None: they did not run
+    moved              saved-tensor hooks may bring saved tensors back in other memory
+    layout             how the results of forward are divided
     """
 
     call: FuserCall
     record: bool
     scales: Sequence[Any]
-    sides: Sequence[Any]
+    weight_parts: Sequence[Any]
     given: Sequence[Any]
     parts: Sequence[Sequence[Tensor]]
     reads: Sequence[Tensor]
@@ -127,36 +160,38 @@ class Pass:
     same: tuple[int, ...] = ()
     kwargs: Sequence[Mapping[str, Any]] | None = None
     ctxs: list[Any] | None = None
-    returned: Returned | None = None
+    replayed: ReplayResults | None = None
     moved: bool = True
-    layout: tuple[int, bool, Sequence[int], int] = (1, False, (), 1)
+    layout: ResultLayout = ResultLayout()
 
     def contexts(self) -> list[Any]:
-        """Those of the ops, as forward has left them."""
+        """The contexts of the ops, as forward has left them: made now if launches were replayed."""
         if self.ctxs is None:
             self.ctxs = [OperationContext() for _ in self.call.members.ops]
             for i, each in enumerate(self.call.linears):
                 ctx: Any = self.ctxs[each.place]
                 ctx.bound, ctx.record, ctx.scales = each.bound, self.record, self.scales[i]
-                ctx.dtype, ctx.sides, ctx.learns = self.call.dtype, self.sides[i], each.learns
-                ctx.given = self.given[each.weights], self.parts[i] if self.parts else ()
+                ctx.dtype, ctx.weight_parts, ctx.needs_dw = self.call.dtype, self.weight_parts[i], each.needs_dw
+                ctx.pass_tensors = self.given[each.weights], self.parts[i] if self.parts else ()
             plan = self.call.plan
-            for ctx, learns, needs_dx in zip(self.ctxs, plan.learns, plan.needs_dx, strict=True) if plan else ():
-                ctx.requires_grad, ctx.needs_dx = learns, needs_dx
-            for ctx, own in zip(self.ctxs, self.returned.attributes, strict=True) if self.returned else ():
+            for i, ctx in enumerate(self.ctxs if plan else ()):
+                ctx.requires_grad, ctx.needs_dx = plan.needs_backward[i], plan.needs_dx[i]
+            for ctx, own in zip(self.ctxs, self.replayed.attributes, strict=True) if self.replayed else ():
                 vars(ctx).update(own)
         return self.ctxs
 
     def drop(self) -> None:
-        """Let go of what forward alone reads."""
+        """Release the tensors that only forward reads."""
         self.given = self.parts = self.reads = self.addresses = ()
         for ctx in self.ctxs or ():
-            ctx.given = ctx.dirty = ()
+            ctx.pass_tensors = ctx.dirty = ()
 
 
-def once(reads: Sequence[Tensor], addresses: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[int], tuple[int, ...]]:
-    """The tensors without those whose address another has, their addresses, and, where there are some, for each tensor the
-    place of the one that stands for it."""
+def deduplicated(
+    reads: Sequence[Tensor], addresses: Sequence[int]
+) -> tuple[Sequence[Tensor], Sequence[int], tuple[int, ...]]:
+    """One tensor for each address, the addresses, and for each given tensor the index of the one with its address; no indices
+    where all addresses differ."""
     if len(set(addresses)) == len(addresses):
         return reads, addresses, ()
     distinct = dict(zip(addresses, reads, strict=True))

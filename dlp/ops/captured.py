@@ -1,10 +1,12 @@
-"""A direction of a whole fuser as captured launches, like that of one linear (`dlp.parallel.linear.capture`).
+"""Forward or backward of a whole fuser as captured launches, as of one linear in `dlp.parallel.linear.capture`.
 
-    first call      the ops, as everywhere else
-    second call     the same, watched: what they launch is taken down (`dlp.kernels.captured`), and the launches run
-    further calls   memory for the results, one call into C++; with collectives, one for each stretch of launches
+    first call      runs the ops
+    second call     records what the ops launch (`dlp.kernels.captured`), and runs the launches
+    further calls   allocate the results and replay the launches in one native call; collectives and operations of torch split
+                    it into several
 
-It needs ops of which all is launches of this package, and collectives between them. Why a direction is none, its plan says.
+This needs ops that only launch kernels of this package, call collectives and operations of torch by `dlp.kernels.launches`, and
+take views. The printed plan says why a direction is not captured.
 """
 
 from __future__ import annotations
@@ -25,177 +27,204 @@ from dlp.parallel.linear.capture import SEEN, CapturedDirections
 
 Flat = list[Tensor | None]
 Key = tuple[Any, ...]
-Place = int | None  # among what launches make (>= 0), among what they are given (-1 - place), or nowhere
+# Where a result is: i >= 0: tensor i that launches allocate; -1 - i: tensor i that they read; None: there is no result.
+Place = int | None
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Returned:
-    """Of captured launches: the place of each flat result, and the shapes of those that are seen in another; the places of what
-    was written to; and of each context, what its op has set in it beside tensors."""
+class ReplayResults:
+    """What the ops returned when their launches were recorded, without tensors.
+
+    places       of each result of the flat list
+    shapes       (index, shape) of the results that are views of another shape
+    dirty        indices of the tensors, among those read, that the ops wrote to
+    attributes   by context: what its op has set in it, beside tensors
+    """
 
     places: list[Place]
     shapes: list[tuple[int, Shape]]
     dirty: tuple[int, ...]
     attributes: tuple[dict[str, Any], ...]
 
-    def flat(self, made: Sequence[Tensor], reads: Sequence[Tensor]) -> Flat:
-        """Results that launches made, and tensors that they were given, as the ops return them."""
-        flat = [None if at is None else made[at] if at >= 0 else reads[-1 - at] for at in self.places]
+    def flat(self, allocated: Sequence[Tensor], reads: Sequence[Tensor]) -> Flat:
+        """The results as the ops return them, of the tensors that launches allocated and read."""
+        flat = [None if at is None else allocated[at] if at >= 0 else reads[-1 - at] for at in self.places]
         for i, shape in self.shapes:
             flat[i] = flat[i].view(shape)  # type: ignore[union-attr]
         return flat
 
 
-class Kept(NamedTuple):
-    """Captured launches, which are good for as long as their directions are."""
+class ReplayEntry(NamedTuple):
+    """Captured launches and their results; valid as long as the layers still have these `directions` in their caches."""
 
     directions: CapturedDirections
     launches: CapturedLaunches
-    returned: Returned
+    results: ReplayResults
 
 
 class Direction:
-    """One direction of one plan. `why`: why it is not captured, whatever comes; `linears`: those in it, which name the range of
-    its launches. `bounds`: theirs; its launches go when any of these forgets its own: a table of scales has moved."""
+    """One direction of one plan, and its captured launches.
 
-    def __init__(self, name: str, ops: str, why: str, linears: str) -> None:
-        self.name, self.ops, self.why = name, ops, why
+    name       "forward" or "backward"
+    ops        the names of the ops, for messages
+    obstacle   why this direction is never captured; empty: it can be
+    linears    the names of the linears in it, for the named range of its launches
+    captured   the launches found so far. Each linear has the same object in its cache of calls, and drops it when memory that
+               launches read moves, as tables of scales do: then this direction is captured anew
+    entries    captured launches by all that they depend on
+    """
+
+    def __init__(self, name: str, ops: str, obstacle: str, linears: str) -> None:
+        self.name, self.ops, self.obstacle = name, ops, obstacle
         self.range = f"{linears or ops}.{name}"
         self.captured: CapturedDirections | None = None
-        self.returned: dict[Key, Kept] = {}  # by all that they depend on
+        self.entries: dict[Key, ReplayEntry] = {}
 
-    def again(
-        self, kept: Kept, bounds: Sequence[Any], reads: Sequence[Tensor], addresses: Sequence[int]
+    def replay(
+        self, entry: ReplayEntry, bounds: Sequence[Any], reads: Sequence[Tensor], addresses: Sequence[int]
     ) -> Flat | None:
-        """What launches return that were captured of tensors like these; None: they may not run."""
-        directions, launches, returned = kept
+        """Run captured launches on these tensors and return their results; None if they may not run now."""
         for bound in bounds:
-            if bound.calls.get(self) is not directions:
+            if bound.calls.get(self) is not entry.directions:
                 return None
-        why = directions.obstacle()
+        why = entry.directions.obstacle()
         if why:
-            directions.passed[self.name] = why
+            entry.directions.passed[self.name] = why
             return None
         with named_range(self.range):
-            return returned.flat(launches(reads, addresses), reads)
+            return entry.results.flat(entry.launches(reads, addresses), reads)
 
     def run(
         self, ctxs: Sequence[Any], bounds: Sequence[Any], reads: Sequence[Tensor], addresses: Sequence[int], key: Key,
         compute: Callable[[], Flat],
-    ) -> tuple[Flat, Kept | None]:  # fmt: skip
-        """What `compute` returns, which reads these tensors, and its launches, where they ran. `key`: what it depends on beside
-        these tensors."""
-        captured = self._captured(bounds, reads[0])
+    ) -> tuple[Flat, ReplayEntry | None]:  # fmt: skip
+        """The results of `compute`, which runs the ops; and the captured launches, if these made the results.
+
+        reads, addresses   the tensors that the ops read, without repetition
+        key                what the launches depend on beside the shapes, strides, dtypes and alignment of these
+        """
+        captured = self._directions(bounds, reads[0])
         if not captured.possible[self.name]:
             return compute(), None
         rounds = reads[0].dtype is torch.float32 and multiplies_tf32(reads[0])
         key = (self.name, key, rounds, *shape_keys(reads, addresses))
-        kept = self.returned.get(key)
-        if kept is not None:
-            flat = self.again(kept, bounds, reads, addresses)
+        entry = self.entries.get(key)
+        if entry is not None:
+            flat = self.replay(entry, bounds, reads, addresses)
             if flat is None:
                 return compute(), None
-            for ctx, own in zip(ctxs, kept.returned.attributes, strict=True):
+            for ctx, own in zip(ctxs, entry.results.attributes, strict=True):
                 vars(ctx).update(own)
-            return flat, kept
+            return flat, entry
         found = captured.found.get(key)
         if isinstance(found, str) and found is not SEEN:
             return compute(), None
-        by_ops, noted = list[Flat](), list[Returned]()
+        computed, recorded = list[Flat](), list[ReplayResults]()
 
         def run() -> list[Tensor]:
             before = [set(vars(ctx)) for ctx in ctxs]
-            flat, made = compute(), list[Tensor]()
+            flat = compute()
             if not is_recording():
-                by_ops.append(flat)
-                return made
-            places = [_place(result, made, reads) for result in flat]
-            found = zip(places, flat, strict=True)
-            lie_in = [None if at is None else made[at] if at >= 0 else reads[-1 - at] for at, _ in found]
-            shapes = [
-                (i, tuple(result.shape))
-                for i, (result, its) in enumerate(zip(flat, lie_in, strict=True))
-                if result is not None and its is not None and result.shape != its.shape
-            ]
-            noted.append(Returned(places, shapes, *_written(ctxs, before, reads)))
-            return made
+                computed.append(flat)
+                return []
+            results, allocated = _results_of(flat, ctxs, before, reads)
+            recorded.append(results)
+            return allocated
 
-        made = captured.run(key, reads, run)
-        if by_ops:
-            return by_ops[0], None
-        if not noted:  # another thread has captured them meanwhile
+        allocated = captured.run(key, reads, run)
+        if computed:
+            return computed[0], None
+        if not recorded:  # another thread has captured these launches meanwhile
             return compute(), None
-        recorded = captured.found[key]
-        assert isinstance(recorded, CapturedLaunches)
-        kept = self.returned[key] = Kept(captured, recorded, noted[0])
-        return noted[0].flat(made, reads), kept
+        launches = captured.found[key]
+        assert isinstance(launches, CapturedLaunches)
+        entry = self.entries[key] = ReplayEntry(captured, launches, recorded[0])
+        return recorded[0].flat(allocated, reads), entry
 
-    def _captured(self, bounds: Sequence[Any], x: Tensor) -> CapturedDirections:
-        kept = self.captured
-        if kept is not None:
+    def _directions(self, bounds: Sequence[Any], x: Tensor) -> CapturedDirections:
+        """What is captured so far; nothing if a linear has dropped it."""
+        captured = self.captured
+        if captured is not None:
             for bound in bounds:
-                if bound.calls.get(self) is not kept:
+                if bound.calls.get(self) is not captured:
                     break
             else:
-                return kept
-        kept = self.captured = CapturedDirections(self.ops, bounds, {self.name: self.why}, x)
-        self.returned.clear()
+                return captured
+        captured = self.captured = CapturedDirections(self.ops, bounds, {self.name: self.obstacle}, x)
+        self.entries.clear()
         for bound in bounds:
-            bound.calls[self] = kept
-        return kept
+            bound.calls[self] = captured
+        return captured
 
     def forget(self) -> None:
-        """Drop what is captured."""
+        """Drop all captured launches."""
         for bound in self.captured.bounds if self.captured is not None else ():
             bound.calls.pop(self, None)
         self.captured = None
-        self.returned.clear()
+        self.entries.clear()
 
-    def said(self) -> list[str]:
-        """Whether it is captured, or why not, in lines; none before it has run."""
+    def describe(self) -> list[str]:
+        """Lines for the printed plan: whether this direction is captured, or why not; none before it has run."""
         captured = self.captured
         if captured is None:
             return []
-        made = [each.segments for each in captured.found.values() if isinstance(each, CapturedLaunches)]
-        if not made:
+        segments = [each.segments for each in captured.found.values() if isinstance(each, CapturedLaunches)]
+        if not segments:
             return [f"op by op: {self.name}: {why}" for why in dict.fromkeys(captured.states(self.name))]
         return [
-            f"captured: {self.name}, native calls: {segments.count('L')}" + ", others between" * ("C" in segments)
-            for segments in dict.fromkeys(made)
+            f"captured: {self.name}, native calls: {letters.count('L')}" + ", others between" * ("C" in letters)
+            for letters in dict.fromkeys(segments)
         ]
 
 
-def _written(
+def _results_of(
+    flat: Flat, ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
+) -> tuple[ReplayResults, list[Tensor]]:
+    """The results of recorded ops without tensors, and the tensors among them that were allocated. before: names of the
+    attributes that each context had before its op ran. NotPlain for ops that do more than launches can repeat."""
+    allocated = list[Tensor]()
+    places = [_place(result, allocated, reads) for result in flat]
+    shapes = []
+    for i, (result, at) in enumerate(zip(flat, places, strict=True)):
+        if result is not None and at is not None:
+            tensor = allocated[at] if at >= 0 else reads[-1 - at]
+            if result.shape != tensor.shape:
+                shapes.append((i, tuple(result.shape)))
+    return ReplayResults(places, shapes, *_left_in(ctxs, before, reads)), allocated
+
+
+def _left_in(
     ctxs: Sequence[Any], before: Sequence[set[str]], reads: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], tuple[dict[str, Any], ...]]:
-    """What the ops have left in their contexts: tensors that they were given and wrote to, and attributes. NotPlain for other
-    tensors."""
+    """What the ops have left in their contexts: the indices of tensors that they wrote to, and by context the attributes that
+    were set. NotPlain for a tensor among these, and for a write to a tensor that is not among `reads`."""
     dirty, attributes = list[int](), []
     for ctx, had in zip(ctxs, before, strict=True):
         own = {name: value for name, value in vars(ctx).items() if name not in had and name not in OWN}
         if any(isinstance(value, Tensor) for value in own.values()):
             raise NotPlain("an op keeps a tensor that it does not save")
         attributes.append(own)
-        dirty += [_given(tensor, reads) for tensor in ctx.dirty]
+        dirty += [_index_of(tensor, reads) for tensor in ctx.dirty]
     return tuple(dirty), tuple(attributes)
 
 
-def _given(tensor: Tensor, reads: Sequence[Tensor]) -> int:
+def _index_of(tensor: Tensor, reads: Sequence[Tensor]) -> int:
     at = next((i for i, each in enumerate(reads) if each is tensor), None)
     if at is None:
         raise NotPlain("an op writes to a tensor that it was not given")
     return at
 
 
-def _place(result: Tensor | None, made: list[Tensor], given: Sequence[Tensor]) -> Place:
+def _place(result: Tensor | None, allocated: list[Tensor], reads: Sequence[Tensor]) -> Place:
+    """Where a result is: among the tensors that are read, or among those allocated, to which a new one is appended."""
     if result is None:
         return None
-    for tensors, first, step in ((given, -1, -1), (made, 0, 1)):
+    for tensors, first, step in ((reads, -1, -1), (allocated, 0, 1)):
         for i, tensor in enumerate(tensors):
-            here = tensor.data_ptr() == result.data_ptr() and tensor.dtype == result.dtype
-            flat = here and tensor.is_contiguous() and result.is_contiguous() and tensor.numel() == result.numel()
-            if tensor is result or flat or (here and shape_key(tensor) == shape_key(result)):
+            begins = tensor.data_ptr() == result.data_ptr() and tensor.dtype == result.dtype
+            reshaped = begins and tensor.is_contiguous() and result.is_contiguous() and tensor.numel() == result.numel()
+            if tensor is result or reshaped or (begins and shape_key(tensor) == shape_key(result)):
                 return first + step * i
-    made.append(result)
-    return len(made) - 1
+    allocated.append(result)
+    return len(allocated) - 1

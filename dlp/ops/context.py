@@ -1,4 +1,4 @@
-"""OperationContext: what one forward of one basic op keeps for its backward."""
+"""OperationContext: what one forward of a basic op keeps for its backward."""
 
 from __future__ import annotations
 
@@ -11,28 +11,37 @@ Saved = Tensor | None | Callable[[], Tensor]
 
 
 class OperationContext:
-    """requires_grad: there will be a backward; needs_dx: it makes the gradient of the op's input; given: tensors of this pass
-    alone, dropped behind it; left: what a backward leaves to `end_backward`; shared: addresses of gradients that several
-    outputs have. Attributes of an op's own hold what is no tensor and the same for every
-    call with tensors of these shapes."""
+    """What the fuser tells an op about a call, and what the op keeps for its backward. An op may set attributes of its own:
+    values that are no tensors and are equal in all calls with tensors of these shapes.
+
+    requires_grad      there will be a backward
+    needs_dx           backward must return the gradient of the op's input
+    to_save            the arguments of `save_for_backward`
+    saved_tensors      the same in backward, as tensors
+    dirty              inputs that forward has written to
+    pass_tensors       tensors that a linear reads in this direction only; dropped after it
+    deferred           tensors of a backward whose wgrad waits, for `BasicLinear.end_backward`
+    shared_addresses   addresses of gradients that several outputs have in common
+    """
 
     requires_grad = True
     needs_dx = True
     to_save: tuple[Saved, ...] = ()
     saved_tensors: tuple[Any, ...] = ()
     dirty: tuple[Tensor, ...] = ()
-    given: tuple[Any, ...] = ()
-    left: Sequence[Tensor] = ()
-    shared: Set[int] = frozenset()
+    pass_tensors: tuple[Any, ...] = ()
+    deferred: Sequence[Tensor] = ()
+    shared_addresses: Set[int] = frozenset()
 
     def save_for_backward(self, *tensors: Saved) -> None:
-        """What backward finds as `saved_tensors`. A function among them is called when the forward of all ops is over: of what
-        a later op makes on its way."""
+        """Keep tensors for backward, which finds them in `saved_tensors`. In place of a tensor that exists only when a later op
+        has run, such as rstd of a lazy norm, a function that returns it: it is called when the forward of all ops is over."""
         self.to_save = tensors
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Inputs that forward has written to; an output that is one of them says so to autograd."""
+        """Name the inputs that forward has written to; autograd is told of them."""
         self.dirty = tensors
 
 
-OWN = frozenset(OperationContext.__annotations__) | {"requires_grad", "needs_dx"}  # what is no attribute of an op's own
+# The attributes of the class; all others in an instance were set by an op, or by the fuser for a linear.
+OWN = frozenset(OperationContext.__annotations__) | {"requires_grad", "needs_dx"}

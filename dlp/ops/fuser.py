@@ -1,8 +1,8 @@
-"""The fuser: runs the basic ops of a sequence as one autograd function, fused differently forward and backward.
+"""The fuser: runs the basic ops of a sequence as one autograd function, fused differently in forward and in backward.
 
-Which ops run in which direction is planned once for each state: the active spec of every linear, who needs gradients,
-training, dtype, the fusions there are. A recipe that returns finds its plan again. What a plan's directions do is
-`dlp.ops.passes`. Where something traces or watches (torch.compile, dispatch modes), ops run one by one (`dlp.ops.traced`).
+Fusions are applied once for each state of the fuser: the active spec of every linear, which tensors need gradients, train or
+eval, dtype, registered fusions. The result is a `FuserPlan`, which is kept: a recipe that is set again finds its plan again.
+`dlp.ops.passes` runs the directions of a plan. Under torch.compile and dispatch modes ops run one by one (`dlp.ops.traced`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from dlp.ops.calls import FuserCall, FuserPlan, LinearCall, Pass, Placed, layouts_of, once
+from dlp.ops.calls import FuserCall, FuserPlan, LinearCall, Pass, Placed, deduplicated, layouts_of
 from dlp.ops.captured import Direction
 from dlp.ops.fusions import REGISTERED, fuse
 from dlp.ops.passes import Members, apply_fused, forward
@@ -34,7 +34,14 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class OperationFuser:
-    """Runs ops as one. `names`: of their basic ops, for messages; else their places."""
+    """Runs ops as one autograd function.
+
+    ops      in order; each stands for its `expanded` basic ops
+    names    of the basic ops, for messages; None: class and index
+    plans    `FuserPlan`s by state
+    calls    `FuserCall`s by state, shapes, strides and dtypes
+    last     the plan that ran last
+    """
 
     def __init__(self, ops: Ops, names: Sequence[str] | None = None) -> None:
         self.members = Members([basic for op in ops for basic in op.expanded], names)
@@ -45,17 +52,20 @@ class OperationFuser:
         self.owners = [i for i, op in enumerate(ops) if op._parameters or op.overrides("op_parameters")]
         self.linears = [(at, i, ops[i]) for at, i in enumerate(self.owners) if hasattr(ops[i], "core")]
         self.settings = [(op, name) for op in ops for name in op.settings]
-        self.set_to = [getattr(op, name) for op, name in self.settings]
+        self.setting_values = [getattr(op, name) for op, name in self.settings]
         self.plans: dict[Any, FuserPlan] = {}
         self.calls: dict[Any, FuserCall] = {}
         self.last: FuserPlan | None = None
-        self.autocast = ""  # what torch.autocast did to x, for plans
+        self.autocast = ""  # how torch.autocast cast x, for the printed plan
 
     def __call__(
         self, x: Any, *extra_inputs: Tensor, basic_op_kwargs: Sequence[Mapping[str, Any]] | None = None
     ) -> Any:
-        """x [..., C], or a tuple of such, and the extra inputs of all ops in order -> the output, or a tuple of it and the
-        extra outputs in order. ValueError for another number of extra inputs."""
+        """x [..., C], or a tuple of siblings, and the extra inputs of all ops in order -> the output, or a tuple of the output
+        and the extra outputs of all ops in order. basic_op_kwargs: keywords of each basic op.
+
+        Raises ValueError for another number of extra inputs or keywords, TypeError for inputs that are no tensors.
+        """
         if len(extra_inputs) != self.num_extra_inputs:
             takers = [name for name, count in zip(self.names, self.members.extra_inputs, strict=True) if count]
             raise ValueError(
@@ -86,72 +96,80 @@ class OperationFuser:
         self, inputs: tuple[Any, ...], many: bool, extra_inputs: Sequence[Tensor],
         kwargs: Sequence[Mapping[str, Any]] | None,
     ) -> Any:  # fmt: skip
+        """Find or make the `FuserCall` of these tensors, and run its forward. many: x is a tuple, of `inputs`."""
         refuse_transforms(self.names[0])
-        set_to = [getattr(op, name) for op, name in self.settings]
-        if set_to != self.set_to:
-            self._forget(set_to)
+        setting_values = [getattr(op, name) for op, name in self.settings]
+        if setting_values != self.setting_values:
+            self._forget(setting_values)
         record, ops = torch.is_grad_enabled(), self.basic_ops
         own = [ops[i].op_parameters() for i in self.owners]
         tensors = [*inputs, *chain.from_iterable(own), *extra_inputs]
-        bounds, sides, scales, parts = list[Any](), list[Any](), list[Any](), list[Sequence[Tensor]]()
+
+        # All that the pass depends on: state of the ops, specs and casts of the linears, layouts and needs of the tensors
+        bounds, weight_parts, scales, parts = list[Any](), list[Any](), list[Any](), list[Sequence[Tensor]]()
         key: list[Any] = [REGISTERED.version, record, many, *map(len, own), *[op.training for op in ops]]
         for _, _, op in self.linears:
             bound = active_spec(op.core)
             bound.session.begin_forward(bound, record)
-            its, read = op.operands(bound, inputs[0].dtype, record)
+            cast_before, read = op.operands(bound, inputs[0].dtype, record)
             bounds.append(bound)
             scales.append(bound.session.scales)
-            sides.append(its)
+            weight_parts.append(cast_before)
             parts.append(read)
-            key += bound, bool(bound.weights.main_grads), its and its.number
+            key += bound, bool(bound.weights.main_grads), cast_before and cast_before.number
         given = [tensor if type(tensor) in PLAIN else self._held(tensor) for tensor in tensors]
         all_read = [*given, *chain.from_iterable(parts)]
         addresses = [tensor.data_ptr() for tensor in all_read]
-        key += shape_keys(all_read if None in sides else given, addresses)
+        key += shape_keys(all_read if None in weight_parts else given, addresses)
         key += [tensor.requires_grad for tensor in tensors]
         key += [(type(tensor), num_axes(tensor)) for tensor in tensors if type(tensor) not in PLAIN]
-        reads, distinct, same = once(all_read, addresses)
-        asked = (*key, same, multiplies_tf32(inputs[0]))
-        call = self.calls.get(asked)
+        reads, read_addresses, same = deduplicated(all_read, addresses)
+        call_key = (*key, same, multiplies_tf32(inputs[0]))
+
+        # The call of this key; a new one needs a plan, which is made of the contexts of the pass
+        call = self.calls.get(call_key)
         new = call is None
         if call is None:
             call = self._new_call(own, tensors, bounds, many, len(inputs))
-        run = Pass(call, record, scales, sides, given, parts, reads, distinct, same, kwargs)
+        run = Pass(call, record, scales, weight_parts, given, parts, reads, read_addresses, same, kwargs)
         if new:
             call.follow(self._plan(run, own, tensors))
-            run.ctxs = None  # which say now what is needed
+            run.ctxs = None  # made anew, with the needs_dx and requires_grad of the plan
             if len(self.calls) >= LIMIT:
                 self.calls.clear()
-            self.calls[asked] = call
+            self.calls[call_key] = call
+
         self.last = call.plan
-        results = apply_fused(run, *tensors) if call.plan.learns[-1] else forward(run, tensors)[0]
-        count, many_out, _, _ = run.layout
+        results = apply_fused(run, *tensors) if call.plan.needs_backward[-1] else forward(run, tensors)[0]
+        count = run.layout.num_outputs
         outputs, extra = tuple(results[:count]), tuple(results[count:])
-        y = outputs if many_out else outputs[0]
+        y = outputs if run.layout.many else outputs[0]
         return (y, *extra) if extra else y
 
     def _held(self, tensor: Tensor | None) -> Any:
-        """What this rank has of a tensor. ValueError for a bias that was taken away."""
+        """This rank's plain tensor of a parameter or input. ValueError for a bias that was set to None."""
         if tensor is None:
-            asked = ((self.names[i], self.basic_ops[i].op_parameters()) for i in self.owners)
-            name = next(name for name, own in asked if any(each is None for each in own))
+            parameters = ((self.names[i], self.basic_ops[i].op_parameters()) for i in self.owners)
+            name = next(name for name, own in parameters if any(each is None for each in own))
             raise ValueError(f"{name}: its bias was set to None, and it still adds one: make a Linear with bias=False")
         return held(tensor)
 
-    def _forget(self, set_to: list[Any]) -> None:
-        """An op is set otherwise than in the last call: drop what was planned and captured."""
+    def _forget(self, setting_values: list[Any]) -> None:
+        """A setting of an op has changed since the last call: drop plans and captured launches."""
         for plan in self.plans.values():
             for direction in plan.captured:
                 direction.forget()
         self.plans.clear()
         self.calls.clear()
-        self.set_to = set_to
+        self.setting_values = setting_values
 
     def _new_call(
         self, own: Sequence[Sequence[Any]], tensors: Sequence[Any], bounds: Sequence[Any], many: bool, num_inputs: int
     ) -> FuserCall:  # fmt: skip
-        """Without its plan. TypeError for activations that are DTensors or no floating point, ValueError for ops whose
-        parameters are computed."""
+        """A `FuserCall` for such tensors, without its plan.
+
+        Raises TypeError for inputs that are DTensors or not of floating point, ValueError for ops with parametrizations.
+        """
         self.members.check_floating(tensors[0].dtype)
         for name, op in zip(self.names, self.basic_ops, strict=True):
             if is_parametrized(op):
@@ -175,80 +193,90 @@ class OperationFuser:
     # Plans
 
     def _plan(self, run: Pass, of_owners: Sequence[Any], tensors: Sequence[Any]) -> FuserPlan:
+        """The plan of the current state, found or made. of_owners: the parameters of each op that has some.
+
+        Raises ValueError where one would have to be made while a CUDA graph is captured.
+        """
         needs = tuple([run.record and tensor.requires_grad for tensor in tensors])
         key = (
             REGISTERED.version, run.record, needs, *map(type, tensors), tensors[0].dtype, tensors[0].device,
             *[op.training for op in self.basic_ops],
             *[(each.bound, bool(each.bound.weights.main_grads)) for each in run.call.linears],
         )  # fmt: skip
-        found = self.plans.get(key)
-        if found is None:
+        plan = self.plans.get(key)
+        if plan is None:
             if capturing():
                 raise ValueError(
                     f"{self.names[0]} and the ops behind it have not run like this before (recipe, dtype, "
                     f"gradients), and would be fused anew inside of a CUDA graph: run them once before its capture"
                 )
             own: list[Sequence[Any]] = [()] * len(self.basic_ops)
-            for i, its in zip(self.owners, of_owners, strict=True):
-                own[i] = its
-            found = self.plans[key] = self._make_plan(run.contexts(), own, needs)
-        return found
+            for i, parameters in zip(self.owners, of_owners, strict=True):
+                own[i] = parameters
+            plan = self.plans[key] = self._make_plan(run.contexts(), own, needs)
+        return plan
 
     def _make_plan(self, ctxs: Sequence[Any], own: Sequence[Any], needs: Sequence[bool]) -> FuserPlan:
+        """Apply the fusions. own: the parameters of each op; needs: whether each of inputs, parameters and extra inputs needs a
+        gradient."""
         ops, extra = self.basic_ops, sum(self.members.extra_inputs)
         count = sum(map(len, own))
         inputs = len(needs) - count - extra
         of_parameters, of_extras = iter(needs[inputs : inputs + count]), iter(needs[inputs + count :])
-        before, needs_dx, learns = any(needs[:inputs]), [], []
-        for parameters, taken in zip(own, self.members.extra_inputs, strict=True):
-            needs_dx.append(before)
-            mine = [next(of_parameters) for _ in parameters] + [next(of_extras) for _ in range(taken)]
-            before = before or any(mine)
-            learns.append(before)
+        needed, needs_dx, needs_backward = any(needs[:inputs]), [], []
+        for parameters, num_extra in zip(own, self.members.extra_inputs, strict=True):
+            needs_dx.append(needed)
+            of_op = [next(of_parameters) for _ in parameters] + [next(of_extras) for _ in range(num_extra)]
+            needed = needed or any(of_op)
+            needs_backward.append(needed)
         pairs = list(zip(ops, ctxs, strict=True))
         for op, ctx in pairs:
             op.planned(ctx)
-        recipe = next((found for op, ctx in pairs if (found := op.recipe_of(ctx)) is not None), None)
+        recipe = next((recipe for op, ctx in pairs if (recipe := op.recipe_of(ctx)) is not None), None)
         notes = list[str]()
-        ahead, back = (self._placed(fuse(which, ops, recipe, notes), which) for which in ("forward", "backward"))
-        dys = _of_the_op_before(pairs, "grad_output_quantizer")
-        xs = _of_the_op_before(pairs[::-1], "input_quantizer")[::-1]
+        forward_ops, backward_ops = (
+            self._placed(fuse(which, ops, recipe, notes), which) for which in ("forward", "backward")
+        )
+        dx_quantizers = _quantizers_before(pairs, "grad_output_quantizer")
+        y_quantizers = _quantizers_before(pairs[::-1], "input_quantizer")[::-1]
         linears = ", ".join(dict.fromkeys(ctxs[i].bound.spec.name for _, i, _ in self.linears))
         named = f"{self.names[0]} to {self.names[-1]}"
         captured = (
-            Direction("forward", named, self._obstacle("forward", ahead, ctxs), linears),
-            Direction("backward", named, self._obstacle("backward", back, ctxs), linears),
+            Direction("forward", named, self._obstacle("forward", forward_ops, ctxs), linears),
+            Direction("backward", named, self._obstacle("backward", backward_ops, ctxs), linears),
         )
-        for ctx, its in zip(ctxs, needs_dx, strict=True):
-            ctx.needs_dx = its
+        for ctx, needed in zip(ctxs, needs_dx, strict=True):
+            ctx.needs_dx = needed
         return FuserPlan(
-            ahead, back, needs_dx, learns, list(zip(dys, xs, strict=True)),
-            [op for op, its in zip(ops, own, strict=True) if any(isinstance(p, DTensor) for p in its)],
-            [vars(op)["tp_sums"] for op, learned in zip(ops, learns, strict=True) if learned and "tp_sums" in vars(op)],
-            [i for _, i, op in self.linears if learns[i] and op.ends(ctxs[i])],
-            notes, captured, [len(its) for its in own],
+            forward_ops, backward_ops, needs_dx, needs_backward,
+            quantizers=list(zip(dx_quantizers, y_quantizers, strict=True)),
+            shards=[op for i, op in enumerate(ops) if any(isinstance(parameter, DTensor) for parameter in own[i])],
+            sums=[vars(op)["tp_sums"] for i, op in enumerate(ops) if needs_backward[i] and "tp_sums" in vars(op)],
+            with_end_backward=[i for _, i, op in self.linears if needs_backward[i] and op.has_end_backward(ctxs[i])],
+            notes=notes, captured=captured, num_parameters=list(map(len, own)),
         )  # fmt: skip
 
     def _obstacle(self, which: str, direction: Sequence[Placed], ctxs: Sequence[Any]) -> str:
-        """Why a direction cannot be captured: the first op that has a reason; empty: it can."""
-        asked = ((at[0], op.obstacle([ctxs[i] for i in at], which)) for op, at in direction)
-        return next((f"{self.names[first]}: {why}" for first, why in asked if why), "")
+        """Why a direction cannot be captured: the reason of the first op that has one; empty: it can be."""
+        obstacles = ((places[0], op.obstacle([ctxs[i] for i in places], which)) for op, places in direction)
+        return next((f"{self.names[first]}: {why}" for first, why in obstacles if why), "")
 
     def _placed(self, ops: Ops, which: str) -> list[Placed]:
-        """The ops of one direction; a fused one that lacks it as what it is made of."""
+        """The ops of one direction with the indices of their basic ops. A fused op without this direction is replaced by its
+        basic ops."""
         placed, at = [], 0
         for op in ops:
             places = tuple(range(at, at + len(op.basic_ops)))
             at += len(places)
-            able = op.goes(which)
-            placed += [Placed(op, places)] if able else [Placed(self.basic_ops[i], (i,)) for i in places]
+            placed += [Placed(op, places)] if op.runs_in(which) else [Placed(self.basic_ops[i], (i,)) for i in places]
         return placed
 
 
-def _of_the_op_before(pairs: Sequence[tuple[Any, Any]], ask: str) -> list[Any]:
-    """By op, the quantizers of the op before; one that hands on what it is given is looked through."""
-    found, last = list[Any](), None
+def _quantizers_before(pairs: Sequence[tuple[Any, Any]], method: str) -> list[Any]:
+    """For each op, the quantizers that `method` of the op before it returns; None for the first op. An op that passes its input
+    through returns those of the op before it."""
+    quantizers, last = list[Any](), None
     for op, ctx in pairs:
-        found.append(last)
-        last = last if ask in op.looked_through else getattr(op, ask)(ctx)
-    return found
+        quantizers.append(last)
+        last = last if method in op.passes_through else getattr(op, method)(ctx)
+    return quantizers

@@ -1,7 +1,8 @@
-"""Handed: activations [..., C] that are quantized already, as a tensor, so that they travel between modules.
+"""Handed: a tensor [..., C] that is quantized already, so that quantized activations and gradients travel between modules.
 
-A linear whose recipe casts x like this reads the operands as they are; anything else reads the decoded values. Its gradient is
-a plain tensor. Kept are both operands of one matrix [M, C], which quantizers made them, and which ranks agreed on its scales.
+It holds the rowwise and the columnwise operand of one matrix [M, C], the quantizers that made them, and the group whose ranks
+agreed on the scales. A linear whose recipe quantizes in the same way reads the operands as they are; all other operations read
+the decoded values. The gradient of a `Handed` is a plain tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand, Recipe
 
 
-class Making(NamedTuple):
-    """What made operands: by which quantizers, with scales that these ranks agreed on, None: this one alone. `strict`: nobody
-    may decode them to quantize once more."""
+class CastRecord(NamedTuple):
+    """How operands were quantized.
+
+    quantizers   rowwise and columnwise
+    group        the ranks that agreed on the scales; None: this rank alone
+    strict       a linear that would have to decode them and quantize again raises
+    """
 
     quantizers: Operand
     group: ProcessGroup | None = None
@@ -31,25 +36,25 @@ class Making(NamedTuple):
 
 
 class Handed(Tensor):
-    """operands of values [M, C], and how they were made."""
+    """Values [..., C] as quantized `operands` of [M, C]; `cast_record`: how they were quantized. It cannot be written to."""
 
     operands: Operands
-    making: Making
+    cast_record: CastRecord
 
     @staticmethod
-    def __new__(cls, operands: Operands, making: Making, shape: Sequence[int], dtype: torch.dtype) -> Handed:
+    def __new__(cls, operands: Operands, cast_record: CastRecord, shape: Sequence[int], dtype: torch.dtype) -> Handed:
         device = operands.at(columnwise=False).payload.device
-        made: Handed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.operands, made.making = operands, making
-        return made
+        self: Handed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.operands, self.cast_record = operands, cast_record
+        return self
 
     def rows(self) -> Handed:
-        """The same as [M, C]."""
+        """The same operands as a tensor [M, C]."""
         shape = self.numel() // self.shape[-1], self.shape[-1]
-        return Handed(self.operands, self.making, shape, self.dtype)
+        return Handed(self.operands, self.cast_record, shape, self.dtype)
 
     def tensor(self) -> Tensor:
-        """The values, decoded."""
+        """The decoded values [..., C]."""
         return self.operands.at(columnwise=False).dequantize(self.dtype).reshape(self.shape)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
@@ -60,21 +65,21 @@ class Handed(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """detach, alias, clone and views of the same shape keep the operands; whatever else reads the values decodes them.
-        TypeError for what would write to it: nothing changes the codes."""
-        if func in _SAME and isinstance(args[0], Handed):
-            it = args[0]
-            return Handed(it.operands, it.making, it.shape, it.dtype)
+        """detach, alias, clone and views of the same shape return a `Handed` of the same operands; all other operations are run
+        on the decoded values. TypeError for one that would write to a `Handed`."""
+        if func in _KEEPS_OPERANDS and isinstance(args[0], Handed):
+            x = args[0]
+            return Handed(x.operands, x.cast_record, x.shape, x.dtype)
         if func._schema.is_mutable:
             arguments = func._schema.arguments
-            named = {one.name: its for one, its in zip(arguments, args, strict=False)} | (kwargs or {})
+            named = {one.name: value for one, value in zip(arguments, args, strict=False)} | (kwargs or {})
             _refuse_written(func, [named.get(one.name) for one in arguments if one.is_write])
         plain = tree_map(lambda value: value.tensor() if isinstance(value, Handed) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
 STYLE_THAT_GATHERS = {"x": COLUMN_SP, "dy": ROW_SP}
-_SAME = (
+_KEEPS_OPERANDS = (
     torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view_as.default, torch.ops.aten.clone.default
 )  # fmt: skip
 
@@ -85,7 +90,7 @@ def _refuse_written(func: Any, written: Sequence[Any]) -> None:
 
 
 def why_not(recipe: Recipe, tensor: str) -> str | None:
-    """Why x or dy of this recipe is not quantized apart from its layer; None: it can be."""
+    """Why `tensor`, "x" or "dy", of this recipe can only be quantized inside its layer; None: it can be quantized before."""
     operand = recipe.of(tensor)
     if operand is None or operand.keeps_source:
         return "its recipe quantizes nothing"
@@ -107,16 +112,20 @@ def quantized(
     group: ProcessGroup | None,
     strict: bool,
 ) -> Handed:
-    """Values [M, C] as a recipe casts x or dy, both orientations. `group`: the ranks that have the other tokens, and agree on
-    scales as those that gather x or dy do; None: scales are this rank's."""
+    """`rows` [M, C] quantized in both orientations, as `recipe` casts `tensor`, "x" or "dy"; the result has `shape` [..., C].
+
+    group    the ranks that have the other tokens and agree on scales, as the ranks do that gather x or dy; None: this rank
+             alone
+    strict   of the `CastRecord`
+    """
     row = LOCAL if group is None else STYLE_THAT_GATHERS[tensor]
     plan = cast_plan(row, recipe, tensor, BOTH, rows.shape[0], group=group)
-    (made,) = cast(plan, BOTH, [rows], [tensor], _no_context)
-    operand = recipe.of(tensor)
-    assert operand is not None
-    return Handed(made, Making(operand, group, strict), shape, rows.dtype)
+    (operands,) = cast(plan, BOTH, [rows], [tensor], _no_context)
+    quantizers = recipe.of(tensor)
+    assert quantizers is not None
+    return Handed(operands, CastRecord(quantizers, group, strict), shape, rows.dtype)
 
 
 def _no_context(plan: CastPlan, *asked: Any) -> CastContext:
-    """Of a recipe without slots and origins (`why_not`)."""
+    """The context of a cast without delayed scales and stochastic rounding, which `why_not` excludes."""
     return CastContext(None, (None,) * len(plan.reads), ((),) * len(plan.reads))

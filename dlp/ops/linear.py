@@ -1,20 +1,20 @@
 """BasicLinear and Linear: dlp's parallel linear as ops.
 
-    BasicLinear   y = x @ weight.T, cast, gathered and multiplied as its recipe, style and overlap say (`LinearCore`)
-    Linear        BasicLinear, what sums its result over tp, and Bias, which comes after the sum, once
+    BasicLinear   y = x @ weight.T; casts, communication and GEMMs follow from recipe, style and overlap (`LinearCore`)
+    Linear        BasicLinear; row-parallel: AllReduce or ReduceScatter of y over tp; Bias, added once, after the sum
 
-x may be a matrix that is still to be made (a norm or an activation in front): it is made in the cast. So is dy. Several
-`out_features` are siblings: one cast of x, a tuple of y.
+    x [..., K]    w [N, K]    y [..., N]    siblings: several w, which share one cast of x, and a tuple of y
 
-A row-parallel `Linear` is BasicLinear, AllReduce or ReduceScatter, and Bias; by themselves the first multiplies only what is
-here, and fused (`dlp.ops.fused.reduced_linear`) all are one row of the style table, with its overlap.
+x and dy may be lazy, results of a norm, an activation or their gradients: the cast computes them. Where the ops of a
+row-parallel `Linear` run one by one, its BasicLinear multiplies without communication; fused
+(`dlp.ops.fused.reduced_linear`), they are one row of the style table, with its overlap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,22 +51,16 @@ from dlp.quant.recipe import Recipe
 MODES = (None, "column", "row")
 
 
-class Forward(NamedTuple):
-    """y_i and what backward reads, of `multiply`."""
-
-    ys: list[Tensor]
-    saved: list[Tensor]
-
-
 class BasicLinear(BasicOperation, modules.Linear):
     """y = x @ weight.T; weight [out_features, in_features], or weight_0, weight_1, ... of siblings.
 
-    tensor_parallel_mode    None: whole here; "column": out_features are cut over the group, "row": in_features
+    tensor_parallel_mode    None: not cut; "column": out_features are cut over the group; "row": in_features are
     tensor_parallel_group   a ProcessGroup, or a DeviceMesh with one axis
-    sequence_parallel       tokens are cut over the group on the other side of the layer
-    save_original_input     x itself is kept for wgrad, and quantized again in backward: where another op keeps it anyway
+    sequence_parallel       x of "column", y of "row" are token shards over the group
+    return_bias             see `Linear`
+    save_original_input     save x and quantize it again for wgrad, in place of its codes: for an x that another op saves anyway
 
-    Raises ValueError for another mode, sizes that tp does not divide, and x of other features.
+    Raises ValueError for another mode, row-parallel siblings, sizes that tp does not divide, and x of other features.
     """
 
     takes = frozenset({LAZY, MANY, HANDED})
@@ -92,7 +86,7 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     @property
     def reduced(self) -> bool:
-        """Whether another op sums y over ranks."""
+        """Whether y is a partial sum, which an op behind this one adds up over ranks."""
         return False
 
     def op_parameters(self) -> Sequence[Tensor]:
@@ -103,20 +97,20 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     @property
     def planned_spec(self) -> LinearSpec:
-        """The spec that a plan is made for."""
-        found: LinearSpec = vars(self).get("_planned") or self.core.spec
-        return found
+        """The spec that a plan is being made for: what fusions ask for style, recipe and options."""
+        spec: LinearSpec = vars(self).get("_planned") or self.core.spec
+        return spec
 
     @property
     def pads(self) -> bool:
-        """Whether zeros are appended to its weight for the recipe that a plan is made for."""
+        """Whether the recipe of `planned_spec` needs zeros appended to a weight."""
         _, n, k = self.planned_spec.recipe.units
         return any(held(weight).shape[0] % n or held(weight).shape[1] % k for weight in self.op_parameters())
 
-    # Asked by the fuser
+    # Called by the fuser
 
     def whole(self, bound: BoundSpec) -> list[Tensor]:
-        """This rank's weights. RuntimeError where FSDP has resharded them."""
+        """This rank's weights, plain tensors. RuntimeError if FSDP has resharded them."""
         parameters = self.op_parameters()
         for parameter in parameters:
             if bound.spec.group is not None or isinstance(parameter, DTensor):
@@ -124,11 +118,11 @@ class BasicLinear(BasicOperation, modules.Linear):
         return [held(parameter) for parameter in parameters]
 
     def operands(self, bound: BoundSpec, dtype: torch.dtype, record: bool) -> tuple[Any, Sequence[Tensor]]:
-        """For x of this dtype, the operands of the weights that were there before the pass, if there are some, and the parts
-        that forward reads."""
-        sides = self.core.weights.operands_for(bound, dtype)
-        if sides is not None:
-            return sides, sides.rowwise
+        """The weights for x of this dtype: as they were cast before the pass (`WeightParts`), or None if they were not; and the
+        tensors that fprop reads. record: whether there may be a backward."""
+        weight_parts = self.core.weights.operands_for(bound, dtype)
+        if weight_parts is not None:
+            return weight_parts, weight_parts.rowwise
         weights = self.whole(bound)
         return None, bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=record)
 
@@ -145,9 +139,9 @@ class BasicLinear(BasicOperation, modules.Linear):
         return ctx.bound.spec.recipe.of("dy")
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
-        return obstacle(self._alone(basic_op_ctxs[0]), which)
+        return obstacle(self._unreduced(basic_op_ctxs[0]), which)
 
-    # Computing
+    # Forward and backward
 
     def op_forward(
         self,
@@ -158,12 +152,12 @@ class BasicLinear(BasicOperation, modules.Linear):
         next_op_input_quantizer: Any = None,
         **kwargs: Any,
     ) -> Value:
-        ys = self.multiply(ctx, input_, self._alone(ctx))
+        ys = self.multiply(ctx, input_, self._unreduced(ctx))
         return ys if len(ys) > 1 else ys[0]
 
-    def _alone(self, ctx: Any) -> BoundSpec:
-        """Of a row, what it does without the sum: that is another op's."""
-        return here_only(ctx.bound) if self.reduced else ctx.bound
+    def _unreduced(self, ctx: Any) -> BoundSpec:
+        """The spec without the sum over ranks, if that is another op's."""
+        return without_communication(ctx.bound) if self.reduced else ctx.bound
 
     def multiply(
         self,
@@ -173,132 +167,148 @@ class BasicLinear(BasicOperation, modules.Linear):
         biases: Sequence[Tensor | None] | None = None,
         finish: Finish = NO_FINISH,
     ) -> tuple[Tensor, ...]:
-        """y_i under this spec; what backward reads is saved."""
+        """y_i = x @ w_i.T (+ biases) under `bound`; the tensors that backward reads are saved in ctx.
+
+        biases   by weight; None: none is added
+        finish   what the GEMM does beside: scale, or add into another tensor
+        """
         if isinstance(input_, tuple):
             raise ValueError(
                 f"{bound.spec.name}: it reads one tensor and is given {len(input_)}: join siblings by SwiGLU or GEGLU"
             )
         if input_.dtype != ctx.dtype:
-            ctx.dtype, (ctx.sides, parts) = input_.dtype, self.operands(ctx.bound, input_.dtype, ctx.record)
-            ctx.given = ctx.given[0], parts
+            ctx.dtype, (ctx.weight_parts, parts) = input_.dtype, self.operands(ctx.bound, input_.dtype, ctx.record)
+            ctx.pass_tensors = ctx.pass_tensors[0], parts
         x = input_
         if is_handed(x):
             x = accepted(bound, x, "x")
-        weights, parts = ctx.given
+        weights, parts = ctx.pass_tensors
         check_features(bound.spec, x, weights[0])
         check_given(bound, (x, *weights))
-        save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.learns))
+        save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.needs_dw))
         ys, kept = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
         ctx.save_for_backward(*weights, *to_save([x], kept, save))
         ctx.x_shape, ctx.x_dtype = tuple(x.shape), x.dtype
         return tuple(ys)
 
     def _dy(self, grad: Any, bound: BoundSpec) -> Any:
+        """dy as a matrix [M, N], lazy or quantized if it is that."""
         grad = accepted(bound, grad, "dy") if is_handed(grad) else grad
         return grad.rows() if is_handed(grad) else rows_of(grad)
 
     def operands_back(self, ctx: Any) -> Sequence[Tensor]:
-        """The parts that backward reads, where there are none from before."""
-        weights = ctx.saved_tensors[: len(ctx.learns)]
+        """The tensors that dgrad reads of weights that were not cast before the pass."""
+        weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         read: Sequence[Tensor] = ctx.bound.weights.read(
             ctx.bound, range(len(weights)), weights, ctx.x_dtype, columnwise=True, record=True
         )
         return read
 
     def targets(self, ctx: Any) -> tuple[Any, ...]:
-        """By weight, where its wgrad is written; none: all are autograd's."""
-        weights = ctx.saved_tensors[: len(ctx.learns)]
+        """By weight, the main gradient that its wgrad is written or added to, None for one without; empty: autograd gets all
+        wgrads."""
+        weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         if not ctx.bound.weights.main_grads or self._waits(ctx):
             return ()
         into = ctx.bound.weights.targets(range(len(weights)), weights)
-        return tuple([to if learns else None for to, learns in zip(into, ctx.learns, strict=False)])
+        return tuple([to if learns else None for to, learns in zip(into, ctx.needs_dw, strict=False)])
 
     def _waits(self, ctx: Any) -> bool:
+        """Whether wgrads wait for `dlp.backward_dw`."""
         return waits(ctx.bound.spec.options.delay_wgrad, ctx.needs_dx)
 
-    def ends(self, ctx: Any) -> bool:
-        """Whether `end_backward` has something to do."""
+    def has_end_backward(self, ctx: Any) -> bool:
+        """Whether `end_backward` must be called after a backward."""
         return bool(ctx.bound.weights.main_grads) or self._waits(ctx)
 
-    def end_backward(self, ctx: Any, grads: list[Tensor | None], left: Sequence[Tensor]) -> None:
-        """A backward has ended, captured or not, with these gradients of the weights: those that are written elsewhere are said
-        to be there, and what it has `left` for wgrads that wait goes to `backward_dw`."""
+    def end_backward(self, ctx: Any, grads: list[Tensor | None], deferred: Sequence[Tensor]) -> None:
+        """Called after the launches of a backward, captured or not. Main gradients that were written are marked, and stand in
+        `grads`, by weight; `deferred`, the tensors that waiting wgrads read, are kept for `dlp.backward_dw`."""
         for i in ctx.written:
             main = ctx.bound.weights.main_grads[i]
             assert main is not None
             grads[i] = main.written()
-        if left:
-            wanted, alpha = ctx.later
-            leave_wgrads(ctx.bound, wanted, [ctx.saved_tensors[i] for i in wanted.used], list(left), alpha)
+        if deferred:
+            wanted, alpha = ctx.deferred_wgrad
+            leave_wgrads(ctx.bound, wanted, [ctx.saved_tensors[i] for i in wanted.used], list(deferred), alpha)
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
-        return self.differentiate(ctx, grad_output, self._alone(ctx))
+        return self.differentiate(ctx, grad_output, self._unreduced(ctx))
 
     def differentiate(
         self, ctx: Any, grad_output: Value, bound: BoundSpec, finish: Finish = NO_FINISH
     ) -> tuple[Value, list[Tensor | None]]:
-        """dx, and the gradients of the weights; where neither is needed, as before a bias that alone learns, None."""
-        count = len(ctx.learns)
+        """dx and, by weight, dw under `bound`; None where they are not needed. finish: as of `multiply`, for dgrad, whose
+        factor wgrad has, too."""
+        count = len(ctx.needs_dw)
         if not ctx.requires_grad:
             return None, [None] * count
         weights, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         grads = each(grad_output)
         used = tuple([i for i, dy in enumerate(grads) if dy is not None])
-        learned: list[Tensor | None] = [None] * count
+        dws: list[Tensor | None] = [None] * count
         if not used:
-            return torch.zeros(ctx.x_shape, dtype=ctx.x_dtype, device=weights[0].device), learned
+            return torch.zeros(ctx.x_shape, dtype=ctx.x_dtype, device=weights[0].device), dws
         dys, ws = [self._dy(grads[i], bound) for i in used], [weights[i] for i in used]
-        dw = tuple([ctx.learns[i] for i in used])
-        wanted = GradsWanted(used, ctx.needs_dx, dw, (False,) * len(used), ctx.x_dtype, ctx.x_shape)
+        needs_dw = tuple([ctx.needs_dw[i] for i in used])
+        wanted = GradsWanted(used, ctx.needs_dx, needs_dw, (False,) * len(used), ctx.x_dtype, ctx.x_shape)
         bound.session.scales = ctx.scales
-        size = len(ctx.given) // count
-        parts = [part for i in used for part in ctx.given[i * size : (i + 1) * size]]
+        size = len(ctx.pass_tensors) // count
+        parts = [part for i in used for part in ctx.pass_tensors[i * size : (i + 1) * size]]
         into = [ctx.into[i] for i in used] if ctx.into else []
-        made = run_backward(bound, dys, saved, ws, parts, wanted, finish, into)
+        results = run_backward(bound, dys, saved, ws, parts, wanted, finish, into)
         bound.session.scales = None
         ctx.written = tuple([i for i, to in zip(used, into, strict=False) if to is not None])
         if self._waits(ctx):
-            first = len(made) - num_left(bound, wanted)
-            ctx.left, ctx.later = made[first:], (wanted, finish.alpha)
-            return made[0], learned
-        dx = made.pop(0) if ctx.needs_dx else None
-        for i, needed in zip(used, dw, strict=True):
+            first = len(results) - num_left(bound, wanted)
+            ctx.deferred, ctx.deferred_wgrad = results[first:], (wanted, finish.alpha)
+            return results[0], dws
+        dx = results.pop(0) if ctx.needs_dx else None
+        for i, needed in zip(used, needs_dw, strict=True):
             if needed and i not in ctx.written:
-                learned[i] = made.pop(0)
-        return dx, learned
+                dws[i] = results.pop(0)
+        return dx, dws
 
-    # For what traces
+    # Under torch.compile and dispatch modes
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """All of a `Linear`, its sum and its bias too."""
+        """y of the whole `Linear`, with its sum over ranks and its bias."""
         return self.with_prologue((), (x,))
 
-    def with_prologue(self, prologue: tuple[Any, ...], given: Sequence[Tensor]) -> Any:
-        ys = self.core.by_ops(tuple(given), prologue)
+    def with_prologue(self, prologue: tuple[Any, ...], inputs: Sequence[Tensor]) -> Any:
+        """The same of x that a prologue computes from `inputs`; (): x is the only input."""
+        ys = self.core.by_ops(tuple(inputs), prologue)
         return ys if len(ys) > 1 else ys[0]
 
 
-def here_only(bound: BoundSpec) -> BoundSpec:
-    """The spec of the same layer where nothing is communicated."""
-    return over(bound, LOCAL, bound.spec.group)
+def without_communication(bound: BoundSpec) -> BoundSpec:
+    """The spec of the same layer without communication."""
+    return with_style(bound, LOCAL, bound.spec.group)
 
 
-def over(bound: BoundSpec, row: ParallelStyle, group: ProcessGroup | None) -> BoundSpec:
-    """The spec of the same layer as another row of the style table, over these ranks."""
-    found: BoundSpec | None = bound.cache.get((over, row, group))
-    if found is None:
+def with_style(bound: BoundSpec, row: ParallelStyle, group: ProcessGroup | None) -> BoundSpec:
+    """The spec of the same layer with another row of the style table, over the ranks of `group`."""
+    other: BoundSpec | None = bound.cache.get((with_style, row, group))
+    if other is None:
         spec = replace(bound.spec, style=row, group=group, tokens=None)
-        found = bound.cache[over, row, group] = BoundSpec(spec, bound.session, bound.weights)
-    return found
+        other = bound.cache[with_style, row, group] = BoundSpec(spec, bound.session, bound.weights)
+    return other
 
 
 class Linear(BasicLinear):
-    """BasicLinear and Bias; row-parallel: BasicLinear, AllReduce or (`sequence_parallel`) ReduceScatter, Bias. Parameters are
-    `weight` and `bias`, or weight_0, bias_0, ... of siblings. `return_bias`: the bias is not added, not by a row-parallel one
-    either, but is an extra output, one of each sibling. output, grad_input: "quantized" hands y to the next module, dx to the
-    one before, as this layer's recipe casts x and dy; a linear of the same sequence casts them itself, as it does anyway."""
+    """BasicLinear and Bias; row-parallel: BasicLinear, AllReduce or (`sequence_parallel`) ReduceScatter, Bias. The parameters
+    are `weight` and `bias`, or weight_0, bias_0, ... of siblings. Further options are those of `BasicLinear`.
 
-    output = grad_input = "values"  # of a converted one, too
+    return_bias    the bias is not added but returned as an extra output, one for each sibling
+    output         "quantized": y goes to the next module as a `Handed`, quantized as this layer's recipe casts x. A linear of
+                   the
+                   same sequence casts its input anyway: for that y stays as it is
+    grad_input     "quantized": the same for dx, which goes to the module before, as the recipe casts dy
+
+    Raises ValueError for another `output` or `grad_input`, and for a quantized output of siblings.
+    """
+
+    output = grad_input = "values"  # a `Converted` has these, too
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = True, *, output: str = "values",
@@ -319,22 +329,22 @@ class Linear(BasicLinear):
 
     @property
     def expanded(self) -> Sequence[BasicOperation]:
-        found: Sequence[BasicOperation] | None = vars(self).get("_ops")
-        if found is None:
+        ops: Sequence[BasicOperation] | None = vars(self).get("_ops")
+        if ops is None:
             spec, behind = self.core.spec, list[BasicOperation]()
             if self.reduced:
                 behind.append((ReduceScatter if spec.style.fprop.reduce == "scatter" else AllReduce)(spec.tp_group))
             for op in behind:
-                vars(op)["part_of"] = self
+                vars(op)["traced_by"] = self
             if self.biased and self.core.bias_apart:
                 behind.append(ReturnedBias.of(self))
             elif self.biased:
                 behind.append(Bias.of(self))
-                vars(behind[-1])["part_of"] = self
+                vars(behind[-1])["traced_by"] = self
             behind += [HandOver(self, "forward")] if self.output == "quantized" else []
             before = [HandOver(self, "backward")] if self.grad_input == "quantized" else []
-            found = vars(self)["_ops"] = (*before, self, *behind)
-        return found
+            ops = vars(self)["_ops"] = (*before, self, *behind)
+        return ops
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_ops"}

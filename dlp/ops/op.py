@@ -1,10 +1,10 @@
-"""Operations: the names and signatures of `transformer_engine.pytorch.ops`, so that code written for these runs here.
+"""Base classes of operations, with the names and signatures of `transformer_engine.pytorch.ops`.
 
     BasicOperation   one step: `op_forward(ctx, input_, ...)` and `op_backward(ctx, grad_output)`; a module, callable by itself
-    FusedOperation   several basic ops in one: `fuser_forward`, `fuser_backward`, either of which may lack
+    FusedOperation   several basic ops in one: `fuser_forward`, `fuser_backward`, or one of the two
     ctx              an `OperationContext`: what one forward of an op keeps for its backward
 
-An op computes under `no_grad`: autograd sees the fuser that runs it (`dlp.ops.fuser`).
+Ops compute under `no_grad`; autograd sees one function, that of the fuser (`dlp.ops.fuser`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ Extras = Sequence[Sequence[Tensor | None]]
 
 
 class FusibleOperation(nn.Module):
-    """Base of all operations. `basic_ops`: what it runs as one, in order, itself if it is basic."""
+    """Base of all operations."""
 
     @property
     def basic_ops(self) -> Sequence[BasicOperation]:
+        """The basic ops that it runs as one, in order; a basic op has itself."""
         raise NotImplementedError
 
     @property
     def expanded(self) -> Sequence[BasicOperation]:
-        """The basic ops that it is to a fuser."""
+        """The basic ops that a fuser runs for it: more than `basic_ops` of a `Linear`, which stands for its bias, too."""
         return self.basic_ops
 
     @property
     def owners(self) -> Sequence[nn.Module]:
-        """The modules whose work it does: whoever has hooks there expects that they are called."""
+        """The modules that users see in its place: if one of them has hooks, it must be called as a module."""
         return (self,)
 
     @property
@@ -45,42 +46,47 @@ class FusibleOperation(nn.Module):
 
     @property
     def basic_extra_inputs(self) -> int:
-        """How many extra inputs its basic ops take."""
+        """The number of extra inputs of its basic ops."""
         return sum(op.num_extra_inputs for op in self.expanded)
 
     @property
     def basic_extra_outputs(self) -> int:
+        """The number of extra outputs of its basic ops."""
         return sum(op.num_extra_outputs for op in self.expanded)
 
     def forward(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """By itself: a fuser of its own basic ops."""
+        """Called by itself, outside of a Sequential: runs a fuser of its own basic ops. kwargs: of the first of them."""
         kwargs_by_op = [kwargs] + [{}] * (len(self.expanded) - 1)
         return self.own_fuser()(x, *extra_inputs, basic_op_kwargs=kwargs_by_op)
 
     def own_fuser(self) -> OperationFuser:
-        found: OperationFuser | None = vars(self).get("_fuser")
-        if found is None:
-            found = vars(self)["_fuser"] = OperationFuser([self])
-        return found
+        """The fuser of this op alone, which is not a submodule and is not pickled."""
+        fuser: OperationFuser | None = vars(self).get("_fuser")
+        if fuser is None:
+            fuser = vars(self)["_fuser"] = OperationFuser([self])
+        return fuser
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fuser"}
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
-        """Why this direction cannot be captured: on a GPU it is something else than launches of this package. Empty: it can."""
+        """Why direction `which`, "forward" or "backward", cannot be captured: on a GPU it does something that a recording of
+        launches does not repeat. Empty: it can be."""
         raise NotImplementedError
 
-    # What a fuser calls: a fused op overrides both or one of these, a basic op is adapted to them
+    # The fuser calls these two. A fused op overrides one or both of them; `BasicOperation` calls op_forward and op_backward.
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras,
         prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, basic_op_kwargs: Sequence[Mapping[str, Any]],
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
+        """The output, and the extra outputs of each basic op. All `basic_op_` arguments have one element for each basic op."""
         raise NotImplementedError
 
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Value, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
+        """The gradient of the input, and for each basic op the gradients of its parameters and those of its extra inputs."""
         raise NotImplementedError
 
 
@@ -89,13 +95,21 @@ class BasicOperation(FusibleOperation):
 
     num_extra_inputs, num_extra_outputs   tensors that it takes or returns beside input and output. An op with some
                                           overrides `fuser_forward` and `fuser_backward` instead of `op_forward`, `op_backward`
-    takes        what its input and its gradient may be beside a tensor of floating point: "lazy", "many", "handed" (see
-                 `dlp.ops.values`), and, of the first op of a sequence, "integers"
-    none_grads   it takes None for the gradient of an extra output, or of one of several outputs, that nobody used; else zeros
-                 are made
-    launches     all that it does on a GPU is launches of this package, so that a pass may be captured
-    settings     names of attributes that may be set otherwise between calls, where fusions look at them or launches depend on
-                 them: then what was planned and captured is dropped. They are compared in every call
+    takes            what its input and its gradient may be beside a tensor of floating point: "lazy", "many", "handed"
+                     (`dlp.ops.values`) and, of the first op of a sequence, "integers"
+    none_grads       it takes None for the gradient of an extra output, or of one of several outputs, that was not used; for
+                     other
+                     ops zeros are allocated
+    launches         on a GPU it does nothing but launch kernels by `dlp.kernels.launches` and take views: it can be captured
+    settings         names of attributes that users may change between calls and that fusions or launches depend on. They are
+                     compared in every call; where one has changed, plans and captured launches are dropped
+    passes_through   "input_quantizer", "grad_output_quantizer": where neighbours ask for one of these, the op on its other side
+                     answers, since this one passes its input, or its gradient, through
+    token_rows       rows of a token shard, in an op that conversion has replicated over tp; else None
+    traced_by        a linear that does this op's work in its own `plain`, where ops run one by one; else None
+    traced_note      what it does differently under torch.compile and dispatch modes, for the printed plan
+    layer_name       its name in a converted model, else that of the class. An attribute of the class, so that compiled blocks
+                     share a graph
     """
 
     num_extra_inputs = 0
@@ -104,13 +118,11 @@ class BasicOperation(FusibleOperation):
     none_grads = False
     launches = False
     settings: tuple[str, ...] = ()
-    token_rows: int | None = None  # of a token shard, once conversion has replicated it over tp
-    looked_through: tuple[str, ...] = ()  # by those who ask for these quantizers: it hands on what it is given
-    part_of: Any = None  # a linear that does this itself where ops run one by one
-    traced_otherwise = ""  # what it does else where torch traces or watches, for plans
-    layer_name: (
-        str  # that of a converted model, else the class: read as an attribute, so that traced blocks share a graph
-    )
+    passes_through: tuple[str, ...] = ()
+    token_rows: int | None = None
+    traced_by: Any = None
+    traced_note = ""
+    layer_name: str
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -125,44 +137,47 @@ class BasicOperation(FusibleOperation):
         return [parameter for parameter in self._parameters.values() if parameter is not None]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """The same for what traces: of tensors, by code that autograd differentiates. With extra outputs, a tuple."""
+        """The same function of tensors in code that autograd and torch.compile differentiate. Returns the output, or a tuple of
+        it and the extra outputs. By default an autograd function of this op alone."""
         return one_op(self, type(self).__name__, x, extra_inputs, kwargs)
 
     def as_prologue(self, x: Any, behind: Any) -> Any:
-        """((name, *options), what it is given), where the linear behind can run this op in its cast; else None."""
+        """If the linear `behind` can compute this op as its prologue, in its cast: the prologue, (name, *options), and its
+        inputs. Else None."""
         return None
 
-    # What a fuser asks beside: ops with a linear's core, or with quantizers, have answers of their own
+    # The fuser asks these when it makes a plan. Linears and ops with quantizers override them.
 
     def planned(self, ctx: Any) -> None:
-        """A plan is about to be made for calls like this one."""
+        """Called before a plan is made for calls like that of `ctx`."""
 
     def recipe_of(self, ctx: Any) -> Any:
-        """The recipe it runs under."""
+        """The recipe that it runs under; None if it has none."""
         return None
 
     def input_quantizer(self, ctx: Any) -> Any:
-        """The quantizers of what it casts of its input, a `dlp.quant.recipe.Operand`; None where it casts nothing."""
+        """The quantizers of its input, a `dlp.quant.recipe.Operand`; None if it does not cast it."""
         return None
 
     def grad_output_quantizer(self, ctx: Any) -> Any:
-        """Those of what it casts of its gradient."""
+        """The quantizers of the gradient of its output; None if it does not cast it."""
         return None
 
     @property
     def takes_keywords(self) -> bool:
-        """Whether a caller may pass some to its forward: ops of dlp's own take none."""
-        own = type(self).op_forward if self.overrides("op_forward") else type(self).fuser_forward
-        return not own.__module__.startswith("dlp.ops.")
+        """Whether callers may pass keywords to its forward: true of ops that are not dlp's own."""
+        method = type(self).op_forward if self.overrides("op_forward") else type(self).fuser_forward
+        return not method.__module__.startswith("dlp.ops.")
 
     def overrides(self, name: str) -> bool:
-        """Whether it answers this question in its own way: the others are not asked with every call."""
+        """Whether its class overrides this method of `BasicOperation`."""
         return getattr(type(self), name) is not getattr(BasicOperation, name)
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
         return "" if self.launches else "it computes by torch"
 
-    def goes(self, which: str) -> bool:
+    def runs_in(self, which: str) -> bool:
+        """Whether it has direction `which`: a basic op has both."""
         return True
 
     def op_forward(
@@ -174,12 +189,13 @@ class BasicOperation(FusibleOperation):
         next_op_input_quantizer: Any,
         **kwargs: Any,
     ) -> Value:
-        """input [..., C] -> output. `prev_op_grad_output_quantizer`, `next_op_input_quantizer`: those of the neighbours, which
-        will cast what this op returns; None where they cast nothing."""
+        """input [..., C] -> output. prev_op_grad_output_quantizer, next_op_input_quantizer: the quantizers by which the op
+        before will cast the dx that this op returns, and the op behind its output; None: it casts nothing. kwargs: of a
+        caller."""
         raise NotImplementedError(f"{type(self).__name__} must define op_forward")
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
-        """The gradient of the output -> that of the input, and those of `parameters(recurse=False)`, in order."""
+        """The gradient of the output -> the gradient of the input, and those of `op_parameters()`, in order."""
         raise NotImplementedError(f"{type(self).__name__} must define op_backward")
 
     def fuser_forward(
@@ -197,34 +213,34 @@ class BasicOperation(FusibleOperation):
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Value, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
-        found = self.op_backward(basic_op_ctxs[0], grad_output)
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        grads = self.op_backward(basic_op_ctxs[0], grad_output)
+        if not isinstance(grads, tuple | list) or len(grads) != 2:
             raise RuntimeError(
                 f"{type(self).__name__}: op_backward must return two things, the gradient of the input and a tuple of those of "
                 f"the parameters"
             )
-        return found[0], [found[1]], [()]
+        return grads[0], [grads[1]], [()]
 
     def check_tokens(self, input_: Value) -> None:
-        """Of an op that conversion has replicated: ValueError for token shards where its groups say that it gets whole tokens,
-        and the other way round."""
+        """Of an op that conversion has replicated over tp: ValueError if it gets a token shard and its layer group says whole
+        tokens, or the other way round."""
         for value in each(input_) if self.token_rows is not None else ():
-            like = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
-            self._check_tokens(like)  # type: ignore[operator]
+            tensor = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
+            self._check_tokens(tensor)  # type: ignore[operator]  # set by conversion
 
 
 class FusedOperation(FusibleOperation):
-    """Several basic ops, forward, backward or both. Its parameters are theirs, under their places."""
+    """Several basic ops that run as one, in forward, in backward or in both. They are its submodules "0", "1", ..."""
 
     takes: frozenset[str] = frozenset()
     none_grads = False
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
-        asked = zip(self.basic_ops, basic_op_ctxs, strict=True)
-        return next((why for op, ctx in asked if (why := op.obstacle([ctx], which))), "")
+        pairs = zip(self.basic_ops, basic_op_ctxs, strict=True)
+        return next((why for op, ctx in pairs if (why := op.obstacle([ctx], which))), "")
 
-    def goes(self, which: str) -> bool:
-        """Whether it runs in this direction; else its basic ops do."""
+    def runs_in(self, which: str) -> bool:
+        """Whether its class overrides the method of this direction; else its basic ops run there."""
         method = f"fuser_{which}"
         return getattr(type(self), method) is not getattr(FusibleOperation, method)
 
@@ -239,7 +255,7 @@ class FusedOperation(FusibleOperation):
 
 
 class InnerFused(FusedOperation):
-    """One that a fusion makes: it is no part of a model, so it registers nothing."""
+    """A fused op that dlp's fusions make. It is not part of the model, so that its basic ops are not its submodules."""
 
     def __init__(self, *basic_ops: BasicOperation) -> None:
         super().__init__(())

@@ -1,13 +1,14 @@
-"""What the directions of a fuser do: ops in order on lazy values, in reverse on gradients, and autograd's function of both.
+"""Forward and backward of a fuser, and the autograd function of both.
 
-forward    what ops keep is saved as one flat list
-backward   down to the first op of which anyone needs a gradient
-captured   a direction of which all is launches runs as one native call from its third time on (`dlp.ops.captured`)
+forward    runs the ops in order on values (`dlp.ops.values`); the tensors that they save become one flat list
+backward   runs the ops in reverse on gradients, down to the first op that needs one
+captured   from its third call on, a direction replays its launches, if it is captured (`dlp.ops.captured`), and no op runs
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,17 +16,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from dlp.ops.calls import FuserCall, Pass, Placed, once
-from dlp.ops.captured import Flat, Kept
-from dlp.ops.values import HANDED, INTEGERS, LAZY, MANY, Value, each, is_handed, overlap, tensor_of
+from dlp.ops.calls import FuserCall, Pass, Placed, ResultLayout, deduplicated
+from dlp.ops.captured import Flat, ReplayEntry
+from dlp.ops.values import HANDED, INTEGERS, LAZY, MANY, Value, each, is_handed, share_bytes, tensor_of
 from dlp.parallel.linear.autograd import layout_keys, multiplies_tf32, no_autocast, only_once, owned, past_functorch
 from dlp.parallel.weight.local import held
 
-NONE: dict[str, Any] = {}
-
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
-    """RuntimeError where an op returns another number than it declares, or what is no tuple."""
+    """RuntimeError if an op returned no tuple, or one of another length than it declares. what: the names of its elements."""
     if not isinstance(found, tuple | list):
         raise RuntimeError(f"{name}: it returned a {type(found).__name__}; due is a tuple of {what}, {expected}")
     if len(found) != expected:
@@ -33,7 +32,8 @@ def check_count(name: str, what: str, found: Any, expected: int) -> None:
 
 
 def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
-    """RuntimeError for a gradient of a parameter that has another shape: autograd would sum it to the shape, where it can."""
+    """RuntimeError for gradients that do not have the shapes of the op's parameters. Autograd would sum them to those shapes
+    where it can, silently."""
     for parameter, grad in zip(() if hasattr(op, "core") else op.op_parameters(), grads, strict=False):
         if isinstance(grad, Tensor) and grad.shape != parameter.shape:
             raise RuntimeError(
@@ -42,14 +42,14 @@ def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
 
 
 def check_output(name: str, value: Value) -> None:
-    """RuntimeError for an output that is no value."""
+    """RuntimeError for an output that is neither a tensor nor a lazy or quantized one."""
     for one in each(value):
         if not isinstance(one, Tensor) and not hasattr(one, "tensor"):
             raise RuntimeError(f"{name}: it returned a {type(one).__name__} as its output; due is a tensor")
 
 
-def check_is_there(name: str, grad: Value) -> None:
-    """RuntimeError for a gradient of the input that is none."""
+def check_not_none(name: str, grad: Value) -> None:
+    """RuntimeError if the gradient of the input is None."""
     if grad is None:
         raise RuntimeError(
             f"{name}: it returned None as the gradient of its input, which ops before it need: return zeros where there is none"
@@ -57,47 +57,49 @@ def check_is_there(name: str, grad: Value) -> None:
 
 
 class Members:
-    """The basic ops of a fuser, in order. `names`: theirs, for messages."""
+    """The basic ops of a fuser, in order, and checks of what they take and return. names: of the ops in their Sequential, for
+    messages; None: messages name class and index."""
 
     def __init__(self, ops: Sequence[Any], names: Sequence[str] | None) -> None:
         self.ops, self.named = tuple(ops), names is not None or len(ops) > 1
         self.names = list(names or (f"op {i} ({type(op).__name__})" for i, op in enumerate(self.ops)))
         self.extra_inputs = [op.num_extra_inputs for op in self.ops]
         self.extra_outputs = [op.num_extra_outputs for op in self.ops]
-        self.no_kwargs = [NONE] * len(self.ops)
+        self.no_kwargs: list[Mapping[str, Any]] = [{}] * len(self.ops)
         self.none_grads = [none for op in self.ops for none in [op.none_grads] * op.num_extra_outputs]
 
     def check_count(self, place: int, what: str, found: Any, expected: int) -> None:
         check_count(self.names[place], what, found, expected)
 
     def check_keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """ValueError for keywords of more or fewer ops than there are, TypeError for those of an op that takes none."""
+        """ValueError if `kwargs` has not one mapping for each op, TypeError for keywords of an op that takes none."""
         if len(kwargs) != len(self.ops):
             raise ValueError(f"basic_op_kwargs are of {len(kwargs)} basic ops; these are {', '.join(self.names)}")
-        for name, op, its in zip(self.names, self.ops, kwargs, strict=True):
-            if its and not op.takes_keywords:
-                raise TypeError(f"{name}: it takes no keywords; got {', '.join(its)}")
+        for name, op, keywords in zip(self.names, self.ops, kwargs, strict=True):
+            if keywords and not op.takes_keywords:
+                raise TypeError(f"{name}: it takes no keywords; got {', '.join(keywords)}")
 
     def check_floating(self, dtype: torch.dtype) -> None:
-        """TypeError for an x of integers, where the first op does not say that it takes some."""
+        """TypeError for an x of integers, unless the first op takes integers."""
         if not (dtype.is_floating_point or INTEGERS in self.ops[0].takes):
             raise TypeError(f"{self.names[0]}: x must be floating point; got {dtype}: convert it before")
 
     def check_gradient(self, place: int, grad: Value, shapes: Sequence[Sequence[int]]) -> None:
-        """RuntimeError for a gradient of the input that has another shape than that, or is none."""
-        check_is_there(self.names[place], grad)
+        """RuntimeError if the gradient of the input is None or does not have the shapes of the input, one for each sibling."""
+        check_not_none(self.names[place], grad)
         found = [None if one is None else tuple(one.shape) for one in each(grad)]
-        if len(found) != len(shapes) or any(one not in (None, its) for one, its in zip(found, shapes, strict=False)):
+        if len(found) != len(shapes) or any(one not in (None, due) for one, due in zip(found, shapes, strict=False)):
             raise RuntimeError(
                 f"{self.names[place]}: its input is {_listed(shapes)}, and the gradient that it returned {_listed(found)}"
             )
 
     def at(self, places: Sequence[int], error: Exception) -> Exception:
-        """An error of an op, with its name and place; one of a class of its own, as where memory ends, gets a note."""
+        """The error to raise for one that an op raised: with the names of the ops in its message, or as a note where its class
+        is not a plain one and takes other arguments, as torch's OutOfMemoryError."""
         names = ", ".join(dict.fromkeys(self.names[i] for i in places))
         if self.named and type(error) in (ValueError, TypeError, RuntimeError):
-            said = str(error).removeprefix(f"{names}: ").removeprefix(f"{type(self.ops[places[0]]).__name__}: ")
-            return type(error)(f"{names}: {said}").with_traceback(error.__traceback__)
+            message = str(error).removeprefix(f"{names}: ").removeprefix(f"{type(self.ops[places[0]]).__name__}: ")
+            return type(error)(f"{names}: {message}").with_traceback(error.__traceback__)
         if self.named:
             error.add_note(f"in {names}")
         return error
@@ -107,17 +109,18 @@ def _listed(shapes: Sequence[Any]) -> str:
     return ", ".join(map(str, shapes))
 
 
-def admitted(members: Members, placed: Placed, value: Value) -> Value:
-    """The value as an op takes it: stored, where it does not say that it takes more. ValueError for a tuple it cannot take."""
+def adapted(members: Members, placed: Placed, value: Value) -> Value:
+    """The value in a form that the op takes (`BasicOperation.takes`): lazy ones are stored, and quantized ones decoded, for an
+    op that does not take them. ValueError for a tuple if it takes one tensor."""
     takes = placed.op.takes
     check_many(members, placed.places[0], takes, value)
     if isinstance(value, tuple):
-        return tuple([_single(takes, one) for one in value])
-    return _single(takes, value)
+        return tuple([_adapted_one(takes, one) for one in value])
+    return _adapted_one(takes, value)
 
 
 def check_many(members: Members, place: int, takes: frozenset[str], value: Value) -> None:
-    """ValueError for a tuple that this op cannot take."""
+    """ValueError for a tuple if this op takes one tensor."""
     if isinstance(value, tuple) and MANY not in takes:
         raise ValueError(
             f"{members.names[place]}: it takes one tensor and is given {len(value)}: of siblings, only ops that say so, as "
@@ -125,7 +128,7 @@ def check_many(members: Members, place: int, takes: frozenset[str], value: Value
         )
 
 
-def _single(takes: frozenset[str], value: Any) -> Any:
+def _adapted_one(takes: frozenset[str], value: Any) -> Any:
     if is_handed(value):
         return value if HANDED in takes else value.tensor()
     return value if isinstance(value, Tensor) or LAZY in takes else tensor_of(value)
@@ -135,99 +138,103 @@ def _single(takes: frozenset[str], value: Any) -> Any:
 
 
 def forward(run: Pass, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The outputs and extra outputs, what the ops save, flat, and the inputs that they have written to."""
+    """Forward of the fuser. tensors: inputs, parameters, extra inputs.
+
+    Returns the outputs and extra outputs, the tensors that the ops save, and the inputs that they have written to.
+    """
     call, reads, flat = run.call, run.reads, None
-    kept = None if run.kwargs is not None else call.forward
-    if kept is not None:
-        flat = call.plan.captured[0].again(kept, call.bounds, reads, run.addresses)
+    entry = None if run.kwargs is not None else call.forward
+    if entry is not None:
+        flat = call.plan.captured[0].replay(entry, call.bounds, reads, run.addresses)
     if flat is None:
-        flat, kept = _forward_by_ops(run, tensors)
-    if kept is None:
+        flat, entry = _forward_by_ops(run, tensors)
+    if entry is None:
         dirty = [tensor for ctx in run.ctxs or () for tensor in ctx.dirty]
     else:
-        run.returned, dirty = kept.returned, [reads[at] for at in kept.returned.dirty]
-        run.layout = kept.returned.attributes[0]["layout"]
-    count = run.layout[3]
+        run.replayed, dirty = entry.results, [reads[at] for at in entry.results.dirty]
+        run.layout = entry.results.attributes[0]["layout"]
+    count = run.layout.num_results
     return flat[:count], flat[count:], dirty  # type: ignore[return-value]
 
 
-def _forward_by_ops(run: Pass, tensors: Sequence[Any]) -> tuple[Flat, Kept | None]:
-    """The same, flat, and the launches that did it, if they were captured."""
+def _forward_by_ops(run: Pass, tensors: Sequence[Any]) -> tuple[Flat, ReplayEntry | None]:
+    """Results and saved tensors as one flat list, computed by the ops or by launches that were captured before or just now; and
+    the entry of these launches."""
     call, ctxs = run.call, run.contexts()
     inputs, extras = tensors[: call.num_inputs], tensors[call.num_inputs + sum(call.plan.num_parameters) :]
 
     def compute() -> Flat:
-        with _Local(call.plan.shards):
+        with _LocalParameters(call.plan.shards):
             return _forward_ops(run, inputs, extras)
 
     if run.kwargs is not None:
         return compute(), None
-    flat, kept = call.plan.captured[0].run(ctxs, call.bounds, run.reads, run.addresses, (run.same,), compute)
-    if kept is not None and kept is not call.forward:
-        call.forward = kept
-        call.back.clear()
-    return flat, kept
+    flat, entry = call.plan.captured[0].run(ctxs, call.bounds, run.reads, run.addresses, (run.same,), compute)
+    if entry is not None and entry is not call.forward:
+        call.forward = entry
+        call.backward.clear()
+    return flat, entry
 
 
 def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> Flat:
+    """Run the ops of forward; returns outputs, extra outputs and saved tensors as one flat list. Sets `run.layout`."""
     plan, members, ctxs = run.call.plan, run.call.members, run.contexts()
     kwargs = run.kwargs or members.no_kwargs
     value: Value = tuple(inputs) if run.call.many else inputs[0]
-    given, by_op = iter(extras), []
-    for count in members.extra_inputs:
-        by_op.append([next(given) for _ in range(count)])
+    remaining = iter(extras)
+    extras_by_op = [[next(remaining) for _ in range(count)] for count in members.extra_inputs]
     extra_outputs: list[Sequence[Tensor]] = [()] * len(ctxs)
     for placed in plan.forward:
         first, last = placed.places[0], placed.places[-1]
-        value = admitted(members, placed, value)
-        meta: Any = ctxs[first]
-        meta.in_shapes = [tuple(one.shape) for one in each(value)]
+        value = adapted(members, placed, value)
+        ctxs[first].in_shapes = [tuple(one.shape) for one in each(value)]
         try:
-            found = placed.op.fuser_forward(
+            results = placed.op.fuser_forward(
                 [ctxs[i] for i in placed.places], value,
-                basic_op_extra_inputs=[by_op[i] for i in placed.places],
+                basic_op_extra_inputs=[extras_by_op[i] for i in placed.places],
                 prev_op_grad_output_quantizer=plan.quantizers[first][0],
                 next_op_input_quantizer=plan.quantizers[last][1], basic_op_kwargs=[kwargs[i] for i in placed.places],
             )  # fmt: skip
         except Exception as error:
             raise members.at(placed.places, error) from None
-        members.check_count(first, "results, output and extra outputs of each basic op,", found, 2)
-        value, extra = found
+        members.check_count(first, "results, output and extra outputs of each basic op,", results, 2)
+        value, extra = results
         check_output(members.names[last], value)
         members.check_count(first, "tuples of extra outputs", extra, len(placed.places))
-        for i, its in zip(placed.places, extra, strict=True):
-            members.check_count(i, "extra outputs", its, members.extra_outputs[i])
-            extra_outputs[i] = its
+        for i, of_op in zip(placed.places, extra, strict=True):
+            members.check_count(i, "extra outputs", of_op, members.extra_outputs[i])
+            extra_outputs[i] = of_op
+
+    # All ops have run: what is still lazy is stored now, and what they save exists.
     outputs = [tensor_of(one) for one in each(value)]
-    results = [*outputs, *[tensor_of(one) for its in extra_outputs for one in its]]
+    results = [*outputs, *[tensor_of(one) for of_op in extra_outputs for one in of_op]]
     saved: list[Tensor | None] = []
-    ranges = []
+    num_saved = []
     for ctx in ctxs:
-        kept = ctx.to_save if ctx.requires_grad else ()
-        ranges.append(len(kept))
-        saved += [tensor() if callable(tensor) and not isinstance(tensor, Tensor) else tensor for tensor in kept]
+        to_save = ctx.to_save if ctx.requires_grad else ()
+        num_saved.append(len(to_save))
+        saved += [tensor() if callable(tensor) and not isinstance(tensor, Tensor) else tensor for tensor in to_save]
         ctx.to_save = ()
-    _check_written(members.names, ctxs, saved, ranges)
-    meta = ctxs[0]
-    meta.layout = run.layout = len(outputs), isinstance(value, tuple), ranges, len(results)
+    _check_written(members.names, ctxs, saved, num_saved)
+    ctxs[0].layout = run.layout = ResultLayout(len(outputs), isinstance(value, tuple), num_saved, len(results))
     return [*results, *saved]
 
 
-def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[Any], ranges: Sequence[int]) -> None:
-    """ValueError where an op has written to what an op before it keeps, of which backward would read the new values."""
-    written = [(place, tensor) for place, ctx in enumerate(ctxs) for tensor in ctx.dirty]
-    keepers = [place for place, count in enumerate(ranges) for _ in range(count)] if written else ()
-    for place, tensor in written:
-        for keeper, kept in zip(keepers, saved, strict=False):
-            if keeper < place and kept is not None and overlap(kept, tensor):
+def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[Any], num_saved: Sequence[int]) -> None:
+    """ValueError if an op has written to a tensor that an op before it saves: backward would read the new values."""
+    written = [(writer, tensor) for writer, ctx in enumerate(ctxs) for tensor in ctx.dirty]
+    savers = [saver for saver, count in enumerate(num_saved) for _ in range(count)] if written else ()
+    for writer, tensor in written:
+        for saver, other in zip(savers, saved, strict=False):
+            if saver < writer and other is not None and share_bytes(other, tensor):
                 raise ValueError(
-                    f"{names[place]}: it writes to a tensor that {names[keeper]} keeps for backward: set in_place=False, or "
+                    f"{names[writer]}: it writes to a tensor that {names[saver]} keeps for backward: set in_place=False, or "
                     f"give it a copy"
                 )
 
 
-class _Local:
-    """Inside, these ops find this rank's plain tensors in the place of their DTensors."""
+class _LocalParameters:
+    """A context in which the parameters of these ops are this rank's plain tensors in place of DTensors."""
 
     def __init__(self, ops: Sequence[Any]) -> None:
         self.ops = ops
@@ -248,145 +255,158 @@ class _Local:
 
 
 def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Flat:
-    """The gradients of inputs, parameters and extra inputs."""
+    """Backward of the fuser. grads: of the outputs and extra outputs; saved: what forward has saved.
+
+    Returns the gradients of inputs, parameters and extra inputs, in this order; None where none is needed.
+    """
     call = run.call
     plan, given, parts = call.plan, [*grads, *saved], list[Sequence[Tensor]]()
-    # Whether all but the gradients lies as forward has left it
-    alike = run.returned is not None and not (run.moved or plan.ends)
-    for i, linear, reads in call.learning:
-        session, sides = linear.bound.session, run.sides[i]
+    # Where forward ran as captured launches, saved tensors and weights have the layouts of the last backward: a key of the
+    # gradients alone finds its launches.
+    keyed_by_grads = run.replayed is not None and not (run.moved or plan.with_end_backward)
+    for i, linear, reads_w in call.backward_linears:
+        session, weight_parts = linear.bound.session, run.weight_parts[i]
         session.scales = run.scales[i]
         session.in_layer_backward(linear.bound)
-        its: Sequence[Tensor] = ()
-        if reads and sides is not None:
-            its = sides.columnwise
-        elif reads:
-            its = linear.op.operands_back(_saved(run, saved)[linear.place])
-            alike = alike and not its
-        parts.append(its)
-        given += its
+        read: Sequence[Tensor] = ()
+        if reads_w and weight_parts is not None:
+            read = weight_parts.columnwise
+        elif reads_w:
+            read = linear.op.operands_back(_saved(run, saved)[linear.place])
+            keyed_by_grads = keyed_by_grads and not read
+        parts.append(read)
+        given += read
     for sums in plan.sums:
         sums.check_announced()
-    every = [tensor for tensor in given if tensor is not None]
-    there = () if len(every) == len(given) else tuple([tensor is not None for tensor in given])
-    addresses = [tensor.data_ptr() for tensor in every]
-    flat, layout = None, None
-    if alike:
+    tensors = [tensor for tensor in given if tensor is not None]
+    is_given = () if len(tensors) == len(given) else tuple([tensor is not None for tensor in given])
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    flat, key = None, None
+    if keyed_by_grads:
         own = [grad for grad in grads if grad is not None]
-        distinct, its_addresses, same = once(every, addresses)
-        layout = there, same, multiplies_tf32(every[0]), *layout_keys(own, addresses[: len(own)])
-        kept = call.back.get(layout)
-        if kept is not None:
-            flat = plan.captured[1].again(kept, call.bounds, distinct, its_addresses)
+        reads, read_addresses, same = deduplicated(tensors, addresses)
+        key = is_given, same, multiplies_tf32(tensors[0]), *layout_keys(own, addresses[: len(own)])
+        entry = call.backward.get(key)
+        if entry is not None:
+            flat = plan.captured[1].replay(entry, call.bounds, reads, read_addresses)
     if flat is None:
         ctxs = _saved(run, saved)
-        for (_, linear, _), its in zip(call.learning, parts, strict=True):
-            ctxs[linear.place].given = its
-        flat, kept = _backward_by_ops(run, grads, there, every, addresses)
-        if kept is not None and layout is not None:
-            call.back[layout] = kept
-    for _, linear, _ in call.learning:
+        for (_, linear, _), read in zip(call.backward_linears, parts, strict=True):
+            ctxs[linear.place].pass_tensors = read
+        flat, entry = _backward_by_ops(run, grads, is_given, tensors, addresses)
+        if entry is not None and key is not None:
+            call.backward[key] = entry
+    for _, linear, _ in call.backward_linears:
         linear.bound.session.scales = None
     return flat
 
 
 def _saved(run: Pass, saved: Sequence[Tensor]) -> list[Any]:
-    """The contexts of the ops, with what these have saved."""
+    """The contexts of the ops, with their share of the flat list of saved tensors."""
     ctxs, at = run.contexts(), 0
-    for ctx, count in zip(ctxs, run.layout[2], strict=True):
+    for ctx, count in zip(ctxs, run.layout.num_saved, strict=True):
         ctx.saved_tensors = tuple(saved[at : at + count])
         at += count
     return ctxs
 
 
 def _backward_by_ops(
-    run: Pass, grads: Sequence[Tensor | None], there: tuple[bool, ...], given: Sequence[Tensor], addresses: Sequence[int]
-) -> tuple[Flat, Kept | None]:  # fmt: skip
-    """The gradients, of contexts that have what was saved, and the launches that made them, if they were captured. `given`: all
-    that is read but gradients that wgrads are added to."""
+    run: Pass, grads: Sequence[Tensor | None], is_given: tuple[bool, ...], given: Sequence[Tensor],
+    addresses: Sequence[int],
+) -> tuple[Flat, ReplayEntry | None]:  # fmt: skip
+    """The gradients, computed by the ops or by captured launches, and the entry of these launches. The contexts have their
+    saved tensors.
+
+    is_given           which of the gradients, saved tensors and weights are not None; empty: all
+    given, addresses   those that are not; main gradients, which wgrads are added to, are appended here
+    """
     call, ctxs, plan, states = run.call, run.contexts(), run.call.plan, list[Any]()
-    for _, linear, _ in call.learning:
+    for _, linear, _ in call.backward_linears:
         ctx = ctxs[linear.place]
-        ctx.into = linear.op.targets(ctx) if linear.place in plan.ends else ()
+        ctx.into = linear.op.targets(ctx) if linear.place in plan.with_end_backward else ()
         states += [None if to is None else (to.overwrite, to.tensor.dtype) for to in ctx.into]
         given = [*given, *[to.tensor for to in ctx.into if to is not None]]
     addresses = [*addresses, *[tensor.data_ptr() for tensor in given[len(addresses) :]]]
 
     def compute() -> Flat:
-        with _Local(plan.shards):
+        with _LocalParameters(plan.shards):
             return _backward_ops(run, ctxs, grads)
 
-    reads, addresses, same = once(given, addresses)
-    flat, kept = plan.captured[1].run(ctxs, call.bounds, reads, addresses, (there, same, *states), compute)
-    if plan.ends:
+    reads, addresses, same = deduplicated(given, addresses)
+    flat, entry = plan.captured[1].run(ctxs, call.bounds, reads, addresses, (is_given, same, *states), compute)
+    if plan.with_end_backward:
         _end(call, ctxs, flat)
     for ctx in ctxs:
-        ctx.saved_tensors = ctx.given = ()
-    return flat, kept
+        ctx.saved_tensors = ctx.pass_tensors = ()
+    return flat, entry
 
 
-def _end(call: FuserCall, ctxs: Sequence[Any], found: Flat) -> None:
-    """What linears do behind the launches of a backward; takes what they have left off the gradients."""
+def _end(call: FuserCall, ctxs: Sequence[Any], flat: Flat) -> None:
+    """Call `end_backward` of linears that have one, and take their deferred tensors off the end of the flat list."""
     plan, members = call.plan, call.members
     first = call.num_inputs + sum(plan.num_parameters) + sum(members.extra_inputs)
-    left, at = iter(found[first:]), call.num_inputs
-    del found[first:]
+    deferred, at = iter(flat[first:]), call.num_inputs
+    del flat[first:]
     for i, count in enumerate(plan.num_parameters):
-        if i in plan.ends:
-            ctx, grads = ctxs[i], found[at : at + count]
-            members.ops[i].end_backward(ctx, grads, [next(left) for _ in range(ctx.num_left)])
-            found[at : at + count] = grads
+        if i in plan.with_end_backward:
+            ctx, grads = ctxs[i], flat[at : at + count]
+            members.ops[i].end_backward(ctx, grads, [next(deferred) for _ in range(ctx.num_deferred)])
+            flat[at : at + count] = grads
         at += count
 
 
 def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]) -> Flat:
+    """Run the ops of backward; returns the gradients of inputs, parameters and extra inputs, and the deferred tensors of
+    linears whose wgrad waits, as one flat list."""
     plan, members = run.call.plan, run.call.members
-    outputs, many, _, _ = run.layout
-    value: Value = tuple(grads[:outputs]) if many else grads[0]
-    of_extra, by_op = iter(grads[outputs:]), []
-    for count in members.extra_outputs:
-        by_op.append([next(of_extra) for _ in range(count)])
+    count = run.layout.num_outputs
+    value: Value = tuple(grads[:count]) if run.layout.many else grads[0]
+    remaining = iter(grads[count:])
+    extras_by_op = [[next(remaining) for _ in range(count)] for count in members.extra_outputs]
     addresses = [grad.data_ptr() for grad in grads if grad is not None]
     shared = {address for address in addresses if addresses.count(address) > 1}
     for ctx in ctxs:
-        ctx.shared = shared
+        ctx.shared_addresses = shared
     of_parameters: list[Sequence[Any]] = [[None] * count for count in plan.num_parameters]
-    of_inputs: list[Sequence[Any]] = [[None] * count for count in members.extra_inputs]
+    of_extras: list[Sequence[Any]] = [[None] * count for count in members.extra_inputs]
     for placed in reversed(plan.backward):
-        if not any(plan.learns[i] for i in placed.places):
+        if not any(plan.needs_backward[i] for i in placed.places):
             break
-        value = admitted(members, placed, value)
+        value = adapted(members, placed, value)
         try:
-            found = placed.op.fuser_backward(
-                [ctxs[i] for i in placed.places], value, basic_op_grad_extra_outputs=[by_op[i] for i in placed.places]
-            )
+            results = placed.op.fuser_backward(
+                [ctxs[i] for i in placed.places], value,
+                basic_op_grad_extra_outputs=[extras_by_op[i] for i in placed.places],
+            )  # fmt: skip
         except Exception as error:
             raise members.at(placed.places, error) from None
         first, count = placed.places[0], len(placed.places)
-        members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", found, 3)
-        value, parameters, extras = found
+        members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", results, 3)
+        value, parameters, extras = results
         if plan.needs_dx[first] and (shapes := getattr(ctxs[first], "in_shapes", None)) is not None:
             members.check_gradient(first, value, shapes)
         members.check_count(first, "tuples of gradients of parameters", parameters, count)
         members.check_count(first, "tuples of gradients of extra inputs", extras, count)
-        for i, its, more in zip(placed.places, parameters, extras, strict=True):
-            members.check_count(i, "gradients of parameters", its, len(of_parameters[i]))
-            members.check_count(i, "gradients of extra inputs", more, len(of_inputs[i]))
-            check_shapes(members.names[i], members.ops[i], its)
-            of_parameters[i], of_inputs[i] = its, more
+        for i, of_op, of_extra in zip(placed.places, parameters, extras, strict=True):
+            members.check_count(i, "gradients of parameters", of_op, len(of_parameters[i]))
+            members.check_count(i, "gradients of extra inputs", of_extra, len(of_extras[i]))
+            check_shapes(members.names[i], members.ops[i], of_op)
+            of_parameters[i], of_extras[i] = of_op, of_extra
+
+    # All ops have run: the sums of columns that casts have taken exist, and gradients that are still lazy are stored now.
     dxs: list[Any] = [None] * run.call.num_inputs
     if plan.needs_dx[0]:
         dxs = [tensor_of(one) for one in each(value)]
-    left: list[Tensor] = []
-    for ctx in [ctxs[i] for i in plan.ends]:
-        left += ctx.left
-        ctx.num_left, ctx.left = len(ctx.left), ()
-    flat = [*dxs, *[one for its in of_parameters for one in its], *[one for its in of_inputs for one in its], *left]
+    deferred: list[Tensor] = []
+    for ctx in [ctxs[i] for i in plan.with_end_backward]:
+        deferred += ctx.deferred
+        ctx.num_deferred, ctx.deferred = len(ctx.deferred), ()
+    flat = [*dxs, *chain.from_iterable(of_parameters), *chain.from_iterable(of_extras), *deferred]
     return [None if one is None else tensor_of(one) for one in flat]
 
 
 class FuserFn(torch.autograd.Function):
-    """`apply(run, *inputs, *parameters, *extra inputs)` -> outputs and extra outputs."""
+    """`apply(run, *inputs, *parameters, *extra inputs)` -> outputs and extra outputs. `run`: the `Pass`."""
 
     @staticmethod
     def forward(ctx: Any, run: Pass, *tensors: Any) -> tuple[Tensor, ...]:
@@ -395,7 +415,7 @@ class FuserFn(torch.autograd.Function):
         run.drop()
         known, written = {*map(id, tensors)}, {id(tensor): tensor for tensor in dirty}
         returned = []
-        for i, result in enumerate(results):  # an output is no input, nor another output, unless it was written to
+        for i, result in enumerate(results):  # an input or an earlier output becomes a view, unless it was written to
             if id(result) in written:
                 returned.append(written.pop(id(result)))
             elif id(result) in known:
@@ -403,12 +423,12 @@ class FuserFn(torch.autograd.Function):
             known.add(id(result))
         if returned:
             ctx.mark_dirty(*returned)
-        for tensor in written.values():  # nobody may read it in backward as it was
+        for tensor in written.values():  # so that a backward which saved one before it was written to raises
             increment_version(tensor)
-        if written:  # views of these, made where there is no autograd
+        if written:  # the ops save views of these that were made under no_grad: save them as tensors of their own
             saved = [each if each is None or not each._is_view() else each.detach() for each in saved]
         ctx.run = run
-        ctx.like = [(result.shape, result.dtype, result.device) for result in results]
+        ctx.zeros_like = [(result.shape, result.dtype, result.device) for result in results]
         run.moved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
@@ -424,20 +444,21 @@ class FuserFn(torch.autograd.Function):
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """`backward` with zeros for gradients that are None, where ops do not take None, and DTensors for gradients of DTensors."""
     run: Pass = ctx.run
     call = run.call
     if any([grad is None for grad in grads]):
-        count, several, _, _ = run.layout
-        takes_none = [several and call.plan.backward[-1].op.none_grads] * count + call.members.none_grads
+        of_outputs = run.layout.many and call.plan.backward[-1].op.none_grads
+        takes_none = [of_outputs] * run.layout.num_outputs + call.members.none_grads
         grads = tuple([
-            grad if grad is not None or none else torch.zeros(like[0], dtype=like[1], device=like[2])
-            for grad, none, like in zip(grads, takes_none, ctx.like, strict=True)
+            grad if grad is not None or none else torch.zeros(shape, dtype=dtype, device=device)
+            for grad, none, (shape, dtype, device) in zip(grads, takes_none, ctx.zeros_like, strict=True)
         ])  # fmt: skip
-    found: list[Any] = backward(run, grads, ctx.saved_tensors)
-    for place, layout in enumerate(call.layouts):
-        if layout is not None and found[place] is not None:
-            found[place] = DTensor(found[place], layout, requires_grad=False)
-    return None, *[grad if need else None for grad, need in zip(found, ctx.needs_input_grad[1:], strict=True)]
+    results: list[Any] = backward(run, grads, ctx.saved_tensors)
+    for i, spec in enumerate(call.layouts):
+        if spec is not None and results[i] is not None:
+            results[i] = DTensor(results[i], spec, requires_grad=False)
+    return None, *[grad if need else None for grad, need in zip(results, ctx.needs_input_grad[1:], strict=True)]
 
 
 _backward_once = only_once(_backward)

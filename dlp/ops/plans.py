@@ -1,4 +1,4 @@
-"""What a Sequential says of itself: groups, the ops of each direction, and what is not fused and why."""
+"""The printed plan of a Sequential: its groups, the ops of each direction, what is not fused, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlp.ops.fusions import fuse
 
 
 class SequencePlan:
-    """Printed, a line each."""
+    """A plan to be printed; one string for each group."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -21,24 +21,26 @@ class SequencePlan:
 
 
 def group_plan(fuser: OperationFuser) -> str:
-    """The ops of a fuser as they last ran, or would, before the first call."""
+    """The lines of one fuser: the ops of each direction as they ran last or, before the first call, as they are fused without
+    knowledge of recipes and gradients; and notes."""
     notes: list[str]
     if fuser.last is not None:
-        directions: Any = [[placed.op for placed in its] for its in (fuser.last.forward, fuser.last.backward)]
+        directions: Any = [[placed.op for placed in ops] for ops in (fuser.last.forward, fuser.last.backward)]
         notes = list(fuser.last.notes)
-        notes += [line for direction in fuser.last.captured for line in direction.said()]
+        notes += [line for direction in fuser.last.captured for line in direction.describe()]
     else:
         notes = []
         directions = [fuse(which, fuser.basic_ops, None, notes) for which in ("forward", "backward")]
-    said = [f"ops {', '.join(fuser.names)}"]
+    lines = [f"ops {', '.join(fuser.names)}"]
     for which, ops in zip(("forward", "backward"), directions, strict=True):
-        said.append(f"  {which:9}{' | '.join(_said(op) for op in ops)}")
+        lines.append(f"  {which:9}{' | '.join(_name_of(op) for op in ops)}")
     notes += [fuser.autocast] if fuser.autocast else []
     traced = zip(fuser.names, fuser.basic_ops, strict=True)
-    notes += [f"compiled or watched, {name} {op.traced_otherwise}" for name, op in traced if op.traced_otherwise]
-    return "\n".join([*said, *[f"  {note}" for note in dict.fromkeys(notes)]])
+    notes += [f"compiled or watched, {name} {op.traced_note}" for name, op in traced if op.traced_note]
+    return "\n".join([*lines, *[f"  {note}" for note in dict.fromkeys(notes)]])
 
 
-def _said(op: Any) -> str:
+def _name_of(op: Any) -> str:
+    """Its class, and the classes of the basic ops that a fused one runs."""
     name = type(op).__name__
     return name if len(op.basic_ops) == 1 else f"{name}[{', '.join(type(basic).__name__ for basic in op.basic_ops)}]"

@@ -1,7 +1,7 @@
-"""Ops one by one, for what traces or watches: torch.compile, dispatch modes, fake tensors.
+"""Ops one by one, under torch.compile, dispatch modes and fake tensors.
 
-Each op runs `plain`, code that autograd differentiates by itself, and a linear its two opaque ops. A norm or a gate
-right before a linear runs as its prologue, in the cast of it. So a graph holds no fuser, and `fullgraph=True` holds.
+Each op runs `plain`, which autograd differentiates, and a linear its two opaque ops. A norm or a gate right before a linear
+runs as its prologue, inside the linear's cast. No fuser is traced, so that `fullgraph=True` works.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch.distributed.tensor import DTensor
 
 from dlp.ops.context import OWN, OperationContext
 from dlp.ops.handed import Handed
-from dlp.ops.passes import check_count, check_is_there, check_many, check_output
+from dlp.ops.passes import check_count, check_many, check_not_none, check_output
 from dlp.ops.values import each, tensor_of
 from dlp.parallel.weight.local import local
 
 
 def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    """What the fuser returns. Ops that conversion has replicated see this rank's tensors in place of their DTensors. TypeError
-    for an x that code which is not compiled has quantized."""
+    """Run the ops of a fuser one by one; arguments and result as of `OperationFuser`. Ops that conversion has replicated have
+    this rank's plain tensors in place of DTensors meanwhile. TypeError for compiled code that is given a `Handed`."""
     if torch.compiler.is_dynamo_compiling() and isinstance(x, Handed):
         raise TypeError(
             f"{fuser.names[0]}: compiled code reads values, and is given a Handed: compile what hands it on with it, or pass "
             f"its tensor()"
         )
     fuser.members.check_floating(each(x)[0].dtype)
-    held = [(op, dict(op._parameters)) for op in fuser.basic_ops if not hasattr(op, "core")]
-    for op, parameters in held:
+    own_parameters = [(op, dict(op._parameters)) for op in fuser.basic_ops if not hasattr(op, "core")]
+    for op, parameters in own_parameters:
         sums = getattr(op, "tp_sums", None)
         before = None if sums is None else sums.check_announced
         for name, parameter in parameters.items():
@@ -39,7 +39,7 @@ def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Seque
     try:
         return _run(fuser, x, extra_inputs, kwargs)
     finally:
-        for op, parameters in held:
+        for op, parameters in own_parameters:
             op._parameters.update(parameters)
 
 
@@ -48,22 +48,22 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
     outputs: list[Tensor] = []
     while place < len(ops):
         op = ops[place]
-        taken = extra_inputs[at : at + op.num_extra_inputs]
+        extra = extra_inputs[at : at + op.num_extra_inputs]
         at += op.num_extra_inputs
-        if op.part_of is not None:  # that linear has done it
+        if op.traced_by is not None:  # done by `plain` of that linear
             place += 1
             continue
         check_many(members, place, op.takes, x)
         behind = ops[place + 1] if place + 1 < len(ops) else None
-        asked = None if behind is None else op.as_prologue(x, behind)
-        places = [place] if asked is None else [place, place + 1]
+        prologue = None if behind is None else op.as_prologue(x, behind)
+        places = [place] if prologue is None else [place, place + 1]
         try:
-            if asked is not None:
-                x = behind.with_prologue(*asked)  # type: ignore[union-attr]
+            if prologue is not None:
+                x = behind.with_prologue(*prologue)  # type: ignore[union-attr]
             elif op.overrides("plain"):
-                x = op.plain(x, *taken, **kwargs[place])
+                x = op.plain(x, *extra, **kwargs[place])
             else:
-                x = one_op(op, members.names[place], x, taken, kwargs[place])
+                x = one_op(op, members.names[place], x, extra, kwargs[place])
         except Exception as error:
             raise members.at(places, error) from None
         if op.num_extra_outputs:
@@ -75,13 +75,14 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
 
 
 def one_op(op: Any, name: str, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
-    """The output of a basic op by itself, with extra outputs a tuple. RuntimeError for other numbers than it declares."""
+    """The output of a basic op that runs by itself, or a tuple of it and the extra outputs. RuntimeError if it returns other
+    numbers of them than it declares."""
     results = OneOpFn.apply(op, name, kwargs, x, *extra_inputs, *op.op_parameters())
     return results if op.num_extra_outputs else results[0]
 
 
 class TracedContext(OperationContext):
-    """A context that lists an op's own attributes, since dynamo of torch 2.11 cannot iterate over a `__dict__`."""
+    """A context that lists the attributes that its op sets, since dynamo of torch 2.11 cannot iterate over a `__dict__`."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "attributes", {})
@@ -97,36 +98,36 @@ class OneOpFn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Any, name: str, kwargs: Mapping[str, Any], x: Tensor, *tensors: Tensor) -> Any:
-        own: Any = TracedContext()
-        found = op.fuser_forward(
-            [own], x, basic_op_extra_inputs=[tensors[: op.num_extra_inputs]], prev_op_grad_output_quantizer=None,
+        op_ctx: Any = TracedContext()
+        results = op.fuser_forward(
+            [op_ctx], x, basic_op_extra_inputs=[tensors[: op.num_extra_inputs]], prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None, basic_op_kwargs=[kwargs],
         )  # fmt: skip
-        check_count(name, "results, output and extra outputs of each basic op,", found, 2)
-        y, extra = found
+        check_count(name, "results, output and extra outputs of each basic op,", results, 2)
+        y, extra = results
         check_output(name, y)
         check_count(name, "tuples of extra outputs", extra, 1)
         (more,) = extra
         check_count(name, "extra outputs", more, op.num_extra_outputs)
-        saved = [each() if callable(each) and not isinstance(each, Tensor) else each for each in own.to_save]
-        if own.dirty:
-            ctx.mark_dirty(*own.dirty)
+        saved = [each() if callable(each) and not isinstance(each, Tensor) else each for each in op_ctx.to_save]
+        if op_ctx.dirty:
+            ctx.mark_dirty(*op_ctx.dirty)
         ctx.op, ctx.name, ctx.count = op, name, len(tensors) - op.num_extra_inputs
-        ctx.attributes = list(own.attributes.items())
+        ctx.attributes = list(op_ctx.attributes.items())
         ctx.save_for_backward(*saved)
         return tuple([tensor_of(each) for each in (y, *more)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *of_extra: Tensor) -> Any:
-        op, own = ctx.op, OperationContext()  # its own, since what is traced may not change that of forward
+        op, op_ctx = ctx.op, OperationContext()  # a new one, since traced code may not change that of forward
         for name, value in ctx.attributes:
-            setattr(own, name, value)
-        own.saved_tensors = ctx.saved_tensors
-        found = op.fuser_backward([own], grad, basic_op_grad_extra_outputs=[of_extra])
-        check_count(ctx.name, "results, gradients of input, of parameters and of extra inputs,", found, 3)
-        dx, parameters, inputs = found
+            setattr(op_ctx, name, value)
+        op_ctx.saved_tensors = ctx.saved_tensors
+        results = op.fuser_backward([op_ctx], grad, basic_op_grad_extra_outputs=[of_extra])
+        check_count(ctx.name, "results, gradients of input, of parameters and of extra inputs,", results, 3)
+        dx, parameters, inputs = results
         if ctx.needs_input_grad[3]:
-            check_is_there(ctx.name, dx)
+            check_not_none(ctx.name, dx)
         check_count(ctx.name, "tuples of gradients of parameters", parameters, 1)
         check_count(ctx.name, "tuples of gradients of extra inputs", inputs, 1)
         (of_parameters,), (of_inputs,) = parameters, inputs

@@ -1,11 +1,12 @@
-"""What travels between the ops of one fuser: tensors, matrices that are still to be made, quantized tensors, tuples of these.
+"""Values: what ops of one fuser pass to each other.
 
     Tensor     [..., C]
-    Produced   [..., C], a matrix that the cast behind it may make on its way (`LazyMatrix`): it is stored where nothing does
-    Handed     [..., C], quantized already: both operands of a linear behind it
-    tuple      several, of siblings: one weight each
+    Produced   [..., C], lazy: a result that the cast of the linear behind it may compute (`dlp.kernels.lazy_matrix`)
+    Handed     [..., C], quantized already: both operands for the linear behind it (`dlp.ops.handed`)
+    tuple      of siblings, one value for each weight
 
-An op is given what it says it takes (`BasicOperation.takes`); for the others a value is stored first.
+`BasicOperation.takes` says which of them an op takes beside tensors. For other ops the fuser stores lazy values and decodes
+quantized ones first.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from torch import Tensor
 
 from dlp.kernels.ops import Produced
 
-LAZY, MANY, HANDED, INTEGERS = "lazy", "many", "handed", "integers"  # what an op may take beside a tensor
+LAZY, MANY, HANDED, INTEGERS = "lazy", "many", "handed", "integers"  # elements of `BasicOperation.takes`
 Value = Any  # Tensor | Produced | Handed | tuple of these
 
 
 def tensor_of(value: Value) -> Tensor:
-    """The values [..., C]; what is handed on stays so."""
+    """The value as a tensor [..., C]: a lazy one is computed and stored; a `Handed` is a tensor, and stays quantized."""
     return value if isinstance(value, Tensor) else value.tensor()
 
 
 def is_handed(value: Value) -> bool:
-    """Whether it is quantized already (`dlp.ops.handed`)."""
+    """Whether a value is a `dlp.ops.handed.Handed`, quantized already."""
     return hasattr(value, "operands")
 
 
 def rows_of(value: Value) -> Any:
-    """[M, C]: a matrix, or what makes one."""
+    """The value as a matrix [M, C]: the `LazyMatrix` of a lazy one; a quantized one is decoded."""
     if isinstance(value, Produced):
         return value.matrix
     if is_handed(value):
@@ -41,28 +42,29 @@ def rows_of(value: Value) -> Any:
 
 
 def each(value: Value) -> tuple[Any, ...]:
-    """The values of a tuple, or the one there is."""
+    """The values of siblings as a tuple; of one value the tuple of it."""
     return value if isinstance(value, tuple) else (value,)
 
 
-def joined(values: Sequence[Any], like: Value) -> Value:
-    """Several values as a tuple where `like` is one."""
+def like_tuple(values: Sequence[Any], like: Value) -> Value:
+    """The inverse of `each`: `values` as a tuple if `like` is a tuple, else the only one of them."""
     return tuple(values) if isinstance(like, tuple) else values[0]
 
 
-def like_leading(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """[rows, N] -> [..., N] with the leading dimensions of `shape` [..., C] but the first, along which ranks join or cut."""
+def with_leading_dims(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """y [M, N] as [..., N], with the leading dimensions of `shape` [..., C]. The first of these follows from M, since a gather
+    or a reduce-scatter along it has changed it."""
     return y.view(-1, *shape[1:-1], y.shape[-1])
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether they have bytes between first and last in common."""
+def share_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory between the first and the last element of one overlaps that of the other."""
     first, last = sorted((_bytes(one), _bytes(other)))
     return last[0] < first[1] and last[0] < last[1]
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
-    """The address of the first, and behind the last; equal: there are none."""
+    """The addresses where the memory of a tensor begins and ends; equal if it has no elements."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (span * tensor.element_size() if tensor.numel() else 0)

@@ -1,9 +1,9 @@
-"""Activations, and gates: act(gate) * up, of siblings (gate, up) or of one tensor cut in halves.
+"""Activations act(x), and gates act(gate) * up of siblings (gate, up) or of the halves of one tensor [gate, up].
 
     GELU (tanh), ReLU, SiLU, SReLU       act(x)
     SwiGLU, GEGLU, ReGLU, GLU            act(gate) * up with SiLU, GELU, ReLU, sigmoid
 
-All return matrices that the cast behind them may make, forward and backward.
+Forward and backward return lazy matrices (`dlp.kernels.lazy_activations`), which a cast behind them may compute.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def _joined(*halves: Tensor, out: Tensor) -> None:
 
 class _Gate(BasicOperation):
     act: str
-    prologue: str | None = None  # that does the same
+    prologue: str | None = None  # the prologue of a linear that computes this gate, if there is one
     takes = frozenset({LAZY, MANY})
     launches = True
 
     def halves(self, input_: Value) -> tuple[Tensor, Tensor]:
-        """gate and up. ValueError for what has none."""
+        """gate and up [..., F], of siblings or of the halves of x [..., 2 F]. ValueError for three tensors, or odd features."""
         values = each(input_)
         if len(values) == 2:
             return tensor_of(values[0]), tensor_of(values[1])

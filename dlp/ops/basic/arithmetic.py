@@ -1,9 +1,9 @@
-"""Small ops: what is added, branched off, scaled, dropped or viewed otherwise.
+"""Small ops: addition of an extra input, an extra output, scaling, dropout, reshape.
 
 AddExtraInput     x, extra -> x + extra             backward: dy to both
 MakeExtraOutput   x -> x and x                      backward: the sum of both gradients
 ConstantScale     x -> scale * x
-Dropout           x -> x * mask / (1 - p)           nothing where the op does not train
+Dropout           x -> x * mask / (1 - p)           in eval x -> x
 Reshape           x -> x.view(shape)
 Identity          x -> x
 """
@@ -24,12 +24,16 @@ from dlp.ops.values import HANDED, LAZY, MANY, Value
 
 
 def added(x: Tensor, other: Tensor) -> Tensor:
+    """x + other in new memory, by an operation of torch that can be captured."""
     return by_torch(torch.add, torch.empty_like(x, dtype=torch.result_type(x, other)), x, other)
 
 
 class AddExtraInput(BasicOperation):
-    """The sum of the input and of an extra input of its shape. `in_place`: written to the extra input, which nobody may need
-    as it was."""
+    """input + extra input, of equal shapes. in_place: the sum is written to the extra input, whose former values nothing else
+    may read.
+
+    Raises ValueError for other shapes, and in place for a leaf that needs a gradient.
+    """
 
     num_extra_inputs = 1
     launches = True
@@ -40,7 +44,7 @@ class AddExtraInput(BasicOperation):
         self.in_place = in_place
 
     def check(self, x: Tensor, extra: Tensor) -> None:
-        """ValueError for tensors that do not fit."""
+        """ValueError for unequal shapes, or for a leaf that would be written to."""
         if extra.shape != x.shape:
             raise ValueError(f"AddExtraInput: the input is {tuple(x.shape)} and the extra input {tuple(extra.shape)}")
         if self.in_place and extra.requires_grad and extra.is_leaf and torch.is_grad_enabled():
@@ -70,8 +74,9 @@ class AddExtraInput(BasicOperation):
 
 
 class MakeExtraOutput(BasicOperation):
-    """The input twice: as the output and as an extra output. `in_place`: backward adds into the gradient of the extra output,
-    which nobody may need as it was; where it is that of another output, too, the sum has a place of its own."""
+    """The input twice: as the output and as an extra output. in_place: backward writes the sum of both gradients to the
+    gradient of the extra output, whose former values nothing else may read; to new memory where another output has the same
+    gradient."""
 
     num_extra_outputs = 1
     none_grads = True
@@ -96,15 +101,15 @@ class MakeExtraOutput(BasicOperation):
         if extra is None:
             return grad_output, [()], [()]
         grad = grad_output if isinstance(grad_output, Tensor) else grad_output.tensor()
-        own = self.in_place and extra.data_ptr() not in basic_op_ctxs[0].shared
-        return by_torch(torch.add, extra, extra, grad) if own else added(grad, extra), [()], [()]
+        into = self.in_place and extra.data_ptr() not in basic_op_ctxs[0].shared_addresses
+        return by_torch(torch.add, extra, extra, grad) if into else added(grad, extra), [()], [()]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         return x, x
 
 
 class ConstantScale(BasicOperation):
-    """x times a number."""
+    """scale * x."""
 
     launches = True
     settings = ("scale",)
@@ -127,7 +132,7 @@ class ConstantScale(BasicOperation):
 
 
 class Dropout(BasicOperation):
-    """Zeroes elements with probability p in training, and scales the others up."""
+    """In training, zeroes each element with probability p and multiplies the others by 1 / (1 - p)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -151,7 +156,7 @@ class Dropout(BasicOperation):
 
 
 class Reshape(BasicOperation):
-    """The same elements in another shape."""
+    """x.reshape(shape); one size may be -1."""
 
     launches = True
     settings = ("shape",)
@@ -172,7 +177,7 @@ class Reshape(BasicOperation):
 
 
 class Identity(BasicOperation):
-    """What it is given."""
+    """Its input."""
 
     takes = frozenset({LAZY, MANY, HANDED})
     launches = none_grads = True

@@ -1,6 +1,4 @@
-"""Bias: y = x + bias, of one tensor or of several siblings. ReturnedBias: y = x, and the bias as an extra output, for whoever
-adds it.
-"""
+"""Bias: y = x + bias, for one tensor or for each of several siblings. ReturnedBias: y = x, and the bias as an extra output."""
 
 from __future__ import annotations
 
@@ -13,23 +11,24 @@ from torch import Tensor, nn
 from dlp.kernels.launches import by_torch
 from dlp.kernels.ops import Produced, Summed, rounded, stored
 from dlp.ops.op import BasicOperation, Extras
-from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, joined, rows_of, tensor_of
+from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, like_tuple, rows_of, tensor_of
 from dlp.parallel.linear.modules import parameter_is_gone
 from dlp.parallel.weight.local import held
 
 
-class _Vectors(BasicOperation):
-    """Vectors of this op, or of a linear. `where`: the module and the name of each."""
+class _BiasVectors(BasicOperation):
+    """Bias vectors that are parameters of this op or of a linear. where: by vector, the module and the name of the
+    parameter."""
 
     where: Sequence[tuple[Any, str]]
 
     @classmethod
     def of(cls, linear: Any) -> Self:
-        """Those of a `Linear`, whose parameters it reads."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        vars(made)["where"] = tuple((member.module, member.bias) for member in linear.core.members)
-        return made
+        """An op that reads the biases of a `Linear`, which stay parameters of that."""
+        op = cls.__new__(cls)
+        nn.Module.__init__(op)
+        vars(op)["where"] = tuple((member.module, member.bias) for member in linear.core.members)
+        return op
 
     def op_parameters(self) -> Sequence[Tensor]:
         try:
@@ -38,11 +37,11 @@ class _Vectors(BasicOperation):
             parameter_is_gone(type(self).__name__, missing.args[0])
 
     def biases(self) -> list[Tensor]:
-        """What this rank has of them."""
+        """This rank's vectors."""
         return [held(parameter) for parameter in self.op_parameters()]
 
-    def begin_sum(self, ctx: Any) -> list[Tensor]:
-        """The vectors, that somebody adds."""
+    def biases_for(self, ctx: Any) -> list[Tensor]:
+        """This rank's vectors, to be added by this op or by a GEMM; backward returns gradients of their dtypes."""
         biases = self.biases()
         ctx.dtypes = [bias.dtype for bias in biases]
         return biases
@@ -52,12 +51,16 @@ def _biased(x: Tensor, bias: Tensor) -> Tensor:
     return by_torch(torch.add, torch.empty_like(x), x, rounded(bias, x.dtype))
 
 
-class Bias(_Vectors):
-    """x [..., size] + bias [size]. Backward takes the sums of columns in the cast behind it, where one follows."""
+class Bias(_BiasVectors):
+    """x [..., size] + bias [size], or of siblings one vector for each.
+
+    Backward passes dy on; the cast of dy, if the op before has one, sums its columns in the same read: db, fp32, then rounded.
+    Raises ValueError for other sizes, and for another number of tensors than there are vectors.
+    """
 
     takes = frozenset({LAZY, MANY, HANDED})
     launches = none_grads = True
-    looked_through = ("grad_output_quantizer",)
+    passes_through = ("grad_output_quantizer",)
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -71,16 +74,16 @@ class Bias(_Vectors):
         nn.init.zeros_(self.bias)
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        values, biases = [one.tensor() if is_handed(one) else one for one in each(input_)], self.begin_sum(ctx)
+        values, biases = [one.tensor() if is_handed(one) else one for one in each(input_)], self.biases_for(ctx)
         if len(values) != len(biases):
             raise ValueError(f"Bias: it has {len(biases)} vectors and is given {len(values)} tensors")
         for one, bias in zip(values, biases, strict=True):
             if one.shape[-1:] != bias.shape:
                 raise ValueError(f"Bias: it has {bias.shape[0]} features and is given a tensor {tuple(one.shape)}")
-        return joined([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
+        return like_tuple([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
 
-    def op_backward(self, ctx: Any, grad_output: Value, *, made: bool = False) -> tuple[Value, Sequence[Any]]:
-        """`made`: a cast may make the gradient and its sums in one read; else it is stored before."""
+    def op_backward(self, ctx: Any, grad_output: Value, *, lazy: bool = False) -> tuple[Value, Sequence[Any]]:
+        """lazy: a lazy gradient stays so, and its cast computes it and the sums in one read; else it is stored first."""
         grads, sums, passed = each(grad_output), list[Any](), list[Any]()
         for grad, dtype in zip(grads, ctx.dtypes, strict=True):
             if grad is None:
@@ -88,18 +91,18 @@ class Bias(_Vectors):
                 passed.append(None)
                 continue
             rows = rows_of(grad)
-            summed = Summed(rows if made else stored(rows))
-            sums.append(Later(summed, dtype))
+            summed = Summed(rows if lazy else stored(rows))
+            sums.append(LazyBiasGrad(summed, dtype))
             passed.append(grad if is_handed(grad) else Produced(summed, grad.shape))
-        return joined(passed, grad_output), sums
+        return like_tuple(passed, grad_output), sums
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         biases = self.op_parameters()
-        return joined([one + bias.to(one.dtype) for one, bias in zip(each(x), biases, strict=True)], x)
+        return like_tuple([one + bias.to(one.dtype) for one, bias in zip(each(x), biases, strict=True)], x)
 
 
-class ReturnedBias(_Vectors):
-    """Of a `Linear(return_bias=True)`: an extra output for each vector, in the dtype of x and in memory of its own."""
+class ReturnedBias(_BiasVectors):
+    """The bias of a `Linear(return_bias=True)`: an extra output for each vector, a copy in the dtype of x."""
 
     takes = frozenset({LAZY, MANY, HANDED})
     none_grads = True
@@ -112,7 +115,7 @@ class ReturnedBias(_Vectors):
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:
         dtype = each(input_)[0].dtype
-        return input_, [[bias.to(dtype, copy=True) for bias in self.begin_sum(basic_op_ctxs[0])]]
+        return input_, [[bias.to(dtype, copy=True) for bias in self.biases_for(basic_op_ctxs[0])]]
 
     def fuser_backward(
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
@@ -125,11 +128,13 @@ class ReturnedBias(_Vectors):
         return x, *[core.bias_for(i, y) for i, y in enumerate(each(x))]
 
 
-class Later:
-    """The sums of the columns of a gradient, taken in its cast where that is one that takes them, else now."""
+class LazyBiasGrad:
+    """The gradient of a bias, which is read when the backward of all ops is over: its sums are by then those of a cast. summed:
+    the `Summed` of dy; dtype: of the bias."""
 
-    def __init__(self, summed: Any, dtype: torch.dtype) -> None:
-        self.summed, self.wanted = summed, dtype
+    def __init__(self, summed: Summed, dtype: torch.dtype) -> None:
+        self.summed, self.dtype = summed, dtype
 
     def tensor(self) -> Tensor:
-        return rounded(self.summed.sums(), self.wanted)
+        """[size], rounded once."""
+        return rounded(self.summed.sums(), self.dtype)

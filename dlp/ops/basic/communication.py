@@ -1,10 +1,11 @@
-"""AllGather, ReduceScatter, AllReduce: along the first dimension, over a group, with sums in fp32 in the order of ranks.
+"""AllGather, ReduceScatter, AllReduce over a process group, along the first dimension; sums in fp32, in the order of ranks.
 
 AllGather       [M, C] -> [R*M, C]    backward: ReduceScatter
 ReduceScatter   [R*M, C] -> [M, C]    backward: AllGather
-AllReduce       [...] -> [...]        backward: the gradient as it is
+AllReduce       [...] -> [...]        backward: dy
 
-Next to a linear that is whole on its rank they become its own quantized gather, or its own sum (`dlp.ops.fused`).
+Next to a linear that is not cut over ranks they are fused with it: it gathers x quantized, or sums y with its overlap
+(`dlp.ops.fused`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def scattered(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _OverGroup(BasicOperation):
-    """`process_group`: the ranks; None: this one alone."""
+    """process_group: None: this rank alone, and the op returns its input."""
 
     launches = True
     settings = ("process_group",)
@@ -40,12 +41,13 @@ class _OverGroup(BasicOperation):
         self.process_group = process_group
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
+        """Whether there is one rank, so that nothing is sent."""
         return self.process_group is None or self.process_group.size() == 1
 
-    def apart_from(self, spec: LinearSpec) -> str | None:
-        """Why a linear of this spec does not communicate in place of this op, with equal bits; None: it can."""
-        if self.alone:
+    def obstacle_to_fusion(self, spec: LinearSpec) -> str | None:
+        """Why a linear of this spec cannot do this op's communication with equal bits; None: it can."""
+        if self.is_single:
             return "one rank has nothing to send"
         if spec.group is not None:
             return "the linear is cut over ranks itself, by tensor_parallel_mode"
@@ -59,28 +61,28 @@ class _OverGroup(BasicOperation):
         return type(self)(self.process_group)
 
     def extra_repr(self) -> str:
-        return "alone" if self.alone else f"{self.process_group.size()} ranks"  # type: ignore[union-attr]
+        return "alone" if self.is_single else f"{self.process_group.size()} ranks"  # type: ignore[union-attr]
 
 
 class AllGather(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return input_ if self.alone else gathered(input_, self.process_group)  # type: ignore[arg-type]
+        return input_ if self.is_single else gathered(input_, self.process_group)  # type: ignore[arg-type]
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (grad_output if self.alone else scattered(grad_output, self.process_group)), ()  # type: ignore[arg-type]
+        return (grad_output if self.is_single else scattered(grad_output, self.process_group)), ()  # type: ignore[arg-type]
 
 
 class ReduceScatter(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return input_ if self.alone else scattered(input_, self.process_group)  # type: ignore[arg-type]
+        return input_ if self.is_single else scattered(input_, self.process_group)  # type: ignore[arg-type]
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (grad_output if self.alone else gathered(grad_output, self.process_group)), ()  # type: ignore[arg-type]
+        return (grad_output if self.is_single else gathered(grad_output, self.process_group)), ()  # type: ignore[arg-type]
 
 
 class AllReduce(_OverGroup):
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        if self.alone:
+        if self.is_single:
             return input_
         return collectives.all_reduce(input_.contiguous(), self.process_group).wait()  # type: ignore[arg-type]
 

@@ -1,6 +1,7 @@
-"""RMSNorm, LayerNorm, L2Normalization: over the last dimension, in fp32, in the dtype of x.
+"""RMSNorm, LayerNorm, L2Normalization of x [..., C] over the last dimension, computed in fp32, rounded to the dtype of x.
 
-The first two return a matrix that the cast behind them makes on its way; what it makes beside, backward needs.
+The first two return a lazy matrix (`dlp.kernels.lazy_matrix`): the cast of the linear behind may compute it. Backward needs its
+rstd and mean, which exist when the forward of all ops is over.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ def _plus_one(x: Tensor, *, out: Tensor) -> None:
 
 
 class _Norm(BasicOperation):
-    """normalized_shape: the number of features; `zero_centered_gamma`: x is multiplied by 1 + weight."""
+    """normalized_shape: C, or a sequence with C alone; zero_centered_gamma: the factor is 1 + weight.
+
+    Raises ValueError for several normalized dimensions, and for an x of another C.
+    """
 
     launches = True
     settings = "_eps", "zero_centered_gamma"
     takes = frozenset({LAZY})
     biased = False
-    prologue: str  # that does the same
+    prologue: str  # the prologue of a linear that computes this norm
 
     def __init__(
         self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, zero_centered_gamma: bool = False,
@@ -60,17 +64,19 @@ class _Norm(BasicOperation):
 
     @eps.setter
     def eps(self, value: float) -> None:
-        """Kept as text: `torch.compile(dynamic=True)` makes a variable of a float, and a prologue's options are constants."""
+        """Stored as text: `torch.compile(dynamic=True)` makes a variable of a float, and options of a prologue are
+        constants."""
         self._eps = repr(float(value))
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps:g}{', zero_centered_gamma' * self.zero_centered_gamma}"
 
     def scale(self) -> Tensor:
+        """weight, or 1 + weight, [C], by torch."""
         return self.weight + 1 if self.zero_centered_gamma else self.weight
 
-    def scale_made(self) -> Tensor:
-        """The same, where autograd does not look and launches may be taken down."""
+    def scale_by_launch(self) -> Tensor:
+        """The same inside a fuser: an operation of torch that can be captured, and that autograd does not see."""
         weight = self.weight
         return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
 
@@ -86,6 +92,7 @@ class _Norm(BasicOperation):
         return x
 
     def check(self, input_: Value) -> None:
+        """ValueError for another C."""
         if tuple(input_.shape[-1:]) != (self.size,):
             found = input_.shape[-1] if input_.shape else "no"
             raise ValueError(f"{type(self).__name__}({self.size}): it is given {found} features")
@@ -97,17 +104,18 @@ class RMSNorm(_Norm):
     prologue = "rms_norm"
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_made(), self.eps), input_.shape)
+        return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_by_launch(), self.eps), input_.shape)
 
-    def normed(self, ctx: Any, made: ops.RmsNormed, shape: Sequence[int]) -> Value:
+    def normed(self, ctx: Any, lazy: ops.RmsNormed, shape: Sequence[int]) -> Value:
+        """A lazy norm as the output [..., C] of this op; what backward reads of it is saved."""
         ctx.shape = tuple(shape)
-        ctx.save_for_backward(lambda: made.matrix, made.weight, lambda: made.rstd)
-        return ops.Produced(made, shape)
+        ctx.save_for_backward(lambda: lazy.matrix, lazy.weight, lambda: lazy.rstd)
+        return ops.Produced(lazy, shape)
 
     def op_backward(
         self, ctx: Any, grad_output: Value, *, residual: Tensor | None = None
     ) -> tuple[Value, Sequence[Any]]:
-        """`residual`: added to dx."""
+        """residual [..., C]: added to dx in the same kernel."""
         x, weight, rstd = ctx.saved_tensors
         add = None if residual is None else rows_of(residual)
         dx, dweight = norm_gradients(rows_of(grad_output), x, weight, rstd, add)
@@ -124,7 +132,7 @@ class LayerNorm(_Norm):
     prologue = "layer_norm"
 
     def op_forward(self, ctx: Any, input_: Value, **quantizers: Any) -> Value:
-        x, weight = self.rows(input_), self.scale_made()
+        x, weight = self.rows(input_), self.scale_by_launch()
         normed = ops.LayerNormed(x, weight, self.bias, self.eps)
         ctx.shape = tuple(input_.shape)
         ctx.save_for_backward(x, weight, lambda: normed.mean, lambda: normed.rstd)

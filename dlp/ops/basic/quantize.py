@@ -1,8 +1,8 @@
-"""Quantize: hands a quantized tensor to the next module, so that nothing is cast twice.
+"""Quantize: returns a quantized tensor (`dlp.ops.handed`) for the next module, so that its linears need not cast.
 
-Before a linear of the same fuser it does nothing: that casts what it is given. At the end of a sequence it casts by `recipe`,
-or by that of the `dlp.autocast` region around it; with neither, or where a layer must cast itself, the values go on as they
-are.
+Before a linear of the same fuser it does nothing, since that linear casts its input. At the end of a sequence it quantizes by
+`recipe`, or by the recipe of the `dlp.autocast` region around it. It returns its input where there is neither, and for recipes
+whose casts belong to a layer (`handed.why_not`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from dlp.quant.recipe import Recipe
 
 
 class Quantize(BasicOperation):
-    """forward, backward: what is quantized, the output, the gradient of the input; `strict`: a linear that cannot read it as
-    it is raises ValueError, where else it is decoded and quantized once more, with a note. `process_group`: the ranks that have
-    the other tokens, where a linear gathers them: they agree on scales as it would."""
+    """forward: quantize the output; backward: quantize the gradient of the input.
+
+    recipe          None: that of the autocast region
+    strict          a linear that cannot read the operands raises ValueError; else it decodes and quantizes again, with a note
+    process_group   where a linear gathers token shards: the ranks that have them, which agree on scales as it would
+    """
 
     takes = frozenset({LAZY, HANDED})
-    looked_through = ("input_quantizer", "grad_output_quantizer")
-    traced_otherwise = "hands on values, which the linear that reads them casts: its traced ops take dense x and dy"
+    passes_through = ("input_quantizer", "grad_output_quantizer")
+    traced_note = "hands on values, which the linear that reads them casts: its traced ops take dense x and dy"
 
     def __init__(
         self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False,
@@ -42,13 +45,16 @@ class Quantize(BasicOperation):
     def own_recipe(self) -> Recipe | None:
         return self.recipe
 
-    def chosen(self) -> Recipe | None:
+    def active_recipe(self) -> Recipe | None:
+        """The recipe of the autocast region, if there is one that names one, else its own; None if there is none."""
         region = active_region()
         own = self.own_recipe()
-        asked = own if region is None or not region.enabled else region.recipe or own
-        return None if asked is None else asked.for_layer("quantize")
+        recipe = own if region is None or not region.enabled else region.recipe or own
+        return None if recipe is None else recipe.for_layer("quantize")
 
-    def _handed(self, value: Value, recipe: Recipe | None, tensor: str) -> Value:
+    def _quantized(self, value: Value, recipe: Recipe | None, tensor: str) -> Value:
+        """The value quantized as `recipe` casts "x" or "dy"; as it is where that is not possible. ValueError if it is
+        strict."""
         if recipe is None or isinstance(value, Handed) or why_not(recipe, tensor) is not None:
             if self.strict and recipe is not None and not isinstance(value, Handed):
                 raise ValueError(f"Quantize(strict=True): {recipe}: {why_not(recipe, tensor)}; leave strict away")
@@ -59,29 +65,30 @@ class Quantize(BasicOperation):
         self, ctx: Any, input_: Value, *, prev_op_grad_output_quantizer: Any = None, next_op_input_quantizer: Any = None,
         **kwargs: Any,
     ) -> Value:  # fmt: skip
-        ctx.recipe = self.chosen()
-        ctx.hands_back = self.on_backward and prev_op_grad_output_quantizer is None
+        ctx.recipe = self.active_recipe()
+        ctx.quantizes_dx = self.on_backward and prev_op_grad_output_quantizer is None
         if not self.on_forward or next_op_input_quantizer is not None:
             return input_
-        return self._handed(input_, ctx.recipe, "x")
+        return self._quantized(input_, ctx.recipe, "x")
 
     def op_backward(self, ctx: Any, grad_output: Value) -> tuple[Value, Sequence[Any]]:
-        return (self._handed(grad_output, ctx.recipe, "dy") if ctx.hands_back else grad_output), ()
+        return (self._quantized(grad_output, ctx.recipe, "dy") if ctx.quantizes_dx else grad_output), ()
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """The values, which a linear that is traced casts: nothing is cast twice there."""
+        """x: traced linears take dense tensors, and cast them."""
         return x
 
 
 class HandOver(Quantize):
-    """That of a `Linear(output="quantized")` or `grad_input="quantized"`: by its recipe. Of token shards, over its tp ranks."""
+    """The Quantize of a `Linear(output="quantized")`, behind it, or `Linear(grad_input="quantized")`, before it: by the recipe
+    of the linear; scales of token shards are agreed over its tp ranks. which: "forward" or "backward", what it quantizes."""
 
     def __init__(self, linear: Any, which: str) -> None:
         super().__init__(which == "forward", which == "backward")
         spec = linear.core.spec
         shards = (spec.style.cut_dy if which == "forward" else spec.style.cut_x) == 0 and spec.tp > 1
         self.group = spec.tp_group if shards else None
-        vars(self)["part_of"] = vars(self)["linear"] = linear
+        vars(self)["traced_by"] = vars(self)["linear"] = linear
 
     def own_recipe(self) -> Recipe | None:
         recipe: Recipe = vars(self)["linear"].core.spec.recipe

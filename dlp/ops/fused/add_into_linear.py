@@ -1,5 +1,6 @@
-"""Forward: BasicLinear, Bias?, ConstantScale?, AddExtraInput(in_place=True). The GEMM scales its sums and adds them into the
-extra input: y is rounded once, where the ops round two to four times.
+"""Forward: BasicLinear, Bias?, ConstantScale?, AddExtraInput(in_place=True).
+
+The GEMM scales its fp32 sums and adds them into the extra input: y is rounded once, where the ops would round several times.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dlp.ops.basic.bias import Bias
 from dlp.ops.fusions import Pattern, maybe, register_forward_fusion
 from dlp.ops.linear import BasicLinear
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, Value, overlap, tensor_of
+from dlp.ops.values import HANDED, LAZY, Value, share_bytes, tensor_of
 from dlp.parallel.linear.core import Finish
 
 
@@ -30,14 +31,14 @@ class LinearIntoExtraInput(InnerFused):
         ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[-1][0]
         assert extra is not None
         biases, alpha = None, 1.0
-        for op, its in zip(between, basic_op_ctxs[1:], strict=False):
+        for op, op_ctx in zip(between, basic_op_ctxs[1:], strict=False):
             if isinstance(op, Bias):
-                biases = op.begin_sum(its)
+                biases = op.biases_for(op_ctx)
             else:
                 alpha = op.scale
         add.check(extra, extra)
-        reads = isinstance(input_, Tensor) and overlap(input_, extra)
-        if reads or not extra.is_contiguous() or extra.dtype != input_.dtype:
+        overwrites_x = isinstance(input_, Tensor) and share_bytes(input_, extra)
+        if overwrites_x or not extra.is_contiguous() or extra.dtype != input_.dtype:
             y = tensor_of(linear.multiply(ctx, input_, ctx.bound, biases, Finish(alpha))[0])
             by_torch(torch.add, extra, extra, y)
         else:
@@ -47,6 +48,7 @@ class LinearIntoExtraInput(InnerFused):
 
 
 def why_not(linear: Any, *behind: Any) -> str | None:
+    """Why the GEMM cannot add into the extra input; None: it can."""
     spec, kinds = linear.planned_spec, [type(op) for op in behind]
     if not behind[-1].in_place:
         return "it is not in_place, so the sum has a place of its own"

@@ -1,4 +1,7 @@
-"""Forward: AddExtraInput, MakeExtraOutput?, RMSNorm. The sum is made, and kept, in the read that takes the rows' squares."""
+"""Forward: AddExtraInput, MakeExtraOutput?, RMSNorm.
+
+The kernel that computes rstd adds the two inputs as it reads them, and writes their sum.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class ForwardAddNorm(InnerFused):
     def fuser_forward(
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Sequence[Any]]]:
-        add, *kept, norm = self.basic_ops
+        add, *branch, norm = self.basic_ops
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
         add.check(input_, extra)
@@ -27,21 +30,21 @@ class ForwardAddNorm(InnerFused):
         if extra.dtype != input_.dtype:
             total = input_ + extra
             y = norm.op_forward(basic_op_ctxs[-1], total)
-            return y, [(), *[(total,) for _ in kept], ()]
+            return y, [(), *[(total,) for _ in branch], ()]
         norm.check(input_)
-        made = AddedNormed(rows_of(input_), rows_of(extra), norm.scale_made(), norm.eps)
-        y = norm.normed(basic_op_ctxs[-1], made, input_.shape)
-        return y, [(), *[(_Sum(made, input_.shape),) for _ in kept], ()]
+        lazy = AddedNormed(rows_of(input_), rows_of(extra), norm.scale_by_launch(), norm.eps)
+        y = norm.normed(basic_op_ctxs[-1], lazy, input_.shape)
+        return y, [(), *[(_LazySum(lazy, input_.shape),) for _ in branch], ()]
 
 
-class _Sum:
-    """That of an `AddedNormed`, once its cast has made it."""
+class _LazySum:
+    """The sum of an `AddedNormed` as an extra output [..., C]; read when all ops have run, and so the norm has written it."""
 
-    def __init__(self, made: AddedNormed, shape: Sequence[int]) -> None:
-        self.made, self.shape = made, shape
+    def __init__(self, normed: AddedNormed, shape: Sequence[int]) -> None:
+        self.normed, self.shape = normed, shape
 
     def tensor(self) -> Tensor:
-        return self.made.matrix.view(self.shape)
+        return self.normed.matrix.view(self.shape)
 
 
 def why_not(add: Any, *rest: Any) -> str | None:

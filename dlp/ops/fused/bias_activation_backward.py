@@ -1,4 +1,5 @@
-"""Backward: Bias, activation. The gradient of the activation, the sums of its columns and its cast are one read of dy and x."""
+"""Backward: Bias, activation. One kernel reads dy and x, computes the gradient of the activation, sums its columns, casts
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class BackwardBiasActivation(InnerFused):
     ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
         bias, activation = self.basic_ops
         dx, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
-        dx, sums = bias.op_backward(basic_op_ctxs[0], dx, made=True)
+        dx, sums = bias.op_backward(basic_op_ctxs[0], dx, lazy=True)
         return dx, [sums, ()], [(), ()]
 
 

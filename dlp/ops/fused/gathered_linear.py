@@ -1,6 +1,8 @@
-"""Both directions: an AllGather of the user's and a linear that is whole here: COLUMN_SP of the style table, with its overlap.
-x is cast on the rank that has it and travels quantized, and dx is summed under wgrad. The bits are those of the ops, since
-scales are agreed, but where dy is rounded by chance: by its place in what all ranks have.
+"""Forward and backward: AllGather, BasicLinear, Bias?, of a linear that is not cut over ranks.
+
+They run as COLUMN_SP of the style table, with its overlap: each rank quantizes its x, which is gathered quantized, and dx is
+reduced while wgrad runs. The bits are those of the ops, since ranks agree on scales; only stochastic rounding of dy differs,
+which depends on the position of an element among those of all ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from dlp.kernels.ops import Produced
 from dlp.ops.basic.bias import Bias
 from dlp.ops.basic.communication import AllGather
 from dlp.ops.fusions import Pattern, maybe, register_backward_fusion, register_forward_fusion
-from dlp.ops.linear import BasicLinear, over
+from dlp.ops.linear import BasicLinear, with_style
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, MANY, Value, is_handed, like_leading, rows_of
+from dlp.ops.values import HANDED, LAZY, MANY, Value, is_handed, rows_of, with_leading_dims
 from dlp.parallel.linear.capture import obstacle
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.style import COLUMN_SP
@@ -25,7 +27,7 @@ class GatheredLinear(InnerFused):
     none_grads = True
 
     def bound(self, ctx: Any) -> BoundSpec:
-        return over(ctx.bound, COLUMN_SP, self.basic_ops[0].process_group)
+        return with_style(ctx.bound, COLUMN_SP, self.basic_ops[0].process_group)
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
         return obstacle(self.bound(basic_op_ctxs[1]), which)
@@ -35,12 +37,12 @@ class GatheredLinear(InnerFused):
     ) -> tuple[Value, Sequence[Any]]:
         _, linear, *bias = self.basic_ops
         ctx, shape = basic_op_ctxs[1], tuple(input_.shape)
-        biases = bias[0].begin_sum(basic_op_ctxs[2]) if bias else None
+        biases = bias[0].biases_for(basic_op_ctxs[2]) if bias else None
         if isinstance(input_, Produced):
             input_ = Produced(input_.matrix, input_.matrix.shape)
         else:
             input_ = input_.rows() if is_handed(input_) else rows_of(input_)
-        ys = [like_leading(y, shape) for y in linear.multiply(ctx, input_, self.bound(ctx), biases)]
+        ys = [with_leading_dims(y, shape) for y in linear.multiply(ctx, input_, self.bound(ctx), biases)]
         ctx.x_shape = shape
         return (tuple(ys) if len(ys) > 1 else ys[0]), [()] * len(self.basic_ops)
 
@@ -52,12 +54,13 @@ class GatheredLinear(InnerFused):
 
 
 def why_not(gather: Any, linear: Any, bias: Any = None) -> str | None:
+    """Why the linear cannot gather with equal bits; None: it can."""
     spec = linear.planned_spec
     if bias is not None and len(bias.where) != len(spec.members):
         return "one bias for several siblings"
     if spec.recipe.dx is not None or (bias is not None and spec.recipe.y is not None):
         return "its recipe rounds dx, or y before the bias"
-    why: str | None = gather.apart_from(spec)
+    why: str | None = gather.obstacle_to_fusion(spec)
     return why
 
 

@@ -1,4 +1,4 @@
-"""Forward: BasicLinear, Bias. The GEMM adds the bias to its fp32 sums, so y is rounded once where the two ops round twice."""
+"""Forward: BasicLinear, Bias. The GEMM adds the bias to its fp32 sums: y is rounded once, where the two ops round twice."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class ForwardLinearBias(InnerFused):
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Any]]:
         linear, bias = self.basic_ops
-        ys = linear.multiply(basic_op_ctxs[0], input_, basic_op_ctxs[0].bound, bias.begin_sum(basic_op_ctxs[1]))
+        ys = linear.multiply(basic_op_ctxs[0], input_, basic_op_ctxs[0].bound, bias.biases_for(basic_op_ctxs[1]))
         return (ys if len(ys) > 1 else ys[0]), [(), ()]
 
 
 def why_not(linear: Any, bias: Any) -> str | None:
+    """Why the GEMM cannot add the bias; None: it can."""
     if len(bias.where) != len(linear.core.members):
         return "one bias for several siblings"
     if linear.planned_spec.recipe.y is not None:

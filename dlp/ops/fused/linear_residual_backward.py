@@ -1,4 +1,7 @@
-"""Backward: MakeExtraOutput(in_place=True), BasicLinear. dgrad adds into the gradient of the extra output: rounded once."""
+"""Backward: MakeExtraOutput(in_place=True), BasicLinear.
+
+dgrad adds its fp32 sums into the gradient of the extra output: dx is rounded once.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,19 @@ class BackwardLinearIntoResidual(InnerFused):
         self, basic_op_ctxs: Sequence[Any], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Value, Sequence[Any], Sequence[Any]]:
         linear, ctx, extra = self.basic_ops[1], basic_op_ctxs[1], basic_op_grad_extra_outputs[0][0]
-        own = extra is not None and extra.data_ptr() not in basic_op_ctxs[0].shared
-        direct = own and extra is not None and extra.is_contiguous() and extra.dtype == ctx.x_dtype and ctx.needs_dx
+        in_place = extra is not None and extra.data_ptr() not in basic_op_ctxs[0].shared_addresses
+        direct = (
+            in_place and extra is not None and extra.is_contiguous() and extra.dtype == ctx.x_dtype and ctx.needs_dx
+        )
         finish = Finish(into=extra.view(-1, extra.shape[-1])) if direct and extra is not None else NO_FINISH
         dx, of_weights = linear.differentiate(ctx, grad_output, ctx.bound, finish)
         if extra is not None and not direct:
-            dx = extra if dx is None else extra.add_(dx) if own else extra + dx
+            dx = extra if dx is None else extra.add_(dx) if in_place else extra + dx
         return dx, [(), of_weights], [(), ()]
 
 
 def why_not(residual: Any, linear: Any) -> str | None:
+    """Why dgrad cannot add into the gradient of the extra output; None: it can."""
     spec = linear.planned_spec
     if not residual.in_place:
         return "it is not in_place, so the sum has a place of its own"

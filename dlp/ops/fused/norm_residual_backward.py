@@ -1,4 +1,4 @@
-"""Backward: MakeExtraOutput, RMSNorm. The norm's gradient adds that of the extra output in its own write."""
+"""Backward: MakeExtraOutput, RMSNorm. The kernel of the norm's gradient adds the gradient of the extra output to dx."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Both directions: a linear and what sums its result over ranks, and its bias: one row of the style table, with its overlap.
-The bias comes behind the sum, once. Backward gathers dy quantized where the ops alone gather it as it is: the bits are equal,
-since scales are agreed.
+"""Forward and backward: BasicLinear, AllReduce or ReduceScatter, Bias?, of a row-parallel `Linear` or of a user's model.
 
-The sum is that of a row-parallel Linear, or an AllReduce or ReduceScatter of the user's behind a linear that is whole here.
+They run as ROW or ROW_SP of the style table, with its overlap. The bias is added once, after the sum. Backward gathers dy
+quantized, where the ops gather it in high precision; the bits are equal, since ranks agree on scales. A user's AllReduce or
+ReduceScatter is fused behind a linear that is not cut over ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from dlp.ops.basic.bias import Bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.fusions import Pattern, maybe, register_forward_backward_fusion
-from dlp.ops.linear import BasicLinear, over
+from dlp.ops.linear import BasicLinear, with_style
 from dlp.ops.op import Extras, InnerFused
-from dlp.ops.values import HANDED, LAZY, Value, like_leading
+from dlp.ops.values import HANDED, LAZY, Value, with_leading_dims
 from dlp.parallel.linear.capture import obstacle
 from dlp.parallel.linear.state import BoundSpec
 from dlp.parallel.style import ROW, ROW_SP
@@ -27,9 +27,9 @@ class ReducedLinear(InnerFused):
     def bound(self, ctx: Any) -> BoundSpec:
         linear, reduction = self.basic_ops[:2]
         if linear.reduced:
-            found: BoundSpec = ctx.bound
-            return found
-        return over(ctx.bound, ROW_SP if isinstance(reduction, ReduceScatter) else ROW, reduction.process_group)
+            bound: BoundSpec = ctx.bound
+            return bound
+        return with_style(ctx.bound, ROW_SP if isinstance(reduction, ReduceScatter) else ROW, reduction.process_group)
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:
         return obstacle(self.bound(basic_op_ctxs[0]), which)
@@ -38,10 +38,10 @@ class ReducedLinear(InnerFused):
         self, basic_op_ctxs: Sequence[Any], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Any]]:
         linear, _, *bias = self.basic_ops
-        biases = bias[0].begin_sum(basic_op_ctxs[2]) if bias else None
+        biases = bias[0].biases_for(basic_op_ctxs[2]) if bias else None
         y = linear.multiply(basic_op_ctxs[0], input_, self.bound(basic_op_ctxs[0]), biases)[0]
         if not linear.reduced:
-            y = like_leading(y, input_.shape)
+            y = with_leading_dims(y, input_.shape)
         return y, [()] * len(self.basic_ops)
 
     def fuser_backward(
@@ -50,22 +50,23 @@ class ReducedLinear(InnerFused):
         linear, _, *bias = self.basic_ops
         of_bias: list[Any] = []
         if bias:
-            grad_output, its = bias[0].op_backward(basic_op_ctxs[2], grad_output)
-            of_bias = [its]
+            grad_output, bias_grads = bias[0].op_backward(basic_op_ctxs[2], grad_output)
+            of_bias = [bias_grads]
         dx, of_weights = linear.differentiate(basic_op_ctxs[0], grad_output, self.bound(basic_op_ctxs[0]))
         return dx, [of_weights, (), *of_bias], [()] * len(self.basic_ops)
 
 
 def why_not(linear: Any, reduction: Any, bias: Any = None) -> str | None:
+    """Why the linear cannot sum over ranks with equal bits; None: it can."""
     spec = linear.planned_spec
     if linear.reduced:
-        its = reduction.process_group is spec.tp_group
-        return None if its else "the sum is not over the ranks that its weight is cut over"
+        over_tp = reduction.process_group is spec.tp_group
+        return None if over_tp else "the sum is not over the ranks that its weight is cut over"
     if len(spec.members) > 1:
         return "several siblings"
     if spec.recipe.y is not None:
         return "its recipe quantizes y before the sum"
-    return reduction.apart_from(spec)
+    return reduction.obstacle_to_fusion(spec)
 
 
 for _reduction in (AllReduce, ReduceScatter):

@@ -1,4 +1,4 @@
-"""Backward: BasicLinear, ConstantScale. dy is cast as it comes, and both GEMMs scale their sums: dy is rounded once less."""
+"""Backward: BasicLinear, ConstantScale. dy is cast unscaled, and both GEMMs scale their fp32 sums: one rounding less."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class BackwardScaledLinear(InnerFused):
 
 
 def why_not(linear: Any, scale: Any) -> str | None:
+    """Why the GEMMs cannot scale; None: they can."""
     if len(linear.core.members) > 1 or linear.planned_spec.options.delay_wgrad:
         return "siblings, or a wgrad that waits"
     return None

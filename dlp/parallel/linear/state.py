@@ -292,22 +292,22 @@ def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
     """An x or dy that arrives quantized (`dlp.ops.handed.Handed`): itself, where this layer would have made the same operands;
     else its decoded values, which the layer quantizes again, with a note in the log. ValueError where it is `strict`, which
     forbids that."""
-    spec, making = bound.spec, value.making
-    theirs, options = making.quantizers, spec.options
+    spec, record = bound.spec, value.cast_record
+    theirs, options = record.quantizers, spec.options
     quantized = not (theirs.rowwise.format.keeps_source or theirs.columnwise.format.keeps_source)
     same = theirs == spec.recipe.of(tensor) and not options.save_original_input and spec.prologue is None and quantized
     shared = spec.tp == 1 or (spec.amax_group is None and spec.recipe.amax_scope == "table")
     if same and shared and spec.style.gathers == tensor and spec.tp > 1:
         rows = value.numel() // value.shape[-1]
         plan = bound.transfers(rows) if tensor == "x" else bound.transfers_back(rows)
-        shared = plan.sends_codes(tensor, making.group, spec.tp_group)
+        shared = plan.sends_codes(tensor, record.group, spec.tp_group)
     if same and shared:
         return value
     why = f"{spec.name}: {tensor} is quantized twice: " + (
         "its ranks must share its scales, and have whole blocks of it"
         if same else f"it came as {value.operands.at(columnwise=False).format.name}, and {spec.recipe} casts it otherwise"
     )  # fmt: skip
-    if making.strict:
+    if record.strict:
         remedy = "process_group=, the ranks that gather it" if same else "this recipe"
         raise ValueError(f"{why}; give Quantize {remedy}, or leave strict away")
     bound.session.note(why)
