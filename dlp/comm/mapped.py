@@ -105,18 +105,18 @@ class Transport:
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None]
     ) -> Gathering:  # fmt: skip
         """Memory for this rank's parts, to be written and then gathered: each along its dim. A part without a dim is equal on
-        all ranks and is not sent. Parts that move along dim 0 are written right into the slot."""
-        moving = [i for i, dim in enumerate(dims) if dim is not None]
-        wholes = [_gathered(shapes[i], dims[i], self.world) for i in moving]
-        kinds = [dtypes[i] for i in moving]
-        starts, size = fields(wholes, kinds)
+        all ranks and is not sent. Parts of dim 0 are written right into the slot."""
+        sent = [i for i, dim in enumerate(dims) if dim is not None]
+        sent_shapes = [_gathered(shapes[i], dims[i], self.world) for i in sent]
+        sent_dtypes = [dtypes[i] for i in sent]
+        starts, size = fields(sent_shapes, sent_dtypes)
         slot = self.begin(size)
-        whole = dict(zip(moving, views(slot.payload, starts, wholes, kinds), strict=True))
+        whole = dict(zip(sent, views(slot.payload, starts, sent_shapes, sent_dtypes), strict=True))
         mine = [
             whole[i].chunk(self.world)[self.rank] if dim == 0 and 0 not in shape else self._empty(shape, dtype)
             for i, (shape, dtype, dim) in enumerate(zip(shapes, dtypes, dims, strict=True))
         ]
-        return Gathering(self, slot, tuple(mine), whole, dict(zip(moving, starts, strict=True)), dims)
+        return Gathering(self, slot, tuple(mine), whole, dict(zip(sent, starts, strict=True)), dims)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)

@@ -68,18 +68,19 @@ class Wait(NamedTuple):
 class Slot(Protocol):
     """This rank's end of a slot; see the head of this file for the order of the calls.
 
-    payload                                  uint8, this rank's memory of the slot, without the header
-    begin, follow, push, meet, tell,         launched on the lane. `use`: the number of this use of the slot, 1 to 2**30 - 1,
-    meet_told                                which ranks write to headers; `follow`: order the lane after the current stream
-    keep, wait, copied, release, agree       launched on the current stream. `keep` copies a part of this rank into its own
-                                             slot,
-                                             `copied` a contiguous part out of it
-    arriving                                 how a kernel waits itself for `rows` rows of each rank
-    sending                                  how a kernel of the current stream stores `rows` rows for each rank into that
-                                             rank's slot, from byte `offset` of its payload on. The slot then begins on that
-                                             stream, in front of the kernel (`begin`, not `on_lane`), and `meet` tells behind it
-    spans                                    this rank's memory that launches have the addresses of
-    complaint, waits                         which ranks have waited too long, and which ones wait now
+    payload            uint8, this rank's memory of the slot, without the header
+    begin, follow,     run on the lane. use: the number of this use of the slot, 1 to 2**30 - 1, which ranks write to headers.
+    push, meet, tell,  `follow` orders the lane after the current stream
+    meet_told
+    keep, wait,        run on the current stream. `keep` copies a part of this rank into its own slot, `copied` a contiguous
+    copied, release,   part out of it; `agree` finds the maxima of `observed` over the ranks
+    agree
+    arriving           how a kernel waits itself for `rows` rows of each rank
+    sending            how a kernel of the current stream stores `rows` rows for each rank into that rank's slot, from byte
+                       `offset` of its payload on. The slot then begins on that stream, in front of the kernel (`begin`, not
+                       `on_lane`), and `meet` tells behind it
+    spans              this rank's memory that launches have addresses of
+    complaint, waits   which ranks have waited too long, and which ones wait now
     """
 
     payload: Tensor

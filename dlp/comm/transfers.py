@@ -22,7 +22,7 @@ Cuts = Sequence[tuple[int, int]]  # rows [start, stop) of each piece of a shard;
 WHOLE: Cuts = ((0, 1),)
 
 
-class Direction(Protocol):
+class SlotSource(Protocol):
     """What a transfer needs of its `dlp.comm.mapped.Transport`. `transfers`: how many the current direction has begun."""
 
     rank: int
@@ -43,7 +43,7 @@ class Gathering:
     """
 
     def __init__(
-        self, transport: Direction, slot: Slot, mine: Parts, whole: dict[int, Tensor], starts: dict[int, int],
+        self, transport: SlotSource, slot: Slot, mine: Parts, whole: dict[int, Tensor], starts: dict[int, int],
         dims: Sequence[int | None],
     ) -> None:  # fmt: skip
         self.transport, self.slot, self.mine = transport, slot, mine
@@ -119,7 +119,7 @@ class Exchange:
     arrived   parts [R, ...], whose chunk r came from rank r; to be read after `wait` and before the direction finishes
     """
 
-    def __init__(self, transport: Direction, slot: Slot, arrived: Parts, starts: Sequence[int]) -> None:
+    def __init__(self, transport: SlotSource, slot: Slot, arrived: Parts, starts: Sequence[int]) -> None:
         self.arrived = arrived
         self._transport, self._slot, self._starts, self._sent = transport, slot, starts, list[Tensor]()
 

@@ -185,7 +185,7 @@ class OperationFuser:
                 )
         linears = []
         for (at, place, op), bound in zip(self.linears, bounds, strict=True):
-            op.whole(bound)
+            op.local_weights(bound)
             weights = slice(firsts[at], firsts[at + 1])
             linears.append(LinearCall(op, place, bound, weights, [t.requires_grad for t in tensors[weights]]))
         return FuserCall(self.members, linears, tensors[0].dtype, many, num_inputs, layouts_of(tensors))

@@ -114,8 +114,7 @@ def quantized(
 ) -> Handed:
     """`rows` [M, C] quantized in both orientations, as `recipe` casts `tensor`, "x" or "dy"; the result has `shape` [..., C].
 
-    group    the ranks that have the other tokens and agree on scales, as the ranks do that gather x or dy; None: this rank
-             alone
+    group    the ranks that have the other tokens; they agree on scales, as ranks do that gather x or dy. None: this rank alone
     strict   of the `CastRecord`
     """
     row = LOCAL if group is None else STYLE_THAT_GATHERS[tensor]

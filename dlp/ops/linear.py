@@ -109,7 +109,7 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     # Called by the fuser
 
-    def whole(self, bound: BoundSpec) -> list[Tensor]:
+    def local_weights(self, bound: BoundSpec) -> list[Tensor]:
         """This rank's weights, plain tensors. RuntimeError if FSDP has resharded them."""
         parameters = self.op_parameters()
         for parameter in parameters:
@@ -123,7 +123,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         weight_parts = self.core.weights.operands_for(bound, dtype)
         if weight_parts is not None:
             return weight_parts, weight_parts.rowwise
-        weights = self.whole(bound)
+        weights = self.local_weights(bound)
         return None, bound.weights.read(bound, range(len(weights)), weights, dtype, columnwise=False, record=record)
 
     def planned(self, ctx: Any) -> None:
@@ -186,8 +186,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         check_features(bound.spec, x, weights[0])
         check_given(bound, (x, *weights))
         save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.needs_dw))
-        ys, kept = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
-        ctx.save_for_backward(*weights, *to_save([x], kept, save))
+        ys, saved_x = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
+        ctx.save_for_backward(*weights, *to_save([x], saved_x, save))
         ctx.x_shape, ctx.x_dtype = tuple(x.shape), x.dtype
         return tuple(ys)
 
@@ -211,7 +211,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         if not ctx.bound.weights.main_grads or self._waits(ctx):
             return ()
         into = ctx.bound.weights.targets(range(len(weights)), weights)
-        return tuple([to if learns else None for to, learns in zip(into, ctx.needs_dw, strict=False)])
+        return tuple([to if needed else None for to, needed in zip(into, ctx.needs_dw, strict=False)])
 
     def _waits(self, ctx: Any) -> bool:
         """Whether wgrads wait for `dlp.backward_dw`."""
@@ -300,9 +300,8 @@ class Linear(BasicLinear):
     are `weight` and `bias`, or weight_0, bias_0, ... of siblings. Further options are those of `BasicLinear`.
 
     return_bias    the bias is not added but returned as an extra output, one for each sibling
-    output         "quantized": y goes to the next module as a `Handed`, quantized as this layer's recipe casts x. A linear of
-                   the
-                   same sequence casts its input anyway: for that y stays as it is
+    output         "quantized": the next module gets y as a `Handed`, quantized as this layer's recipe casts x; a linear of the
+                   same sequence gets y as it is, and casts it
     grad_input     "quantized": the same for dx, which goes to the module before, as the recipe casts dy
 
     Raises ValueError for another `output` or `grad_input`, and for a quantized output of siblings.

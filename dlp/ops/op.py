@@ -98,8 +98,7 @@ class BasicOperation(FusibleOperation):
     takes            what its input and its gradient may be beside a tensor of floating point: "lazy", "many", "handed"
                      (`dlp.ops.values`) and, of the first op of a sequence, "integers"
     none_grads       it takes None for the gradient of an extra output, or of one of several outputs, that was not used; for
-                     other
-                     ops zeros are allocated
+                     other ops zeros are allocated
     launches         on a GPU it does nothing but launch kernels by `dlp.kernels.launches` and take views: it can be captured
     settings         names of attributes that users may change between calls and that fusions or launches depend on. They are
                      compared in every call; where one has changed, plans and captured launches are dropped

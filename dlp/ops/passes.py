@@ -87,13 +87,14 @@ class Members:
     def check_gradient(self, place: int, grad: Value, shapes: Sequence[Sequence[int]]) -> None:
         """RuntimeError if the gradient of the input is None or does not have the shapes of the input, one for each sibling."""
         check_not_none(self.names[place], grad)
-        found = [None if one is None else tuple(one.shape) for one in each(grad)]
-        if len(found) != len(shapes) or any(one not in (None, due) for one, due in zip(found, shapes, strict=False)):
+        returned = [None if one is None else tuple(one.shape) for one in each(grad)]
+        pairs = zip(returned, shapes, strict=False)
+        if len(returned) != len(shapes) or any(one not in (None, due) for one, due in pairs):
             raise RuntimeError(
-                f"{self.names[place]}: its input is {_listed(shapes)}, and the gradient that it returned {_listed(found)}"
+                f"{self.names[place]}: its input is {_listed(shapes)}, and the gradient that it returned {_listed(returned)}"
             )
 
-    def at(self, places: Sequence[int], error: Exception) -> Exception:
+    def named_error(self, places: Sequence[int], error: Exception) -> Exception:
         """The error to raise for one that an op raised: with the names of the ops in its message, or as a note where its class
         is not a plain one and takes other arguments, as torch's OutOfMemoryError."""
         names = ", ".join(dict.fromkeys(self.names[i] for i in places))
@@ -129,6 +130,7 @@ def check_many(members: Members, place: int, takes: frozenset[str], value: Value
 
 
 def _adapted_one(takes: frozenset[str], value: Any) -> Any:
+    """`adapted` for a value that is no tuple."""
     if is_handed(value):
         return value if HANDED in takes else value.tensor()
     return value if isinstance(value, Tensor) or LAZY in takes else tensor_of(value)
@@ -196,7 +198,7 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
                 next_op_input_quantizer=plan.quantizers[last][1], basic_op_kwargs=[kwargs[i] for i in placed.places],
             )  # fmt: skip
         except Exception as error:
-            raise members.at(placed.places, error) from None
+            raise members.named_error(placed.places, error) from None
         members.check_count(first, "results, output and extra outputs of each basic op,", results, 2)
         value, extra = results
         check_output(members.names[last], value)
@@ -272,7 +274,7 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
         if reads_w and weight_parts is not None:
             read = weight_parts.columnwise
         elif reads_w:
-            read = linear.op.operands_back(_saved(run, saved)[linear.place])
+            read = linear.op.operands_back(_contexts_of(run, saved)[linear.place])
             keyed_by_grads = keyed_by_grads and not read
         parts.append(read)
         given += read
@@ -290,7 +292,7 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
         if entry is not None:
             flat = plan.captured[1].replay(entry, call.bounds, reads, read_addresses)
     if flat is None:
-        ctxs = _saved(run, saved)
+        ctxs = _contexts_of(run, saved)
         for (_, linear, _), read in zip(call.backward_linears, parts, strict=True):
             ctxs[linear.place].pass_tensors = read
         flat, entry = _backward_by_ops(run, grads, is_given, tensors, addresses)
@@ -301,7 +303,7 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
     return flat
 
 
-def _saved(run: Pass, saved: Sequence[Tensor]) -> list[Any]:
+def _contexts_of(run: Pass, saved: Sequence[Tensor]) -> list[Any]:
     """The contexts of the ops, with their share of the flat list of saved tensors."""
     ctxs, at = run.contexts(), 0
     for ctx, count in zip(ctxs, run.layout.num_saved, strict=True):
@@ -317,8 +319,8 @@ def _backward_by_ops(
     """The gradients, computed by the ops or by captured launches, and the entry of these launches. The contexts have their
     saved tensors.
 
-    is_given           which of the gradients, saved tensors and weights are not None; empty: all
-    given, addresses   those that are not; main gradients, which wgrads are added to, are appended here
+    is_given           of gradients, saved tensors and weights: which are not None; empty: all
+    given, addresses   those that are not None; the main gradients that wgrads are added to are appended here
     """
     call, ctxs, plan, states = run.call, run.contexts(), run.call.plan, list[Any]()
     for _, linear, _ in call.backward_linears:
@@ -335,13 +337,13 @@ def _backward_by_ops(
     reads, addresses, same = deduplicated(given, addresses)
     flat, entry = plan.captured[1].run(ctxs, call.bounds, reads, addresses, (is_given, same, *states), compute)
     if plan.with_end_backward:
-        _end(call, ctxs, flat)
+        _end_backwards(call, ctxs, flat)
     for ctx in ctxs:
         ctx.saved_tensors = ctx.pass_tensors = ()
     return flat, entry
 
 
-def _end(call: FuserCall, ctxs: Sequence[Any], flat: Flat) -> None:
+def _end_backwards(call: FuserCall, ctxs: Sequence[Any], flat: Flat) -> None:
     """Call `end_backward` of linears that have one, and take their deferred tensors off the end of the flat list."""
     plan, members = call.plan, call.members
     first = call.num_inputs + sum(plan.num_parameters) + sum(members.extra_inputs)
@@ -379,7 +381,7 @@ def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]
                 basic_op_grad_extra_outputs=[extras_by_op[i] for i in placed.places],
             )  # fmt: skip
         except Exception as error:
-            raise members.at(placed.places, error) from None
+            raise members.named_error(placed.places, error) from None
         first, count = placed.places[0], len(placed.places)
         members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", results, 3)
         value, parameters, extras = results

@@ -65,7 +65,7 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
             else:
                 x = one_op(op, members.names[place], x, extra, kwargs[place])
         except Exception as error:
-            raise members.at(places, error) from None
+            raise members.named_error(places, error) from None
         if op.num_extra_outputs:
             members.check_count(place, "outputs", x, 1 + op.num_extra_outputs)
             x, *more = x

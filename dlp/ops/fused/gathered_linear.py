@@ -27,6 +27,7 @@ class GatheredLinear(InnerFused):
     none_grads = True
 
     def bound(self, ctx: Any) -> BoundSpec:
+        """The spec as COLUMN_SP over the group of the AllGather."""
         return with_style(ctx.bound, COLUMN_SP, self.basic_ops[0].process_group)
 
     def obstacle(self, basic_op_ctxs: Sequence[Any], which: str) -> str:

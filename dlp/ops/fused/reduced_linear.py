@@ -25,6 +25,7 @@ class ReducedLinear(InnerFused):
     takes = frozenset({LAZY, HANDED})
 
     def bound(self, ctx: Any) -> BoundSpec:
+        """The spec as ROW or ROW_SP: the linear's own, or over the group of the reduction."""
         linear, reduction = self.basic_ops[:2]
         if linear.reduced:
             bound: BoundSpec = ctx.bound
