@@ -126,19 +126,12 @@ class OperationFuser:
         reads, read_addresses, same = deduplicated(all_read, addresses)
         call_key = (*key, same, multiplies_tf32(inputs[0]))
 
-        # The call of this key; a new one needs a plan, which is made of the contexts of the pass
         call = self.calls.get(call_key)
-        new = call is None
         if call is None:
             call = self._new_call(own, tensors, bounds, many, len(inputs))
         run = Pass(call, record, scales, weight_parts, given, parts, reads, read_addresses, same, kwargs)
-        if new:
-            call.follow(self._plan(run, own, tensors))
-            run.ctxs = None  # made anew, with the needs_dx and requires_grad of the plan
-            if len(self.calls) >= LIMIT:
-                self.calls.clear()
-            self.calls[call_key] = call
-
+        if call.plan is None:
+            self._plan_call(call_key, run, own, tensors)
         self.last = call.plan
         results = apply_fused(run, *tensors) if call.plan.needs_backward[-1] else forward(run, tensors)[0]
         count = run.layout.num_outputs
@@ -191,6 +184,14 @@ class OperationFuser:
         return FuserCall(self.members, linears, tensors[0].dtype, many, num_inputs, layouts_of(tensors))
 
     # Plans
+
+    def _plan_call(self, call_key: Any, run: Pass, own: Sequence[Any], tensors: Sequence[Any]) -> None:
+        """Give a new call its plan, which depends on the contexts of its first pass, and keep it for further passes."""
+        run.call.follow(self._plan(run, own, tensors))
+        run.ctxs = None  # made anew, with the needs_dx and requires_grad of the plan
+        if len(self.calls) >= LIMIT:
+            self.calls.clear()
+        self.calls[call_key] = run.call
 
     def _plan(self, run: Pass, of_owners: Sequence[Any], tensors: Sequence[Any]) -> FuserPlan:
         """The plan of the current state, found or made. of_owners: the parameters of each op that has some.

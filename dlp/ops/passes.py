@@ -199,12 +199,8 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
             )  # fmt: skip
         except Exception as error:
             raise members.named_error(placed.places, error) from None
-        members.check_count(first, "results, output and extra outputs of each basic op,", results, 2)
-        value, extra = results
-        check_output(members.names[last], value)
-        members.check_count(first, "tuples of extra outputs", extra, len(placed.places))
+        value, extra = _checked_outputs(members, placed.places, results)
         for i, of_op in zip(placed.places, extra, strict=True):
-            members.check_count(i, "extra outputs", of_op, members.extra_outputs[i])
             extra_outputs[i] = of_op
 
     # All ops have run: what is still lazy is stored now, and what they save exists.
@@ -220,6 +216,17 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
     _check_written(members.names, ctxs, saved, num_saved)
     ctxs[0].layout = run.layout = ResultLayout(len(outputs), isinstance(value, tuple), num_saved, len(results))
     return [*results, *saved]
+
+
+def _checked_outputs(members: Members, places: Sequence[int], results: Any) -> tuple[Value, Sequence[Sequence[Tensor]]]:
+    """The output and the extra outputs that `fuser_forward` returned. RuntimeError if their numbers are not those declared."""
+    members.check_count(places[0], "results, output and extra outputs of each basic op,", results, 2)
+    value, extra = results
+    check_output(members.names[places[-1]], value)
+    members.check_count(places[0], "tuples of extra outputs", extra, len(places))
+    for i, of_op in zip(places, extra, strict=True):
+        members.check_count(i, "extra outputs", of_op, members.extra_outputs[i])
+    return value, extra
 
 
 def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[Any], num_saved: Sequence[int]) -> None:
@@ -382,17 +389,9 @@ def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]
             )  # fmt: skip
         except Exception as error:
             raise members.named_error(placed.places, error) from None
-        first, count = placed.places[0], len(placed.places)
-        members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", results, 3)
-        value, parameters, extras = results
-        if plan.needs_dx[first] and (shapes := getattr(ctxs[first], "in_shapes", None)) is not None:
-            members.check_gradient(first, value, shapes)
-        members.check_count(first, "tuples of gradients of parameters", parameters, count)
-        members.check_count(first, "tuples of gradients of extra inputs", extras, count)
+        shapes = getattr(ctxs[placed.places[0]], "in_shapes", None) if plan.needs_dx[placed.places[0]] else None
+        value, parameters, extras = _checked_grads(members, placed.places, results, shapes, plan.num_parameters)
         for i, of_op, of_extra in zip(placed.places, parameters, extras, strict=True):
-            members.check_count(i, "gradients of parameters", of_op, len(of_parameters[i]))
-            members.check_count(i, "gradients of extra inputs", of_extra, len(of_extras[i]))
-            check_shapes(members.names[i], members.ops[i], of_op)
             of_parameters[i], of_extras[i] = of_op, of_extra
 
     # All ops have run: the sums of columns that casts have taken exist, and gradients that are still lazy are stored now.
@@ -405,6 +404,26 @@ def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]
         ctx.num_deferred, ctx.deferred = len(ctx.deferred), ()
     flat = [*dxs, *chain.from_iterable(of_parameters), *chain.from_iterable(of_extras), *deferred]
     return [None if one is None else tensor_of(one) for one in flat]
+
+
+def _checked_grads(
+    members: Members, places: Sequence[int], results: Any, shapes: Sequence[Sequence[int]] | None,
+    num_parameters: Sequence[int],
+) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:  # fmt: skip
+    """The gradients of input, parameters and extra inputs that `fuser_backward` returned. shapes: of the input, None if its
+    gradient is not needed. RuntimeError if numbers are not those declared, or shapes not those of input and parameters."""
+    first = places[0]
+    members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", results, 3)
+    value, parameters, extras = results
+    if shapes is not None:
+        members.check_gradient(first, value, shapes)
+    members.check_count(first, "tuples of gradients of parameters", parameters, len(places))
+    members.check_count(first, "tuples of gradients of extra inputs", extras, len(places))
+    for i, of_op, of_extra in zip(places, parameters, extras, strict=True):
+        members.check_count(i, "gradients of parameters", of_op, num_parameters[i])
+        members.check_count(i, "gradients of extra inputs", of_extra, members.extra_inputs[i])
+        check_shapes(members.names[i], members.ops[i], of_op)
+    return value, parameters, extras
 
 
 class FuserFn(torch.autograd.Function):
