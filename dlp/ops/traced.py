@@ -29,7 +29,8 @@ def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Seque
             f"its tensor()"
         )
     fuser.members.check_floating(each(x)[0].dtype)
-    own_parameters = [(op, dict(op._parameters)) for op in fuser.basic_ops if not hasattr(op, "core")]
+    spread = [op for op in fuser.basic_ops if not hasattr(op, "core") and _spread(op)]
+    own_parameters = [(op, dict(op._parameters)) for op in spread]
     for op, parameters in own_parameters:
         sums = getattr(op, "tp_sums", None)
         before = None if sums is None else sums.check_announced
@@ -41,6 +42,11 @@ def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Seque
     finally:
         for op, parameters in own_parameters:
             op._parameters.update(parameters)
+
+
+def _spread(op: Any) -> bool:
+    """Whether conversion has replicated it. Others are left as they are: torch traces no change within a checkpoint."""
+    return any(isinstance(parameter, DTensor) for parameter in op._parameters.values())
 
 
 def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:

@@ -10,6 +10,7 @@ Next to a linear that is not cut over ranks they are fused with it: it gathers x
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,15 +31,25 @@ def scattered(x: Tensor, group: ProcessGroup) -> Tensor:
     return collectives.reduce_scatter(x.contiguous(), group).wait()
 
 
-class _OverGroup(BasicOperation):
-    """process_group: None: this rank alone, and the op returns its input."""
-
-    launches = True
-    settings = ("process_group",)
+class OfRanks(BasicOperation):
+    """process_group: the ranks, which copies share; None: this rank alone."""
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.process_group = process_group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BasicOperation:
+        memo[id(self.process_group)] = self.process_group
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+
+class _OverGroup(OfRanks):
+    """Alone on its rank, the op returns its input."""
+
+    launches = True
+    settings = ("process_group",)
 
     @property
     def is_single(self) -> bool:
@@ -56,9 +67,6 @@ class _OverGroup(BasicOperation):
         if spec.recipe.amax_scope == "all":
             return "its recipe shares scales between ranks that a tensor_parallel_mode names"
         return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BasicOperation:
-        return type(self)(self.process_group)
 
     def extra_repr(self) -> str:
         return "alone" if self.is_single else f"{self.process_group.size()} ranks"  # type: ignore[union-attr]

@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dlp.ops.basic.communication import OfRanks
 from dlp.ops.handed import Handed, quantized, why_not
-from dlp.ops.op import BasicOperation
 from dlp.ops.values import HANDED, LAZY, Value, rows_of
 from dlp.parallel.model.autocast import active_region
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 
 
-class Quantize(BasicOperation):
+class Quantize(OfRanks):
     """forward: quantize the output; backward: quantize the gradient of the input.
 
     recipe          None: that of the autocast region
@@ -37,9 +37,8 @@ class Quantize(BasicOperation):
         self, forward: bool = True, backward: bool = False, *, recipe: str | Recipe | None = None, strict: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(process_group)
         self.on_forward, self.on_backward, self.strict = forward, backward, strict
-        self.group = process_group
         self.recipe = None if recipe is None else recipes.as_recipe(recipe).for_layer("quantize")
 
     def own_recipe(self) -> Recipe | None:
@@ -59,7 +58,7 @@ class Quantize(BasicOperation):
             if self.strict and recipe is not None and not isinstance(value, Handed):
                 raise ValueError(f"Quantize(strict=True): {recipe}: {why_not(recipe, tensor)}; leave strict away")
             return value
-        return quantized(rows_of(value), value.shape, recipe, tensor, self.group, self.strict)
+        return quantized(rows_of(value), value.shape, recipe, tensor, self.process_group, self.strict)
 
     def op_forward(
         self, ctx: Any, input_: Value, *, prev_op_grad_output_quantizer: Any = None, next_op_input_quantizer: Any = None,
@@ -87,7 +86,7 @@ class HandOver(Quantize):
         super().__init__(which == "forward", which == "backward")
         spec = linear.core.spec
         shards = (spec.style.cut_dy if which == "forward" else spec.style.cut_x) == 0 and spec.tp > 1
-        self.group = spec.tp_group if shards else None
+        self.process_group = spec.tp_group if shards else None
         vars(self)["traced_by"] = vars(self)["linear"] = linear
 
     def own_recipe(self) -> Recipe | None:
