@@ -87,6 +87,28 @@ def test_an_op_with_a_forward_of_its_own_is_called(how: str):
         assert_bit_equal(model(x), ops.Sequential(model[0], plain, model[2])(x))
 
 
+def test_sequences_are_added_and_taken_apart():
+    """As lists of modules are."""
+    one, two = ops.Sequential(ops.GELU(), ops.RMSNorm(H)), ops.Sequential(ops.SiLU())
+    both, x = one + two, values(0)
+    assert [type(op) for op in both] == [ops.GELU, ops.RMSNorm, ops.SiLU] and len(one) == 2
+    assert_bit_equal(both(x), two(one(x)))
+    one += [ops.ReLU()]
+    assert isinstance(one, ops.Sequential) and list(one._modules) == ["0", "1", "2"]
+    taken = one.pop(1)
+    assert isinstance(taken, ops.RMSNorm)
+    assert_bit_equal(one(x), ops.ReLU()(ops.GELU()(x)))
+
+
+def test_a_fuser_of_nothing_or_of_no_ops_is_refused():
+    with pytest.raises(ValueError, match="OperationFuser of no ops"):
+        ops.OperationFuser([])
+    with pytest.raises(TypeError, match="a Linear is no op: put it into a Sequential, where it ends a group"):
+        ops.OperationFuser([ops.GELU(), nn.Linear(H, H)])
+    with pytest.raises(ValueError, match=r"RMSNorm normalizes the last dimension; got normalized_shape \(\)"):
+        ops.RMSNorm(())
+
+
 # In place
 
 
@@ -271,6 +293,35 @@ def test_a_linear_in_a_sequence_takes_what_one_by_itself_takes():
         ops.Sequential(ops.Linear(H, H))(values(0).to("meta"))
     with pytest.raises(ValueError, match=r"^0 \(Bias\): .* 32 features and is given a tensor \(8, 1\)"):
         ops.Sequential(ops.Bias(H), ops.Identity())(values(0, M, 1))
+
+
+MISMATCHED = {
+    "siblings": (lambda: [ops.Linear(H, (H, 2 * H)), ops.SwiGLU()], (),
+        r"1 \(SwiGLU\): gate is \(8, 32\) and up \(8, 64\): give it siblings of one size"),
+    "siblings of one feature": (lambda: [ops.Linear(H, (H, 1)), ops.GEGLU(), ops.Linear(H, H)], (), r"1 \(GEGLU\): gate is"),
+    "bias": (lambda: [ops.BasicLinear(H, H), ops.Bias(1)], (),
+        r"0 \(BasicLinear\), 1 \(Bias\): Bias: it has 1 features and is given a tensor \(8, 32\)"),
+    "bias, added into": (lambda: [ops.BasicLinear(H, H), ops.Bias(1), ops.AddExtraInput(in_place=True)], ((M, H),),
+        r"0 \(BasicLinear\), 1 \(Bias\), 2 \(AddExtraInput\): Bias: it has 1 features"),
+    "sum": (lambda: [ops.GELU(), ops.AddExtraInput()], ((1, H),), r"1 \(AddExtraInput\): the input is \(8, 32\) and the extra"),
+    "added into": (lambda: [ops.Linear(H, H), ops.AddExtraInput(in_place=True)], ((2, M // 2, H),),
+        r"0 \(Linear\), .*1 \(AddExtraInput\): AddExtraInput: the input is \(8, 32\) and the extra input \(2, 4, 32\)"),
+    "added into, features": (lambda: [ops.Linear(H, 2 * H), ops.AddExtraInput(in_place=True)], ((M, H),),
+        r"0 \(Linear\), .*1 \(AddExtraInput\): AddExtraInput: the input is \(8, 64\) and the extra input \(8, 32\)"),
+    "norm": (lambda: [ops.GELU(), ops.RMSNorm(1)], (), r"1 \(RMSNorm\): RMSNorm\(1\): it is given 32 features"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+@pytest.mark.parametrize("kind", MISMATCHED)
+def test_shapes_that_do_not_fit_are_refused_by_the_op(kind: str, watched: bool):
+    """Where one feature, or one token, would be stretched to many, too, and where ops are fused."""
+    make, extras, said = MISMATCHED[kind]
+    if watched:
+        said = r"\d \(.*(gate is|gate and up of one shape|has 1 features|the input is|given 32 features)"
+    model, given = ops.Sequential(*make()), [values(1, *shape) for shape in extras]
+    with Watched() if watched else nullcontext(), torch.no_grad(), pytest.raises(ValueError, match="^" + said):
+        model(values(0), *given)
 
 
 def test_a_bias_that_was_taken_away_is_missed():

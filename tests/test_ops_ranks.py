@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -156,6 +157,48 @@ def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ra
                 assert_close(found[name], tensor, 0.4, name)
             else:
                 assert_bit_equal(found[name], tensor, name)
+
+
+def copied() -> list[list[str]]:
+    """The ops of copies of what holds a process group, and what one that is copied shares with it."""
+    tp, found = worker.mesh(dp_shard=1, tp=2)["tp"], []
+    row = {"tensor_parallel_mode": "row", "tensor_parallel_group": tp, "recipe": "fp8_current"}
+    between = ops.Linear(H, H, sequence_parallel=True, output="quantized", grad_input="quantized", **row)
+    for model in (
+        ops.Sequential(ops.AllGather(tp.get_group()), ops.Quantize(recipe="fp8_current", process_group=tp.get_group())),
+        ops.Sequential(between), ops.Sequential(ops.Linear(H, H, **row), ops.GELU()),
+    ):  # fmt: skip
+        its = [op for module in copy.deepcopy(model) for op in module.expanded]
+        for op, mine in zip(its, (op for module in model for op in module.expanded), strict=True):
+            assert op is not mine and vars(op).get("process_group") is vars(mine).get("process_group")
+            assert op.part_of is None or op.part_of in its
+        found.append([type(op).__name__ for op in its])
+    x = values(1, M, H // 2).requires_grad_()
+    one, other = model(x), copy.deepcopy(model)(x)
+    assert_bit_equal(one, other)
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_copies_of_ops_are_of_the_same_ranks(ranks: Any):
+    for found in ranks(2).run(copied):
+        assert found == [
+            ["AllGather", "Quantize"], ["HandOver", "Linear", "ReduceScatter", "Bias", "HandOver"],
+            ["Linear", "AllReduce", "Bias", "GELU"],
+        ]  # fmt: skip
+
+
+def without_a_group() -> str:
+    with pytest.raises(ValueError) as said:
+        ops.Linear(H, H, tensor_parallel_mode="row")
+    return str(said.value)
+
+
+@pytest.mark.ranks(2)
+def test_a_mode_without_a_group_is_refused_where_there_are_ranks(ranks: Any):
+    """Elsewhere it means all ranks; here it would silently be a layer that is whole."""
+    for said in ranks(2).run(without_a_group):
+        assert said.startswith('tensor_parallel_mode "row" without tensor_parallel_group, of 2 ranks: pass those that')
 
 
 def returned_bias() -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
@@ -78,6 +79,53 @@ def test_an_op_by_itself_compiles_before_it_has_run(make: Any):
     models[1].load_state_dict(models[0].state_dict())
     models[0].compile(backend="aot_eager", fullgraph=True)
     same(run(models[0]), run(models[1]), 0.02)
+
+
+def _appended() -> nn.Module:
+    return ops.Sequential().append(ops.RMSNorm(H)).append(linear("bf16"))
+
+
+def _hooked() -> nn.Module:
+    model = ops.Sequential(ops.RMSNorm(H), linear("bf16"), ops.GELU())
+    model[1].register_forward_hook(lambda *args: None)
+    return model
+
+
+def _put() -> nn.Module:
+    model = ops.Sequential(ops.RMSNorm(H), ops.Identity(), ops.GELU())
+    setattr(model, "1", linear("bf16"))
+    return model
+
+
+CHANGED = {"appended": _appended, "hooked": _hooked, "put": _put, "copied": lambda: copy.deepcopy(linear("bf16"))}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_what_was_changed_compiles_before_it_has_run(how: str):
+    """A sequence that ops were added to or put into, or that got hooks; the copy of an op."""
+    torch._dynamo.reset()
+    model = CHANGED[how]()
+    other = copy.deepcopy(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    same(run(model), run(other), 1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_ops_are_recomputed_inside_of_compiled_code(recipe: str):
+    """torch traces a checkpoint that changes nothing outside of itself."""
+    torch._dynamo.reset()
+    model = mlp(recipe)
+    expected = run(model)
+
+    def recomputed(x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    x = values(1, M, H).requires_grad_()
+    model.zero_grad()
+    y = torch.compile(recomputed, backend="aot_eager", fullgraph=True)(x)
+    y.backward(values(2, M, H))
+    found = {"y": y.detach(), "dx": x.grad} | {f"d{name}": p.grad for name, p in model.named_parameters()}
+    same(found, expected, 1e-5)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class OperationFuser:
-    """Runs ops as one autograd function.
+    """Runs ops as one autograd function. TypeError for a module that is no op, ValueError for none at all.
 
     ops      in order; each stands for its `expanded` basic ops
     names    of the basic ops, for messages; None: class and index
@@ -44,6 +44,11 @@ class OperationFuser:
     """
 
     def __init__(self, ops: Ops, names: Sequence[str] | None = None) -> None:
+        other = next((type(op).__name__ for op in ops if not hasattr(op, "expanded")), None)
+        if other is not None:
+            raise TypeError(f"OperationFuser: a {other} is no op: put it into a Sequential, where it ends a group")
+        if not ops:
+            raise ValueError("OperationFuser of no ops: pass one at least")
         self.members = Members([basic for op in ops for basic in op.expanded], names)
         self.basic_ops, self.names = self.members.ops, self.members.names
         self.num_extra_inputs = sum(self.members.extra_inputs)

@@ -17,12 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dlp.ops.basic.bias import Bias, ReturnedBias
+from dlp.ops.basic.bias import Bias, ReturnedBias, check_bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.basic.quantize import HandOver
 from dlp.ops.op import BasicOperation
@@ -60,7 +61,8 @@ class BasicLinear(BasicOperation, modules.Linear):
     return_bias             see `Linear`
     save_original_input     save x and quantize it again for wgrad, in place of its codes: for an x that another op saves anyway
 
-    Raises ValueError for another mode, row-parallel siblings, sizes that tp does not divide, and x of other features.
+    Raises ValueError for another mode, one without a group where there are several ranks, row-parallel siblings, sizes that tp
+    does not divide, and x of other features.
     """
 
     takes = frozenset({LAZY, MANY, HANDED})
@@ -77,6 +79,11 @@ class BasicLinear(BasicOperation, modules.Linear):
         if tensor_parallel_mode == "row" and not isinstance(out_features, int):
             raise ValueError(
                 f"a row-parallel Linear takes one out_features; got {out_features!r}: siblings are column-parallel"
+            )
+        if tensor_parallel_mode is not None and tensor_parallel_group is None and (ranks := _ranks()) > 1:
+            raise ValueError(
+                f'tensor_parallel_mode "{tensor_parallel_mode}" without tensor_parallel_group, of {ranks} ranks: pass those '
+                f'that share it, mesh["tp"]'
             )
         self._style = tensor_parallel_mode or "local"
         super().__init__(
@@ -185,6 +192,9 @@ class BasicLinear(BasicOperation, modules.Linear):
         weights, parts = ctx.pass_tensors
         check_features(bound.spec, x, weights[0])
         check_given(bound, (x, *weights))
+        for weight, bias in zip(weights, biases or (), strict=False):
+            if bias is not None:
+                check_bias(bias, (*x.shape[:-1], weight.shape[0]))
         save = ctx.requires_grad and keeps_x(bound.spec.recipe, ctx.needs_dx, any(ctx.needs_dw))
         ys, saved_x = run_forward(bound, x, weights, biases or [None] * len(weights), parts, save, ctx.record, finish)
         ctx.save_for_backward(*weights, *to_save([x], saved_x, save))
@@ -281,6 +291,10 @@ class BasicLinear(BasicOperation, modules.Linear):
         return ys if len(ys) > 1 else ys[0]
 
 
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def without_communication(bound: BoundSpec) -> BoundSpec:
     """The spec of the same layer without communication."""
     return with_style(bound, LOCAL, bound.spec.group)
@@ -330,7 +344,8 @@ class Linear(BasicLinear):
     def expanded(self) -> Sequence[BasicOperation]:
         ops: Sequence[BasicOperation] | None = vars(self).get("_ops")
         if ops is None:
-            spec, behind = self.core.spec, list[BasicOperation]()
+            spec = self.core.spec
+            behind: list[BasicOperation] = []  # torch.compile traces no `list[...]()`
             if self.reduced:
                 behind.append((ReduceScatter if spec.style.fprop.reduce == "scatter" else AllReduce)(spec.tp_group))
             for op in behind:
@@ -344,6 +359,3 @@ class Linear(BasicLinear):
             before = [HandOver(self, "backward")] if self.grad_input == "quantized" else []
             ops = vars(self)["_ops"] = (*before, self, *behind)
         return ops
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_ops"}

@@ -75,6 +75,19 @@ class Sequential(nn.Module):
             self.append(module)
         return self
 
+    def pop(self, index: int | slice) -> nn.Module:
+        """Take this module out, or several as a sequence."""
+        taken = self[index]
+        del self[index]
+        return taken
+
+    def __iadd__(self, modules: Iterable[nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
+        """Both in a new sequence, numbered anew."""
+        return Sequential(*self, *modules)
+
     def insert(self, index: int, module: nn.Module) -> Sequential:
         """Insert a module before `index`. Numbers in names are renewed; other names stay."""
         named: list[Any] = list(self._modules.items())
@@ -132,7 +145,8 @@ class Sequential(nn.Module):
         if cached is not None and cached.is_valid([*self._modules.values()]):
             return cached.groups
         reasons = [_why_called(module) for module in self]
-        groups, neighbours = list[Any](), list[tuple[str, FusibleOperation]]()
+        groups: list[Any] = []
+        neighbours: list[tuple[str, FusibleOperation]] = []
         for (name, module), why in zip([*self._modules.items(), ("", None)], [*reasons, "the end"], strict=True):
             if why is None:
                 neighbours.append((name, module))  # type: ignore[arg-type]

@@ -78,7 +78,12 @@ class _Gate(BasicOperation):
         """gate and up [..., F], of siblings or of the halves of x [..., 2 F]. ValueError for three tensors, or odd features."""
         values = each(input_)
         if len(values) == 2:
-            return tensor_of(values[0]), tensor_of(values[1])
+            gate, up = tensor_of(values[0]), tensor_of(values[1])
+            if gate.shape != up.shape:
+                raise ValueError(
+                    f"{type(self).__name__}: gate is {tuple(gate.shape)} and up {tuple(up.shape)}: give it siblings of one size"
+                )
+            return gate, up
         if len(values) != 1:
             raise ValueError(f"{type(self).__name__}: it takes (gate, up) and is given {len(values)} tensors")
         x = tensor_of(values[0])

@@ -43,10 +43,10 @@ class AddExtraInput(BasicOperation):
         super().__init__()
         self.in_place = in_place
 
-    def check(self, x: Tensor, extra: Tensor) -> None:
-        """ValueError for unequal shapes, or for a leaf that would be written to."""
-        if extra.shape != x.shape:
-            raise ValueError(f"AddExtraInput: the input is {tuple(x.shape)} and the extra input {tuple(extra.shape)}")
+    def check(self, shape: Sequence[int], extra: Tensor) -> None:
+        """ValueError for an extra input of another shape than the input's, `shape`, or for a leaf that would be written to."""
+        if tuple(extra.shape) != tuple(shape):
+            raise ValueError(f"AddExtraInput: the input is {tuple(shape)} and the extra input {tuple(extra.shape)}")
         if self.in_place and extra.requires_grad and extra.is_leaf and torch.is_grad_enabled():
             raise ValueError(
                 "AddExtraInput(in_place=True) would write to a leaf that needs a gradient: set in_place=False"
@@ -58,7 +58,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
-        self.check(input_, extra)
+        self.check(input_.shape, extra)
         if not self.in_place:
             return added(input_, extra), [()]
         basic_op_ctxs[0].mark_dirty(extra)
@@ -70,6 +70,7 @@ class AddExtraInput(BasicOperation):
         return grad_output, [()], [(grad_output,)]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        self.check(x.shape, extra_inputs[0])
         return x + extra_inputs[0]
 
 

@@ -47,6 +47,12 @@ class _BiasVectors(BasicOperation):
         return biases
 
 
+def check_bias(bias: Tensor, shape: Sequence[int]) -> None:
+    """ValueError for a bias of another size than the features that it is added to: torch would repeat one feature."""
+    if tuple(bias.shape) != tuple(shape[-1:]):
+        raise ValueError(f"Bias: it has {bias.shape[0]} features and is given a tensor {tuple(shape)}")
+
+
 def _biased(x: Tensor, bias: Tensor) -> Tensor:
     return by_torch(torch.add, torch.empty_like(x), x, rounded(bias, x.dtype))
 
@@ -78,8 +84,7 @@ class Bias(_BiasVectors):
         if len(values) != len(biases):
             raise ValueError(f"Bias: it has {len(biases)} vectors and is given {len(values)} tensors")
         for one, bias in zip(values, biases, strict=True):
-            if one.shape[-1:] != bias.shape:
-                raise ValueError(f"Bias: it has {bias.shape[0]} features and is given a tensor {tuple(one.shape)}")
+            check_bias(bias, one.shape)
         return like_tuple([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
 
     def op_backward(self, ctx: Any, grad_output: Value, *, lazy: bool = False) -> tuple[Value, Sequence[Any]]:
@@ -98,6 +103,8 @@ class Bias(_BiasVectors):
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         biases = self.op_parameters()
+        for one, bias in zip(each(x), biases, strict=True):
+            check_bias(bias, one.shape)
         return like_tuple([one + bias.to(one.dtype) for one, bias in zip(each(x), biases, strict=True)], x)
 
 

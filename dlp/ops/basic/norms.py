@@ -41,12 +41,12 @@ class _Norm(BasicOperation):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        size = normalized_shape if isinstance(normalized_shape, int) else normalized_shape[-1]
-        if not isinstance(normalized_shape, int) and len(normalized_shape) > 1:
+        if not isinstance(normalized_shape, int) and len(normalized_shape) != 1:
             raise ValueError(
                 f"{type(self).__name__} normalizes the last dimension; got normalized_shape {tuple(normalized_shape)}: flatten "
                 f"them by ops.Reshape"
             )
+        size = normalized_shape if isinstance(normalized_shape, int) else normalized_shape[0]
         self.size, self.eps, self.zero_centered_gamma = size, eps, zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         if self.biased:
@@ -122,6 +122,7 @@ class RMSNorm(_Norm):
         return dx.view(ctx.shape), [dweight]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        self.check(x)
         return F.rms_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.eps)
 
 
@@ -144,6 +145,7 @@ class LayerNorm(_Norm):
         return dx.view(ctx.shape), [dweight, dbias]
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        self.check(x)
         return F.layer_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 

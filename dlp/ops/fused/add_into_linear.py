@@ -36,7 +36,7 @@ class LinearIntoExtraInput(InnerFused):
                 biases = op.biases_for(op_ctx)
             else:
                 alpha = op.scale
-        add.check(extra, extra)
+        add.check(_y_shape(ctx, input_), extra)
         overwrites_x = isinstance(input_, Tensor) and share_bytes(input_, extra)
         if overwrites_x or not extra.is_contiguous() or extra.dtype != input_.dtype:
             y = tensor_of(linear.multiply(ctx, input_, ctx.bound, biases, Finish(alpha))[0])
@@ -45,6 +45,12 @@ class LinearIntoExtraInput(InnerFused):
             linear.multiply(ctx, input_, ctx.bound, biases, Finish(alpha, extra.view(-1, extra.shape[-1])))
         basic_op_ctxs[-1].mark_dirty(extra)
         return extra, [()] * len(self.basic_ops)
+
+
+def _y_shape(ctx: Any, x: Value) -> Sequence[int]:
+    """Of y: tokens as x has them; [tokens, N] where ranks gather them."""
+    spec, features = ctx.bound.spec, ctx.pass_tensors[0][0].shape[0]
+    return (*x.shape[:-1], features) if spec.style.gathers is None else (x.shape[0] * spec.tp, features)
 
 
 def why_not(linear: Any, *behind: Any) -> str | None:

@@ -25,7 +25,7 @@ class ForwardAddNorm(InnerFused):
         add, *branch, norm = self.basic_ops
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
-        add.check(input_, extra)
+        add.check(input_.shape, extra)
         norm.check_tokens(input_)
         if extra.dtype != input_.dtype:
             total = input_ + extra
