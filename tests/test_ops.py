@@ -169,6 +169,18 @@ def test_a_fused_op_of_the_users():
     assert "backward ConstantScale | AddExtraInput | GELU" in str(model.plan())
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["", "bias named"])
+def test_a_fused_op_of_a_linear_has_its_bias(whole: bool):
+    """Once, whether it lists the bias or not; as an op of a sequence and by itself."""
+    first = ops.Linear(H, H)
+    nn.init.normal_(first.bias)
+    ops_of = [*(first.expanded if whole else [first]), ops.ConstantScale(2.0)]
+    fused, x = ops.FusedOperation(ops_of), values(0, M, H)
+    expected = 2 * F.linear(x, first.weight, first.bias)
+    for found in (ops.Sequential(ops.Identity(), fused)(x), fused(x)):
+        assert_close(found, expected, 1e-6)
+
+
 class Window(ops.FusedOperation):
     """Backward only: of a ConstantScale and a GELU."""
 

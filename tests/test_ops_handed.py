@@ -72,6 +72,8 @@ def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pyte
     handed = ops.Quantize(recipe="fp8_current")(x)
     assert_close(linear(handed), linear(x), 0.1)
     assert "x is quantized twice: it came as" in caplog.text
+    sequence = ops.Sequential(linear)
+    assert str(sequence.plan()).count("  Linear: x is quantized twice: it came as fp8_tensor[e4m3], and fp8_block casts") == 1
     with pytest.raises(ValueError, match="give Quantize this recipe, or leave strict away"):
         linear(ops.Quantize(recipe="fp8_current", strict=True)(x))
     assert_close(handed + 1, x + 1, 0.1)

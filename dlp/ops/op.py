@@ -252,6 +252,12 @@ class FusedOperation(FusibleOperation):
     def basic_ops(self) -> Sequence[BasicOperation]:
         return tuple(self._modules.values())  # type: ignore[arg-type]
 
+    @property
+    def expanded(self) -> Sequence[BasicOperation]:
+        """With the sum and the bias of a `Linear` that is listed without them."""
+        listed = self.basic_ops
+        return [basic for op in listed for basic in op.expanded if basic is op or basic not in listed]
+
 
 class InnerFused(FusedOperation):
     """A fused op that dlp's fusions make. It is not part of the model, so that its basic ops are not its submodules."""

@@ -34,6 +34,8 @@ def group_plan(fuser: OperationFuser) -> str:
     lines = [f"ops {', '.join(fuser.names)}"]
     for which, ops in zip(("forward", "backward"), directions, strict=True):
         lines.append(f"  {which:9}{' | '.join(_name_of(op) for op in ops)}")
+    cores = [op.core for _, _, op in fuser.linears]
+    notes += [note for core in cores for note in sorted(core.session.noted) if note.startswith(f"{core.spec.name}: ")]
     notes += [fuser.autocast] if fuser.autocast else []
     traced = zip(fuser.names, fuser.basic_ops, strict=True)
     notes += [f"compiled or watched, {name} {op.traced_note}" for name, op in traced if op.traced_note]
