@@ -85,6 +85,22 @@ def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pyte
     assert ops.Quantize()(x) is not None and type(ops.Quantize()(x)) is Tensor
 
 
+def test_quantize_casts_by_the_region_around_it():
+    """Before its own recipe, but for a region that is off, or that names none; as the linear behind it in the same region."""
+    x, own = values(1, 128, 128), ops.Quantize(recipe="fp8_current", strict=True)
+
+    def made(op: ops.Quantize, **region: Any) -> str:
+        with dlp.autocast(**region):
+            return str(op(x))
+
+    assert made(ops.Quantize(), recipe="fp8_block") == made(own, recipe="fp8_block") != str(own(x))
+    assert made(own, enabled=False, recipe="fp8_block") == made(own) == str(own(x)) == "Handed([128, 128], fp8_tensor[e4m3])"
+    assert type(ops.Sequential(ops.RMSNorm(128), ops.Quantize())(x)) is Tensor
+    layer = ops.Sequential(ops.Linear(128, 128))
+    with dlp.autocast(recipe="fp8_block"):
+        assert_bit_equal(layer(ops.Quantize(strict=True)(x)), layer(x))
+
+
 def test_a_quantized_gradient_goes_back():
     torch.manual_seed(0)
     first = ops.Sequential(ops.Linear(128, 128, bias=False, recipe="fp8_current"))
