@@ -73,7 +73,10 @@ def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pyte
     assert_close(linear(handed), linear(x), 0.1)
     assert "x is quantized twice: it came as" in caplog.text
     sequence = ops.Sequential(linear)
-    assert str(sequence.plan()).count("  Linear: x is quantized twice: it came as fp8_tensor[e4m3], and fp8_block casts") == 1
+    assert (
+        str(sequence.plan()).count("  Linear: x is quantized twice: it came as fp8_tensor[e4m3], and fp8_block casts")
+        == 1
+    )
     with pytest.raises(ValueError, match="give Quantize this recipe, or leave strict away"):
         linear(ops.Quantize(recipe="fp8_current", strict=True)(x))
     assert_close(handed + 1, x + 1, 0.1)
@@ -94,7 +97,12 @@ def test_quantize_casts_by_the_region_around_it():
             return str(op(x))
 
     assert made(ops.Quantize(), recipe="fp8_block") == made(own, recipe="fp8_block") != str(own(x))
-    assert made(own, enabled=False, recipe="fp8_block") == made(own) == str(own(x)) == "Handed([128, 128], fp8_tensor[e4m3])"
+    assert (
+        made(own, enabled=False, recipe="fp8_block")
+        == made(own)
+        == str(own(x))
+        == "Handed([128, 128], fp8_tensor[e4m3])"
+    )
     assert type(ops.Sequential(ops.RMSNorm(128), ops.Quantize())(x)) is Tensor
     layer = ops.Sequential(ops.Linear(128, 128))
     with dlp.autocast(recipe="fp8_block"):

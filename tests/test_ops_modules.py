@@ -111,6 +111,30 @@ def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, ne
         ops.from_te(models[0], state | {weight: torch.zeros(3, 2)})
 
 
+@pytest.mark.parametrize("siblings", [False, True], ids=["", "siblings"])
+def test_states_of_sequences_of_ops_load_and_go_back(siblings: bool):
+    """A Linear is two basic ops there, and each op has a state of its recipe; siblings are one tensor."""
+    model = nn.ModuleDict({"mlp": ops.Sequential(
+        ops.LayerNorm(H), ops.Linear(H, (FFN, FFN) if siblings else 2 * FFN), ops.SwiGLU(),
+        ops.BasicLinear(FFN, (H, H) if siblings else 2 * H), ops.GLU(),
+    )})  # fmt: skip
+    shapes = {
+        "0.weight": (H,), "0.bias": (H,), "1.basic_ops.0.weight": (2 * FFN, H), "1.basic_ops.1.bias": (2 * FFN,),
+        "3.weight": (2 * H, FFN),
+    }  # fmt: skip
+    state = {f"mlp.{name}": values(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    extra = {f"mlp.{op}._extra_state": torch.zeros(1) for op in ("0", "1.basic_ops.0", "1.basic_ops.1", "2", "3", "4")}
+    model.load_state_dict(ops.from_te(model, state | extra))
+    assert ops.to_te(model).keys() == state.keys()
+    for name, tensor in ops.to_te(model).items():
+        assert_bit_equal(tensor, state[name], name)
+    x = values(9, M, H)
+    p = {name.removeprefix("mlp."): tensor for name, tensor in state.items()}
+    h = F.linear(F.layer_norm(x, (H,), p["0.weight"], p["0.bias"]), p["1.basic_ops.0.weight"], p["1.basic_ops.1.bias"])
+    gate, up = F.linear(F.silu(h[:, :FFN]) * h[:, FFN:], p["3.weight"]).chunk(2, -1)
+    assert_close(model["mlp"](x), gate.sigmoid() * up, 1e-5)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_q_k_and_v_of_transformer_engine_may_be_one_tensor(interleaved: bool):
     """Of 4 heads of 8 features in 2 groups: one group behind the other, in each its q, then k, then v; or all q, k and v."""

@@ -282,7 +282,10 @@ def test_a_plan_says_which_gemms_wait_for_rows_inside_or_send_them():
     asked = ["--mesh.tp=2", "--mesh.sequence_parallel=true", "--mesh.transport=mapped"]
     asked += ["--groups.default.overlap=fused"]
     said = plan_text(load("llama3_8b", [*asked, "--groups.default.recipe=fp8_block"]), 32, "sm_90")
-    assert "fused: fprop waits for rows inside gemm_sm90, where that runs (large), which has not run between GPUs yet" in said
+    assert (
+        "fused: fprop waits for rows inside gemm_sm90, where that runs (large), which has not run between GPUs yet"
+        in said
+    )
     stores = "stores rows in the memory of their rank where gemm_sm90 runs (large) and sums are carried in bf16"
     assert all(f"fused: {gemm} {stores}" in said for gemm in ("fprop", "dgrad"))
     of_fp8 = [*asked, '--groups.default.recipe={name = "fp8_block", wire = {dgrad = "fp8"}}']

@@ -128,8 +128,8 @@ class Transport:
         return gathering
 
     def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, on_lane: bool = True) -> Exchange:
-        """An `Exchange` of parts [R, ...] of these shapes, whose chunk r comes from rank r: sent by the lane, or, not `on_lane`,
-        stored by a kernel of the current stream."""
+        """An `Exchange` of parts [R, ...] of these shapes, whose chunk r comes from rank r: sent by its lane, or, where that is
+        not `on_lane`, stored by a kernel of its current stream."""
         starts, size = fields(shapes, dtypes)
         slot = self.begin(size, on_lane=on_lane)
         return Exchange(self, slot, views(slot.payload, starts, shapes, dtypes), starts)

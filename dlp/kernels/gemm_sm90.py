@@ -77,8 +77,8 @@ def while_arriving(a: Tensor, b: Tensor, rows: int, out_dtype: torch.dtype, scal
                    bias: Tensor | None = None, accumulate: Tensor | None = None,
                    options: GemmLaunchOptions = DEFAULT_OPTIONS) -> WhileArriving | None:  # fmt: skip
     """What gives the bits of `product` of all rows while those of other ranks arrive, `rows` of each rank, one after the other
-    in A; None where these are no whole pairs of tiles, or lines of scales are not aligned. `scales`: of A compact, [rows of all,
-    blocks], of B as `product` reads them."""
+    in A; None where these are no whole pairs of tiles, or lines of scales are not aligned. `scales`: of A compact, [rows of
+    all, blocks], of B as `product` reads them."""
     if rows == 0 or rows % PAIR[0] or not _is_aligned(scales[0]):
         return None
     return partial(_product_arriving, a, b, out_dtype, scales, bias, accumulate, options)

@@ -27,6 +27,7 @@ from dlp.ops.basic.bias import Bias, ReturnedBias, check_bias
 from dlp.ops.basic.communication import AllReduce, ReduceScatter
 from dlp.ops.basic.quantize import HandOver
 from dlp.ops.op import BasicOperation
+from dlp.ops.te_names import TeNames, names_of
 from dlp.ops.values import HANDED, LAZY, MANY, Value, each, is_handed, rows_of
 from dlp.parallel.linear import modules
 from dlp.parallel.linear.autograd import check_features, check_given
@@ -279,6 +280,9 @@ class BasicLinear(BasicOperation, modules.Linear):
                 dws[i] = results.pop(0)
         return dx, dws
 
+    def te_names(self, fused: bool = False) -> TeNames:
+        return names_of(self, "", "")
+
     # Under torch.compile and dispatch modes
 
     def plain(self, x: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
@@ -335,6 +339,10 @@ class Linear(BasicLinear):
         super().__init__(in_features, out_features, bias=bias, **options)
         self.biased, self.output, self.grad_input = bias, output, grad_input
         self.own_fuser()  # here, since compiled code does not make it
+
+    def te_names(self, fused: bool = False) -> TeNames:
+        """It is a BasicLinear and a Bias there."""
+        return {f"basic_ops.{int(name == 'bias')}.{name}": its for name, its in names_of(self, "", "").items()}
 
     @property
     def reduced(self) -> bool:

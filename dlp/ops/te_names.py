@@ -1,4 +1,4 @@
-"""State dicts of LayerNormLinear, LayerNormMLP and TransformerLayer from Transformer Engine (TE), and to it.
+"""State dicts of linear ops, and of the modules that have Transformer Engine's (TE's) names, from TE and to it.
 
     model.load_state_dict(from_te(model, state))     `state` was saved by TE's module
     te_module.load_state_dict(to_te(model))
@@ -31,10 +31,11 @@ TeNames = dict[str, Joined]  # by TE's name
 
 
 def names_of(module: nn.Module, path: str, te: str) -> TeNames:
-    """The parameters of the norm or Linear at `path`, all siblings as one tensor of TE. te: how TE's names begin."""
+    """The parameters of the norm or Linear at `path`, "" for the module itself, all siblings as one tensor of TE. te: how TE's
+    names begin."""
     names: dict[str, list[str]] = {}
     for name, _ in module.get_submodule(path).named_parameters():
-        names.setdefault(te + name.partition("_")[0], []).append(f"{path}.{name}")
+        names.setdefault(te + name.partition("_")[0], []).append(f"{path}.{name}".lstrip("."))
     return {name: Joined(tuple(parts)) for name, parts in names.items()}
 
 
@@ -57,9 +58,8 @@ def from_te(model: nn.Module, state: Mapping[str, Tensor], *, qkv_weight_interle
                     head = joined.head if qkv_weight_interleaved else 0
                     parts = _split(prefix + name, tensor, [own[part] for part in names], head)
                     found.update(zip(names, parts, strict=True))
-        for name in [name for name in found if name.startswith(prefix) and name.endswith("_extra_state")]:
-            del found[name]
-    return found
+    ours = tuple([f"{path}." if path else "" for path, module in model.named_modules() if _has_te_state(module)])
+    return {name: t for name, t in found.items() if not (name.startswith(ours) and name.endswith("_extra_state"))}
 
 
 def to_te(model: nn.Module, *, fuse_qkv_params: bool = False, qkv_weight_interleaved: bool = True) -> dict[str, Tensor]:
@@ -75,6 +75,11 @@ def to_te(model: nn.Module, *, fuse_qkv_params: bool = False, qkv_weight_interle
                 parts = [found.pop(prefix + part) for part in joined.parts]
                 found[prefix + name] = _join(parts, joined.head if qkv_weight_interleaved else 0)
     return found
+
+
+def _has_te_state(module: nn.Module) -> bool:
+    """Whether TE keeps an `_extra_state` of its recipe: an op, or a module of these names."""
+    return hasattr(module, "te_names") or hasattr(module, "basic_ops")
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -11,7 +11,8 @@ the same kernel over rows that are all here.
 
 A kernel that waits inside holds the GPU, so what it waits for is moved by copy engines and by streams themselves, never by
 another kernel (`dlp.comm.mapped`). Formats that no such kernel multiplies, and ranks without mapped memory, run as `chunked`
-does; a GEMM of such a format that another kernel runs, and shards that are no whole tiles, as `serial` does.
+does; a GEMM of such a format that another kernel runs, shards that are no whole tiles, and contractions that are no multiple of
+512, since TMA brings the scales of four blocks, as `serial` does.
 
 Of a result that is summed over ranks, the same kernel stores the rows of each rank into that rank's memory, where `chunked`
 would copy them: tiles of the next rank first, this rank's own last. It waits for nothing inside. The stream waits in front of
