@@ -25,7 +25,7 @@ from dlp.comm.watch import READING, within
 from dlp.kernels.table import device_kind
 from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
-from launch import deterministic, rejoin, together, wire
+from launch import deterministic, together, wire
 from launch.boards import NAMES, kind_of
 from launch.build import build, meta_model
 from launch.checkpoint import SaveError
@@ -67,7 +67,6 @@ def make_mesh(config: Config) -> DeviceMesh:
     check_restarts(config)
     if config.train.deterministic:
         deterministic.prepare()
-    rejoin.join("cuda" if torch.cuda.is_available() else "cpu")
     sizes = config.mesh
     return dlp.build_mesh(
         dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp, transport=sizes.transport

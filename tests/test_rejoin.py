@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from launch.rejoin import agreed
+from dlp.comm.rejoin import agreed
 
 
 def attempt(store: dist.Store, order: list[int]) -> set[str]:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
+from dlp.comm import rejoin
 from dlp.comm import transport as transports
 
 DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
@@ -181,10 +182,12 @@ def init_process_group(device_type: str) -> None:
         torch.cuda.set_device(local_rank)
     if dist.is_initialized():
         return
-    if "RANK" in os.environ:
+    store = rejoin.store_of_attempt() if "RANK" in os.environ else dist.HashStore()
+    if store is None:
         dist.init_process_group(BACKENDS[device_type])
     else:
-        dist.init_process_group(BACKENDS[device_type], store=dist.HashStore(), rank=0, world_size=1)
+        rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+        dist.init_process_group(BACKENDS[device_type], store=store, rank=rank, world_size=world)
 
 
 def build_mesh(

@@ -1,4 +1,4 @@
-"""The process group of ranks that torchrun may have started anew.
+"""The store of ranks that torchrun may have started anew.
 
 torchrun's agents keep one store for all attempts, and torch writes the same keys into it each time: ranks of a second attempt
 would read where those of the first have listened, and wait half an hour for them. How often ranks were started is counted
@@ -22,22 +22,19 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dlp.comm.mesh import BACKENDS
-
 PATIENCE = 600.0  # seconds that ranks may start apart
 LOOK = 0.02  # seconds between two looks
 
 
-def join(device_type: str) -> None:
-    """Start the group of this attempt, where agents of torchrun keep the store; else that is left to `dlp.build_mesh`.
-    TimeoutError naming who has not come."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
-        return
+def store_of_attempt() -> dist.Store | None:
+    """Where the keys of this attempt's group stand, if agents of torchrun keep one store for all attempts; None elsewhere:
+    torch finds the store then. TimeoutError naming who has not come."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=distributed_c10d.default_pg_timeout)
-    session = agreed(dist.PrefixStore("rejoin", store), rank, world)
-    dist.init_process_group(BACKENDS[device_type], store=dist.PrefixStore(session, store), rank=rank, world_size=world)
+    return dist.PrefixStore(agreed(dist.PrefixStore("rejoin", store), rank, world), store)
 
 
 def agreed(store: dist.Store, rank: int, world: int, patience: float = PATIENCE) -> str:
