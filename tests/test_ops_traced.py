@@ -269,3 +269,16 @@ def test_compiled_code_is_given_the_dtype_of_torch_autocast(recipe: str):
         found = run(model)
     assert expected["y"].dtype == found["y"].dtype == torch.bfloat16
     same(found, expected, 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needs_dx", [False, True])
+def test_compiled_code_names_the_linear_that_takes_other_features(needs_dx: bool):
+    """When it is traced: backward's view of dx would fail first, and name nothing."""
+    for model in (dlp.Linear(32, 16), ops.Sequential(ops.Linear(48, (24, 24)), ops.SwiGLU(), ops.Linear(32, 16))):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with pytest.raises(
+            RuntimeError, match=r"Linear: x of shape .* ends in (48|24) features, and its weight takes 32"
+        ):
+            compiled(torch.randn(2, 4, 48, requires_grad=needs_dx))
+        torch._dynamo.reset()

@@ -466,6 +466,7 @@ def _linear_fwd_fake(
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Empty tensors with the shapes, dtypes and strides of the results, by the plan; inductor relies on the strides."""
     spec, x = spec_of(trace_id), inputs[0]
+    check_features(spec, x, weights[0])
     tokens = x.numel() // x.shape[-1]
     plan = transfers(spec, tokens)
     kept = plan.saved(x, spec.prologue is not None) if save else []
