@@ -16,7 +16,7 @@ half before and half behind, and `fused`, inside. Of each of these
     of chunked    time / chunked: where `fused` is above 0.97, `chunked` is what `auto` should keep
 
 The link to the host is slower than one between GPUs: it is an order that this shows, not what two GPUs gain
-(`bench.operators`). A shape takes five seconds.
+(`bench.operators`). A shape takes some ten seconds.
 
 --within: the rows are brought by a copy within the GPU, that is started behind a GEMM that fills it but for so many
 multiprocessors. Each in a process of its own, since a wait that ends, after three seconds, ends its program.
@@ -47,7 +47,7 @@ from dlp.quant.tensor import QuantizedTensor
 from launch.stop import refuse
 
 SHAPES = ("8192x4096x7168", "8192x8192x14336", "8192x8192x8192", "4096x4096x7168")
-ROUNDS, CALLS, PATIENCE = 5, 60, 3000  # the last in milliseconds
+ROUNDS, CALLS, STEADY, PATIENCE = 5, 60, 0.1, 3000  # STEADY in seconds, PATIENCE in milliseconds
 SERIAL, FUSED = "serial", "fused"
 Run = Callable[[], object]
 
@@ -109,12 +109,16 @@ def operands(m: int, k: int, n: int) -> tuple[QuantizedTensor, QuantizedTensor]:
 
 
 def microseconds(runs: Mapping[str, Run]) -> dict[str, float]:
-    """Of a call under a steady load, where power is the limit: they take turns, and each runs for as long untimed before."""
+    """Of a call under a steady load, where power is the limit: they take turns, and each runs untimed before, since what waits
+    for a copy leaves a cool GPU to the next."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for name, run in [*runs.items()] * ROUNDS:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(CALLS):
-            run()
+        start = time.monotonic()
+        while time.monotonic() - start < STEADY:
+            for _ in range(CALLS):
+                run()
+            torch.cuda.synchronize()
         began.record()
         for _ in range(CALLS):
             run()
