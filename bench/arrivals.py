@@ -97,7 +97,7 @@ class Arrivals:
         codes, scales = self.parts[0].view(a.payload.dtype), self.parts[1].view(torch.float32)
         b_scale = gemms.block_scales(b.parts[1], tile=True)
         run = gemm_sm90.while_arriving(codes, b.payload, self.rows, out_dtype, (scales, b_scale), **more)  # type: ignore[arg-type]
-        assert run is not None, f"{self.rows} rows of a rank are no whole pairs of tiles"
+        assert run is not None, f"{self.rows} rows of a rank are no whole pairs of tiles, or scales are not aligned"
         return run
 
 
@@ -260,6 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = {}
     for shape in options.shapes:
         m, k, n = map(int, shape.split("x"))
+        if m % 512 or k % 512:
+            refuse(f"{shape}: M of both ranks and K must be multiples of 512 for a GEMM that waits inside", code=2)
         every[shape] = measure(m, k, n)
         show(shape, every[shape], waves_of((m, k, n), "fp8_block", processors))
         write_files(options, every)  # as they are made: a later shape may fail

@@ -58,15 +58,16 @@ def standing_in(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
     monkeypatch.setattr(arrivals, "_SymmetricMemory", SimpleNamespace(stream_write_value32=write))
     for name in ("ROUNDS", "CALLS"):
         monkeypatch.setattr(arrivals, name, 1)
+    monkeypatch.setattr(arrivals, "STEADY", 0.0)
 
 
 def test_it_runs_to_its_end(
     standing_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with OnGpu():
-        assert arrivals.main(["--shapes", "512x256x136", "1024x384x128", "--json", str(tmp_path / "found.json")]) == 0
+        assert arrivals.main(["--shapes", "512x512x136", "1024x1024x128", "--json", str(tmp_path / "found.json")]) == 0
     said, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-    assert list(found) == ["512x256x136", "1024x384x128"] and {*found["512x256x136"]} == {*TIMES, "fused"}
+    assert list(found) == ["512x512x136", "1024x1024x128"] and {*found["512x512x136"]} == {*TIMES, "fused"}
     assert said.count("of chunked 1.000") == 6 and "does not pay beside chunked (0.97)" in said
 
 
@@ -86,8 +87,17 @@ def test_it_judges_what_waits_inside(fused: float, says: str, capsys: pytest.Cap
     assert last.split() == ["fused", *says.split()]
 
 
+def test_a_shape_that_no_such_gemm_takes_is_refused(standing_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(said: str, code: int) -> None:
+        raise SystemExit(said, code)
+
+    monkeypatch.setattr(arrivals, "refuse", refused)
+    with pytest.raises(SystemExit, match=r"512x384x136: M of both ranks and K must be multiples of 512 .*2"):
+        arrivals.main(["--shapes", "512x384x136"])
+
+
 def test_its_help_says_what_it_does_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arrivals.main(["--help"])
     said = capsys.readouterr().out
-    assert "A shape takes a few seconds" in said and "one GEMM that may wait" in said
+    assert "A shape takes some ten seconds" in said and "one GEMM that may wait" in said
