@@ -64,8 +64,10 @@ def test_rows_go_to_other_ranks_in_whole_pairs_of_tiles(rows, goes):
 @pytest.mark.parametrize(("rows", "waits"), [(256, True), (512, True), (0, False), (128, False), (300, False)])
 def test_rows_of_other_ranks_are_awaited_in_whole_pairs_of_tiles(rows, waits):
     """Of none there would be a grid without blocks, which no device launches."""
-    a, b = torch.zeros(2 * rows, 256, dtype=torch.uint8).view(E4M3), torch.zeros(64, 256, dtype=torch.uint8).view(E4M3)
-    scales = torch.ones(2 * rows, 2), torch.ones(1, 4)
+    a, b = (torch.zeros(lines, 512, dtype=torch.uint8).view(E4M3) for lines in (2 * rows, 64))
+    scales = torch.ones(2 * rows, 4), torch.ones(1, 4)
     assert (gemm_sm90.while_arriving(a, b, rows, BF16, scales) is not None) == waits
-    laid = torch.ones(2, 2 * rows).t()  # as a GEMM reads them whose rows are all here
+    laid = torch.ones(4, 2 * rows).t()  # as a GEMM reads them whose rows are all here
     assert gemm_sm90.while_arriving(a, b, rows, BF16, (laid, scales[1])) is None
+    of_256 = torch.ones(2 * rows, 2)  # lines of 8 bytes, which TMA does not read
+    assert gemm_sm90.while_arriving(a[:, :256], b[:, :256], rows, BF16, (of_256, scales[1])) is None

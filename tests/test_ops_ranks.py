@@ -171,7 +171,7 @@ def copied() -> list[list[str]]:
         its = [op for module in copy.deepcopy(model) for op in module.expanded]
         for op, mine in zip(its, (op for module in model for op in module.expanded), strict=True):
             assert op is not mine and vars(op).get("process_group") is vars(mine).get("process_group")
-            assert op.part_of is None or op.part_of in its
+            assert op.traced_by is None or op.traced_by in its
         found.append([type(op).__name__ for op in its])
     x = values(1, M, H // 2).requires_grad_()
     one, other = model(x), copy.deepcopy(model)(x)

@@ -46,14 +46,13 @@ def awaited_inside() -> list[Launch]:
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), PlayedSlot, PlayedLane())
         rows, codes = gemm_sm90.PAIR[0], torch.float8_e4m3fn
-        w, w_scale = torch.ones(8, 128).to(codes), torch.ones(1, 4)
+        w, w_scale = torch.ones(8, 512).to(codes), torch.ones(1, 4)
+        x = torch.zeros(rows, 512, dtype=torch.uint8), torch.ones(rows, 4)
         with take(moves) as taken:
             for turn in range(3):
                 moves.start()
-                leased = moves.lease([(rows, 128), (rows, 1)], [torch.uint8, torch.float32], [0, 0])
-                for part, value in zip(
-                    leased.mine, (torch.zeros(rows, 128, dtype=torch.uint8), torch.ones(rows, 1)), strict=True
-                ):
+                leased = moves.lease([part.shape for part in x], [torch.uint8, torch.float32], [0, 0])
+                for part, value in zip(leased.mine, x, strict=True):
                     cuda_codes.place_rows(value, part)
                 a, scales = leased.send(in_turn=True).coming()
                 run = gemm_sm90.while_arriving(a.view(codes), w, rows, torch.bfloat16, (scales, w_scale))
