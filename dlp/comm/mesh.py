@@ -182,11 +182,12 @@ def init_process_group(device_type: str) -> None:
         torch.cuda.set_device(local_rank)
     if dist.is_initialized():
         return
-    store = rejoin.store_of_attempt() if "RANK" in os.environ else dist.HashStore()
-    if store is None:
+    if "RANK" not in os.environ:
+        dist.init_process_group(BACKENDS[device_type], store=dist.HashStore(), rank=0, world_size=1)
+    elif (store := rejoin.store_of_attempt()) is None:
         dist.init_process_group(BACKENDS[device_type])
     else:
-        rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(BACKENDS[device_type], store=store, rank=rank, world_size=world)
 
 
