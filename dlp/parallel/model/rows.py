@@ -283,16 +283,13 @@ def _fused(row: LayerPlan, place: Place) -> Iterator[str]:
 def _sent(row: LayerPlan, gemm: str, entry: GemmEntry | None, kernel: str) -> str:
     """How a GEMM whose result is summed over ranks runs."""
     options: GemmOptions = getattr(row.recipe, gemm)
-    why = ""
     if entry is None:
-        why = f"{kernel} stores all rows on this rank"
-    elif options.wire == "fp8":
-        why = "contributions are carried in fp8, and the kernel stores bf16"
-    if why or entry is None:
-        return f"sums over ranks as chunked does: {why}"
+        return f"sums over ranks as chunked does: {kernel} stores all rows on this rank"
+    if options.wire == "fp8":
+        return "sums over ranks as chunked does: contributions are carried in fp8, and the kernel stores bf16"
     return (
         f"stores rows in the memory of their rank where {entry.name} runs ({entry.when}) and sums are carried in bf16, which "
-        f"not run between GPUs yet; else it is chunked"
+        f"has not run between GPUs yet; else it is chunked"
     )
 
 
