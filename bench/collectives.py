@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if world_size() == 1:
         refuse("1 rank has nothing to gather or to sum; start 2 or more, as torchrun --nproc-per-node 2 does", code=2)
     init_process_group("cuda" if on_gpu else "cpu")
-    mesh = ParallelDims.from_mesh(dlp.build_mesh(dp_shard=1, tp=dist.get_world_size(), transport="mapped")).tp_mesh
+    mesh = ParallelDims.from_mesh(dlp.build_mesh(dp_shard=1, tp=dist.get_world_size(), transport="auto")).tp_mesh
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     bench, lines = Bench(mesh, device, calls=8 if on_gpu else 1), []
     where = torch.cuda.get_device_name() if on_gpu else "CPU"

@@ -49,7 +49,7 @@ from bench.collectives import Bench, plain_gather, plain_reduce
 from bench.files import add_files, write_files
 from dlp.comm import transport
 from dlp.comm.collectives import as_bytes
-from dlp.comm.mesh import MAPPED, TP, TRANSPORTS, init_process_group, shutdown, world_size
+from dlp.comm.mesh import AUTO, TP, TRANSPORTS, init_process_group, shutdown, world_size
 from dlp.kernels import gemm_sm90
 from dlp.parallel import overlap as overlaps
 from dlp.parallel import tune
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--recipes", nargs="+", default=["bf16", "fp8_current"], choices=recipe_names())
     parser.add_argument("--strategies", nargs="+", default=list(CANDIDATES))
-    parser.add_argument("--transport", choices=TRANSPORTS, default=MAPPED, help=f"what carries chunks ({MAPPED})")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=AUTO, help=f"carrier of chunks ({AUTO})")
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if world_size() == 1:

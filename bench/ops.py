@@ -238,9 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.tp:
         dist.init_process_group("cpu:gloo,cuda:nccl")
         torch.cuda.set_device(dist.get_rank())
-        group = dlp.build_mesh(dp_shard=1, tp=dist.get_world_size(), device_type="cuda", transport="mapped")[
-            "tp"
-        ].get_group()
+        group = dlp.build_mesh(dp_shard=1, tp=dist.get_world_size(), device_type="cuda")["tp"].get_group()
     first = not options.tp or dist.get_rank() == 0
     if options.host:
         for recipe in options.recipes.split(","):

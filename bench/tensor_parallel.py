@@ -38,7 +38,7 @@ import dlp
 from bench.files import add_files, write_files
 from bench.host_parallel import PLAIN, Run
 from bench.parallel_subjects import TE_RECIPES, Shape, has_te, shape_of, subject, times_of
-from dlp.comm.mesh import MAPPED, TP, TRANSPORTS, init_process_group, shutdown, world_size
+from dlp.comm.mesh import TP, TRANSPORTS, init_process_group, shutdown, world_size
 from dlp.parallel import auto, tune
 from dlp.parallel.auto import AUTO, SERIAL, Times
 from dlp.quant.recipe import names
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = [shape_of(text) for text in (SHAPES if on_gpu else SMALL)]
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=shapes, metavar="KxN")
     parser.add_argument("--tokens", type=int, default=TOKENS if on_gpu else FEW, help=f"of all ranks ({TOKENS})")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=MAPPED, help=f"what carries ours ({MAPPED})")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=AUTO, help=f"carrier of our transfers ({AUTO})")
     parser.add_argument("--table", help="of dlp.parallel.tune, for auto; else it measures first")
     parser.add_argument("--peers", nargs="*", default=list(TE_RECIPES) if has_te() else [], choices=list(TE_RECIPES))
     parser.add_argument("--count", type=int, default=COUNT, help=f"iterations in a block ({COUNT})")

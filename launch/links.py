@@ -46,19 +46,29 @@ def leaves_host(group: str, dims: ParallelDims, host: int = HOST) -> bool:
 
 
 def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
-    """What will carry what layers send over tp, as `dlp.parallel.auto` names it, where `asked` was asked for."""
-    return "gloo" if device == "cpu" else NCCL if leaves_host(TP, dims) else asked
+    """The carrier of transfers over tp for `[mesh] transport = asked`: "gloo", "nccl" or "mapped". ValueError for "mapped" over
+    several hosts."""
+    if asked == MAPPED and leaves_host(TP, dims):
+        raise ValueError(
+            f"[mesh] transport = 'mapped': a tp group of {dims.tp} ranks leaves a host of {HOST} GPUs, and only GPUs of one "
+            f"host map each other's memory; set transport = 'auto', or a tp that divides {HOST}"
+        )
+    return "gloo" if device == "cpu" else NCCL if asked == NCCL or leaves_host(TP, dims) else MAPPED
 
 
 def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str]:
-    """The plan's line on what carries what each axis of several ranks sends, and why."""
+    """The plan's line on the carrier of each axis of several ranks, and the reason."""
     backend, said = "gloo" if device == "cpu" else "NCCL", []
     if dims.tp > 1 and transport_name(asked, dims, device) == MAPPED:
-        said.append("tp pushes into memory that the GPUs of a host map from each other")
+        said.append(f"tp {dims.tp}: mapped memory (all ranks on one host; needs peer access between the GPUs)")
     elif dims.tp > 1:
-        hosts = "its ranks are on several hosts" if leaves_host(TP, dims) else f"transport = {asked!r}"
-        said.append(f"tp sends by {backend}, since {'its ranks are on CPUs' if device == 'cpu' else hosts}")
-    said += [f"{axis} by {backend}, as FSDP does" for axis in (DP_SHARD, DP_REPLICATE) if dims.size(axis) > 1]
+        hosts = "the ranks are on several hosts" if leaves_host(TP, dims) else f"transport = {asked!r}"
+        said.append(f"tp {dims.tp}: {backend} ({'the ranks are on CPUs' if device == 'cpu' else hosts})")
+    said += [
+        f"{axis} {dims.size(axis)}: {backend} (FSDP's collectives)"
+        for axis in (DP_SHARD, DP_REPLICATE)
+        if dims.size(axis) > 1
+    ]
     return [f"transport: {'; '.join(said)}"] if said else []
 
 

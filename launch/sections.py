@@ -26,11 +26,14 @@ class Mesh(Section):
     sequence_parallel: bool = setting(flag(), "between layers, tokens are cut over the tp ranks", True)
     transport: str = setting(
         choice(*TRANSPORTS),
-        "what carries what layers send over tp; mapped: memory that the GPUs of a host map from each other",
-        "nccl",
+        "carrier of transfers over tp; mapped: memory that the GPUs of one host map from each other; auto: mapped where the tp "
+        "ranks can, else NCCL (gloo on CPUs)",
+        "auto",
     )
     overlap_table: str | None = setting(
-        text(), 'a file of dlp.parallel.tune, by which overlap = "auto" is chosen; unset: it is serial', None
+        text(),
+        'a file of dlp.parallel.tune, by which overlap = "auto" is chosen; unset: the tables that dlp ships',
+        None,
     )
     amax_group: str = setting(
         choice("auto", TP, "tp+dp", WORLD), "ranks that share a scale; auto agrees only what must be", "auto"
@@ -46,6 +49,7 @@ class Mesh(Section):
     )
 
 
+GRAPH = Rule('"auto", true or false', (bool, str), lambda value: isinstance(value, bool) or value == "auto")
 SCALING = Rule(
     "a table { rope_type = " + " or ".join(f'"{kind}"' for kind in SCALINGS) + ", and its numbers }",
     (dict,),
@@ -193,7 +197,9 @@ class Train(Section):
         "who adds the gradients of microbatches; grad: wgrads do in their GEMM, for weights that FSDP has not, uncompiled",
         "off",
     )
-    cuda_graph: bool = setting(flag(), "steps are captured in a CUDA graph and replayed; on GPUs", False)
+    cuda_graph: bool | str = setting(
+        GRAPH, "steps are captured in a CUDA graph and replayed; auto: on GPUs, wherever nothing forbids it", "auto"
+    )
     profile: int = setting(integer(">= 1", also=(0,)), "the step that is profiled; 0: none", 0)
     profiler: str = setting(
         choice("torch", "nvtx"),

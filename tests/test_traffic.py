@@ -268,14 +268,18 @@ def test_a_plan_warns_of_tp_that_leaves_a_host_and_names_the_way_out(monkeypatch
 
 @pytest.mark.parametrize("settings", [WIDE, ["--mesh.tp=2", "--mesh.transport=nccl"]], ids=["hosts", "nccl"])
 def test_a_plan_says_where_chunks_go_by_nccl(settings):
-    asked = ["--mesh.transport=mapped", "--groups.default.overlap=chunked:2", *settings]
+    asked = ["--groups.default.overlap=chunked:2", *settings]
     said = plan_text(load("llama3_8b", asked), 32, "sm_90")
-    why = "its ranks are on several hosts" if settings is WIDE else "transport = 'nccl'; dp_shard by NCCL, as FSDP does"
-    assert f"transport: tp sends by NCCL, since {why}" in said
+    why = "NCCL (the ranks are on several hosts)" if settings is WIDE else "NCCL (transport = 'nccl'); dp_shard 8: NCCL"
+    assert f"{why}" in said and "transport: tp " in said
     assert "chunked:2 sends by NCCL, whose kernels take multiprocessors" in said
     copied = ["--mesh.tp=2", "--mesh.transport=mapped", "--groups.default.overlap=chunked:2"]
     said = plan_text(load("llama3_8b", copied), 32, "sm_90")
-    assert "sends by NCCL" not in said and "transport: tp pushes into memory that the GPUs of a host map" in said
+    assert "sends by NCCL" not in said and "transport: tp 2: mapped memory (all ranks on one host;" in said
+    with pytest.raises(
+        ValueError, match=r"^\[mesh\] transport = 'mapped': a tp group of 16 ranks leaves a host of 8 GPUs"
+    ):
+        plan_text(load("llama3_8b", [*WIDE, "--mesh.transport=mapped"]), 32, "sm_90")
 
 
 def test_a_plan_says_which_gemms_wait_for_rows_inside_or_send_them():

@@ -27,7 +27,7 @@ from dlp.comm import transport as transports
 DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
 WORLD = "world"  # beside AXES the name of a group
 GROUPS = (*reversed(AXES), WORLD, "other")  # all that collectives can be counted by
-NCCL, MAPPED = TRANSPORTS = "nccl", "mapped"
+AUTO, NCCL, MAPPED = TRANSPORTS = "auto", "nccl", "mapped"
 # "gloo", not "cpu:gloo": of a list of backends torch takes NCCL as the default one or none, and then warns when it leaves
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -192,14 +192,15 @@ def init_process_group(device_type: str) -> None:
 
 
 def build_mesh(
-    *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device_type: str | None = None, transport: str = NCCL
+    *, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device_type: str | None = None, transport: str = AUTO
 ) -> DeviceMesh:
     """A DeviceMesh with axes (dp_replicate, dp_shard, tp); one size may be -1 and takes the rest of the world.
 
     Starts the process group when there is none. `device_type`: "cpu" or "cuda", by default cuda where there is one.
-    `transport`: what carries what layers send over tp: "nccl", or "mapped", memory that the GPUs of a host map from each
-    other (`dlp.comm.mapped`), where they can. Raises ValueError, before any group is started, when the sizes do not multiply
-    to the world size, or for another transport.
+    `transport` carries the transfers of layers over tp: "mapped", memory that the GPUs of one host map from each other
+    (`dlp.comm.mapped`); "nccl"; or "auto", mapped memory where all tp ranks can map each other's memory, else NCCL (gloo on
+    CPUs). Raises ValueError, before any group is started, when the sizes do not multiply to the world size, or for another
+    transport; and on all ranks for "mapped" where the tp ranks cannot map each other's memory.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
@@ -207,8 +208,8 @@ def build_mesh(
     dims = ParallelDims.build(world_size(), dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     init_process_group(device_type)
     mesh = init_device_mesh(device_type, tuple(dims.sizes.values()), mesh_dim_names=AXES)
-    if transport == MAPPED:
-        transports.ask_for(mesh[TP].get_group(), device_type)
+    if transport != NCCL and dims.tp > 1:
+        transports.ask_for(mesh[TP].get_group(), device_type, required=transport == MAPPED)
     return mesh
 
 

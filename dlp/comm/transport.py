@@ -1,6 +1,6 @@
 """Which process groups send through mapped memory (`dlp.comm.mapped`), and why the others do not.
 
-`ask_for` decides it once for each group. `start` and `finish` of a layer's direction reach the transport of its group, if it
+`ask_for` decides once for each group. `start` and `finish` of a layer's direction reach the transport of its group, if it
 has one.
 """
 
@@ -22,7 +22,7 @@ from dlp.comm.watch import Watch
 from dlp.kernels import loader
 from dlp.kernels.launches import Lane
 
-# By name of a group that was asked for: its transport, and why it has none (empty: it has one).
+# By the name of each group that `ask_for` was called with: the transport, and the reason where there is none (else empty).
 _OF_GROUP: dict[str, Transport | None] = {}
 _WHY_NOT: dict[str, str] = {}
 
@@ -32,13 +32,23 @@ def transport_of(group: ProcessGroup) -> Transport | None:
     return _OF_GROUP.get(group.group_name)
 
 
-def ask_for(group: ProcessGroup, device_type: str) -> None:
-    """Let transfers of a group go through mapped memory if its ranks can map each other's; `describe` says whether they can.
-    Called by all ranks of the group before the first layer that sends over it runs. device_type: "cuda" or "cpu"."""
+def ask_for(group: ProcessGroup, device_type: str, *, required: bool = False) -> None:
+    """Let transfers of a group go through mapped memory if the ranks can map each other's memory; `describe` says whether they
+    can. Called by all ranks of the group before the first layer that sends over the group runs.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        required: raise ValueError, on all ranks, if the ranks cannot.
+    """
     name = group.group_name
     if name not in _OF_GROUP:
         _WHY_NOT[name] = _obstacle(group, device_type)
         _OF_GROUP[name] = None if _WHY_NOT[name] else _on_gpus(group)
+    if required and _WHY_NOT[name]:
+        raise ValueError(
+            f"transport = 'mapped': the {group.size()} ranks of a group cannot map each other's memory: {_WHY_NOT[name]}; set "
+            f"transport = 'auto' or 'nccl'"
+        )
 
 
 def _on_gpus(group: ProcessGroup) -> Transport:
@@ -51,33 +61,33 @@ def _on_gpus(group: ProcessGroup) -> Transport:
 def _obstacle(group: ProcessGroup, device_type: str) -> str:
     """Why the ranks of a group cannot map each other's memory, the same text on all ranks; empty: they can."""
     if device_type != "cuda":
-        return "its ranks are on CPUs"
+        return "the ranks are on CPUs"
     if not 1 < group.size() <= RANKS:
-        return f"it has {group.size()} ranks, of 2 to {RANKS}"
+        return f"mapped memory takes 2 to {RANKS} ranks"
     mine = (socket.gethostname(), _boot(), loader.missing(), torch.cuda.current_device())
     all_of: list[tuple[str, str, str, int]] = [mine] * group.size()
     dist.all_gather_object(all_of, mine, group)
     if len({each[:2] for each in all_of}) > 1:
-        return "its ranks are on several hosts"
+        return "the ranks are on several hosts"
     for rank, each in enumerate(all_of):
         if each[2]:
-            return f"its rank {rank} has no kernels: {each[2]}"
+            return f"rank {rank} of the group has no kernels: {each[2]}"
     devices = {each[3] for each in all_of}
     # With fewer devices than ranks, each rank sees only its own GPU, or ranks share one: then mapping itself will show it.
     if len(devices) == group.size():
         for a, b in permutations(sorted(devices), 2):
             if not torch.cuda.can_device_access_peer(a, b):
-                return f"cuda:{a} cannot reach the memory of cuda:{b}"
+                return f"cuda:{a} has no peer access to the memory of cuda:{b}"
     return ""
 
 
 def describe(name: str, group: ProcessGroup) -> str:
-    """A line for the printed plan: how transfers of a group are made, and why. `name`: of its mesh axis."""
+    """A line for the plan and the log: the transport of a group, and the reason. `name`: the mesh axis of the group."""
+    size = group.size()
     if transport_of(group) is not None:
-        return f"transport: {name} pushes into memory that its ranks map; directions of its layers are captured"
-    backend = carrier(group)
-    calls = f"a captured direction calls {backend} between its launches"
-    return f"transport: {name} sends by {backend}, since {why_not(group)}; {calls}"
+        ranks = "both ranks" if size == 2 else f"all {size} ranks"
+        return f"{name} {size}: mapped memory ({ranks} on this host, peer access)"
+    return f"{name} {size}: {carrier(group)} ({why_not(group)})"
 
 
 def carrier(group: ProcessGroup) -> str:
@@ -87,7 +97,7 @@ def carrier(group: ProcessGroup) -> str:
 
 def why_not(group: ProcessGroup) -> str:
     """Why a group has no transport, as a clause."""
-    return _WHY_NOT.get(group.group_name) or "nobody asked for mapped memory"
+    return _WHY_NOT.get(group.group_name) or "transport = 'nccl', or the mesh was not made by dlp.build_mesh"
 
 
 def _boot() -> str:

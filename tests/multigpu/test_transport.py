@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import dlp
 from dlp.comm import slots, transport
 from dlp.comm.mapped import Transport
 from dlp.comm.slots import CudaSlot, Wait
@@ -295,17 +296,43 @@ def described() -> list[str]:
 
 @pytest.mark.ranks(2)
 def test_a_group_says_how_it_sends_and_why(ranks, device_type):
-    asked = "sends by gloo, since its ranks are on CPUs" if device_type == "cpu" else "pushes into memory"
+    asked = (
+        "gloo (the ranks are on CPUs)"
+        if device_type == "cpu"
+        else "mapped memory (both ranks on this host, peer access)"
+    )
     for before, after in ranks(2).run(described):
-        assert "since nobody asked for mapped memory" in before and f"transport: tp {asked}" in after
+        assert (
+            "(transport = 'nccl', or the mesh was not made by dlp.build_mesh)" in before and after == f"tp 2: {asked}"
+        )
 
 
 @pytest.mark.parametrize(("backends", "said"), [("cpu:gloo,cuda:nccl", "nccl"), ("cpu:gloo,cuda:gloo", "gloo")])
 def test_it_says_who_carries_cuda_tensors(backends: str, said: str):
-    group: Any = SimpleNamespace(group_name="")
+    group: Any = SimpleNamespace(group_name="", size=lambda: 4)
     with patch.object(dist, "get_backend_config", lambda group: backends):
         line = transport.describe("tp", group)
-    assert f"sends by {said}, since" in line and f"calls {said} between its launches" in line
+    assert line.startswith(f"tp 4: {said} (transport = 'nccl'")
+
+
+def required() -> str:
+    transport.destroy()
+    try:
+        dlp.build_mesh(tp=2, device_type="cpu", transport="mapped")
+    except ValueError as error:
+        return str(error)
+    finally:
+        transport.destroy()
+    return ""
+
+
+@pytest.mark.ranks(2)
+def test_mapped_memory_that_cannot_be_had_is_refused(ranks):
+    expected = (
+        "transport = 'mapped': the 2 ranks of a group cannot map each other's memory: the ranks are on CPUs; set transport = "
+        "'auto' or 'nccl'"
+    )
+    assert ranks(2).run(required) == [expected] * 2
 
 
 def nan_and_inf() -> list[Tensor]:
