@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -202,7 +203,7 @@ def test_other_sizes_go_by_the_model() -> None:
 @pytest.mark.parametrize(
     ("times", "options", "why"),
     [
-        (None, {}, "there is no table of times"),
+        (None, {}, "there is no table of times of CPU by any transport; dlp ships those of "),
         (MEASURED, {"batch": (2, 2048), "device_type": "sm_90", "transport": "mapped"},
          "its table is of 2 cpu ranks by gloo, and these are 2 sm_90 ranks by mapped"),
         (table(row(DOWN._replace(recipe=recipes.load("bf16")), (1,) * 4, (1,) * 4)), {},
@@ -215,11 +216,59 @@ def test_without_times_all_is_serial_and_the_plan_says_why(times: Any, options: 
     assert str(plan).count(f"overlap: serial where no group names a strategy: {why}") == 1
 
 
-def test_auto_is_for_plans() -> None:
-    with pytest.raises(
-        ValueError, match=r"^overlap = 'auto' becomes a strategy in dlp.convert, .*; name one: chunked, fused, serial$"
-    ):
-        dlp.ColumnParallelLinear(8, 8, overlap="auto")
+@pytest.fixture
+def tables(tmp_path: Path) -> Iterator[Path]:
+    """The folder of tables that dlp ships: two of an H100, of 2 and of 4 ranks."""
+    (tmp_path / "h100-2.json").write_text(H100.text())
+    (tmp_path / "h100-4.json").write_text(replace(H100, ranks=4).text())
+    with patch.object(auto, "TABLES", tmp_path):
+        yield tmp_path
+
+
+def test_shipped_tables_are_found_by_the_gpu_and_the_nearest_number_of_ranks(tables: Path) -> None:
+    here = auto.Machine("sm_90", "NVIDIA H100 80GB HBM3", "1.0", auto.VERSION)  # another torch
+    two, four, eight = (auto.shipped(here, ranks, "mapped")[0] for ranks in (2, 4, 8))
+    assert two and four and eight and two.row(UP) is not None and four.row(UP) is not None
+    assert eight.ranks == 8 and eight.row(UP) is None and eight.rate(UP, "fprop") == four.rate(UP, "fprop")
+    assert "4 x NVIDIA H100 80GB HBM3" in str(eight) and "(rates; groups of 8 by the model)" in str(eight)
+    none, why = auto.shipped(here._replace(device="NVIDIA B200"), 2, "mapped")
+    assert none is None and why.endswith("of NVIDIA B200 by mapped; dlp ships those of NVIDIA H100 80GB HBM3")
+
+
+def test_a_plan_without_a_table_takes_the_shipped_one(tables: Path) -> None:
+    assert overlaps_of(planned(None, device_type="sm_90", transport="mapped", board="h100"))[0] == named(
+        "chunked", "serial"
+    )
+    plan = planned(None, device_type="sm_90", transport="mapped", board="h200")
+    assert overlaps_of(plan) == ["serial"] * 2 and "there is no table of times of h200 by mapped" in str(plan)
+
+
+def test_every_shipped_table_is_of_this_version() -> None:
+    for path in sorted(auto.TABLES.glob("*.json")):
+        times = auto.load(path)
+        assert times.about["version"] == auto.VERSION and times.rows and times.transport == "mapped", path
+
+
+def constructed(tables: Path) -> list[str]:
+    """Strategies of layers that are constructed with "auto", by a table of this machine with NOMINAL tokens."""
+    tp = worker.mesh(tp=2)["tp"]
+    here, by = auto.machine(tp.device_type), auto.transport_name(tp.get_group(), tp.device_type)
+    problem = Problem(COLUMN_SP, auto.NOMINAL, 32, (64,), FP8)
+    own = {"kind": here.kind, "device": here.device, "transport": by}
+    (tables / "own.json").write_text(table(row(problem, (2.0, 1.0, 3.0, 3.0), (3.0,) * 4), **own).text())
+    dist.barrier()
+    with patch.object(auto, "TABLES", tables):
+        made = dlp.ColumnParallelLinear(
+            32, 64, tp=tp, sequence_parallel=True, recipe="fp8_current", device=tp.device_type
+        )
+    alone = dlp.ColumnParallelLinear(32, 64, recipe="fp8_current")
+    names = [[getattr(layer.core.spec.overlap, gemm).name for gemm in ("fprop", "dgrad")] for layer in (made, alone)]
+    return [*names[0], *names[1]]
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_are_constructed_take_auto(ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(constructed, tmp_path) == [["chunked", "serial", "serial", "serial"]] * 2
 
 
 def converted(folder: Path) -> tuple[str, list[Any], str]:

@@ -72,7 +72,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool = False,
         tensor_parallel_mode: str | None = None, tensor_parallel_group: DeviceMesh | ProcessGroup | None = None,
-        sequence_parallel: bool = False, recipe: str | Recipe = "bf16", overlap: str = "serial", return_bias: bool = False,
+        sequence_parallel: bool = False, recipe: str | Recipe = "bf16", overlap: str = "auto", return_bias: bool = False,
         save_original_input: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip  # many parameters: those of `transformer_engine.pytorch.ops.Linear`
         if tensor_parallel_mode not in MODES:

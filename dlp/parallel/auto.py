@@ -3,16 +3,18 @@
     python -m dlp.parallel.tune CONFIG ──► Times, a table (JSON) ──► `choose` ──► names of strategies in the rows of the plan
 
 A table has the times of the directions of layers under each strategy, between ranks that are connected in one way. For a layer
-that is in the table, the fastest strategy is chosen; for another one, the fastest by a model, from the table's rates of GEMMs
-and links. It must be faster than `serial` by a margin, and a measured one by more than the noise. Without a table, or with one
-of another machine or version, every strategy is `serial`, and the plan says why.
+that is in the table, the fastest strategy is chosen; for another layer, the fastest by a model, from the table's rates of GEMMs
+and links. The strategy must be faster than `serial` by a margin, and a measured one by more than the noise.
+
+dlp ships tables (`dlp/parallel/tables`). `shipped` finds the table of a GPU; for another number of ranks it keeps the rates
+alone. Without a table of this GPU every strategy is `serial`, and the plan says why.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from math import log, prod
@@ -36,6 +38,8 @@ AUTO, SERIAL = "auto", "serial"
 CANDIDATES = (SERIAL, "chunked", "chunked:2", "chunked:4")
 MEASURED, MODELLED = 0.98, 0.95  # of serial's time, below which another strategy is taken
 VERSION = 1  # raised by what makes measured times others: strategies, transports, kernels
+TABLES = Path(__file__).parent / "tables"
+NOMINAL = 8192  # tokens of all ranks for which a layer that is constructed explicitly chooses its strategies
 Sizes = tuple[int, int, int]  # M, N, K
 
 
@@ -166,6 +170,13 @@ class Times:
                 return f"its table was measured under {name} {self.about.get(name)}, and this is {mine}: measure anew"
         return None
 
+    def for_ranks(self, ranks: int) -> Times:
+        """The times for groups of so many ranks: for another number than measured, the rates of GEMMs and of the link alone."""
+        if ranks == self.ranks:
+            return self
+        rates = tuple(replace(row, key=(None, row.key[-1]), directions={}, noise={}) for row in self.rows)
+        return replace(self, ranks=ranks, rows=rates, about={**self.about, "from_ranks": self.ranks})
+
     def rate(self, problem: Problem, gemm: str) -> float | None:
         """Operations a second of a GEMM alone, at the nearest sizes that were measured under this recipe."""
         sizes, recipe = problem.sizes(self.ranks), str(problem.recipe)
@@ -178,7 +189,9 @@ class Times:
     def __str__(self) -> str:
         date = self.about.get("date", "no date")
         link = f"{self.transport} at {self.speed / 1e9:.3g} GB/s"
-        return f"{self.ranks} x {self.device} by {link}, {len(self.rows)} layers measured, {date}"
+        measured = self.about.get("from_ranks", self.ranks)
+        rates = "" if measured == self.ranks else f" (rates; groups of {self.ranks} by the model)"
+        return f"{measured} x {self.device} by {link}, {len(self.rows)} layers measured, {date}{rates}"
 
     def text(self, choices: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text of the file; `choices`: what was chosen by it."""
@@ -253,6 +266,31 @@ def load(path: str | Path, *, together: bool = False) -> Times:
     if said[1]:
         raise ValueError(said[1])
     return read(said[0], str(path))
+
+
+def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, str]:
+    """The table that dlp ships for a GPU, and why there is none. A table of the same number of ranks comes first; versions of
+    torch need not agree."""
+    tables = [load(path) for path in sorted(TABLES.glob("*.json"))]
+    own = here._replace(torch="")
+    fit = [times for times in tables if times.obstacle(own, times.ranks, transport) is None]
+    if not fit:
+        known = ", ".join(dict.fromkeys(times.device for times in tables)) or "no GPU"
+        return (
+            None,
+            f"{NO_TABLE} of {here.device or here.kind} by {transport or 'any transport'}; dlp ships those of {known}",
+        )
+    nearest = min(fit, key=lambda times: (times.ranks != ranks, abs(times.ranks - ranks)))
+    return nearest.for_ranks(ranks), ""
+
+
+def at_construction(asked: Asked, problem: Problem, group: ProcessGroup | None, device_type: str) -> Asked:
+    """The strategies of a layer that is constructed explicitly: those that `asked` names, or, for "auto", those that `shipped`
+    times say for the tokens of `problem`."""
+    if group is None or group.size() == 1 or AUTO not in ([asked] if isinstance(asked, str) else asked.values()):
+        return SERIAL if asked == AUTO else asked
+    times, why = shipped(machine(device_type), group.size(), transport_name(group, device_type))
+    return choose(asked, problem, times, why)[0]
 
 
 def transport_name(group: ProcessGroup, device_type: str) -> str:

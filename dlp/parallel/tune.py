@@ -1,7 +1,8 @@
 """Measures what the directions of a config's layers take under each overlap strategy, and writes the table that "auto" reads.
 
     torchrun --nproc-per-node 2 -m dlp.parallel.tune CONFIG [--section.key value ...] --out overlap.json
-                                [--recipes bf16 fp8_current] [--strategies serial chunked chunked:2] [--rounds 5]
+                                [--recipes bf16 fp8_current] [--tokens 4096 8192] [--strategies serial chunked chunked:2]
+                                [--rounds 5] [--add]
 
 The config says layers, tokens, tp and transport, the ranks are those that `torchrun` starts, GPUs where there are some. Each
 problem, a linear or siblings, is measured under the recipe that the config gives it, or under all that are named:
@@ -10,8 +11,9 @@ problem, a linear or siblings, is measured under the recipe that the config give
     dgrad    its backward, wgrad and all, which may run beside a reduction of dgrad
     alone    each of its GEMMs without a transfer, for the model of other sizes (`dlp.parallel.auto`)
 
-Times are of iterations one after the other, host and all, the median over rounds of the slowest rank; strategies take turns.
-Rank 0 prints a line of each problem as it is measured, and writes the file anew.
+On GPUs each pass is captured in a CUDA graph, so times are of the device: of replays one after the other, the median over
+rounds of the slowest rank; strategies take turns. Rank 0 prints a line of each problem as it is measured, and writes the file
+anew. `--add` keeps the rows of the file that exist, which must be of the same kind of machine.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlp.comm import transport
 from dlp.comm.mesh import TP, build_mesh, init_process_group, shutdown, world_size
 from dlp.parallel import overlap as overlaps
-from dlp.parallel.auto import CANDIDATES, SERIAL, Problem, Row, Times, machine, transport_name
+from dlp.parallel.auto import CANDIDATES, SERIAL, Machine, Problem, Row, Times, load, machine, transport_name
 from dlp.parallel.casts import BOTH, HP
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 from dlp.parallel.linear.state import quantize
@@ -71,6 +75,8 @@ def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = C
     for run in runs:
         for _ in range(WARM):
             run()
+    if device.type == "cuda":
+        runs = [_captured(run) for run in runs]
     found = []
     for _ in range(rounds):
         for run in runs:
@@ -84,6 +90,27 @@ def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = C
     slowest = torch.tensor(found, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return [Timed.of(column) for column in zip(*slowest.view(rounds, len(runs)).tolist(), strict=True)]
+
+
+def _captured(run: Run) -> Run:
+    """The launches of a run as a CUDA graph. The current stream is not torch's default stream."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """A stream beside torch's default stream, which cannot take part in captures."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+    torch.cuda.synchronize()
 
 
 def _settle(device: torch.device) -> None:
@@ -160,6 +187,11 @@ def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.
 
 def measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: torch.dtype, rounds: int) -> Row:
     """The row of one problem, measured on all ranks of the world together."""
+    with own_stream(device_of(tp)):
+        return _measure(problem, strategies, tp, dtype, rounds)
+
+
+def _measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: torch.dtype, rounds: int) -> Row:
     device = device_of(tp)
     pairs = []
     for name in strategies:
@@ -208,7 +240,8 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
 
         return run
 
-    small, large = (each.seconds for each in timed([gather(few), gather(many)], device, rounds))
+    with own_stream(device):
+        small, large = (each.seconds for each in timed([gather(few), gather(many)], device, rounds))
     peers = group.size() - 1
     speed = peers * (many - few) / max(large - small, 1e-9)
     return speed, max(small - peers * few / speed, 0.0)
@@ -232,13 +265,24 @@ def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def problems_of(found: Mapping[str, Any], names: Sequence[str] | None) -> list[Problem]:
+def _rows_to_keep(before: Times, now: Times) -> tuple[Row, ...]:
+    """The rows of a table that is measured on. ValueError for the table of another kind of machine."""
+    here = Machine(now.kind, now.device, now.about["torch"], now.about["version"])
+    why = before.obstacle(here, now.ranks, now.transport)
+    if why is not None:
+        raise ValueError(f"--add: {why}")
+    return before.rows
+
+
+def problems_of(
+    found: Mapping[str, Any], names: Sequence[str] | None, tokens: Sequence[int] | None = None
+) -> list[Problem]:  # fmt: skip
     """Each problem once, without those of styles that send nothing."""
     problems: dict[Any, Problem] = {}
     for each in found["layers"]:
         style, own = STYLES[each["style"], each["sequence_parallel"]], recipes.as_recipe(each["recipe"])
-        for recipe in [own] if names is None else map(recipes.load, names):
-            problem = Problem(style, each["tokens"], each["in_features"], tuple(each["out_features"]), recipe)
+        for recipe, rows in product([own] if names is None else map(recipes.load, names), tokens or [each["tokens"]]):
+            problem = Problem(style, rows, each["in_features"], tuple(each["out_features"]), recipe)
             if style.gathers is not None or style.fprop.reduce or style.dgrad.reduce:
                 problems[problem.key] = problem
     return [problem for problem in problems.values() if problem.style.shard_dim is not None]
@@ -267,7 +311,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--strategies", nargs="+", type=_strategy, metavar="NAME", help=f"serial and others [{' '.join(CANDIDATES)}]"
     )
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, metavar="M", help="measure each layer for these [the config's]"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of which the median counts [{ROUNDS}]")
+    parser.add_argument("--add", action="store_true", help="keep the rows that the file has")
     known, rest = parser.parse_known_args(given)
     on_gpu = torch.cuda.is_available()
     init_process_group("cuda" if on_gpu else "cpu")
@@ -281,17 +329,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group, dtype = tp.get_group(), getattr(torch, found["dtype"])
     by = transport_name(group, mesh.device_type)
     strategies = [SERIAL, *(name for name in known.strategies or CANDIDATES if name != SERIAL)]
-    problems = problems_of(found, known.recipes)
+    problems = problems_of(found, known.recipes, known.tokens)
     command = f"torchrun --nproc-per-node {world_size()} -m dlp.parallel.tune {shlex.join(given)}"
     about = {"date": time.strftime("%Y-%m-%d"), "dtype": found["dtype"], "command": command}
     times = empty_table(tp, by, links(group, device_of(tp), known.rounds), about)
+    if known.add and known.out.exists():
+        times = replace(times, rows=_rows_to_keep(load(known.out, together=True), times))
     link = f"a link carries {times.speed / 1e9:.3g} GB/s, and takes {1e6 * times.meeting:.3g} us beside"
     _say(f"{times.ranks} x {times.device} by {by}; {link}; milliseconds:")
     if dist.get_rank() == 0:
         known.out.write_text(times.text())  # before anything is measured that could not be kept
     for number, problem in enumerate(problems, 1):
         row = measure(problem, strategies, tp, dtype, known.rounds)
-        times = replace(times, rows=(*times.rows, row))
+        times = replace(times, rows=(*(each for each in times.rows if each.key != row.key), row))
         _say(said(problem, row, f"{number}/{len(problems)}"))
         if dist.get_rank() == 0:
             known.out.write_text(times.text())

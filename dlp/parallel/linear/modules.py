@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP
+from dlp.parallel import auto
 from dlp.parallel.linear import prologue as prologues
 from dlp.parallel.linear.autograd import (
     ACTIVATIONS,
@@ -312,7 +313,8 @@ class Linear(ParallelLinear):
     tp                    a DeviceMesh with the axis tp, or a ProcessGroup
     sequence_parallel     tokens are cut over tp: x [M/tp, in_features]
     recipe                a name, or a Recipe
-    overlap               "serial", "chunked" or "fused"
+    overlap               "auto", "serial" or "chunked", or names by GEMM. "auto" is chosen when the layer is constructed, by
+                          the times that dlp ships, for 8192 tokens of all ranks; `convert` chooses again for its `batch`
     prologue              what x is made of, in the same read as its cast: "rms_norm", of layer(x, weight); "layer_norm", of
                           layer(x, weight, bias); "swiglu" or "geglu", of layer(gate, up); with options {"name": "rms_norm",
                           "eps": ...}. Gradients go to the tensors that the layer is called with
@@ -327,7 +329,7 @@ class Linear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,
         tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
-        overlap: str = "serial", prologue: str | Mapping[str, Any] | None = None,
+        overlap: str | Mapping[str, str] = "auto", prologue: str | Mapping[str, Any] | None = None,
         return_bias: bool = False, save_original_input: bool = False, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip  # many parameters: those of nn.Linear, and of the layers of other tensor-parallel libraries
@@ -337,18 +339,26 @@ class Linear(ParallelLinear):
         members = (
             ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
         )
+        self.overlap = overlap
+        row, made, group = style(self._style, sequence_parallel), recipes.as_recipe(recipe).for_layer(members[0]), None
+        sizes = (out_features,) if isinstance(out_features, int) else out_features
+        if mesh is not None:
+            group = mesh.get_group()
+            for size in sizes:
+                shard_sizes(row, size, in_features, group.size(), type(self).__name__)
+            problem = auto.Problem(row, auto.NOMINAL, in_features, sizes, made)
+            overlap = auto.at_construction(overlap, problem, group, mesh.device_type)
+        elif overlap == auto.AUTO:
+            overlap = auto.SERIAL
         spec = LinearSpec(
-            type(self).__name__, style(self._style, sequence_parallel), recipes.as_recipe(recipe).for_layer(members[0]),
-            Overlaps.named(overlap), None if mesh is None else mesh.get_group(), members=members,
+            type(self).__name__, row, made, Overlaps.named(overlap), group, members=members,
             options=LayerOptions(save_original_input=save_original_input or None), prologue=prologues.load(prologue),
             return_bias=return_bias,
         )  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
-        sizes = (out_features,) if isinstance(out_features, int) else out_features
         suffixes = [""] if isinstance(out_features, int) else [f"_{i}" for i in range(len(sizes))]
         owners = [Member(self, f"weight{suffix}", f"bias{suffix}") for suffix in suffixes]
         for member, size in zip(owners, sizes, strict=True):
-            shard_sizes(spec.style, size, in_features, spec.tp, spec.name)
             full = nn.Linear(in_features, size, bias, device=device, dtype=dtype)
             bias_dim = 0 if spec.style.shard_dim == 0 else None
             self.register_parameter(member.weight, place(full.weight, mesh, spec.style.shard_dim))

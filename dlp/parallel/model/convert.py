@@ -120,7 +120,7 @@ def convert(
     plan = make_plan(
         model, groups, dims.tp, device_type=mesh.device_type, batch=batch, overlap_table=times, transport=by
     )
-    if times is not None:
+    if plan.times is not None:
         auto.check_together(plan.choices())
     tokens = batch[0] * batch[1] if batch is not None else None
     group = amax_process_group(dims, amax_group)

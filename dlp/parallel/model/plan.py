@@ -115,7 +115,8 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Decide and check the conversion of a model, which may be on the meta device. Raises ValueError as `convert` does.
 
-    overlap_table   of `dlp.parallel.tune`: by which `overlap = "auto"` is chosen
+    overlap_table   times of `dlp.parallel.tune`, by which `overlap = "auto"` is chosen; None: the table that dlp ships for
+                    the GPU
     transport       what will carry transfers over tp, "mapped", "nccl" or "gloo"; "": that of the table
     board           for a `device_type` that this machine does not have: a word of its GPUs' name
     """
@@ -127,9 +128,13 @@ def make_plan(
     check_readers(model, left)
     for name, module in modules.items():
         check(name, module, resolved[name].convert)
-    times = auto.load(overlap_table) if isinstance(overlap_table, str | Path) else overlap_table
-    why = times and times.obstacle(auto.machine(device_type, board), tp, transport)
-    place = Place(tp, device_type, batch, None if why else times, why or auto.NO_TABLE, transport)
+    here = auto.machine(device_type, board)
+    if overlap_table is None:
+        times, why = auto.shipped(here, tp, transport)
+    else:
+        times = auto.load(overlap_table) if isinstance(overlap_table, str | Path) else overlap_table
+        why = times.obstacle(here, tp, transport) or ""
+    place = Place(tp, device_type, batch, None if why else times, why, transport)
     layers, others = _rows(modules, resolved, place)
     _check_ties(modules, layers, others)
     if tp > 1:

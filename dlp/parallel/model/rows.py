@@ -159,9 +159,10 @@ def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> I
             f"{name}: it was made by hand for tp {spec.tp}, and the mesh has tp {place.tp}; make both equal"
         )
     own = {gemm: getattr(spec.overlap, gemm).name for gemm in GEMMS}
+    constructed = own if len(set(own.values())) > 1 else own[GEMMS[0]]
     chosen = replace(
         chosen, style=style_name, sequence_parallel=sequence_parallel, recipe=chosen.recipe or spec.recipe,
-        overlap=chosen.overlap or (own if len(set(own.values())) > 1 else own[GEMMS[0]]), prologue=spec.prologue,
+        overlap=chosen.overlap or (AUTO if module.overlap == AUTO else constructed), prologue=spec.prologue,
         return_bias=spec.return_bias,
         **{name: value for name, value in vars(spec.options).items() if getattr(chosen, name) is None},
     )  # fmt: skip
