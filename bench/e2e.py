@@ -6,9 +6,10 @@ CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 
 
     peer_bf16                      bench.e2e_peer, the baseline of all ratios
     peer_tensorwise, peer_rowwise  the same with torchao's float8, where it is installed
-    RECIPE                         dlp with this recipe in the blocks, weights gathered quantized
+    RECIPE                         dlp with this recipe in the blocks, otherwise as CONFIG says
     RECIPE:hp_gather               the same, weights gathered in high precision
-    RECIPE:graph                   the same, each step replayed as a CUDA graph; on one GPU, without collectives
+    RECIPE:eager                   the same without a CUDA graph
+    PEER:graph                     a peer whose step is captured in a CUDA graph, too
 
 Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps, and
 what the subject before has left of it. The power that a GEMM takes depends on its data, so subjects must train alike: at a
@@ -37,14 +38,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
 from bench.e2e_peer import Peer
-from bench.e2e_subjects import BASELINE, GRAPH, HP_GATHER, PEERS, Subject, subjects_of
+from bench.e2e_subjects import BASELINE, EAGER, GRAPH, HP_GATHER, PEERS, Subject, subjects_of
 from bench.files import add_files, write_files
 from bench.where import longest_kernels
 from dlp.comm.mesh import shutdown, world_size
 from launch import overrides
 from launch.build import build
 from launch.config import Config, command_line, validate_world
-from launch.graph import WARM_UP, CapturedStep
 from launch.schema import ConfigError, check, integer, setting
 from launch.sections import SCHEMA
 from launch.stop import refuse
@@ -75,10 +75,10 @@ class Result:
 
 def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.device) -> Step:
     """dlp's step, the launcher's model and optimizer without its clipping."""
-    recipe, graph = subject.base, GRAPH in subject.suffixes
+    recipe = subject.base
     groups = tuple(replace(group, recipe=recipe) if group.name == "default" else group for group in config.groups)
     mesh_section = replace(config.mesh, quantized_gather=HP_GATHER not in subject.suffixes)
-    train = replace(config.train, cuda_graph=graph)
+    train = replace(config.train, cuda_graph=False) if EAGER in subject.suffixes else config.train
     built = build(replace(config, groups=groups, mesh=mesh_section, train=train), mesh, device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -88,28 +88,24 @@ def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.devic
         built.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return replayed(step) if graph else step
+    return replayed(step, config, mesh, device) if built.graph else step
 
 
-def replayed(step: Step) -> Step:
-    """The step as it is at first, then captured, and from then on replayed."""
-    done, captured = 0, None
-
-    def replay(tokens: Tensor, targets: Tensor) -> Tensor:
-        nonlocal done, captured
-        done += 1
-        if done <= WARM_UP:
-            return step(tokens, targets)
-        captured = captured or CapturedStep(lambda batches: step(*batches[0]), [(tokens, targets)])
-        return captured([(tokens, targets)]).clone()
-
-    return replay
+def replayed(step: Step, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
+    """The step in a CUDA graph."""
+    like = torch.zeros(
+        validate_world(config, mesh.size()).micro, config.train.sequence, dtype=torch.int64, device=device
+    )
+    graphed = dlp.graphed_step(step, (like, like))
+    return lambda tokens, targets: graphed(tokens, targets).clone()
 
 
 def make_step(subject: Subject, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
-    if subject.base in PEERS:
-        return Peer(config, mesh, device, float8=PEERS[subject.base]).step
-    return ours(config, subject, mesh, device)
+    if subject.base not in PEERS:
+        return ours(config, subject, mesh, device)
+    graph = GRAPH in subject.suffixes
+    step = Peer(config, mesh, device, float8=PEERS[subject.base], capturable=graph).step
+    return replayed(step, config, mesh, device) if graph else step
 
 
 def measure(
@@ -236,7 +232,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--subjects",
         default=",".join(DEFAULT),
-        help=f"comma-separated: RECIPE, RECIPE:hp_gather, RECIPE:graph, {', '.join(PEERS)}",
+        help=f"comma-separated: RECIPE, RECIPE:hp_gather, RECIPE:eager, {', '.join(PEERS)}, PEER:graph",
     )
     for name, count in COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=count.default, help=count.metadata["doc"])
@@ -267,7 +263,7 @@ def checked(known: argparse.Namespace, kind: str) -> list[Subject]:
         check(count, getattr(known, name), f"--{name}")
     if known.where and kind != "cuda":
         raise ConfigError("--where lists the kernels of GPUs, and this runs on the CPU: leave it away")
-    return subjects_of(known.subjects, world_size(), kind)
+    return subjects_of(known.subjects, kind)
 
 
 def measure_all(

@@ -33,9 +33,12 @@ def convert_to_float8(model: nn.Module, recipe: str) -> None:
 
 
 class Peer:
-    """A model and its step; `float8`: a recipe of torchao's, tensorwise or rowwise, or None for bf16."""
+    """A model and its step; `float8`: a recipe of torchao's, tensorwise or rowwise, or None for bf16; `capturable`: a CUDA
+    graph may hold the step."""
 
-    def __init__(self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None) -> None:
+    def __init__(
+        self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None, capturable: bool = False
+    ) -> None:  # fmt: skip
         with torch.device("meta"):
             self.model = Llama(replace(config.model, fused=False), DTYPES[config.train.dtype])
         if float8 is not None:
@@ -53,7 +56,7 @@ class Peer:
         fully_shard(self.model, mesh=mesh["dp_shard"], mp_policy=policy)
         self.model.to_empty(device=device)
         init_weights(self.model, config.train.seed)
-        self.optimizer = AdamW(self.model.parameters(), lr=config.train.lr, fused=True)
+        self.optimizer = AdamW(self.model.parameters(), lr=config.train.lr, fused=True, capturable=capturable)
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """One optimizer step on tokens and targets [B, S]; the loss of this rank, fp32 []."""

@@ -10,8 +10,8 @@ from launch.schema import ConfigError
 
 BASELINE = "peer_bf16"
 PEERS = {BASELINE: None, "peer_tensorwise": "tensorwise", "peer_rowwise": "rowwise"}  # the recipe of torchao's float8
-HP_GATHER, GRAPH = ":hp_gather", ":graph"
-SUFFIXES = (HP_GATHER, GRAPH)
+HP_GATHER, EAGER, GRAPH = ":hp_gather", ":eager", ":graph"
+OURS, THEIRS = (HP_GATHER, EAGER), (GRAPH,)  # suffixes of recipes, and of peers
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Subject:
         return self.base + "".join(self.suffixes)
 
 
-def subjects_of(text: str, world: int, device: str) -> list[Subject]:
-    """All subjects of a comma-separated list. Raises ConfigError for one that ranks like these cannot run."""
+def subjects_of(text: str, device: str) -> list[Subject]:
+    """All subjects of a comma-separated list. Raises ConfigError for a subject that cannot run on the device."""
     subjects = [_parsed(name) for name in text.split(",")]
     for subject in subjects:
-        _check(subject, world, device)
+        _check(subject, device)
     return subjects
 
 
@@ -39,22 +39,18 @@ def _parsed(name: str) -> Subject:
     return Subject(base, tuple(f":{suffix}" for suffix in suffixes))
 
 
-def _check(subject: Subject, world: int, device: str) -> None:
+def _check(subject: Subject, device: str) -> None:
     name, base = subject.name, subject.base
     if base not in PEERS and base not in recipe_names():
         raise ConfigError(
             f"--subjects {name}: {base!r} is no peer, which are {', '.join(PEERS)}, "
             f"and no recipe, which are {', '.join(recipe_names())}"
         )
-    allowed = () if base in PEERS else SUFFIXES
-    if wrong := [suffix for suffix in subject.suffixes if suffix not in allowed]:
+    if wrong := [suffix for suffix in subject.suffixes if suffix not in (THEIRS if base in PEERS else OURS)]:
         raise ConfigError(
-            f"--subjects {name}: unknown suffix {wrong[0]}; a recipe takes {', '.join(SUFFIXES)}, a peer none"
+            f"--subjects {name}: unknown suffix {wrong[0]}; a recipe takes {', '.join(OURS)}, a peer {', '.join(THEIRS)}"
         )
-    if GRAPH in subject.suffixes and (world > 1 or device != "cuda"):
-        raise ConfigError(
-            f"--subjects {name}: a graph is of one rank on a GPU, and ranks here are {world} on a {device.upper()}; "
-            f"leave {GRAPH} away"
-        )
+    if GRAPH in subject.suffixes and device != "cuda":
+        raise ConfigError(f"--subjects {name}: a CUDA graph needs GPUs, and the ranks are on CPUs; leave {GRAPH} out")
     if PEERS.get(base) and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"--subjects {name}: torchao is not installed; install it, or leave this subject away")

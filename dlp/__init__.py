@@ -27,6 +27,7 @@ from dlp.parallel.model.embedding import VocabParallelEmbedding, cross_entropy, 
 
 # layers
 from dlp.parallel.model.grads import backward_dw
+from dlp.parallel.model.graph import graphed_step
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import Plan, make_plan
 from dlp.parallel.model.session import graphing, not_finite, watch_scales
@@ -44,7 +45,8 @@ from dlp.quant.recipe import load as recipe
 __all__ = [
     "ColumnParallelLinear", "CustomRecipe", "LayerGroup", "Linear", "Plan", "Recipe", "RowParallelLinear",
     "VocabParallelEmbedding", "Workload", "attach", "autocast", "backward_dw", "build_mesh", "calibrate",
-    "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphing",
+    "check_scales", "convert", "cross_entropy", "end_step", "export", "freeze", "fully_shard", "gather_tokens", "graphed_step",
+    "graphing",
     "load_quantized_state_dict", "load_state_dict", "make_plan", "not_finite", "ops", "quantize_",
     "quantized_model_init", "quantized_state_dict", "read_stats", "recipe", "record_stats", "scatter_tokens",
     "set_recipe", "state_dict", "testing", "watch_scales", "wire_report", "with_master_weights",

@@ -20,6 +20,7 @@ from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch import schedule
 from launch.accumulate import Accumulation, accumulation, memory_here
 from launch.config import Batch, Config, ConfigError, parallel_dims, validate_world
+from launch.graph import replays_steps
 from launch.links import transport_name
 from launch.models.initial import init_weights
 from launch.models.modules import DTYPES, Llama
@@ -46,6 +47,7 @@ class Built:
     batch: Batch
     accumulation: Accumulation
     swaps: list[schedule.PlannedSwap]
+    graph: bool  # steps are replayed as a CUDA graph
 
 
 def layer_groups(config: Config) -> list[LayerGroup]:
@@ -102,8 +104,7 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
-    if config.train.cuda_graph and device.type != "cuda":
-        raise ConfigError(f"{config.source}: [train] cuda_graph: expected a GPU, got a {device.type.upper()}")
+    graph = replays_steps(config, device.type)
     if config.train.profiler == "nvtx" and device.type != "cuda":
         raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a {device.type.upper()}")
     check_installed(config)
@@ -111,7 +112,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     model.to_empty(device=device)
     if config.train.init_from is None:  # else they are loaded
         init_weights(model, config.train.seed)
-    optimizer = make_optimizer(model, config, device)
+    optimizer = make_optimizer(model, config, device, capturable=graph)
     cache = config.train.weight_cache
     main_grads = config.train.main_grads
     dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore", main_grads=main_grads)  # the loop looks
@@ -119,7 +120,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None
     waits = accumulation(config, plan, batch, dims.dp_shard, memory)
-    return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps)
+    return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps, graph)
 
 
 def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, asked: Mesh) -> None:

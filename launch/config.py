@@ -87,19 +87,20 @@ def _agreements(config: Config) -> Iterator[tuple[bool, str]]:
         train.profile <= train.steps,
         f"[train] profile: expected one of the {train.steps} steps, or 0, got {train.profile}",
     )
-    measured = [group.name for group in config.groups if group.stats]
-    yield (
-        not (train.cuda_graph and measured),
-        f"[train] cuda_graph: expected no group with stats, which no graph can take (measure without it), got "
-        f"{', '.join(measured)}",
-    )
-    yield (
-        not (train.cuda_graph and config.data.reset_attention),
-        "[train] cuda_graph: expected [data] reset_attention = false, since the number of documents changes with each step, "
-        "got true",
-    )
+    why_not = cannot_capture(config)
+    yield train.cuda_graph is not True or not why_not, f"[train] cuda_graph = true: {why_not}"
     names = [group.name for group in config.groups]
     yield len(set(names)) == len(names), f"[[groups]] name: expected names that differ, got {', '.join(names)}"
+
+
+def cannot_capture(config: Config) -> str:
+    """Why no step of this config can be captured in a CUDA graph, and the setting to change; empty: steps can be captured."""
+    measured = [group.name for group in config.groups if group.stats]
+    if measured:
+        return f"statistics are read in each step of group {', '.join(measured)}; leave stats out of the group"
+    if config.data.reset_attention:
+        return "the number of documents changes with each step; set [data] reset_attention = false"
+    return ""
 
 
 def _check_group(group: Group, source: str) -> None:

@@ -23,26 +23,24 @@ Groups = list[dict[str, Any]]
 FP32 = 8.0  # bytes of two averages of an element
 
 
-def adamw(groups: Groups, train: Train, device: torch.device) -> AdamW:
+Rate = float | torch.Tensor  # a tensor on the device where a CUDA graph reads it
+
+
+def adamw(groups: Groups, train: Train, lr: Rate) -> AdamW:
     """Fused."""
-    lr = learning_rate(train, device)
-    return AdamW(groups, lr=lr, betas=train.betas, eps=train.eps, fused=True, capturable=train.cuda_graph)
+    capturable = isinstance(lr, torch.Tensor)
+    return AdamW(groups, lr=lr, betas=train.betas, eps=train.eps, fused=True, capturable=capturable)
 
 
-def learning_rate(train: Train, device: torch.device) -> float | torch.Tensor:
-    """The first one. A CUDA graph reads it from the device."""
-    return torch.tensor(train.lr, device=device) if train.cuda_graph else train.lr
-
-
-def low_bit(encoding: Encoding, groups: Groups, train: Train, device: torch.device) -> LowBitAdamW:
+def low_bit(encoding: Encoding, groups: Groups, train: Train, lr: Rate) -> LowBitAdamW:
     return LowBitAdamW(groups, encoding, lr=train.lr, betas=train.betas, eps=train.eps)
 
 
-def muon(groups: Groups, train: Train, device: torch.device) -> Muon:
-    return Muon(groups, lr=learning_rate(train, device), betas=train.betas, eps=train.eps)
+def muon(groups: Groups, train: Train, lr: Rate) -> Muon:
+    return Muon(groups, lr=lr, betas=train.betas, eps=train.eps)
 
 
-OPTIMIZERS: dict[str, Callable[[Groups, Train, torch.device], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Groups, Train, Rate], Optimizer]] = {
     "adamw": adamw,
     MUON: muon,
     **{name: partial(low_bit, encoding) for name, encoding in ENCODINGS.items()},
@@ -73,9 +71,10 @@ def check_installed(config: Config) -> None:
         )
 
 
-def make_optimizer(model: nn.Module, config: Config, device: torch.device) -> Optimizer:
-    """Over all parameters that learn, with weight decay on matrices only. A step divides gradients by its attribute
-    `grad_scale` and does nothing at all where `found_inf` is 1; both are fp32 []."""
+def make_optimizer(model: nn.Module, config: Config, device: torch.device, *, capturable: bool = False) -> Optimizer:
+    """Return the optimizer of all parameters that learn, with weight decay on matrices only. A step divides gradients by the
+    attribute `grad_scale` and does nothing at all where `found_inf` is 1; both are fp32 []. `capturable`: a CUDA graph may hold
+    a step, and reads the learning rate from the device."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     by_muon = {n for n, p in named if config.train.optimizer == MUON and is_matrix_of_block(n, p.shape)}
     decay = config.train.weight_decay
@@ -84,7 +83,8 @@ def make_optimizer(model: nn.Module, config: Config, device: torch.device) -> Op
         {"params": [p for n, p in named if n not in by_muon and p.dim() >= 2], "weight_decay": decay},
         {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return OPTIMIZERS[config.train.optimizer]([group for group in groups if group["params"]], config.train, device)
+    lr = torch.tensor(config.train.lr, device=device) if capturable else config.train.lr
+    return OPTIMIZERS[config.train.optimizer]([group for group in groups if group["params"]], config.train, lr)
 
 
 def describe(config: Config, plan: Plan, dp_shard: int) -> Iterator[str]:

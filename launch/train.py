@@ -31,6 +31,7 @@ from launch.build import build, meta_model
 from launch.checkpoint import SaveError
 from launch.config import Config, ConfigError, command_line, count, make_parser, to_toml, validate_world
 from launch.fits import check_fits, planned
+from launch.graph import describe_graph
 from launch.hang import HangWatch, Place
 from launch.links import describe_transports
 from launch.metrics import peak_memory
@@ -57,7 +58,19 @@ def plan_text(config: Config, world: int, device: str) -> str:
     held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
     averages = describe_optimizer(config, found.plan, found.dims.dp_shard)
     layers = [str(found.plan), *describe_fused(config.model)]
-    lines = [found.dims.describe(kind_of(device)), *layers, "", *held, "", *sent, *averages, *map(str, swaps)]
+    graph = describe_graph(config, kind_of(device))
+    lines = [
+        found.dims.describe(kind_of(device)),
+        *layers,
+        "",
+        graph,
+        "",
+        *held,
+        "",
+        *sent,
+        *averages,
+        *map(str, swaps),
+    ]
     return "\n".join(lines)
 
 
@@ -95,7 +108,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         run.say(built.dims.describe(mesh.device_type))
         run.say(str(built.plan).splitlines()[0])
         if mesh.device_type == "cuda" and built.dims.tp > 1:
-            run.say(transport.describe(TP, mesh[TP].get_group()))
+            run.say(f"transport: {transport.describe(TP, mesh[TP].get_group())}")
+        run.say(describe_graph(config, mesh.device_type))
         load = wire.workload(config, mesh.size(), built.accumulation.reductions)
         slow = wire.warn_of_tp(built.plan, load, config.train.optimizer, ranks_of_host())
         gradients = wire.describe_gradients(built.plan, load, built.accumulation)

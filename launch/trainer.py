@@ -28,6 +28,7 @@ from dlp.comm import observer
 from dlp.parallel.linear import capture
 from dlp.parallel.model.checks import OnTheWay
 from dlp.parallel.model.embedding import IGNORED
+from dlp.parallel.model.graph import Replays
 from dlp.parallel.model.session import session_of
 from launch import checkpoint, first_scales, manifest, together, weights
 from launch.attention import Documents
@@ -39,7 +40,6 @@ from launch.config import Config, recipe_files, to_toml
 from launch.data import open_sources
 from launch.diagnose import origin
 from launch.exposure import profiled
-from launch.graph import Batch, Replays
 from launch.hang import Place
 from launch.links import OWN
 from launch.nvtx import marked
@@ -53,6 +53,7 @@ from launch.stream import TokenStream
 from launch.update import Update
 from launch.wire import WARM, WireWatch
 
+Batch = tuple[Tensor, ...]
 SETTLED = WARM + 2  # steps after which it is known which directions are captured; one of them may have been watched
 
 
@@ -105,7 +106,7 @@ class Trainer:
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
         self.starts_a_lineage = config.checkpoint.resume == "none"  # what is in the run's folder is another's
         self.wants_stop = False
-        self.replays = Replays(train.cuda_graph, self.recipes, built.device)
+        self.replays = Replays([self.recipes], torch.cuda.Stream(built.device) if built.graph else None)
         self.skipped = 0  # updates since the start
         self.doing, self.took = "starting", 0.0  # what is slow, besides steps; seconds of the last step that was read
 
@@ -218,7 +219,7 @@ class Trainer:
             batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
         watch.lap("data")
         self.set_learning_rate(lr)
-        graph = self.replays.next()
+        graph = self.built.graph and self.replays.next()
         numbers = self.replay(batches) if graph else self.compute(batches, watch.lap)
         flags = torch.cat([torch.zeros_like(numbers[:0]), *self.recipes.flags.closed])
         wish = torch.full_like(numbers[0], float(self.stop.requested))

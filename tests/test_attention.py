@@ -46,6 +46,7 @@ def test_a_mask_of_one_document_is_the_causal_one() -> None:
 
 def test_a_cuda_graph_refuses_documents() -> None:
     with pytest.raises(
-        ConfigError, match=r"cuda_graph: expected \[data\] reset_attention = false, since the number of"
+        ConfigError,
+        match=r"cuda_graph = true: the number of documents changes with each step; set \[data\] reset_attention",
     ):
         load("tiny", ["--train.cuda_graph", "true", "--data.reset_attention", "true"])

@@ -34,38 +34,35 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_in_parts() -> None:
-    found = subjects_of("peer_bf16,fp8_block:hp_gather,nvfp4:graph", 1, "cuda")
+    found = subjects_of("peer_bf16:graph,fp8_block:hp_gather,nvfp4:eager", "cuda")
     assert found == [
-        Subject("peer_bf16", ()), Subject("fp8_block", (":hp_gather",)), Subject("nvfp4", (":graph",)),
+        Subject("peer_bf16", (":graph",)), Subject("fp8_block", (":hp_gather",)), Subject("nvfp4", (":eager",)),
     ]  # fmt: skip
-    assert [subject.name for subject in found] == ["peer_bf16", "fp8_block:hp_gather", "nvfp4:graph"]
+    assert [subject.name for subject in found] == ["peer_bf16:graph", "fp8_block:hp_gather", "nvfp4:eager"]
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "device", "says"),
+    ("name", "device", "says"),
     [
-        ("fp8_nope", 1, "cuda", "'fp8_nope' is no peer, which are peer_bf16, .* and no recipe, which are bf16, "),
-        ("peer_x", 1, "cuda", "'peer_x' is no peer, which are "),
-        ("", 1, "cuda", "'' is no peer, which are "),
-        ("fp8_current:grph", 1, "cuda", "unknown suffix :grph; a recipe takes :hp_gather, :graph, a peer none"),
-        ("peer_bf16:graph", 1, "cuda", "unknown suffix :graph; a recipe takes :hp_gather, :graph, a peer none"),
-        ("bf16:graph", 1, "cpu", "a graph is of one rank on a GPU, and ranks here are 1 on a CPU; leave :graph away"),
-        ("bf16:graph", 2, "cuda", "a graph is of one rank on a GPU, and ranks here are 2 on a CUDA; leave :graph away"),
-        ("peer_tensorwise", 1, "cuda", "torchao is not installed; install it, or leave this subject away"),
-        ("peer_rowwise", 1, "cuda", "torchao is not installed; install it, or leave this subject away"),
+        ("fp8_nope", "cuda", "'fp8_nope' is no peer, which are peer_bf16, .* and no recipe, which are bf16, "),
+        ("peer_x", "cuda", "'peer_x' is no peer, which are "),
+        ("", "cuda", "'' is no peer, which are "),
+        ("fp8_current:grph", "cuda", "unknown suffix :grph; a recipe takes :hp_gather, :eager, a peer :graph"),
+        ("bf16:graph", "cuda", "unknown suffix :graph; a recipe takes :hp_gather, :eager, a peer :graph"),
+        ("peer_bf16:graph", "cpu", "a CUDA graph needs GPUs, and the ranks are on CPUs; leave :graph out"),
+        ("peer_tensorwise", "cuda", "torchao is not installed; install it, or leave this subject away"),
+        ("peer_rowwise", "cuda", "torchao is not installed; install it, or leave this subject away"),
     ],
 )
-def test_what_cannot_be_measured(
-    name: str, world: int, device: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_measured(name: str, device: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=f"^--subjects {name}: {says}"):
-        subjects_of(f"bf16,{name}", world, device)
+        subjects_of(f"bf16,{name}", device)
 
 
 def test_torchao_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package == "torchao")
-    assert len(subjects_of("peer_tensorwise,peer_rowwise", 4, "cuda")) == 2
+    assert len(subjects_of("peer_tensorwise,peer_rowwise", "cuda")) == 2
 
 
 @pytest.mark.parametrize(
@@ -139,13 +136,13 @@ def test_the_learning_rate_is_small_unless_another_is_given(monkeypatch: pytest.
 
 def test_suffixes_say_how_a_step_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Any] = []
-    monkeypatch.setattr(bench_e2e, "build", lambda config, mesh, device: built.append(config) or Namespace())
+    monkeypatch.setattr(bench_e2e, "build", lambda config, mesh, device: built.append(config) or Namespace(graph=False))
     config, device = (
         bench_e2e.command_line(bench_e2e.overrides.make_parser("", "", "tiny", {}), [])[1],
         torch.device("cpu"),
     )
-    for subject in subjects_of("nvfp4,nvfp4:hp_gather,nvfp4:graph", 1, "cuda"):
+    for subject in subjects_of("nvfp4,nvfp4:hp_gather,nvfp4:eager", "cuda"):
         bench_e2e.make_step(subject, config, None, device)  # type: ignore[arg-type]
     assert [each.groups[0].recipe for each in built] == ["nvfp4"] * 3
     assert [each.mesh.quantized_gather for each in built] == [True, False, True]
-    assert [each.train.cuda_graph for each in built] == [False, False, True]
+    assert [each.train.cuda_graph for each in built] == ["auto", "auto", False]

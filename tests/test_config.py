@@ -12,6 +12,7 @@ import torch
 from launch import config as configuration
 from launch.build import build, plan_for
 from launch.config import CONFIGS, ConfigError, docs, load, make_parser, to_toml, validate_world
+from launch.graph import describe_graph, replays_steps
 from launch.schema import rule_of
 from launch.sections import SCHEMA, Group, Train
 from launch.train import check_restarts
@@ -159,7 +160,9 @@ llama3_1b
 --train.profile 6 --train.steps 5
     tiny.toml: [train] profile: expected one of the 5 steps, or 0, got 6
 --train.cuda_graph true --groups.default.stats true
-    tiny.toml: [train] cuda_graph: expected no group with stats, which no graph can take (measure without it), got default
+    tiny.toml: [train] cuda_graph = true: statistics are read in each step of group default; leave stats out of the group
+--train.cuda_graph yes
+    --train.cuda_graph: expected "auto", true or false, got 'yes'
 """
 PAIRS = re.findall(r"^(\S.*)\n {4}(.*)$", REFUSED, re.MULTILINE)
 
@@ -299,8 +302,22 @@ def test_as_a_program() -> None:
 def test_a_cuda_graph_needs_a_gpu() -> None:
     config = load("tiny", ["--mesh.tp", "1", "--train.cuda_graph", "true"])
     mesh: Any = None  # refused before it is looked at
-    with pytest.raises(ConfigError, match=r"^tiny.toml: \[train\] cuda_graph: expected a GPU, got a CPU$"):
+    with pytest.raises(
+        ConfigError, match=r"^tiny.toml: \[train\] cuda_graph = true: expected a GPU, got a CPU; set it to"
+    ):
         build(config, mesh, torch.device("cpu"))
+
+
+def test_steps_are_captured_on_gpus_wherever_nothing_forbids_it() -> None:
+    config = load("tiny")
+    assert config.train.cuda_graph == "auto" and replays_steps(config, "cuda") and not replays_steps(config, "cpu")
+    assert describe_graph(config, "sm_90") == "cuda graph: steps are captured after 3 eager steps and replayed"
+    assert describe_graph(config, "cpu").endswith("(the ranks are on CPUs)")
+    documents = load("tiny", ["--data.reset_attention", "true"])
+    assert not replays_steps(documents, "cuda")
+    assert describe_graph(documents, "cuda").endswith("with each step; set [data] reset_attention = false)")
+    off = load("tiny", ["--train.cuda_graph", "false"])
+    assert not replays_steps(off, "cuda") and "[train] cuda_graph = false" in describe_graph(off, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.graph import WARM_UP
+from dlp.parallel.model.graph import WARM_UP
 from launch.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]

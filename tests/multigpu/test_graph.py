@@ -6,7 +6,8 @@ captured anew behind a swap, and that the ledger counts a capture once for each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dlp.comm import transport
+from dlp.parallel.model.graph import WARM_UP, Replays
 from launch.config import Config
-from launch.graph import WARM_UP, Batch, Replays, Work
 from tests import pool as worker
 from tests import training
+
+Batch = tuple[Tensor, ...]
+Work = Callable[[Sequence[Batch]], Tensor]
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -56,9 +60,10 @@ class PlayedReplays(Replays):
         super().make(work, like)
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
-        steps = self._session.steps
+        (session,) = self.sessions
+        steps = session.steps
         numbers = super().__call__(batches)
-        self._session.steps = steps + 1  # the host counts in a replay that is played
+        session.steps = steps + 1  # the host counts in a replay that is played
         return numbers
 
 
@@ -66,7 +71,7 @@ def run(config: Config, graph: bool) -> int:
     """A run; how many graphs were made where they are played."""
     made, done = training.trainer(config)
     if graph:
-        made.replays = PlayedReplays(True, made.recipes, made.built.device)
+        made.built, made.replays = replace(made.built, graph=True), PlayedReplays([made.recipes], None)
     made.train(done)
     return getattr(made.replays, "made", 0)
 

@@ -37,6 +37,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -58,6 +59,7 @@ from dlp.quant.stats import StatsTable
 
 FORWARD = ("x", "w", "y")  # tensors that forward casts
 LOG = logging.getLogger("dlp")
+_STEPPING: ContextVar[list[Session] | None] = ContextVar("dlp_stepping", default=None)
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 
 
@@ -359,6 +361,9 @@ class Session:
     def count_step(self, optimizer: Optimizer) -> None:
         """An attached optimizer has stepped. Several optimizers take turns, and a round of turns is one step: `optimizers`
         holds who has had its turn."""
+        found = _STEPPING.get()
+        if found is not None and self not in found:
+            found.append(self)
         if self.optimizers[optimizer] or not any(self.optimizers.values()):
             self.steps += 1
             for each in list(self.optimizers):
@@ -397,6 +402,16 @@ class Session:
         the next calls."""
         names = ("cores", "sums", "steps", "swaps", "scheduled", "plan", "noted", "draws", "_scaling")
         return {name: getattr(self, name) for name in (*names, *(["counter"] if "counter" in vars(self) else []))}
+
+
+@contextmanager
+def stepping(found: list[Session]) -> Iterator[None]:
+    """Append the sessions whose attached optimizers step inside to `found`."""
+    token = _STEPPING.set(found)
+    try:
+        yield
+    finally:
+        _STEPPING.reset(token)
 
 
 # ---- the session of a model

@@ -1,0 +1,239 @@
+"""Training steps as a CUDA graph: captured once, replayed with new batches.
+
+Everything that a step does on the device (forward, backward, collectives, clipping, the optimizer, the step boundary of the
+recipes) is launched by one call instead of thousands. What Python decides is decided at capture, so it must be the same in
+every step. Numbers that change are read from memory: the batch, the learning rate.
+
+    3 eager steps, capture, replay, replay, ..., one eager step (a recipe change at its boundary), 3 eager, capture, replay, ...
+
+All steps, eager ones as well, run on one stream beside torch's default stream, which cannot take part in a capture: autograd's
+nodes remember the stream on which they were made. The streams of FSDP, of transports and of NCCL fork from that stream and
+join it again in every step, and are captured with it. Collectives of NCCL are kernels like others once their communicators
+exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dlp.parallel.model.session import Session, stepping
+
+WARM_UP = (
+    3  # eager steps before a capture: they make plans, buffers, communicators, optimizer state and captured directions
+)
+Result = TypeVar("Result")
+
+
+class CapturedStep(Generic[Result]):
+    """A step in a CUDA graph.
+
+    Args:
+        work: takes a batch (any nesting of tuples, lists and dicts of tensors) and returns tensors on the device.
+        like: a batch of the shapes and dtypes of all later ones.
+    """
+
+    def __init__(self, work: Callable[[Any], Result], like: Any) -> None:
+        leaves, self._form = tree_flatten(like)
+        self._leaves = [each.clone() if isinstance(each, Tensor) else each for each in leaves]
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        current = torch.cuda.current_stream()
+        stream = (
+            None if current == torch.cuda.default_stream() else current
+        )  # None: torch.cuda.graph takes one of its own
+        with torch.cuda.graph(
+            self._graph, stream=stream, capture_error_mode="thread_local"
+        ):  # others watch process groups
+            self._result = work(tree_unflatten(self._leaves, self._form))
+
+    def __call__(self, batch: Any) -> Result:
+        """Run the step on `batch`. The returned tensors are overwritten by the next call."""
+        leaves, form = tree_flatten(batch)
+        if form != self._form or not all(map(_alike, self._leaves, leaves)):
+            raise ValueError(
+                f"a captured step replays batches like the one of its capture, {_describe(self._leaves)}; got "
+                f"{_describe(leaves)}: drop or pad a last batch that is smaller"
+            )
+        for into, each in zip(self._leaves, leaves, strict=True):
+            if isinstance(into, Tensor):
+                into.copy_(each, non_blocking=True)
+        self._graph.replay()
+        return self._result
+
+
+def _alike(kept: Any, new: Any) -> bool:
+    if isinstance(kept, Tensor):
+        return isinstance(new, Tensor) and (kept.shape, kept.dtype) == (new.shape, new.dtype)
+    return bool(kept == new)
+
+
+def _describe(leaves: Sequence[Any]) -> str:
+    return ", ".join(f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in leaves)
+
+
+class Replays:
+    """Decides which steps of a training are replayed, and keeps the graph.
+
+    A graph holds what recipes decided. The step whose boundary changes some is eager, and so are the WARM_UP steps behind it;
+    then steps are captured anew.
+
+    Args:
+        sessions: those of the models that the step trains; more may be appended later.
+        stream: the stream of all steps; None on a CPU.
+    """
+
+    capture: Any = CapturedStep
+
+    def __init__(self, sessions: list[Session], stream: torch.cuda.Stream | None) -> None:
+        self.sessions, self._stream = sessions, stream
+        self._captured: Any = None
+        self._advance: list[int] = []  # by how much a step advances the count of steps of each session
+        self._changes, self._warm = self._recipe_changes(), 0
+
+    def _recipe_changes(self) -> list[int]:
+        return [len(session.swaps) for session in self.sessions]
+
+    def next(self) -> bool:
+        """Begin a step; return whether it is to be replayed."""
+        due, changes = any(session.swaps_next for session in self.sessions), self._recipe_changes()
+        if due or changes != self._changes:
+            self.drop()
+        self._changes, self._warm = changes, self._warm + 1
+        return self._warm > WARM_UP and not due
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph to replay."""
+        return self._captured is not None
+
+    def make(self, work: Callable[[Any], Any], like: Any) -> None:
+        """Capture a step. Neither the model nor the host's counters change before a replay."""
+        steps = [session.steps for session in self.sessions]
+        self._captured = self.capture(work, like)
+        self._advance = [session.steps - count for session, count in zip(self.sessions, steps, strict=True)]
+        for session, count in zip(self.sessions, steps, strict=True):
+            session.steps = count
+
+    def __call__(self, batch: Any) -> Any:
+        """Replay the captured step on `batch`, and count it."""
+        assert self._captured is not None
+        result = self._captured(batch)
+        for session, count in zip(self.sessions, self._advance, strict=True):
+            session.steps += count
+        return result
+
+    def drop(self) -> None:
+        """Free the graph and its memory: before NCCL's communicators, which wait for graphs that hold collectives."""
+        self._captured, self._warm = None, 0
+        for session in self.sessions:
+            session.graphed.clear()
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Run the body on the stream of all steps, after all earlier launches; later launches wait for it."""
+        if self._stream is None:
+            yield
+            return
+        before = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            yield
+        before.wait_stream(self._stream)
+
+
+class GraphedStep(Generic[Result]):
+    """A training step that is replayed as a CUDA graph; see `graphed_step`."""
+
+    def __init__(self, step: Callable[..., Result], example_batch: Sequence[Any]) -> None:
+        device = next((x.device for x in tree_flatten(example_batch)[0] if isinstance(x, Tensor)), torch.device("cpu"))
+        if device.type != "cuda":
+            raise ValueError(
+                f"dlp.graphed_step: example_batch lies on {device}, and a CUDA graph needs a batch on a GPU; call the step "
+                f"itself on CPUs"
+            )
+        self._step, self._like = step, tuple(example_batch)
+        self._replays = Replays([], torch.cuda.Stream(device))
+        self._rates: list[Any] = []
+
+    def __call__(self, *batch: Any) -> Result:
+        """Run one step on `batch`. Tensors of a replay's result are overwritten by the next call."""
+        replays = self._replays
+        with replays.stream():
+            if not replays.next():
+                with stepping(replays.sessions):
+                    return self._step(*batch)
+            if not replays.captured:
+                replays.make(lambda given: self._step(*given), self._like)
+                self._rates = self._constant_rates()
+            elif self._rates != self._constant_rates():
+                raise ValueError(
+                    f"dlp.graphed_step: the graph holds the learning rates {self._rates}, and the optimizer now has "
+                    f"{self._constant_rates()}: give the optimizer a CUDA tensor as lr and change that tensor "
+                    f"in place, or call reset() after a change"
+                )
+            result: Result = replays(batch)
+            return result
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next call replays a graph, unless a recipe change is due."""
+        return self._replays.captured
+
+    def reset(self) -> None:
+        """Free the graph. The next calls warm up and capture anew. Call `reset` before `dlp.set_recipe`, before loading a
+        checkpoint into other tensors, and before the process group is destroyed."""
+        self._replays.drop()
+
+    def _constant_rates(self) -> list[float]:
+        optimizers = [each for session in self._replays.sessions for each in list(session.optimizers)]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return [group["lr"] for group in groups if not isinstance(group["lr"], Tensor)]
+
+
+def graphed_step(step: Callable[..., Result], example_batch: Sequence[Any]) -> GraphedStep[Result]:
+    """Return `step` as a callable that replays it as a CUDA graph, which takes the host out of a training step.
+
+    The first three calls run `step` eagerly; the fourth captures it, and that call and all later ones replay the graph. A
+    recipe change that is scheduled (`dlp.set_recipe(..., at_step=...)`) is made by an eager step, after which the step is
+    captured anew. Results are bitwise equal to those of eager steps.
+
+    Args:
+        step: forward, backward, the optimizer's step and `zero_grad(set_to_none=True)`, called as `step(*batch)`. It returns
+            tensors (a loss, say) that stay on the device.
+        example_batch: tensors on a GPU, of the shapes and dtypes of all later batches.
+
+    Inside `step` nothing may depend on values on the device in Python: no `.item()`, no printing of a tensor, no branch on a
+    loss. Random numbers of torch's CUDA generator are drawn anew in each replay. The optimizer needs `capturable=True` and a
+    learning rate that is a CUDA tensor if the rate changes. Validation, saving and reading a loss happen outside.
+
+    Returns:
+        A `GraphedStep`: call it as `step`; `captured` tells whether a graph exists; `reset()` frees the graph.
+
+    Raises:
+        ValueError: the batch lies on a CPU, a later batch has another shape, or a learning rate that is a Python number
+            changed after the capture.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True)
+        dlp.attach(model, optimizer)
+
+        def step(x, target):
+            loss = torch.nn.functional.mse_loss(model(x), target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        step = dlp.graphed_step(step, example_batch=(x, target))
+        for x, target in batches:
+            loss = step(x, target)
+        step.reset()
+    """
+    return GraphedStep(step, example_batch)
