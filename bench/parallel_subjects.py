@@ -11,9 +11,6 @@ norms, which cover a rank's tokens, are summed over tp in ours alone.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
+from bench import transformer_engine
 from bench.host_parallel import PLAIN, Gather, PlainPair, Scatter
 from dlp.comm.mesh import TP
 from dlp.parallel import auto, tune
@@ -33,8 +31,6 @@ from launch.models.modules import Block
 from launch.models.parallel import parallel_groups
 from launch.models.rope import rotary_table
 from launch.sections import Model
-
-TE_RECIPES = {"te bf16": "", "te delayed": "DelayedScaling", "te current": "Float8CurrentScaling"}
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,11 @@ def our_pair(shape: Shape, recipe: str, strategy: str, tokens: int, tp: DeviceMe
     sizes = ((shape.features, shape.inner), (shape.inner, shape.features))
     made = []
     for layer, (features, outs), problem in zip(layers, sizes, shape.problems(tokens, recipe), strict=True):
-        chosen: Any = strategy if strategy != AUTO else auto.choose(AUTO, problem, times, auto.NO_TABLE)[0]
+        chosen: Any = strategy
+        if strategy == AUTO and times is None:  # as it ships
+            chosen = auto.at_construction(AUTO, problem, tp.get_group(), tp.device_type)
+        elif strategy == AUTO:
+            chosen = auto.choose(AUTO, problem, times, auto.NO_TABLE)[0]
         options: dict[str, Any] = {"tp": tp, "recipe": recipe, "overlap": chosen, "device": tp.device_type}
         made.append(layer(features, outs, sequence_parallel=True, dtype=torch.bfloat16, **options))
     return attached(nn.Sequential(*made))
@@ -161,61 +161,15 @@ def attached(model: nn.Module) -> nn.Module:
     return model
 
 
-def times_of(shape: Shape, tokens: int, recipe: str, mesh: DeviceMesh, rounds: int) -> Times:
-    """What "auto" is chosen by: the linears of a shape, measured here."""
-    tp, device = mesh[TP], tune.device_of(mesh)
-    by = auto.transport_name(tp.get_group(), mesh.device_type)
-    times = tune.empty_table(tp, by, tune.links(tp.get_group(), device, rounds), {"dtype": "bfloat16"})
-    rows = [tune.measure(problem, CANDIDATES, tp, torch.bfloat16, rounds) for problem in shape.problems(tokens, recipe)]
-    return replace(times, rows=tuple(rows))
-
-
-# Transformer Engine, where it is installed
-
-
-def has_te() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
-class TransformerEngine(nn.Module):
-    """Its linears or its layer, with its tensor and sequence parallelism, under one of TE_RECIPES."""
-
-    def __init__(self, name: str, shape: Shape, tokens: int, group: ProcessGroup) -> None:
-        super().__init__()
-        te, made = (importlib.import_module(f"transformer_engine.{part}") for part in ("pytorch", "common.recipe"))
-        recipe = getattr(made, TE_RECIPES[name])() if TE_RECIPES[name] else None
-        self.region: Callable[[], Any] = lambda: te.fp8_autocast(
-            enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group
-        )
-        over: dict[str, Any] = {"tp_group": group, "tp_size": group.size(), "sequence_parallel": True,
-                                "params_dtype": torch.bfloat16}  # fmt: skip
-        self.layer = bool(shape.heads)
-        if not shape.heads:
-            up = te.Linear(shape.features, shape.inner, bias=False, parallel_mode="column", **over)
-            down = te.Linear(shape.inner, shape.features, bias=False, parallel_mode="row", **over)
-            self.inside: nn.Module = nn.Sequential(up, down)
-            return
-        self.inside = te.TransformerLayer(
-            shape.features, shape.inner, shape.heads, num_gqa_groups=shape.kv_heads, hidden_dropout=0.0,
-            attention_dropout=0.0, self_attn_mask_type="causal", normalization="RMSNorm", activation="swiglu", bias=False,
-            set_parallel_mode=True, fuse_qkv_params=True, seq_length=tokens, micro_batch_size=1, **over,
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.region():
-            y: Tensor = self.inside(x.unsqueeze(1) if self.layer else x)
-        return y.squeeze(1) if self.layer else y
-
-
 def subject(name: str, strategy: str, shape: Shape, tokens: int, mesh: DeviceMesh, times: Times | None) -> nn.Module:
-    """PLAIN, one of TE_RECIPES, or one of our recipes under a strategy, "auto" by `times`."""
+    """Model of PLAIN, of a peer of `bench.transformer_engine`, or of a recipe of dlp under a strategy, "auto" by `times`."""
     group, device = mesh[TP].get_group(), tune.device_of(mesh)
     if name == PLAIN:
         if shape.heads:
             return plain_layer(shape, tokens, group, device)
         return PlainPair(shape.features, shape.inner, group, device)
-    if name in TE_RECIPES:
-        return TransformerEngine(name, shape, tokens, group)
+    if transformer_engine.is_peer(name):
+        return transformer_engine.TransformerEngine(name, shape, tokens, group)
     if shape.heads:
         return our_layer(shape, name, strategy, tokens, mesh, times)
     return our_pair(shape, name, strategy, tokens, mesh[TP], times)

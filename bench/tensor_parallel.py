@@ -8,7 +8,7 @@ bf16.
 
 Shapes and subjects are those of `bench.parallel_subjects`: plain torch (all_gather, F.linear, reduce_scatter), ours, and
 Transformer Engine where it is installed. Ours sends through memory that GPUs map (--transport nccl: by NCCL), and its
-iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by times that are measured first,
+iterations end with the step boundary, which casts the weights. `auto` chooses by --table, or by the times that dlp ships
 of the same linears. `--recipes fp8_block --overlap serial chunked fused` shows the GEMM that waits inside and
 the one that sends, which `bench.operators` judges by themselves. By subject, milliseconds:
 
@@ -16,7 +16,12 @@ the one that sends, which `bench.operators` judges by themselves. By subject, mi
     queued    iterations one after the other
     host      what the host needs to queue one
 
-and their shares of plain torch's, and of `serial` under the same recipe, which auto is not to exceed by more than noise.
+as calls and as a CUDA graph of the iteration, step boundary included. Layers of dlp and of plain torch are compiled block by
+block, as in the launcher (--eager: they are not). Graphs of Transformer Engine are made by `te.make_graphed_callables`, and
+"userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a subject on rank 0, of the graph if there
+is a graph.
+
+Shares are of plain torch's time, and of `serial` under the same recipe, which auto is not to exceed by more than noise.
 Medians over iterations of the slowest rank. Subjects take turns by blocks of iterations. On CPUs it shows that all runs.
 """
 
@@ -25,9 +30,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -35,16 +40,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
+from bench import kernel_profile
 from bench.files import add_files, write_files
 from bench.host_parallel import PLAIN, Run
-from bench.parallel_subjects import TE_RECIPES, Shape, has_te, shape_of, subject, times_of
+from bench.iterations import Iteration, settle, side_stream, slowest, timed
+from bench.parallel_subjects import OneLayer, Shape, shape_of, subject
+from bench.transformer_engine import COUNTERPARTS, PEERS, USERBUFFERS_OF_PROCESS, installed, is_peer
 from dlp.comm.mesh import TP, TRANSPORTS, init_process_group, shutdown, world_size
 from dlp.parallel import auto, tune
 from dlp.parallel.auto import AUTO, SERIAL, Times
 from dlp.quant.recipe import names
+from launch.attention import FASTEST, ORDERS
+from launch.build import compile_blocks
 from launch.stop import refuse
 
-WARM, COUNT, ROUNDS = 6, 10, 3
+WARM, COUNT, ROUNDS, PROFILED = 6, 10, 3, 5
+Medians = dict[tuple[str, str], list[float]]
 SHAPES = ("4096x14336", "8192x28672", "4096x14336x32x8", "8192x28672x64x8")
 TARGETS = {  # shares of plain torch's time that `auto` must reach on two H200 with 8192 tokens, alone and queued
     "4096x14336": {"fp8_delayed": 0.66, "fp8_current": 0.70, "fp8_block": 0.78},
@@ -59,8 +70,8 @@ TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small ones and few wh
 
 @dataclass(frozen=True)
 class Line:
-    """One subject at one shape; milliseconds, and what share of plain torch's time in the same run that is; of_serial: what
-    share of serial's, where it has run, alone and queued."""
+    """One subject at one shape: milliseconds, and shares of plain torch's milliseconds in the same run, as calls and as a CUDA
+    graph (None where none was captured). of_serial: shares of the serial strategy, in the same order, without the host's."""
 
     shape: str
     subject: str
@@ -69,58 +80,37 @@ class Line:
     queued: float
     queued_share: float
     host: float
-    of_serial: tuple[float, float] | None = None
+    graph_alone: float | None = None
+    graph_alone_share: float | None = None
+    graph_queued: float | None = None
+    graph_queued_share: float | None = None
+    of_serial: tuple[float, ...] | None = None
+
+    @property
+    def best(self) -> tuple[float, float]:
+        """Milliseconds alone and queued, the smaller of calls and graph."""
+        graph = self.graph_alone, self.graph_queued
+        alone, queued = (
+            value if other is None else min(value, other)
+            for value, other in zip((self.alone, self.queued), graph, strict=True)
+        )
+        return alone, queued
 
 
-def iteration(model: nn.Module, name: str, rows: int, features: int, device: torch.device) -> Run:
-    x, dy = (torch.randn(rows, features, device=device).bfloat16() for _ in range(2))
-    x.requires_grad_()
-    learns, ours = [x, *model.parameters()], name in names()
+@dataclass(frozen=True)
+class Asked:
+    """The ways in which subjects are run.
 
-    def run() -> None:
-        model(x).backward(dy)
-        if ours:
-            dlp.end_step(model)
-        for tensor in learns:
-            tensor.grad = None
+    count: iterations of a block. compiled: torch.compile runs the blocks of layers, as in the launcher. graphs: iterations are
+    captured as CUDA graphs as well. profiled: subjects whose kernels are listed. attention: backend of attention in layers of
+    dlp, a key of `launch.attention.ORDERS`; None: torch chooses, as in layers of plain torch.
+    """
 
-    return run
-
-
-def settle(device: torch.device) -> None:
-    """All ranks are here, and their devices have nothing to do."""
-    for _ in range(2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(run: Run, device: torch.device, count: int) -> tuple[list[float], float, float]:
-    """Seconds: of single iterations, of one in a queue, and of the host for one."""
-    done = torch.cuda.synchronize if device.type == "cuda" else bool
-    single = []
-    for _ in range(count):
-        settle(device)
-        start = time.perf_counter()
-        run()
-        done()
-        single.append(time.perf_counter() - start)
-    settle(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        run()
-    host = (time.perf_counter() - start) / count
-    done()
-    return single, (time.perf_counter() - start) / count, host
-
-
-def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """The maximum over ranks of each."""
-    both = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    return [float(value) for value in both]
+    count: int = COUNT
+    compiled: bool = False
+    graphs: bool = False
+    profiled: tuple[str, ...] = ()
+    attention: str | None = None
 
 
 def measure(
@@ -129,40 +119,111 @@ def measure(
     subjects: Sequence[tuple[str, str]],
     mesh: DeviceMesh,
     table: Times | None,
-    count: int = COUNT,
+    asked: Asked = Asked(),
 ) -> list[Line]:
-    """A line for each subject, plain torch's among them. `table`: what "auto" is chosen by; None: it is measured first."""
-    device, runs = tune.device_of(mesh), {}
-    for name, strategy in subjects:
-        times = table
-        if strategy == AUTO and times is None:
-            times = times_of(shape, tokens, name, mesh, ROUNDS)
-        torch.manual_seed(0)
-        model = subject(name, strategy, shape, tokens, mesh, times)
-        run = runs[name, strategy] = iteration(model, name, tokens // mesh.size(), shape.features, device)
-        for _ in range(WARM if device.type == "cuda" else 1):
-            run()
+    """A line for each subject, plain torch's among them. `table`: times by which "auto" is chosen; None: those that dlp ships."""
+    device = tune.device_of(mesh)
+    torch._dynamo.reset()  # sizes of another shape would make sizes of this one dynamic
+    with side_stream(device):
+        calls: dict[tuple[str, str], Iteration] = {}
+        for name, strategy in subjects:
+            with attempt(f"{name} {strategy}".strip(), is_peer(name)):
+                model = made(shape, tokens, (name, strategy), mesh, table, asked)
+                iteration = Iteration(model, name, (tokens // mesh.size(), shape.features), device)
+                for _ in range(WARM if device.type == "cuda" else 1):
+                    iteration.run()
+                calls[name, strategy] = iteration
+        medians = turns({key: each.run for key, each in calls.items()}, device, asked.count)
+        graphs: dict[tuple[str, str], Run] = {}
+        for key, iteration in calls.items() if asked.graphs else ():
+            with attempt(f"{' '.join(key).strip()} in a CUDA graph", is_peer(key[0])):
+                graphs[key] = iteration.capture()
+        in_graphs = turns(graphs, device, asked.count)
+        for key in calls:
+            if " ".join(key).strip() in asked.profiled:
+                profiled(shape, key, graphs.get(key), calls[key].run, device)
+    return lines_of(str(shape), medians, in_graphs)
+
+
+def made(
+    shape: Shape, tokens: int, key: tuple[str, str], mesh: DeviceMesh, times: Times | None, asked: Asked
+) -> nn.Module:
+    """Model of a subject; the blocks of a layer are compiled as the launcher compiles blocks, Transformer Engine's are not."""
+    name, strategy = key
+    torch.manual_seed(0)
+    model = subject(name, strategy, shape, tokens, mesh, times)
+    if isinstance(model, OneLayer) and name != PLAIN:
+        model.layers[0].self_attn.backend = asked.attention  # type: ignore[union-attr]
+    if asked.compiled and isinstance(model, OneLayer):
+        compile_blocks(model.layers)
+    return model
+
+
+@contextmanager
+def attempt(name: str, optional: bool) -> Iterator[None]:
+    """Print why a peer cannot run, and go on without the peer; whatever dlp or plain torch raises ends the benchmark."""
+    try:
+        yield
+    except Exception as error:
+        if not optional:
+            raise
+        if dist.get_rank() == 0:
+            print(f"left out: {name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+
+
+def turns(runs: dict[tuple[str, str], Run], device: torch.device, count: int) -> Medians:
+    """Milliseconds alone, queued and of the host, medians over rounds, by subject. Subjects take turns by blocks."""
     found: dict[tuple[str, str], list[list[float]]] = {key: [] for key in runs}
     for _ in range(ROUNDS):
         for key, run in runs.items():
             single, queued, host = timed(run, device, count)
             found[key].append(slowest([statistics.median(single), queued, host], device))
-    medians = {
-        key: [1e3 * statistics.median(column) for column in zip(*rows, strict=True)] for key, rows in found.items()
-    }
-    return lines_of(str(shape), medians)
+    return {key: [1e3 * statistics.median(column) for column in zip(*rows, strict=True)] for key, rows in found.items()}
 
 
-def lines_of(shape: str, medians: dict[tuple[str, str], list[float]]) -> list[Line]:
-    """Milliseconds alone, queued and of the host, by subject -> with their shares."""
-    alone, queued, _ = medians[PLAIN, ""]
+def profiled(shape: Shape, key: tuple[str, str], graph: Run | None, run: Run, device: torch.device) -> None:
+    """Print the kernels of one subject on rank 0: of its CUDA graph if there is a graph."""
+    settle(device)
+    found = kernel_profile.record(graph or run, PROFILED, device, dist.get_rank() == 0)
+    settle(device)
+    if found is not None:
+        way = "as calls" if graph is None else "in a CUDA graph"
+        kernel_profile.show(f"{shape} {' '.join(key).strip()} {way}", found)
+
+
+def lines_of(shape: str, medians: Medians, graphs: Medians) -> list[Line]:
+    """Milliseconds alone, queued and of the host, by subject, as calls and in CUDA graphs -> with their shares."""
     lines = []
-    for (name, strategy), times in medians.items():
-        serial = medians.get((name, SERIAL)) if strategy != SERIAL else None
-        of_serial = None if serial is None else (times[0] / serial[0], times[1] / serial[1])
-        both = times[0], times[0] / alone, times[1], times[1] / queued
-        lines.append(Line(shape, f"{name} {strategy}".strip(), *both, times[2], of_serial))
+    for (name, strategy), calls in medians.items():
+        times, plain, serial = (
+            [*found[:3], *graphs.get(key, ())[:2]]
+            for key, found in (
+                ((name, strategy), calls),
+                ((PLAIN, ""), medians[PLAIN, ""]),
+                ((name, SERIAL), medians.get((name, SERIAL), [])),
+            )
+        )
+        of_serial = None if strategy == SERIAL or not serial else _ratios(times, serial)
+        shares = _ratios(times, plain)
+        line = Line(
+            shape, f"{name} {strategy}".strip(), times[0], shares[0], times[1], shares[1], times[2], of_serial=of_serial
+        )
+        if len(times) == len(plain) == 5:
+            line = replace(
+                line,
+                graph_alone=times[3],
+                graph_alone_share=shares[2],
+                graph_queued=times[4],
+                graph_queued_share=shares[3],
+            )
+        lines.append(line)
     return lines
+
+
+def _ratios(times: list[float], others: list[float]) -> tuple[float, ...]:
+    """Ratios alone and queued, as calls and, where both were captured, in graphs; the host's time is left out."""
+    pairs = list(zip(times, others, strict=False))
+    return tuple(mine / theirs for i, (mine, theirs) in enumerate(pairs) if i != 2)
 
 
 def target(line: Line) -> float | None:
@@ -181,7 +242,7 @@ def verdict(line: Line) -> str:
 
 
 def beside_serial(line: Line) -> str:
-    """Of what `auto` chose: whether it is slower than serial by more than noise, in either way of running."""
+    """Whether "auto" is slower than serial by more than noise, in any way of running."""
     if line.of_serial is None or not line.subject.endswith(f" {AUTO}"):
         return ""
     return f"  {'SLOWER than serial' if max(line.of_serial) > NOISE else 'never slower than serial'}"
@@ -189,18 +250,45 @@ def beside_serial(line: Line) -> str:
 
 def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
     """`judged`: where targets are for."""
+    print(f"\n{tokens} tokens; milliseconds and shares of plain torch's in the same run; of serial's")
+    print(f"{'':39}{'as calls':31}as a CUDA graph")
     print(
-        f"\n{tokens} tokens; milliseconds, shares of plain torch's in the same run, and of serial's, alone and queued"
+        f"{'shape':16} {'subject':22} {'alone':>8} {'share':>6} {'queued':>8} {'share':>6} {'host':>8} "
+        f"{'alone':>8} {'share':>6} {'queued':>8} {'share':>6}  of serial"
     )
-    print(f"{'shape':16} {'subject':22} {'alone':>8} {'share':>6} {'queued':>8} {'share':>6} {'host':>8}  of serial")
     for line in lines:
-        serial = "" if line.of_serial is None else "{:.3f} {:.3f}".format(*line.of_serial)
+        serial = "" if line.of_serial is None else " ".join(f"{ratio:.3f}" for ratio in line.of_serial)
+        graph = f"{'-':>8} {'':6} {'-':>8} {'':6}"
+        if line.graph_alone is not None:
+            graph = (
+                f"{line.graph_alone:8.3f} {line.graph_alone_share:6.3f} {line.graph_queued:8.3f} "
+                f"{line.graph_queued_share:6.3f}"
+            )
         print(
             f"{line.shape:16} {line.subject:22} {line.alone:8.3f} {line.alone_share:6.3f} {line.queued:8.3f} "
-            f"{line.queued_share:6.3f} {line.host:8.3f}  {serial:11}{beside_serial(line)}"
+            f"{line.queued_share:6.3f} {line.host:8.3f} {graph}  {serial:11}{beside_serial(line)}"
             f"{verdict(line) if judged else ''}".rstrip(),
             flush=True,
         )
+    for text in beside_peers(lines):
+        print(text, flush=True)
+
+
+def beside_peers(lines: Sequence[Line]) -> Iterator[str]:
+    """For each recipe: the best of dlp over strategies and ways of running, beside the best of Transformer Engine."""
+    for recipe, peer in COUNTERPARTS.items():
+        ours = [line for line in lines if line.subject.startswith(f"{recipe} ")]
+        theirs = [line for line in lines if line.subject.startswith(peer)]
+        if not ours or not theirs:
+            continue
+        ratios = []
+        for i, way in enumerate(("alone", "queued")):
+            mine, other = (min(group, key=lambda line: line.best[i]) for group in (ours, theirs))
+            ratio = mine.best[i] / other.best[i]
+            ratios.append(
+                f"{way} {mine.best[i]:.3f} / {other.best[i]:.3f} = {ratio:.3f} ({mine.subject} / {other.subject})"
+            )
+        yield f"best of {recipe} / best of {peer}: {'; '.join(ratios)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,9 +302,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=shapes, metavar="KxN")
     parser.add_argument("--tokens", type=int, default=TOKENS if on_gpu else FEW, help=f"of all ranks ({TOKENS})")
     parser.add_argument("--transport", choices=TRANSPORTS, default=AUTO, help=f"carrier of our transfers ({AUTO})")
-    parser.add_argument("--table", help="of dlp.parallel.tune, for auto; else it measures first")
-    parser.add_argument("--peers", nargs="*", default=list(TE_RECIPES) if has_te() else [], choices=list(TE_RECIPES))
+    parser.add_argument("--table", help="times of dlp.parallel.tune, for auto [those that dlp ships]")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--count", type=int, default=COUNT, help=f"iterations in a block ({COUNT})")
+    parser.add_argument("--eager", action="store_true", help="layers run without torch.compile, as on CPUs")
+    backends = ("torch", *ORDERS)
+    parser.add_argument("--attention", choices=backends, default=FASTEST, help=f"backend in layers of dlp ({FASTEST})")
+    parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--profile", nargs="+", default=[], metavar="SUBJECT", help='list kernels of "fp8_delayed chunked"'
+    )
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if world_size() == 1:
@@ -230,16 +325,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if why is not None:
             refuse(f"--table {options.table}: {why}", code=2)
     subjects = [(PLAIN, ""), *((recipe, strategy) for recipe in options.recipes for strategy in options.overlap)]
-    subjects += [(peer, "") for peer in options.peers]
+    subjects += [(peer, "") for peer in options.peers if installed()]
+    if options.peers and not installed() and dist.get_rank() == 0:
+        print("left out: Transformer Engine, which is not installed", flush=True)
+    asked = Asked(
+        options.count, on_gpu and not options.eager, on_gpu and not options.no_graph, tuple(options.profile),
+        options.attention if on_gpu and options.attention != "torch" else None,
+    )  # fmt: skip
     lines = []
     for shape in options.shapes:
-        lines += measure(shape, options.tokens, subjects, mesh, table, options.count)
+        lines += measure(shape, options.tokens, subjects, mesh, table, asked)
         if on_gpu:
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:  # as they are made: a later shape may fail
             judged = on_gpu and dist.get_world_size() == 2 and options.tokens == TOKENS
             show([line for line in lines if line.shape == str(shape)], options.tokens, judged)
             write_files(options, [asdict(line) for line in lines])
+    USERBUFFERS_OF_PROCESS.destroy()
     shutdown()
     return 0
 

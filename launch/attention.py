@@ -6,15 +6,29 @@
 
 Within documents, on GPUs: torch's kernel for sequences of differing lengths, which takes `starts` and computes nothing that
 is masked. On CPUs: a mask.
+
+Over whole rows, on GPUs, `[train] attention` chooses between the backends of `scaled_dot_product_attention`; `choose` decides
+"auto", and the plan names the backend. All of them take grouped heads without copies of k and v.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if TYPE_CHECKING:
+    from launch.sections import Train
+
+# The first backend that can run the shapes is taken, so that shapes of generation, such as a prompt of one token, run as well.
+_REST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ORDERS = {"flash": _REST, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_REST]}
+FASTEST = "cudnn"  # on GPUs with kernels of this package, by bench.attention
+CUDNN, CUDNN_HEAD_DIM = 91501, 128  # the oldest version of cuDNN, and the largest head
 
 
 class Documents(NamedTuple):
@@ -25,13 +39,70 @@ class Documents(NamedTuple):
     starts: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Choice:
+    """Backend of attention over whole rows: a key of ORDERS, or None, which leaves the choice to torch; and the reason."""
+
+    backend: str | None
+    reason: str
+
+    def describe(self) -> str:
+        """Line of the plan."""
+        return f"attention: {self.backend or 'chosen by torch'} ({self.reason})"
+
+
+def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:
+    """Decide `[train] attention`.
+
+    Args:
+        train: settings of the run.
+        head_dim: width of one head.
+        documents: whether attention begins anew with each document.
+        kind: one of `dlp.kernels.table.DEVICES`.
+
+    Raises:
+        ValueError: for a named backend that cannot run in this configuration.
+    """
+    asked = train.attention
+    obstacle = _obstacle(FASTEST if asked == "auto" else asked, train, head_dim, documents, kind)
+    if obstacle is None:
+        return Choice(*((FASTEST, "auto: the fastest by measurement") if asked == "auto" else (asked, "as set")))
+    if asked != "auto":
+        raise ValueError(f"[train] attention: expected auto, got {asked}: {obstacle}")
+    return Choice(None, f"auto: {obstacle}")
+
+
+def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: str) -> str | None:
+    """Why a backend cannot be set; None: the backend can."""
+    if kind == "cpu":
+        return "backends are chosen on GPUs only"
+    if documents:
+        return "[data] reset_attention has a kernel of its own, for sequences of differing lengths"
+    if train.dtype != "bf16":
+        return f'backends need [train] dtype = "bf16", and dtype is {train.dtype}'
+    if backend != "cudnn":
+        return None
+    if train.deterministic:
+        return "cuDNN's backward is not deterministic, and [train] deterministic is set"
+    if head_dim > CUDNN_HEAD_DIM or head_dim % 8:
+        return f"cuDNN takes heads of at most {CUDNN_HEAD_DIM}, multiples of 8, and head_dim is {head_dim}"
+    version = torch.backends.cudnn.version() if torch.cuda.is_available() else CUDNN  # planned for another host
+    return (
+        None if version and version >= CUDNN else f"cuDNN {CUDNN} or newer is needed, and cuDNN {version} is installed"
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, backend: str | None = None) -> Tensor:
     """q [B, heads, S, D], k and v [B, kv heads, S or more, D] -> [B, heads, S, D]. No token sees a later one, nor, where
-    `documents` are given, one of another document. Fewer queries than keys are those of the last tokens."""
+    `documents` are given, one of another document. Fewer queries than keys are those of the last tokens. backend: a key of
+    ORDERS for attention over whole rows; None: torch chooses."""
     grouped, before = q.shape[1] != k.shape[1], k.shape[2] - q.shape[2]
     if before:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen if len(seen) > 1 else None, enable_gqa=grouped)
+    if documents is None and backend is not None:
+        with sdpa_kernel(ORDERS[backend], set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if documents is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if q.is_cuda:

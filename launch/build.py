@@ -6,9 +6,11 @@ memory allocated and filled, each rank with its slice.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -16,15 +18,17 @@ from torch.optim import Optimizer
 import dlp
 from dlp import LayerGroup, Plan
 from dlp.comm.mesh import ParallelDims
+from dlp.kernels.table import device_kind
 from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch import schedule
 from launch.accumulate import Accumulation, accumulation, memory_here
+from launch.attention import Choice, choose
 from launch.config import Batch, Config, ConfigError, parallel_dims, validate_world
 from launch.graph import replays_steps
 from launch.links import transport_name
 from launch.models.initial import init_weights
 from launch.models.modules import DTYPES, Llama
-from launch.models.parallel import check_plan, fuse, parallel_groups
+from launch.models.parallel import check_plan, fuse, parallel_groups, set_attention
 from launch.optimizers import check_installed, make_optimizer
 from launch.recompute import recompute
 from launch.sections import Mesh
@@ -65,6 +69,14 @@ def meta_model(config: Config) -> Llama:
         return Llama(config.model, DTYPES[config.train.dtype])
 
 
+def attention_of(config: Config, kind: str) -> Choice:
+    """Backend of attention on a kind of device. Raises ConfigError for a named backend that cannot run there."""
+    try:
+        return choose(config.train, config.model.head_dim, config.data.reset_attention, kind)
+    except ValueError as error:
+        raise ConfigError(f"{config.source}: {error}") from None
+
+
 def plan_for(config: Config, world_size: int, device_type: str, board: str = "") -> Plan:
     """The layer plan of a config, without ranks or memory; `board`: its name, where it is one of `launch.boards`."""
     batch = (validate_world(config, world_size).micro, config.train.sequence)
@@ -89,17 +101,23 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
         overlap_table=config.mesh.overlap_table,
     )  # fmt: skip
     check_plan(plan, config.model)
+    set_attention(model, attention_of(config, device_kind(mesh.device_type)))
     fuse(model)
     recompute(list(model.model.layers), config.train)
     if config.train.compile:
-        torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = GRAPHS, True
-        for block in model.model.layers:
-            block.compile()
+        compile_blocks(model.model.layers)
     if batch.dp_size > 1:
         shard(model, mesh, DTYPES[config.train.dtype], config.mesh)
         if config.mesh.grad_wire != "fp32":
             set_grad_wire(model, config.mesh.grad_wire)
     return model, plan, batch
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Let torch.compile run each block, and raise where torch would give up on a block."""
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = GRAPHS, True
+    for block in blocks:
+        block.compile()
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:

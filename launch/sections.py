@@ -187,6 +187,11 @@ class Train(Section):
     )
     recompute_every: int = setting(integer(">= 1"), "with checkpointing: every n-th block does, the others keep all", 1)
     compile: bool = setting(flag(), "torch.compile, block by block; blocks that torch gives up on end the run", False)
+    attention: str = setting(
+        choice("auto", "flash", "cudnn"),
+        "backend of scaled_dot_product_attention on GPUs; auto: the fastest by measurement that fits the run",
+        "auto",
+    )
     weight_cache: str = setting(
         choice("step", "forward"),
         "step: weights are cast once a step and kept; forward: wherever they are used, which keeps nothing",

@@ -27,7 +27,7 @@ from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
 from launch import deterministic, together, wire
 from launch.boards import NAMES, kind_of
-from launch.build import build, meta_model
+from launch.build import attention_of, build, meta_model
 from launch.checkpoint import SaveError
 from launch.config import Config, ConfigError, command_line, count, make_parser, to_toml, validate_world
 from launch.fits import check_fits, planned
@@ -57,20 +57,10 @@ def plan_text(config: Config, world: int, device: str) -> str:
     ]
     held = [f"memory: {found.memory}"] if isinstance(found.memory, Unpredictable) else found.memory.describe()
     averages = describe_optimizer(config, found.plan, found.dims.dp_shard)
-    layers = [str(found.plan), *describe_fused(config.model)]
-    graph = describe_graph(config, kind_of(device))
-    lines = [
-        found.dims.describe(kind_of(device)),
-        *layers,
-        "",
-        graph,
-        "",
-        *held,
-        "",
-        *sent,
-        *averages,
-        *map(str, swaps),
-    ]
+    kind = kind_of(device)
+    layers = [str(found.plan), *describe_fused(config.model), "", attention_of(config, kind).describe()]
+    layers.append(describe_graph(config, kind))
+    lines = [found.dims.describe(kind), *layers, "", *held, "", *sent, *averages, *map(str, swaps)]
     return "\n".join(lines)
 
 
@@ -107,6 +97,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         built = build(config, mesh, device)
         run.say(built.dims.describe(mesh.device_type))
         run.say(str(built.plan).splitlines()[0])
+        run.say(attention_of(config, device_kind(mesh.device_type)).describe())
         if mesh.device_type == "cuda" and built.dims.tp > 1:
             run.say(f"transport: {transport.describe(TP, mesh[TP].get_group())}")
         run.say(describe_graph(config, mesh.device_type))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from launch.attention import Documents, attend, mask
+from launch.attention import ORDERS, Documents, attend, choose, mask
 from launch.config import ConfigError, load
 from launch.models.initial import init_weights
 from launch.models.modules import Llama
-from launch.sections import Model
+from launch.sections import Model, Train
 
 SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)
 LENGTHS = ((7, 1, 4), (12,), (5, 7))  # of the documents of three rows
@@ -50,3 +54,50 @@ def test_a_cuda_graph_refuses_documents() -> None:
         match=r"cuda_graph = true: the number of documents changes with each step; set \[data\] reset_attention",
     ):
         load("tiny", ["--train.cuda_graph", "true", "--data.reset_attention", "true"])
+
+
+def train(**settings: Any) -> Train:
+    return Train(steps=1, global_batch=1, sequence=8, lr=1e-3, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "head_dim", "documents", "kind", "backend", "reason"),
+    [
+        ({}, 128, False, "sm_90", "cudnn", "fastest by measurement"),
+        ({"attention": "flash", "deterministic": True}, 128, False, "sm_90", "flash", "as set"),
+        ({}, 128, False, "cpu", None, "on GPUs only"),
+        ({}, 128, True, "sm_90", None, "reset_attention"),
+        ({"dtype": "fp32"}, 128, False, "sm_90", None, "dtype is fp32"),
+        ({"deterministic": True}, 128, False, "sm_90", None, "not deterministic"),
+        ({}, 256, False, "sm_90", None, "head_dim is 256"),
+    ],
+)
+def test_auto_takes_the_fastest_backend_that_fits(
+    settings: dict[str, Any], head_dim: int, documents: bool, kind: str, backend: str | None, reason: str
+) -> None:
+    choice = choose(train(**settings), head_dim, documents, kind)
+    assert choice.backend == backend and reason in choice.reason
+    assert (backend or "chosen by torch") in choice.describe()
+
+
+def test_a_named_backend_that_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[train\] attention: expected auto, got cudnn: backends are chosen on GPUs"):
+        choose(train(attention="cudnn"), 128, False, "cpu")
+
+
+@pytest.mark.parametrize("backend", list(ORDERS))
+def test_a_backend_leaves_compiled_code_whole_and_settings_of_torch_as_they_were(backend: str) -> None:
+    chosen: list[list[Any]] = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        chosen.append(_cur_sdpa_kernel_backends(True)[: len(ORDERS[backend])])
+        return sdpa(*args, **kwargs)
+
+    before = _cur_sdpa_kernel_backends(True)
+    q, k, v = (torch.randn(1, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", seen):
+        expected = attend(q, k, v, backend=backend)
+    assert chosen == [ORDERS[backend]] and _cur_sdpa_kernel_backends(True) == before
+    compiled = torch.compile(lambda *qkv: attend(*qkv, backend=backend), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v), expected) and _cur_sdpa_kernel_backends(True) == before

@@ -37,6 +37,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention. backend: that of attention over whole rows, decided by `launch.attention.choose`."""
+
+    backend: str | None = None
+
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -73,7 +77,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)
-        return attend(q, k, v, documents).transpose(1, 2).flatten(2)
+        return attend(q, k, v, documents, self.backend).transpose(1, 2).flatten(2)
 
 
 class Gated(nn.Module):

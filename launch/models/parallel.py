@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dlp import LayerGroup, Plan
+from launch.attention import Choice
 from launch.models.modules import Llama
 from launch.models.tables import FAMILIES
 from launch.sections import Model
@@ -27,6 +28,12 @@ def fuse(model: Llama) -> None:
     """Behind conversion: the blocks run as sequences of ops, where `[model] fused` asks for it."""
     for block in model.model.layers if model.config.fused else ():
         block.fuse()  # type: ignore[operator]
+
+
+def set_attention(model: Llama, choice: Choice) -> None:
+    """Let every block run attention by the chosen backend."""
+    for block in model.model.layers:
+        block.self_attn.backend = choice.backend  # type: ignore[union-attr]
 
 
 def describe_fused(config: Model) -> list[str]:

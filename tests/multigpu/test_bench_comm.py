@@ -128,12 +128,15 @@ def test_every_operator_runs(ranks):
     assert all(min(line.microseconds, line.gemm, line.transfer, line.sequential) > 0 for line in lines)
 
 
+ONCE = tensor_parallel.Asked(count=1)
+
+
 def pair_and_layer() -> list[tensor_parallel.Line]:
     subjects, mesh = [(PLAIN, ""), ("fp8_current", "serial"), ("fp8_current", "auto")], worker.mesh(tp=2)
     found = []
     with patch.object(tensor_parallel, "ROUNDS", 1), patch.object(tune, "COUNT", 1), patch.object(tune, "WARM", 1):
         for text in ("64x128", "64x128x4x2"):
-            found += tensor_parallel.measure(shape_of(text), 64, subjects, mesh, None, 1)
+            found += tensor_parallel.measure(shape_of(text), 64, subjects, mesh, None, ONCE)
     return found
 
 
