@@ -9,8 +9,9 @@ A shape is tokens x in_features x out_features of each sibling, on one rank.
     wgrad   dy_i [N_i, M] by x [K, M]          one by one: N_i rows each; one: all rows
 
 `shared` casts siblings as one matrix, so that a scale per tensor, or per line of a contraction over N, is shared by siblings.
-`vectors` keeps a scale for each sibling and hands scales per line to cuBLASLt, for per-tensor recipes. Microseconds are medians
-of bursts behind a busy device; equal: the share of elements with the bits of one by one.
+`vectors` keeps a scale for each sibling, for per-tensor recipes: cuBLASLt gets the product of both scales for each line of the
+siblings, and ones for the other operand. Microseconds are medians of bursts behind a busy device; equal: the share of elements
+with the bits of one by one.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ class Siblings:
         codes = torch.cat([each.view(torch.uint8) for each, _ in parts]).view(parts[0][0].dtype)
         scales = torch.cat([scale.expand(len(each)) for each, scale in parts]).contiguous()
         other_codes, other_scale = cast(recipe, which, 1 - side, self.shared[0]).parts
-        other_scales = other_scale.expand(len(other_codes)).contiguous()
+        ones = torch.ones(len(other_codes), device=codes.device)
         options = gemms.GemmLaunchOptions(fast_accumulation=getattr(recipe, which).fast_accumulation)
-        left, right = ((other_codes, other_scales), (codes, scales))[:: 1 if side else -1]
+        left, right = ((other_codes, ones), (codes, other_scale * scales))[:: 1 if side else -1]
         given = gemms.Scales(left[1], right[1], gemms.ROWWISE, gemms.ROWWISE)
         return lambda: self.split(gemms.product_fp8(left[0], right[0], torch.bfloat16, given, options=options))
 

@@ -136,7 +136,7 @@ def measure(
         medians = turns({key: each.run for key, each in calls.items()}, device, asked.count)
         graphs: dict[tuple[str, str], Run] = {}
         for key, iteration in calls.items() if asked.graphs else ():
-            with attempt(f"{' '.join(key).strip()} in a CUDA graph", is_peer(key[0])):
+            with attempt(f"{' '.join(key).strip()} in a CUDA graph", is_peer(key[0]) or key[0] == PLAIN):
                 graphs[key] = iteration.capture()
         in_graphs = turns(graphs, device, asked.count)
         for key in calls:
@@ -208,14 +208,10 @@ def lines_of(shape: str, medians: Medians, graphs: Medians) -> list[Line]:
         line = Line(
             shape, f"{name} {strategy}".strip(), times[0], shares[0], times[1], shares[1], times[2], of_serial=of_serial
         )
+        if len(times) == 5:
+            line = replace(line, graph_alone=times[3], graph_queued=times[4])
         if len(times) == len(plain) == 5:
-            line = replace(
-                line,
-                graph_alone=times[3],
-                graph_alone_share=shares[2],
-                graph_queued=times[4],
-                graph_queued_share=shares[3],
-            )
+            line = replace(line, graph_alone_share=shares[2], graph_queued_share=shares[3])
         lines.append(line)
     return lines
 
@@ -260,9 +256,10 @@ def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
         serial = "" if line.of_serial is None else " ".join(f"{ratio:.3f}" for ratio in line.of_serial)
         graph = f"{'-':>8} {'':6} {'-':>8} {'':6}"
         if line.graph_alone is not None:
+            nan = float("nan")  # plain torch has no graph
             graph = (
-                f"{line.graph_alone:8.3f} {line.graph_alone_share:6.3f} {line.graph_queued:8.3f} "
-                f"{line.graph_queued_share:6.3f}"
+                f"{line.graph_alone:8.3f} {line.graph_alone_share or nan:6.3f} {line.graph_queued:8.3f} "
+                f"{line.graph_queued_share or nan:6.3f}"
             )
         print(
             f"{line.shape:16} {line.subject:22} {line.alone:8.3f} {line.alone_share:6.3f} {line.queued:8.3f} "

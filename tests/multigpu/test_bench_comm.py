@@ -148,6 +148,28 @@ def test_a_pair_and_a_layer_run_beside_plain_torch(ranks):
     assert all(min(line.alone, line.queued, line.host) > 0 for line in lines) and lines[-1].of_serial is not None
 
 
+def test_graphs_and_peers_have_their_columns(capsys):
+    calls = {
+        (PLAIN, ""): [10.0, 9.0, 1.0], ("fp8_delayed", "serial"): [8.0, 7.0, 1.0], ("fp8_delayed", "auto"): [9.0, 7.0, 1.0],
+        ("te delayed", ""): [9.0, 8.0, 3.0], ("te delayed userbuffers", ""): [8.5, 8.0, 3.0],
+    }  # fmt: skip
+    graphs = {key: [0.5 * time for time in times] for key, times in calls.items() if "userbuffers" not in key[0]}
+    lines = tensor_parallel.lines_of("4096x14336", calls, graphs)
+    plain, _, auto, _, overlapped = lines
+    assert plain.graph_alone_share == 1.0 and (auto.graph_alone, auto.graph_alone_share) == (4.5, 0.9)
+    assert auto.of_serial == (1.125, 1.0, 1.125, 1.0) and overlapped.graph_alone is None
+    assert list(tensor_parallel.beside_peers(lines)) == [
+        "best of fp8_delayed / best of te delayed: alone 4.000 / 4.500 = 0.889 (fp8_delayed serial / te delayed); "
+        "queued 3.500 / 4.000 = 0.875 (fp8_delayed serial / te delayed)"
+    ]
+    tensor_parallel.show(lines, 8192)
+    assert capsys.readouterr().out.count("\n") == 4 + len(lines) + 1
+    without = tensor_parallel.lines_of(
+        "4096x14336", calls, {key: times for key, times in graphs.items() if key[0] != PLAIN}
+    )
+    assert without[0].graph_alone is None and (without[2].graph_alone, without[2].graph_alone_share) == (4.5, None)
+
+
 def plain_and_ours() -> tuple[float, float]:
     """How far ours in bf16 is from the plain layer with the same weights; how much that changes its input."""
     mesh, shape, tokens = worker.mesh(tp=2), shape_of("64x128x4x2"), 32
