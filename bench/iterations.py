@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import dlp
 from bench.host_parallel import Run
 from bench.transformer_engine import TransformerEngine
-from dlp.quant.recipe import names
 from dlp.parallel.model.graph import CapturedStep
+from dlp.quant.recipe import names
 
 
 class Iteration:

@@ -24,7 +24,7 @@ from bench import transformer_engine
 from bench.host_parallel import PLAIN, Gather, PlainPair, Scatter
 from dlp.comm.mesh import TP
 from dlp.parallel import auto, tune
-from dlp.parallel.auto import AUTO, CANDIDATES, Problem, Times
+from dlp.parallel.auto import AUTO, Problem, Times
 from dlp.parallel.style import COLUMN_SP, ROW_SP
 from dlp.quant import recipe as recipes
 from launch.models.modules import Block

@@ -339,7 +339,7 @@ class Linear(ParallelLinear):
         members = (
             ("linear",) if isinstance(out_features, int) else tuple(f"linear_{i}" for i in range(len(out_features)))
         )
-        self.overlap = overlap
+        self.overlap: Any = overlap
         row, made, group = style(self._style, sequence_parallel), recipes.as_recipe(recipe).for_layer(members[0]), None
         sizes = (out_features,) if isinstance(out_features, int) else out_features
         if mesh is not None:
@@ -347,7 +347,8 @@ class Linear(ParallelLinear):
             for size in sizes:
                 shard_sizes(row, size, in_features, group.size(), type(self).__name__)
             problem = auto.Problem(row, auto.NOMINAL, in_features, sizes, made)
-            overlap = auto.at_construction(overlap, problem, group, mesh.device_type)
+            asked: Any = overlap
+            overlap = auto.at_construction(asked, problem, group, mesh.device_type)
         elif overlap == auto.AUTO:
             overlap = auto.SERIAL
         spec = LinearSpec(
