@@ -121,7 +121,7 @@ def measure(
     table: Times | None,
     asked: Asked = Asked(),
 ) -> list[Line]:
-    """A line for each subject, plain torch's among them. `table`: times by which "auto" is chosen; None: those that dlp ships."""
+    """A line for each subject, plain torch's among them. `table`: times for "auto"; None: those that dlp ships."""
     device = tune.device_of(mesh)
     torch._dynamo.reset()  # sizes of another shape would make sizes of this one dynamic
     with side_stream(device):
