@@ -44,6 +44,15 @@ def memory_here() -> float:
     return float(found.item())
 
 
+def gradient_wire(config: Config, microbatches: int, reductions: int) -> str:
+    """The dtype in which FSDP's gradients travel: of `[mesh] grad_wire`, where "auto" is bf16 if gradients are bf16 before they
+    are reduced: FSDP adds up those of several microbatches in fp32."""
+    asked = config.mesh.grad_wire
+    if asked != "auto":
+        return asked
+    return "bf16" if config.train.dtype == "bf16" and reductions == microbatches else "fp32"
+
+
 def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory: float | None = None) -> Accumulation:
     """What `[train] reduce_gradients` comes to on a mesh of `dp_shard`; `memory` of a rank in bytes, if it is known."""
     asked, micro = config.train.reduce_gradients, batch.num_micro

@@ -21,7 +21,7 @@ from dlp.comm.mesh import ParallelDims
 from dlp.kernels.table import device_kind
 from dlp.parallel.weight.fsdp2 import set_grad_wire
 from launch import schedule
-from launch.accumulate import Accumulation, accumulation, memory_here
+from launch.accumulate import Accumulation, accumulation, gradient_wire, memory_here
 from launch.attention import Choice, choose
 from launch.config import Batch, Config, ConfigError, parallel_dims, validate_world
 from launch.graph import replays_steps
@@ -108,8 +108,6 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[Llama, Plan, Batch
         compile_blocks(model.model.layers)
     if batch.dp_size > 1:
         shard(model, mesh, DTYPES[config.train.dtype], config.mesh)
-        if config.mesh.grad_wire != "fp32":
-            set_grad_wire(model, config.mesh.grad_wire)
     return model, plan, batch
 
 
@@ -138,7 +136,19 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None
     waits = accumulation(config, plan, batch, dims.dp_shard, memory)
+    if batch.dp_size > 1:
+        carry_gradients(model, config, gradient_wire(config, batch.num_micro, waits.reductions))
     return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps, graph)
+
+
+def carry_gradients(model: Llama, config: Config, wire: str) -> None:
+    """Set the wire of FSDP's gradients. With "auto", bf16 gradients travel as they were computed."""
+    if wire == "fp32":
+        return
+    if config.mesh.grad_wire == "auto":
+        set_grad_wire(model, "hp", torch.bfloat16)
+    else:
+        set_grad_wire(model, wire)
 
 
 def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, asked: Mesh) -> None:

@@ -43,9 +43,10 @@ class Mesh(Section):
         flag(), "FSDP frees a block's gathered weights after its forward; false: they stay until its backward", True
     )
     grad_wire: str = setting(
-        choice("fp32", "bf16", "fp8"),
-        "what FSDP's gradients are carried as; fp32: by FSDP's own reduce-scatter, the others are summed in fp32",
-        "fp32",
+        choice("auto", "fp32", "bf16", "fp8"),
+        "dtype in which FSDP's gradients travel; fp32: by FSDP's own reduce-scatter, the others are summed in fp32; auto: bf16 "
+        "where gradients are bf16 before they are reduced (the same values), else fp32",
+        "auto",
     )
 
 

@@ -30,7 +30,7 @@ from dlp.parallel.traffic.predict import (
     linear_weights,
     step_traffic,
 )
-from launch.accumulate import Accumulation
+from launch.accumulate import Accumulation, gradient_wire
 from launch.build import Built
 from launch.config import Config, parallel_dims, validate_world
 from launch.links import OWN, link_of, said_bytes, said_seconds, slow_tp
@@ -50,11 +50,12 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
     blocks = tuple(f"model.layers.{i}" for i in range(config.model.layers))
     dtype, sharded = DTYPES[config.train.dtype], batch.dp_size > 1
     again = tuple(blocks[i] for i in recomputed(config.train, len(blocks)))
+    wire = gradient_wire(config, batch.num_micro, reductions)
     return Workload(
         parallel_dims(config, world).sizes, batch.micro * config.train.sequence,
         batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
         units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather, weight_cache=config.train.weight_cache,
-        reductions=reductions, grad_wire=None if mesh.grad_wire == "fp32" else mesh.grad_wire,
+        reductions=reductions, grad_wire=None if wire == "fp32" else wire,
         recomputed=again if config.train.checkpointing == "full" else (), resharded=mesh.reshard_after_forward,
         amax_group={"auto": None, TP: TP}.get(mesh.amax_group, WORLD),
     )  # fmt: skip

@@ -376,11 +376,11 @@ class Module:
 
     @staticmethod
     def sum_in_order(
-        given: int, own: int, index: int, out: int, contributions: int, count: int, wide: bool, stream: int
-    ) -> None:
-        dtype = torch.float32 if wide else torch.bfloat16
-        each, mine = at(given, (contributions, count), dtype), (index, at(own, (count,), dtype))
-        at(out, (count,), dtype).copy_(reference.sum_in_order(each, dtype, mine))
+        given: int, own: int, index: int, out: int, contributions: int, count: int, wide: bool, wide_sum: bool, divisor: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        each, mine = at(given, (contributions, count), TYPE[wide]), (index, at(own, (count,), TYPE[wide]))
+        at(out, (count,), TYPE[wide_sum]).copy_(reference.sum_in_order(each, TYPE[wide_sum], mine, divisor))
 
     @staticmethod
     def round_to_bf16(words: Any, stream: int) -> None:

@@ -212,22 +212,34 @@ kernel("delayed_update", takes=_updates, prepare=_prepare_update)(lambda slots: 
 
 @operation
 def sum_in_order(
-    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None
-) -> Tensor:
-    """[R, ...] -> [...]: the fp32 sum of contributions 0, 1, ..., rounded once to `dtype`, by default theirs. `own`: the number
-    of one that is read elsewhere, and it."""
-    return reference.sum_in_order(contributions, dtype, own)
+    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the fp32 sum of contributions [R, ...], added from the first to the last, divided by `divisor` and rounded once to
+    `dtype`, by default the dtype of the contributions. `own`: the number of a contribution that lies elsewhere, and that
+    contribution; `out`: contiguous memory for the result."""
+    total = reference.sum_in_order(contributions, dtype, own, divisor)
+    return total if out is None else out.copy_(total)
 
 
-def _sums(contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None) -> bool:
-    kept = dtype in (None, contributions.dtype) and (own is None or own[1].is_contiguous())
-    return kept and contributions.dtype in cuda.INPUTS and contributions.is_contiguous()
+def _sums(
+    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1,
+    out: Tensor | None = None,
+) -> bool:  # fmt: skip
+    lies = (
+        contributions.is_contiguous()
+        and (own is None or own[1].is_contiguous())
+        and (out is None or out.is_contiguous())
+    )
+    return lies and contributions.dtype in cuda.INPUTS and (dtype is None or dtype in cuda.INPUTS)
 
 
 @kernel("sum_in_order", takes=_sums)
 def _sum_in_order(
-    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None
-) -> Tensor:
-    out = torch.empty(contributions.shape[1:], dtype=contributions.dtype, device=contributions.device)
-    cuda_codes.sum_in_order(contributions, out, own)
+    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    if out is None:
+        out = torch.empty(contributions.shape[1:], dtype=dtype or contributions.dtype, device=contributions.device)
+    cuda_codes.sum_in_order(contributions, out, own, divisor)
     return out

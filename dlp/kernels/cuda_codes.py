@@ -155,11 +155,14 @@ def end_to_end(xs: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def sum_in_order(contributions: Tensor, out: Tensor, own: tuple[int, Tensor] | None = None) -> None:
-    """contributions bf16 or fp32 [R, ...] -> out [...]: their fp32 sum, first to last, rounded once. `own`: the number of one
-    that lies elsewhere, and it."""
+def sum_in_order(
+    contributions: Tensor, out: Tensor, own: tuple[int, Tensor] | None = None, divisor: int = 1
+) -> None:  # fmt: skip
+    """Add contributions [R, ...], bf16 or fp32, in fp32 from the first to the last, divide by `divisor` and round once into
+    `out` [...], bf16 or fp32. `own`: the number of a contribution that lies elsewhere, and that contribution."""
     pointer = _output(contributions, contributions.shape, INPUTS, "contributions")
-    target = _output(out, contributions.shape[1:], [contributions.dtype], "out")
+    target = _output(out, contributions.shape[1:], INPUTS, "out")
     index, apart = own or (0, contributions[0])
     words = pointer, _output(apart, out.shape, [contributions.dtype], "own"), index, target
-    launch("sum_in_order", out, *words, len(contributions), out.numel(), contributions.dtype == torch.float32)
+    wide = contributions.dtype == torch.float32, out.dtype == torch.float32
+    launch("sum_in_order", out, *words, len(contributions), out.numel(), *wide, divisor)

@@ -136,6 +136,15 @@ def test_delayed_update_is_the_reference(device):
                 assert_bit_equal(getattr(left, name).cpu(), getattr(right, name), f"{name} of {kind}")
 
 
+def test_sums_are_divided_and_rounded_to_either_dtype(device, poisoned):
+    x = torch.stack([values("gauss", 1, 1001, torch.bfloat16, seed)[0] for seed in range(3)])
+    for dtype in DTYPES:
+        out = poisoned((1001,), dtype)
+        cuda_codes.sum_in_order(x.to(device), out, None, 3)
+        assert_bit_equal(out.cpu(), reference.sum_in_order(x, dtype, None, 3), f"{dtype}")
+        assert not torch.equal(out.cpu(), reference.sum_in_order(x, dtype)), "the divisor can be seen"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_are_in_order(device, poisoned, dtype):
     for contributions in (1, 2, 3, 4, 5, 8, 17):

@@ -155,6 +155,29 @@ def test_gradients_of_fsdp_travel_on_a_wire(ranks, world):
                 )
 
 
+def bf16_gradients(computed: bool) -> list[Tensor]:
+    """Shards of the gradients of two steps without an update, of a model whose parameters are bf16 while it runs."""
+    mesh, device = worker.mesh(dp_shard=dist.get_world_size()), worker.device()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 31)).to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model[0], model[2], model):
+        dlp.fully_shard(module, mesh=mesh, mp_policy=policy)
+    if computed:
+        set_grad_wire(model, "hp", torch.bfloat16)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(24, 64, generator=generator).to(device)).float().square().mean().backward()
+    return [p.grad.to_local() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks(2)
+def test_bf16_gradients_travel_as_they_are_with_the_bits_of_a_reduction_in_fp32(ranks):
+    for own, sent in zip(ranks(2).run(bf16_gradients, False), ranks(2).run(bf16_gradients, True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, sent, strict=True)) and any(g.any() for g in own)
+        assert any(not torch.equal(g, g.bfloat16().float()) for g in sent), "sums are fp32"
+
+
 def refusals() -> list[str]:
     messages = []
     for wrong in (

@@ -335,9 +335,9 @@ PYBIND11_MODULE(dlp_kernels, m) {
         delayed_update(make_work<DelayedJob>(one, many, count, items), stream);
     });
     bind_step(m, "sum_in_order", [](uintptr_t from, uintptr_t own, int64_t index, uintptr_t to, int64_t contributions,
-                                    int64_t count, bool wide, Stream stream) {
+                                    int64_t count, bool wide, bool wide_sum, int64_t divisor, Stream stream) {
         sum_in_order(reinterpret_cast<const void*>(from), reinterpret_cast<const void*>(own), index,
-                     reinterpret_cast<void*>(to), contributions, count, input_of(wide), stream);
+                     reinterpret_cast<void*>(to), contributions, count, input_of(wide), input_of(wide_sum), float(divisor), stream);
     });
 
     m.def("open_cublaslt", &open_cublaslt);

@@ -1,6 +1,6 @@
 // The end of a reduce-scatter: contributions [R, count] of R ranks -> their sum [count], added in fp32 in the order of the
-// ranks and rounded once (reference.scales.sum_in_order). The contribution of rank `index` may lie apart from the others
-// (`own`): a rank reads its own where it was made.
+// ranks, divided by `divisor` and rounded once (reference.scales.sum_in_order). The contribution of rank `index` may lie apart
+// from the others (`own`): a rank reads its own where it was made.
 //
 // Grid: an octet a thread; four contributions in flight. R + 1 times the bytes of the sum; 0.98 of a copy for R = 8 on an H200.
 #include "octet.cuh"
@@ -33,9 +33,9 @@ __device__ void store(T* to, const float (&total)[8], int64_t valid, bool aligne
     }
 }
 
-template <class T>
+template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
-    sum_in_order_kernel(const T* from, const T* own, int64_t index, T* to, int64_t contributions, int64_t count) {
+    sum_in_order_kernel(const T* from, const T* own, int64_t index, Out* to, int64_t contributions, int64_t count, float divisor) {
     const int64_t at = 8 * (int64_t(blockIdx.x) * kThreads + threadIdx.x), valid = count - at;
     if (valid <= 0) return;
     const bool rows = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(own) | count * sizeof(T)) % 16 == 0;
@@ -53,20 +53,27 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
                 for (int k = 0; k < 8; ++k) total[k] = first + i ? __fadd_rn(total[k], x[i][k]) : x[i][k];
     }
+    if (divisor != 1.0f)
+#pragma unroll
+        for (int k = 0; k < 8; ++k) total[k] = __fdiv_rn(total[k], divisor);
     store(to + at, total, valid, aligned);
 }
 
 }  // namespace
 
 void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,
-                  Stream stream) {
+                  Input output, float divisor, Stream stream) {
     DLP_CHECK_LT(0, contributions);
     const int64_t blocks = (count + 8 * kThreads - 1) / (8 * kThreads);
     if (blocks == 0) return;
     with_input(input, [&](auto element) {
-        using T = decltype(element);
-        launch<sum_in_order_kernel<T>>(blocks, kThreads, 0, stream, static_cast<const T*>(from), static_cast<const T*>(own),
-                                       index, static_cast<T*>(to), contributions, count);
+        with_input(output, [&](auto result) {
+            using T = decltype(element);
+            using Out = decltype(result);
+            launch<sum_in_order_kernel<T, Out>>(blocks, kThreads, 0, stream, static_cast<const T*>(from),
+                                                static_cast<const T*>(own), index, static_cast<Out*>(to), contributions, count,
+                                                divisor);
+        });
     });
 }
 

@@ -129,15 +129,15 @@ def delayed_update(
 
 
 def sum_in_order(
-    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None
+    contributions: Tensor, dtype: torch.dtype | None = None, own: tuple[int, Tensor] | None = None, divisor: int = 1
 ) -> Tensor:
-    """[R, ...] -> [...]: the fp32 sum of contributions 0, 1, ..., rounded once to `dtype`, by default theirs. `own`: the number
-    of one that is read elsewhere, and it."""
+    """[R, ...] -> [...]: the fp32 sum of contributions 0, 1, ..., divided by `divisor` and rounded once to `dtype`, by default
+    the dtype of the contributions. `own`: the number of a contribution that lies elsewhere, and that contribution."""
     first, *others = with_own(contributions, own)
     total = first.float()
     for contribution in others:
         total = total + contribution
-    return total.to(dtype or contributions.dtype)
+    return (total / divisor).to(dtype or contributions.dtype)
 
 
 def with_own(contributions: Tensor, own: tuple[int, Tensor] | None) -> list[Tensor]:

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from dlp.comm import collectives, observer
 from dlp.comm.collectives import ReduceCodec
 from dlp.comm.mesh import DP_SHARD, ParallelDims, placement_on
+from dlp.kernels.ops import sum_in_order
 from dlp.parallel.model.session import Session, in_backward
 from dlp.parallel.transfer import WIRES
 from dlp.parallel.weight.base import LayerWeights, Weight, note_reasons, refresh, weights_in
@@ -362,35 +363,56 @@ class CodecReduceScatter(ReduceScatter):
 
     FSDP hands over the gradients of a unit as one flat tensor, a part for each rank; blocks of 128 lie along it. Sums are
     fp32 in rank order, divided by the number of ranks and rounded once to the dtype of the reduction (`reduce_dtype`).
+
+    Args:
+        codec: packs the contributions and adds them up.
+        computed: the dtype of all gradients that FSDP hands over, which FSDP then copies as they are; None: FSDP converts
+            them to the dtype of the reduction first.
     """
 
-    def __init__(self, codec: ReduceCodec) -> None:
-        self.codec = codec
+    def __init__(self, codec: ReduceCodec, computed: torch.dtype | None = None) -> None:
+        self.codec, self.computed = codec, computed
+        self._has_input = False  # FSDP allocates the input of a reduction, then the output
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        is_input, self._has_input = not self._has_input, not self._has_input
+        return torch.empty(*size, dtype=self.computed or dtype if is_input else dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:  # fmt: skip
         """Runs on the current stream, for any `async_op`. ValueError for another op than a sum or an average."""
+        self._has_input = False
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
                 f"gradients on a wire are summed or averaged; got {op}: leave the gradient divide factor as it is"
             )
+        divisor = group.size() if op == dist.ReduceOp.AVG else 1
         with observer.label(layer="", direction="grads"):
-            total = collectives.reduce_scatter(input_tensor, group, self.codec).wait()
-        output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
+            if self.computed is None:
+                output_tensor.copy_(collectives.reduce_scatter(input_tensor, group, self.codec).wait() / divisor)
+                return
+            assert input_tensor.numel() == group.size() * output_tensor.numel(), "FSDP allocates in another order"
+            (arrived,) = collectives.all_to_all((input_tensor.view(group.size(), -1),), group).wait()
+        sum_in_order(arrived, output_tensor.dtype, None, divisor, output_tensor)
 
 
-def set_grad_wire(model: nn.Module, wire: str) -> None:
+def set_grad_wire(model: nn.Module, wire: str, computed: torch.dtype | None = None) -> None:
     """Carry the gradients of every FSDP unit of `model` as one of WIRES; call it after `fully_shard`.
 
-    Raises ValueError for another wire.
+    Args:
+        wire: "hp", "bf16" or "fp8".
+        computed: with "hp", the dtype of all gradients when FSDP reduces them. They travel as they are and are summed in fp32,
+            so that the sum has the bits of FSDP's own reduction in fp32 over two ranks (over more ranks, the sum is in rank
+            order). Only for gradients that FSDP has not added up over microbatches in the dtype of the reduction.
+
+    Raises ValueError for another wire, and for `computed` with another wire than "hp".
     """
+    if computed is not None and wire != "hp":
+        raise ValueError(f"gradients that travel as computed take the wire 'hp'; got {wire!r}: leave computed out")
     if wire not in WIRES:
         raise ValueError(f"unknown gradient wire {wire!r}: the wires are {', '.join(WIRES)}")
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
-            module.set_custom_reduce_scatter(CodecReduceScatter(WIRES[wire]))
+            module.set_custom_reduce_scatter(CodecReduceScatter(WIRES[wire], computed))
