@@ -38,8 +38,9 @@ from launch.stop import refuse
 from launch.train import make_mesh
 
 BOUND = 0.05
-LLAMA = ("llama3_1b", "--train.global_batch=4", "--train.compile=true")
-BLOCKS = ("bench_8b", "--model.layers=4", "--train.global_batch=2")
+EAGER = "--train.cuda_graph=false"  # peaks are of launched steps
+LLAMA = ("llama3_1b", EAGER, "--train.global_batch=4", "--train.compile=true")
+BLOCKS = ("bench_8b", EAGER, "--model.layers=4", "--train.global_batch=2")
 FULL = "--train.checkpointing=full"
 CASES: dict[str, tuple[str, ...]] = {
     "1b fsdp": (*LLAMA, "--mesh.tp=1"),

@@ -1,6 +1,7 @@
 """What a rank's memory holds in a step, told from a config alone: `--plan` prints it, `--device` refuses what cannot fit.
 
-    stays       parameters, cached operands of the step boundary, optimizer, gradients that wait, workspaces, symmetric memory
+    stays       parameters, cached operands of the step boundary, optimizer, gradients that wait, workspaces, symmetric memory,
+                and, beside a CUDA graph of the step, what a validation needs
     comes       saved activations, gathered weights, and what the moment works on
 
 A step needs most at one of four moments, and needs as much as that one does:
@@ -33,6 +34,7 @@ from launch.accumulate import Accumulation
 from launch.activations import REST, Saved, saved_by
 from launch.build import meta_model
 from launch.config import Config
+from launch.graph import replays_steps
 from launch.links import said_bytes, transport_name
 from launch.optimizers import state_bytes
 from launch.recompute import recomputed
@@ -41,7 +43,7 @@ WORKSPACES = 4 * 32 * 2**20  # bytes: of cuBLASLt and cuBLAS, on the two streams
 MOMENTS = ("loss", "last block", "first block", "update")
 ROWS = (
     "parameters", "cached operands", "optimizer", "gradients", "saved activations", "gathered", "at work",
-    "symmetric memory", "workspaces",
+    "symmetric memory", "validation", "workspaces",
 )  # fmt: skip
 
 
@@ -141,6 +143,7 @@ class _Estimate:
         stays("cached operands", self._operands())
         stays("optimizer", self._sum(self._states))
         stays("symmetric memory", self._symmetric())
+        stays("validation", self._validation())
         stays("workspaces", WORKSPACES)
         every = sum(saved.values())
         rows["saved activations"] |= {
@@ -292,7 +295,7 @@ class _Estimate:
         unit = max(self._sum(lambda p: prod(p.shape), block) for block in self.blocks)
         head = max((prod(p.shape) for p in self.units[""]), default=0)
         made = self.load.weight_dtype.itemsize if self.fsdp else 4
-        reduced = 4 if self.fsdp else 0
+        reduced = (2 if self.load.grad_wire == "bf16" and self.config.mesh.grad_wire == "auto" else 4) if self.fsdp else 0
         block = self.recomputed + self._block_work()
         root = self._sum(lambda p: prod(p.shape), "")
         return {
@@ -300,6 +303,13 @@ class _Estimate:
             "last block": block + made * unit + (reduced + made) * root * self.fsdp,
             "first block": max(block + (made + 2 * reduced) * unit * self.fsdp, (4 + made) * head + reduced * root),
         }
+
+    def _validation(self) -> float:
+        """Validations run eagerly beside a CUDA graph of the step, whose memory stays reserved: logits, and the widest
+        activations of a block."""
+        if not replays_steps(self.config, self.plan.device_type):
+            return 0.0
+        return self.found.logits + self._block_work() / 2
 
     def _block_work(self) -> float:
         """Gradients of activations inside of an MLP's backward."""
