@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from launch.config import Config, command_line, count, make_parser, to_toml, validate_world
 from launch.loopback import BACKEND, HOST, meet_on_loopback
+from launch.stop import leave
 
 CPU_RANKS = 2
 
@@ -101,4 +102,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))  # the interpreter's own end takes seconds

@@ -199,6 +199,7 @@ def main() -> None:
         print(plan or to_toml(config).rstrip())
     else:
         train(config)
+        leave(0)  # the interpreter's own end takes seconds, for which torchrun waits
 
 
 if __name__ == "__main__":

@@ -158,6 +158,22 @@ train.main()
 """
 
 
+LINGERING = f"""
+import os, signal, sys, threading, time
+sys.path.insert(0, {str(ROOT)!r})
+from launch import train, trainer
+
+def train_step(self, step, original=trainer.Trainer.train_step):
+    if step == {EVERY + 2} and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, step)
+
+trainer.Trainer.train_step = train_step
+threading.Thread(target=time.sleep, args=({LONG},)).start()  # the interpreter's own end would wait for this thread
+train.main()
+"""
+
+
 def listening(pid: int) -> set[str]:
     """The addresses on which a process listens, as the kernel writes them."""
     own = set()
@@ -238,6 +254,17 @@ def test_failed_killed_stopped_and_resumed_to_the_end(tmp_path, data, agent):
     assert f"resuming from step {third} " in to_the_end(tmp_path, agent)
     assert training.metrics(config) == training.metrics(whole)
     assert training.metrics(config, "validation_loss") == training.metrics(whole, "validation_loss")
+
+
+def test_after_a_restart_all_processes_end_within_5_s_of_done(tmp_path, data):
+    training.config(tmp_path, data)
+    (tmp_path / "lingering.py").write_text(LINGERING)
+    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", str(tmp_path / "lingering.py")]
+    settings = [*SETTINGS, f"--train.steps={EVERY + 3}", "--checkpoint.asynchronous=true"]
+    run = Run(tmp_path, "torch.distributed.run", *command, str(tmp_path / "small.toml"), *settings)
+    run.wait_for(lambda: f"done: steps {EVERY + 3}, " in run.output)
+    code, output = run.end(5.0)
+    assert code == 0 and output.count("plan: ") == 2, output
 
 
 def test_a_wrong_setting_is_said_once_by_all_ranks_together(tmp_path, data):
