@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 import dlp
 from dlp.parallel.model.boundary import recipes_of
 from launch import converted, stored, together
-from launch.manifest import CheckpointError, WayOut, complete, damage, hashed, read_manifest, way_out, write_manifest
+from launch.manifest import CheckpointError, WayOut, complete, damage, read_manifest, way_out, write_manifest
 from launch.optimizers import make_state
 from launch.sections import Model
 from launch.stream import TokenStream
@@ -106,18 +106,18 @@ def _set_rng(state: dict[str, Tensor], device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written: its bytes, the seconds it took, and those of them that its hashes took. `left`: the names
-    of older ones that could not be removed."""
+    """A checkpoint that was written: its bytes, and the seconds it took. `left`: the names of older ones that could not be
+    removed."""
 
+    step: int
     path: Path
     size: int
     seconds: float
-    hashing: float
     left: list[str]
 
     def __str__(self) -> str:
         left = f"; could not be removed, and is tried again: {', '.join(self.left)}" if self.left else ""
-        return f"saved {self.path}: {_cost(self.size, self.seconds)}, {self.hashing:.2f} s of it for hashes{left}"
+        return f"saved {self.path}: {_cost(self.size, self.seconds)}{left}"
 
 
 def _cost(size: int, seconds: float) -> str:
@@ -148,7 +148,10 @@ def snapshot(step: int, training: Training) -> Snapshot:
 
 def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
     """`write` of the run as it is."""
-    return write(folder, snapshot(step, training), keep)
+    taken = snapshot(step, training)
+    if training.device.type == "cuda":
+        torch.cuda.synchronize(training.device)  # threads of the writer read the tensors on streams of their own
+    return write(folder, taken, keep)
 
 
 def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None = None) -> Saved:
@@ -162,19 +165,17 @@ def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None =
     try:
         _at_rank_0(lambda: _make_room(folder, temporary), group)
         try:
-            dcp.save(taken.tensors, storage_writer=stored.Writer(temporary), process_group=group)
+            dcp.save(taken.tensors, storage_writer=(writer := stored.Writer(temporary)), process_group=group)
         except dcp.api.CheckpointException as error:
             raise SaveError(_reason(error)) from None
-        written = time.perf_counter()
-        files = _hashed_by_writers(temporary, rank, group)
-        hashing = time.perf_counter() - written
+        files = {name: entry for each in together.from_all(writer.hashes, group) for name, entry in each.items()}
         left = _at_rank_0(lambda: _finish(temporary, final, {**taken.manifest, "files": files}, keep), group)
     except SaveError as error:
         if rank == 0:
             _remove(temporary)
         raise SaveError(f"{final} could not be written: {error}; what was saved before stands") from None
     size = sum(entry["bytes"] for entry in files.values())
-    return Saved(final, size, time.perf_counter() - began, hashing, left)
+    return Saved(taken.step, final, size, time.perf_counter() - began, left)
 
 
 def _at_rank_0(do: Callable[[], T], group: ProcessGroup | None) -> T:
@@ -202,21 +203,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _hashed_by_writers(folder: Path, rank: int, group: ProcessGroup | None) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file, each hashed by the rank that wrote it."""
-    try:
-        own = sorted(folder.glob(f"__{rank}_*.distcp")) + [folder / stored.INDEX] * (rank == 0)
-        mine: dict[str, dict[str, Any]] | str = {path.name: hashed(path) for path in own}
-    except OSError as error:
-        mine = f"rank {rank}: {error}"
-    found: dict[str, dict[str, Any]] = {}
-    for each in together.from_all(mine, group):
-        if isinstance(each, str):
-            raise SaveError(each)
-        found |= each
-    return found
 
 
 def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> list[str]:

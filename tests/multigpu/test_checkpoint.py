@@ -152,7 +152,7 @@ def test_a_checkpoint_holds_plain_tensors_and_says_what_it_is(ranks, tmp_path, d
     manifest = read_manifest(path)
     assert manifest["recipes"]["model.layers.0.mlp.up_proj"] == "fp8_current"
     assert manifest["recipes"]["lm_head"] == "bf16" and manifest["step"] == 2 and manifest["world_size"] == 2
-    assert sorted(manifest["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert sorted(manifest["files"]) == [".metadata", "__0_0_0.distcp", "__1_0_0.distcp"]
 
 
 @pytest.mark.ranks(2)
@@ -181,9 +181,9 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_is_used_when_asked(rank
     config = training.config(tmp_path, data)
     ranks(2).run(training.run, config)
     before = training.metrics(config)
-    (folder(config) / "step-6" / "__1_0.distcp").write_bytes(b"torn")
+    (folder(config) / "step-6" / "__1_0_0.distcp").write_bytes(b"torn")
     for refused in ranks(2).run(refusal, config):
-        assert re.search(r"step-6 is torn: __1_0.distcp has 4 bytes, .* --checkpoint.resume \S+/step-4 ", refused)
+        assert re.search(r"step-6 is torn: __1_0_0.distcp has 4 bytes, .* --checkpoint.resume \S+/step-4 ", refused)
     asked = training.config(tmp_path, data, f"--checkpoint.resume={folder(config)}/step-4")
     ranks(2).run(training.run, asked)
     assert training.metrics(asked) == before
@@ -214,7 +214,7 @@ def test_every_flipped_bit_is_found_before_anything_is_used(ranks, tmp_path, dat
     config = training.config(tmp_path, data, "--train.steps=2")
     ranks(2).run(training.run, config)
     whole = folder(config) / "step-2"
-    places = [(name, part) for name in (".metadata", "__0_0.distcp", "__1_0.distcp") for part in (0.1, 0.5, 0.9)]
+    places = [(name, part) for name in (".metadata", "__0_0_0.distcp", "__1_0_0.distcp") for part in (0.1, 0.5, 0.9)]
     flipped = copies(whole, len(places))
     for path, (name, part) in zip(flipped, places, strict=True):
         content = bytearray((path / name).read_bytes())
@@ -259,14 +259,14 @@ def test_nothing_that_a_checkpoint_names_is_run(ranks, tmp_path, data):
         replace(index, planner_data=Planted(made[1])),
         replace(index, state_dict_metadata=index.state_dict_metadata | {first.fqn: BytesStorageMetadata()}),
         replace(
-            index, storage_data=index.storage_data | {first: replace(place, relative_path="../step-2/__0_0.distcp")}
+            index, storage_data=index.storage_data | {first: replace(place, relative_path="../step-2/__0_0_0.distcp")}
         ),
         replace(index, storage_data=index.storage_data | {first: replace(place, offset=10**9)}),
     ]
     for path, content in zip(planted, indices, strict=False):
         (path / ".metadata").write_bytes(pickle.dumps(content))
         renew(path)
-    torch.save(Planted(made[5]), planted[5] / "__1_0.distcp")
+    torch.save(Planted(made[5]), planted[5] / "__1_0_0.distcp")
     renew(planted[5])
     elsewhere = training.config(tmp_path, data, f"--run.dir={tmp_path}/other")
     for said in ranks(2).run(refusals, elsewhere, planted):
@@ -275,7 +275,7 @@ def test_nothing_that_a_checkpoint_names_is_run(ranks, tmp_path, data):
             [
                 "it names posix.mkdir, which no index of tensors has", "it names posix.mkdir, which no index of tensors has",
                 f".metadata is no index of tensors (UnpicklingError: it names {BytesStorageMetadata.__module__}",
-                ".metadata and the manifest list different files, first '../step-2/__0_0.distcp'", " rank ", " rank ",
+                ".metadata and the manifest list different files, first '../step-2/__0_0_0.distcp'", " rank ", " rank ",
             ],
             strict=True,
         ):  # fmt: skip
@@ -403,7 +403,7 @@ def save_without_room(config: Config) -> list[str]:
 
     FileSystem.create_stream, Path.open = full, full_open
     try:
-        for name in ("__1_0.distcp", ".metadata", "manifest.json"):  # noqa: B007 (read by the two above)
+        for name in ("__1_0_0.distcp", ".metadata", "manifest.json"):  # noqa: B007 (read by the two above)
             with pytest.raises(checkpoint.SaveError) as caught:
                 checkpoint.save(trainer.run.checkpoints, 2, trainer.state, keep=2)
             said.append(str(caught.value))
@@ -435,7 +435,7 @@ def saved_apart(config: Config) -> str:
 @pytest.mark.ranks(2)
 def test_files_that_do_not_reach_rank_0_are_no_checkpoint(ranks, tmp_path, data):
     for rank, said in enumerate(ranks(2).run(saved_apart, training.config(tmp_path, data))):
-        reason = "rank 0: __1_0.distcp is missing, expected [0-9]+ bytes, as when ranks do not share this folder"
+        reason = "rank 0: __1_0_0.distcp is missing, expected [0-9]+ bytes, as when ranks do not share this folder"
         assert re.search(rf"/rank{rank}/step-1 could not be written: {reason}; what was saved before stands$", said)
     assert list((tmp_path / "run" / "rank0").iterdir()) == []
 
