@@ -1,18 +1,21 @@
 """Checkpoints beside the training: copied at a step's end, written by a thread while the next steps run.
 
-    step N ─► copy, beside forward and backward of N + 1 ─► its update waits for the copy
-                  └─► a thread writes, hashes, renames, over a process group of its own ─► settled at the next save
+    step N ─► device copy of what fits into free memory ─► a thread: pinned copy, write, rename ─► settled at the next save
+          └─► pinned copy of the rest, beside forward and backward of N + 1 ─► the update of N + 1 waits for both copies
 
-Copies lie in memory of this host that is kept from save to save, pinned where they come from a GPU, on a stream of their own.
-What a checkpoint is, and when it counts, is as of one that is waited for: a rename when every rank is done.
+Pinned memory is kept from save to save. All copies run on a stream of their own; the device waits for them before the next
+update, and before the next replay of a CUDA graph, and the host never does. The thread has a process group of its own.
+A checkpoint is the same as one that training waits for: it counts once every rank is done and it is renamed. The last save
+of a run has nothing to run beside: where no memory for copies is there yet, it is written without them.
 
-Ranks agree on how a save ended when they settle it, all at the same step. One that fails is said, and the run goes on with
-what was saved before; the second in a row ends the run, as does the one that a run ends with.
+Ranks agree on how a save ended when they settle it, all at the same step. A save that fails is reported, and the run goes on
+with what was saved before; the second failure in a row ends the run, as does the failure of the run's last save.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,43 +28,77 @@ from torch.distributed.tensor import DTensor
 
 from launch import checkpoint
 from launch.checkpoint import Saved, SaveError, Snapshot, Training
+from launch.sections import Checkpoint
 
 IN_A_ROW = 2  # saves that fail, before the run ends
 
 
 class Copies:
-    """This host's copies of a run's tensors, kept from one save to the next."""
+    """Copies of a run's tensors in memory of this host, which is kept from one save to the next: `take`, then `fetch`.
+
+    On a GPU `take` copies as many tensors as fit into half of the free device memory on the device, which takes
+    milliseconds, and the others to the host, which takes as long as the bus. `fetch` brings the former to the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self._device, self._pinned = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pinned else None
         self._kept: dict[str, Tensor] = {}
-        self.done: torch.cuda.Event | None = None  # behind what was copied last
+        self._room = self._reserved = 0  # bytes of device copies: still allowed in this save; made in the save before
+        self.done: torch.cuda.Event | None = None  # recorded behind the copies of the last `take`
+
+    @property
+    def empty(self) -> bool:
+        """Whether no host memory was taken yet."""
+        return not self._kept
 
     def take(self, taken: Snapshot) -> Snapshot:
-        """The same of copies; on a GPU they are there once `done` is."""
+        """Copy all tensors, at the latest when `done` is reached, on the device or on the host."""
         if self._stream is None:
-            return replace(taken, tensors=self._tree("", taken.tensors))
+            return replace(taken, tensors=self._tree("", taken.tensors, self._to_host))
+        self._room = room = (self._free_device_memory() + self._reserved) // 2
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            copied = self._tree("", taken.tensors)
+            copied = self._tree("", taken.tensors, self._apart)
             self.done = torch.cuda.Event()
             self.done.record()
+        self._reserved = room - self._room
         return replace(taken, tensors=copied)
 
-    def _tree(self, name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self._tree(f"{name}/{key}", each) for key, each in value.items()}
-        if isinstance(value, DTensor):
-            return DTensor(self._copy(name, value._local_tensor), value._spec, requires_grad=False)
-        return self._copy(name, value) if isinstance(value, Tensor) else value
+    def fetch(self, taken: Snapshot) -> None:
+        """Replace device copies of `take` by copies on the host, and wait. Called by the thread that writes."""
+        if self._stream is None:
+            return
+        with torch.cuda.stream(self._stream):
+            copied = self._tree(
+                "", taken.tensors, lambda name, each: self._to_host(name, each) if each.is_cuda else each
+            )
+        self._stream.synchronize()
+        taken.tensors.update(copied)  # which frees the device copies
 
-    def _copy(self, name: str, source: Tensor) -> Tensor:
+    def _free_device_memory(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def _tree(self, name: str, value: Any, copy: Callable[[str, Tensor], Tensor]) -> Any:
+        if isinstance(value, dict):
+            return {key: self._tree(f"{name}/{key}", each, copy) for key, each in value.items()}
+        if isinstance(value, DTensor):
+            return DTensor(copy(name, value._local_tensor), value._spec, requires_grad=False)
+        return copy(name, value) if isinstance(value, Tensor) else value
+
+    def _apart(self, name: str, source: Tensor) -> Tensor:
+        if not source.is_cuda or source.nbytes > self._room:
+            return self._to_host(name, source)
+        self._room -= source.nbytes
+        source.record_stream(self._stream)
+        return source.detach().clone()
+
+    def _to_host(self, name: str, source: Tensor) -> Tensor:
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (source.shape, source.dtype):
             kept = self._kept[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pinned)
         if self._stream is not None and source.is_cuda:
-            source.record_stream(self._stream)  # a copy that the run lets go of must outlive this one
+            source.record_stream(self._stream)  # a tensor that the run frees must outlive the copy
         return kept.copy_(source.detach(), non_blocking=True)
 
 
@@ -80,8 +117,8 @@ class Overhead:
     def said(self, took: float) -> str:
         """`took`: seconds of the whole loop."""
         saves = f"{self.saves} save{'s' * (self.saves > 1)}: "
-        if not self.asynchronous:
-            waited = self.first + self.host + self.last
+        if not self.asynchronous or self.saves == 1:
+            waited = self.first + max(self.host, self.device) + self.last
             return f"{saves}training waited {waited:.2f} s, {waited / took:.2%} of its time"
         between, steps = max(self.host, self.device), took - self.first - self.last
         share = between / steps if steps > 0 else 0.0
@@ -92,12 +129,24 @@ class Overhead:
         )
 
 
+def describe(settings: Checkpoint) -> str:
+    """When a run saves, for its plan."""
+    if settings.none:
+        return "saves: none ([checkpoint] every = 0 and at_end = false)"
+    if not settings.every:
+        return "saves: after the last step"
+    end = " and after the last step" * settings.at_end
+    how = "written while the next steps run" if settings.asynchronous else "training waits for each"
+    return f"saves: every {settings.every} steps{end}, {how}"
+
+
 class Saver:
-    """The saves of one run on this rank; all ranks make and call it alike."""
+    """The saves of one run on this rank; all ranks make and call it alike. `saved`: the step of the last finished checkpoint
+    that this run has written or began from, 0 without one."""
 
     def __init__(self, folder: Path, training: Training, keep: int, asynchronous: bool) -> None:
         self.folder, self.training, self.keep = folder, training, keep
-        self.overhead, self._failed = Overhead(asynchronous), 0
+        self.overhead, self._failed, self.saved = Overhead(asynchronous), 0, 0
         self._writing: Future[Saved] | None = None
         self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if asynchronous:
@@ -112,21 +161,21 @@ class Saver:
         said = self.settle(final=False)
         began = time.perf_counter()
         self.overhead.saves += 1
-        if self.asynchronous:
+        where = "first" if self.overhead.saves == 1 else "host"
+        if self.asynchronous and not (final and self._copies.empty):
             taken = self._copies.take(checkpoint.snapshot(step, self.training))
-            self._writing = self._thread.submit(self._write, taken, self._copies.done)
+            self._writing = self._thread.submit(self._write, taken)
         else:
-            self._writing = Future()
+            where, self._writing = "last" if final else where, Future()
             try:
                 self._writing.set_result(checkpoint.save(self.folder, step, self.training, self.keep))
             except SaveError as error:
                 self._writing.set_exception(error)
-        self._count(time.perf_counter() - began, "first" if self.overhead.saves == 1 else "host")
+        self._count(time.perf_counter() - began, where)
         return said + (self.settle(final) if final or not self.asynchronous else [])
 
-    def _write(self, taken: Snapshot, copied: torch.cuda.Event | None) -> Saved:
-        if copied is not None:
-            copied.synchronize()
+    def _write(self, taken: Snapshot) -> Saved:
+        self._copies.fetch(taken)
         return checkpoint.write(self.folder, taken, self.keep, self._group)
 
     def before_update(self) -> None:
@@ -156,8 +205,14 @@ class Saver:
         self._count(time.perf_counter() - began, "last" if final else "host")
         if self._waits is not None:
             self.overhead.device += self._waits[0].elapsed_time(self._waits[1]) / 1e3
-        self._failed, self._waits = 0, None
+        self._failed, self._waits, self.saved = 0, None, saved.step
         return [str(saved)]
+
+    def unsaved(self, done: int) -> str:
+        """What a run that ends after `done` steps says of steps that are in no checkpoint."""
+        if self.saved == done:
+            return ""
+        return f", nothing was saved after step {self.saved}" if self.saved else ", nothing was saved"
 
     def _count(self, seconds: float, where: str) -> None:
         setattr(self.overhead, where, getattr(self.overhead, where) + seconds)

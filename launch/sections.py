@@ -234,14 +234,30 @@ class Train(Section):
 class Checkpoint(Section):
     """When to save and what to continue from."""
 
-    every: int = setting(integer(">= 1"), "steps between checkpoints; the last step always has one", 100)
+    every: int = setting(integer(">= 0"), "steps between checkpoints; 0: none before the last step", 100)
+    at_end: bool = setting(
+        flag(),
+        "the last step has a checkpoint; false: it has none, and steps after the newest checkpoint are lost",
+        True,
+    )
     keep: int = setting(integer(">= 1"), "newest checkpoints kept", 3)
     asynchronous: bool = setting(
-        flag(), "a checkpoint is copied to the host's memory and written while the next steps run", False
+        flag(),
+        "a checkpoint is copied to the host's memory and written while the next steps run; false: training waits",
+        True,
     )
     resume: str = setting(
         text('"auto", "none" or a path'), "auto: the newest complete checkpoint of the run, if any", "auto"
     )
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether step `step`, which is the run's last or not, has a checkpoint."""
+        return self.at_end if last else self.every > 0 and step % self.every == 0
+
+    @property
+    def none(self) -> bool:
+        """Whether the run saves nothing, not even when it is stopped."""
+        return not (self.every or self.at_end)
 
 
 METRICS = Rule(

@@ -39,6 +39,7 @@ from launch.models.parallel import describe_fused
 from launch.oom import sentence, watch_memory
 from launch.optimizers import describe as describe_optimizer
 from launch.rundir import RunDir
+from launch.saver import describe as describe_saves
 from launch.schedule import planned_swaps
 from launch.stop import StopFlag, end_hung, leave, leave_after_exceptions, leave_behind, refuse
 from launch.trainer import NotFinite, Trainer
@@ -60,7 +61,8 @@ def plan_text(config: Config, world: int, device: str) -> str:
     kind = kind_of(device)
     layers = [str(found.plan), *describe_fused(config.model), "", attention_of(config, kind).describe()]
     layers.append(describe_graph(config, kind))
-    lines = [found.dims.describe(kind), *layers, "", *held, "", *sent, *averages, *map(str, swaps)]
+    saves = describe_saves(config.checkpoint)
+    lines = [found.dims.describe(kind), *layers, "", *held, "", *sent, *averages, *map(str, swaps), saves]
     return "\n".join(lines)
 
 
@@ -105,7 +107,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         slow = wire.warn_of_tp(built.plan, load, config.train.optimizer, ranks_of_host())
         gradients = wire.describe_gradients(built.plan, load, built.accumulation)
         averages = describe_optimizer(config, built.plan, built.dims.dp_shard)
-        for line in (*slow, *gradients, *averages, *map(str, built.swaps)):
+        for line in (*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)
         done = trainer.resume()

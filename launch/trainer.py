@@ -378,7 +378,7 @@ class Trainer:
                 in_flight = None
                 if not self.wants_stop:
                     self.find_scales(done)
-            saves = done % config.checkpoint.every == 0 or done == steps
+            saves = config.checkpoint.due(done, done == steps)
             validates = done % config.train.eval_every == 0 or done == steps
             if in_flight is not None and (saves or validates or self.wants_stop):
                 self.read(in_flight)
@@ -387,8 +387,10 @@ class Trainer:
                 with self.slowly("validating"):
                     loss = self.validate()
                 self.recorder.validation(done, loss)
-            if saves or self.wants_stop:
+            if saves or (self.wants_stop and not config.checkpoint.none):
                 self.save(done, final=done == steps or self.wants_stop)
+        with self.slowly("saving"), self.stop.saving():
+            self.say(self.saver.settle(final=True))  # where the last step has no checkpoint
         return done, loss
 
     def tell_recipes(self, current: Step) -> bool:
@@ -413,6 +415,7 @@ class Trainer:
                 f"--checkpoint.resume none (this run is then moved aside) or another --run.dir"
             )
         self.recorder.begin(done)
+        self.saver.saved = done
         if self.run.leader:
             to_beat = baseline(self.shards.train, self.shards.validation)
             self.recorder.baseline(done, to_beat)
@@ -432,11 +435,13 @@ class Trainer:
         self.recorder.close()
         if self.saver.overhead.saves:
             self.run.say(self.saver.overhead.said(time.perf_counter() - began))
+        unsaved = self.saver.unsaved(done)
         if done < steps:
-            self.run.say(f"stopped by SIGTERM at step {done}, checkpoint {self.run.checkpoints / f'step-{done}'}")
+            kept = unsaved or f", checkpoint {self.run.checkpoints / f'step-{done}'}"
+            self.run.say(f"stopped by SIGTERM at step {done}{kept}")
         elif self.run.leader:
             self.run.say(str(to_beat))
             self.run.say(
                 f"done: steps {done}, validation loss {loss:.3f} {to_beat.unit}, "
-                f"{self.recorder.tokens_per_second:,.0f} tokens/s, run {self.run.path}"
+                f"{self.recorder.tokens_per_second:,.0f} tokens/s, run {self.run.path}{unsaved}"
             )

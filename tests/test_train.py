@@ -10,6 +10,8 @@ import pytest
 from launch import stop, train
 from launch.config import load, to_toml
 from launch.rate import learning_rate, rate_remarks
+from launch.saver import describe
+from launch.sections import Checkpoint
 from launch.train import lost_peer, plan_text
 from tests.command import command
 
@@ -27,6 +29,20 @@ def test_a_plan_needs_no_ranks(world, device, mesh):
         "plan: 29 linears (20 fp8_current column, 8 fp8_current row, 1 bf16 "
     )
     assert ("reference" if device == "cpu" else "cublaslt fp8 tn") in lines[5]
+    assert lines[-1] == "saves: every 100 steps and after the last step, written while the next steps run"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"asynchronous": False}, "saves: every 100 steps and after the last step, training waits for each"),
+        ({"at_end": False}, "saves: every 100 steps, written while the next steps run"),
+        ({"every": 0}, "saves: after the last step"),
+        ({"every": 0, "at_end": False}, "saves: none ([checkpoint] every = 0 and at_end = false)"),
+    ],
+)
+def test_a_plan_says_when_a_run_saves(settings, line):
+    assert describe(Checkpoint(**settings)) == line
 
 
 def test_a_billion_parameters_are_planned_without_their_memory():

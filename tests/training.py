@@ -50,6 +50,7 @@ eval_batches = 1
 [checkpoint]
 every = 2
 keep = 10
+asynchronous = false
 [run]
 dir = "{run}"
 [[groups]]

@@ -67,6 +67,28 @@ def test_what_is_written_later_is_the_step_that_was_saved(ranks, tmp_path, data,
     assert any(re.fullmatch(r"3 saves: training waited .* s, .*% of its time", line) for line in training.said(waited))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("settings", "left", "said"),
+    [
+        (["--checkpoint.every=0"], ["step-3"], ""),
+        (["--checkpoint.every=0", ASYNC], ["step-3"], ""),
+        (["--checkpoint.every=2", "--checkpoint.at_end=false", ASYNC], ["step-2"], ", nothing was saved after step 2"),
+        (["--checkpoint.every=0", "--checkpoint.at_end=false"], [], ", nothing was saved"),
+    ],
+    ids=["at the end", "at the end, without copies", "every second step", "never"],
+)
+def test_a_run_saves_only_when_it_is_told_to_and_its_last_line_says_what_is_lost(
+    ranks, tmp_path, data, settings, left, said
+):
+    config = training.config(tmp_path, data, "--train.steps=3", *settings)
+    ranks(2).run(training.run, config)
+    assert [path.name for path in complete(folder(config))] == left
+    lines = training.said(config)
+    assert lines[-1].startswith("done: steps 3, ") and lines[-1].endswith(f"run {tmp_path}/run{said}")
+    assert sum(line.startswith("saved ") for line in lines) == len(left)
+
+
 def run_on_full_disk(config: Config, steps: list[int]) -> str:
     """Saves of these steps fail; what ends the run, if anything does."""
     write = checkpoint.write
