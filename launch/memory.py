@@ -295,7 +295,9 @@ class _Estimate:
         unit = max(self._sum(lambda p: prod(p.shape), block) for block in self.blocks)
         head = max((prod(p.shape) for p in self.units[""]), default=0)
         made = self.load.weight_dtype.itemsize if self.fsdp else 4
-        reduced = (2 if self.load.grad_wire == "bf16" and self.config.mesh.grad_wire == "auto" else 4) if self.fsdp else 0
+        reduced = (
+            (2 if self.load.grad_wire == "bf16" and self.config.mesh.grad_wire == "auto" else 4) if self.fsdp else 0
+        )
         block = self.recomputed + self._block_work()
         root = self._sum(lambda p: prod(p.shape), "")
         return {

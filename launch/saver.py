@@ -87,7 +87,7 @@ class Copies:
         return copy(name, value) if isinstance(value, Tensor) else value
 
     def _apart(self, name: str, source: Tensor) -> Tensor:
-        if not source.is_cuda or source.nbytes > self._room:
+        if self._stream is None or not source.is_cuda or source.nbytes > self._room:
             return self._to_host(name, source)
         self._room -= source.nbytes
         source.record_stream(self._stream)

@@ -136,17 +136,17 @@ class Writer(dcp.FileSystemWriter):
     that this rank wrote, by name.
 
     torch's own threads lose their errors, and its copies from a GPU ahead of the write allocate pinned memory; neither is used.
-    torch's checksums of an archive's records (CRC-32, 0.7 GB/s a core) are left out: the manifest has better ones of all files.
+    torch's checksums of an archive's records (CRC-32) are left out: the manifest has better ones of all files.
     """
 
     def __init__(self, path: Path, *, file_each: bool = False) -> None:
         super().__init__(path, single_file_per_rank=not file_each, per_thread_copy_ahead=0)
-        self.fs = _Files()
+        self._files = _Files()
+        self.fs: Any = self._files
 
     @property
     def hashes(self) -> dict[str, dict[str, Any]]:
-        files: _Files = self.fs
-        return files.hashes
+        return self._files.hashes
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         checksums = get_crc32_options()

@@ -102,7 +102,7 @@ class Replays:
     def next(self) -> bool:
         """Begin a step; return whether it is to be replayed."""
         due, changes = any(session.swaps_next for session in self.sessions), self._recipe_changes()
-        if due or changes != self._changes:
+        if due or changes[: len(self._changes)] != self._changes:
             self.drop()
         self._changes, self._warm = changes, self._warm + 1
         return self._warm > WARM_UP and not due
@@ -199,9 +199,9 @@ class GraphedStep(Generic[Result]):
 def graphed_step(step: Callable[..., Result], example_batch: Sequence[Any]) -> GraphedStep[Result]:
     """Return `step` as a callable that replays it as a CUDA graph, which takes the host out of a training step.
 
-    The first three calls run `step` eagerly; the fourth captures it, and that call and all later ones replay the graph. A
-    recipe change that is scheduled (`dlp.set_recipe(..., at_step=...)`) is made by an eager step, after which the step is
-    captured anew. Results are bitwise equal to those of eager steps.
+    The first three calls run `step` eagerly; the fourth captures it, and that call and all later ones replay the graph. Before
+    a recipe changes (`dlp.set_recipe`), call `reset()`; the step is then captured anew. Results are bitwise equal to those of
+    eager steps.
 
     Args:
         step: forward, backward, the optimizer's step and `zero_grad(set_to_none=True)`, called as `step(*batch)`. It returns

@@ -1,0 +1,95 @@
+"""`dlp.graphed_step`: which calls are eager, which are replayed, when a graph is dropped. The CPU simulates the graph;
+tests/gpu/test_graph.py and tests/multigpu/test_graph.py have real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import dlp
+from dlp.parallel.model.boundary import schedule
+from dlp.parallel.model.graph import WARM_UP, CapturedStep, GraphedStep, Replays, graphed_step
+
+
+class SimulatedGraph:
+    """Runs the work at each replay; the capture runs it once and undoes nothing, as the policy must not depend on that."""
+
+    made = 0
+
+    def __init__(self, work: Callable[[Any], Any], like: Any) -> None:
+        SimulatedGraph.made += 1
+        self._work = work
+
+    def __call__(self, batch: Any) -> Any:
+        return "replayed", self._work(batch)
+
+
+def graphed(step: Callable[..., Any]) -> GraphedStep[Any]:
+    """A graphed step on the CPU, whose graph is simulated."""
+    made = GraphedStep.__new__(GraphedStep)
+    made._step, made._like, made._replays, made._rates = step, (torch.zeros(2),), Replays([], None), []
+    made._replays.capture = SimulatedGraph
+    return made
+
+
+def test_a_batch_on_the_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^dlp.graphed_step: example_batch lies on cpu, and a CUDA graph needs"):
+        graphed_step(lambda x: x, (torch.zeros(2),))
+
+
+def test_steps_are_eager_then_captured_once_then_replayed_and_a_reset_begins_anew() -> None:
+    SimulatedGraph.made = 0
+    run = graphed(lambda x: x.sum())
+    kinds = [isinstance(run(torch.ones(2)), tuple) for _ in range(WARM_UP + 3)]
+    assert kinds == [False] * WARM_UP + [True] * 3 and SimulatedGraph.made == 1 and run.captured
+    run.reset()
+    assert not run.captured and not isinstance(run(torch.ones(2)), tuple)
+
+
+def training(rate: Any) -> tuple[GraphedStep[Any], Any, nn.Module]:
+    model = nn.Sequential(nn.Linear(16, 16))
+    dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="fp8_current")], dlp.build_mesh(device_type="cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    dlp.attach(model, optimizer)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return graphed(step), optimizer, model
+
+
+def test_a_scheduled_recipe_change_is_an_eager_step_and_the_graph_is_dropped() -> None:
+    run, _, model = training(torch.tensor(1e-3))
+    schedule(model, ["0"], WARM_UP + 2, "bf16")
+    with patch.object(SimulatedGraph, "made", 0):
+        kinds = [isinstance(run(torch.ones(4, 16)), tuple) for _ in range(2 * WARM_UP + 4)]
+        eager = [False] * WARM_UP
+        assert kinds == [*eager, True, False, *eager, True, True] and SimulatedGraph.made == 2
+    assert str(model[0].core.spec.recipe) == "bf16"
+
+
+def test_a_rate_that_is_a_number_and_changes_is_refused() -> None:
+    run, optimizer, _ = training(1e-3)
+    for _ in range(WARM_UP + 2):
+        run(torch.ones(4, 16))
+    optimizer.param_groups[0]["lr"] = 2e-3
+    with pytest.raises(ValueError, match=r"^dlp.graphed_step: the graph holds the learning rates \[0.001\], and the"):
+        run(torch.ones(4, 16))
+    run.reset()
+    run(torch.ones(4, 16))
+
+
+def test_a_batch_of_another_shape_is_refused() -> None:
+    captured = CapturedStep.__new__(CapturedStep)
+    captured._leaves, captured._form = torch.utils._pytree.tree_flatten((torch.zeros(2, 3), 1))
+    with pytest.raises(ValueError, match=r"torch.float32 \(2, 3\), 1; got torch.float32 \(1, 3\), 1: drop or pad"):
+        captured((torch.zeros(1, 3), 1))
