@@ -48,7 +48,7 @@ Run = Callable[[], Any]
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 BUFFERS = 4  # inputs in turn; at the sizes of interest together more than the L2 cache
-REPETITIONS = 9
+REPETITIONS, WARM = 9, 2  # the first WARM repetitions are not counted
 SLEEP = 60_000_000  # cycles that the device sleeps while the host runs ahead, about 30 ms
 # Shares of the time of the bf16 gather that must be reached with 4 ranks and 8192x8192.
 MOST = 1.05  # of the time of torch's reduce-scatter of bf16, on 2 ranks through mapped memory
@@ -103,7 +103,7 @@ class Bench:
 
     def times(self, runs: Sequence[Run], calls: int | None = None) -> list[float]:
         """Of each run, the median over repetitions of the slowest rank."""
-        rows = [[self.once(run, calls or self.calls) for run in runs] for _ in range(REPETITIONS + 2)][2:]
+        rows = [[self.once(run, calls or self.calls) for run in runs] for _ in range(REPETITIONS + WARM)][WARM:]
         slowest = torch.tensor(rows, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return [statistics.median(column) for column in slowest.t().tolist()]
