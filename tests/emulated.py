@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dlp.comm import transport
-from dlp.comm.slots import RANKS
-from dlp.kernels import captured, codes, cuda, cuda_producers, gemm_sm90, gemms, loader, ops, reference, table, wire
+from dlp.kernels import captured, codes, cuda, cuda_producers, gemms, loader, ops, reference, table, wire
 from dlp.kernels.reference import Fp8Scale
 from dlp.parallel.linear import autograd
 from tests import bound
-from tests.played_transport import STEPS, arrivals
+from tests.played_transport import STEPS
 
 ALIGNMENT = 64  # of memory on the CPU
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -184,53 +183,17 @@ class Module:
 
     @staticmethod
     def gemm_fp8_blocks(words: Any, e5m2: bool, wide: bool, stream: int) -> None:
-        rows, cols, _ = words[6:9]
-        out = at(words[2], (rows, cols), TYPE[wide], (words[11], 1))
-        Module._multiplied(words, e5m2, Module._laid_scales(words), slice(0, rows), out)
-
-    @staticmethod
-    def gemm_fp8_sending(words: Any, slots: Sequence[int], to: Sequence[int], e5m2: bool, stream: int) -> None:
-        (rows, cols, _), (offset, each), (rank, world) = words[6:9], to, slots[RANKS:]
-        assert each % gemm_sm90.PAIR[0] == 0 and each * world == rows
-        for turn in range(1, world + 1):
-            owner = (rank + turn) % world
-            out, some = at(slots[owner] + offset, (each, cols), TYPE[0]), slice(owner * each, (owner + 1) * each)
-            more = at(words[2], (rows, cols), torch.float32)[some] if words[16] else None
-            Module._multiplied(words, e5m2, Module._laid_scales(words), some, out, more)
-
-    @staticmethod
-    def _laid_scales(words: Any) -> Tensor:
-        """Of A, [rows, blocks], which a GEMM reads block by block."""
-        return at(words[3], (-(-words[8] // 128), words[12]), torch.float32, (words[13], 1)).t()
-
-    @staticmethod
-    def gemm_fp8_arriving(
-        words: Any, arriving: Sequence[int], waiting: Sequence[int], e5m2: bool, wide: bool, stream: int
-    ) -> None:
-        rows, cols, contraction = words[6:9]
-        each = arriving[1]
-        assert each % gemm_sm90.PAIR[0] == 0 and each * waiting[4] == rows
-        scales = at(words[3], (rows, -(-contraction // 128)), torch.float32, (words[13], 1))
-        out = at(words[2], (rows, cols), TYPE[wide], (words[11], 1))
-        for rank in arrivals(arriving, waiting):
-            some = slice(rank * each, (rank + 1) * each)
-            Module._multiplied(words, e5m2, scales, some, out[some])
-
-    @staticmethod
-    def _multiplied(
-        words: Any, e5m2: bool, scales: Tensor, some: slice, out: Tensor, more: Tensor | None = None
-    ) -> None:
-        """Rows of the result of `BlockGemmJob`, to `out`; `scales`: of all rows of A, compact; `more`: what they are added to,
-        where that is not `out`."""
         rows, cols, contraction, *strides = words[6:12]
-        left = at(words[0], (rows, contraction), CODES[e5m2], (strides[0], 1))[some].float()
-        left = left * scales[some].repeat_interleave(128, 1)[:, :contraction]
-        b_scale = at(words[4], (words[14], -(-contraction // 128)), torch.float32, (words[15], 1))
+        out, blocks = at(words[2], (rows, cols), TYPE[wide], (strides[2], 1)), -(-contraction // 128)
+        a_scale = at(words[3], (blocks, words[12]), torch.float32, (words[13], 1)).t()[:rows]
+        left = at(words[0], (rows, contraction), CODES[e5m2], (strides[0], 1)).float()
+        left = left * a_scale.repeat_interleave(128, 1)[:, :contraction]
+        b_scale = at(words[4], (words[14], blocks), torch.float32, (words[15], 1))
         right = at(words[1], (cols, contraction), CODES[0], (strides[1], 1)).float()
         right = right * b_scale.repeat_interleave(128, 0)[:cols].repeat_interleave(128, 1)[:, :contraction]
         made = left @ right.t()
         made = made + at(words[5], (cols,), out.dtype).float() if words[5] else made
-        out.copy_(made + (out if more is None else more) if words[16] else made)
+        out.copy_(made + out if words[16] else made)
 
     @staticmethod
     def rms_norm(words: Any, eps: float, wide: bool, stream: int) -> None:

@@ -47,13 +47,9 @@ def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
 
 
 # What a launch waits for in its own slot, from each peer: a word, its least value, and what the word is then.
-WAITS = {
-    "begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "await_sent": (SENT, 1, None), "gemm_fp8_arriving": (SENT, 1, None),
-    "agreed": (MET, None, None),
-}  # fmt: skip
-# The words that it writes without waiting, of each peer: in its own slot, or in theirs. None: a growing count.
-FORGETS = {"forget_sent": (SENT, 0)}
-TELLS = {"meet": (SENT, 1), "tell": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}
+WAITS = {"begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "agreed": (MET, None, None)}
+# The words that a launch writes without waiting, in the slots of all peers. None: a growing count.
+TELLS = {"meet": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}
 
 
 class Word(NamedTuple):
@@ -76,7 +72,7 @@ class Order:
         every = sorted({(rank, each.stream) for rank, launches in enumerate(taken) for each in launches})
         self.world, self.streams = len(taken), {stream: i for i, stream in enumerate(every)}
         self.clock, none = np.eye(len(every), dtype=np.int64), np.zeros(len(every), dtype=np.int64)
-        self.bounds = np.unique(joined(each for launches in taken for launch in launches for each in launch[3:5]))
+        self.bounds = np.unique(joined(each for launches in taken for launch in launches for each in launch[3:]))
         self.writer, self.written, *self.read = np.zeros((2 + len(every), len(self.bounds)), dtype=np.int64)
         self.names, self.found = dict[tuple[int, int], str](), set[str]()
         self.marks = defaultdict[tuple[int, int], Any](lambda: none)
@@ -103,10 +99,11 @@ class Order:
             self._touch(mine, clock, launch)
             if name == "mark":
                 self.marks[rank, of] = clock.copy()
-            told = [launch.peer] if name == "tell" else range(self.world) if name in TELLS or name in FORGETS else ()
-            for peer in (each for each in told if each != rank or name == "agree"):  # who counts its own, too
-                word, value = {**TELLS, **FORGETS}[name]
-                at = (of, rank, word + peer) if name in FORGETS else (of, peer, word + rank)
+            for peer in range(self.world) if name in TELLS else ():
+                if peer == rank and name != "agree":  # an agreement counts this rank, too
+                    continue
+                word, value = TELLS[name]
+                at = of, peer, word + rank
                 self._write(mine, at, self.words[at].value + 1 if value is None else value)
 
     def _write(self, mine: int, at: tuple[int, int, int], value: int) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -143,34 +143,6 @@ def meet(slots: Sequence[int], use: int, stream: int) -> None:
         headers[rank][SENT + peer] = 0
 
 
-def tell(slots: Sequence[int], peer: int, use: int, stream: int) -> None:
-    rank, _, headers = peers(slots)
-    assert not headers[peer][SENT + rank], f"rank {peer} did not forget what rank {rank} sent before"
-    headers[peer][SENT + rank] = use
-
-
-def await_sent(slots: Sequence[int], stream: int) -> None:
-    rank, others, headers = peers(slots)
-    for peer in others:
-        until(lambda peer=peer: headers[rank][SENT + peer] >= 1)
-
-
-def forget_sent(slots: Sequence[int], stream: int) -> None:
-    rank, others, headers = peers(slots)
-    for peer in others:
-        headers[rank][SENT + peer] = 0
-
-
-def arrivals(rows: Sequence[int], waiting: Sequence[int]) -> Iterator[int]:
-    """The ranks whose rows a GEMM multiplies, in the order in which it does, each once they are here."""
-    (sent, *_), (rank, world, use) = rows, waiting[3:]
-    words = (ctypes.c_uint32 * world).from_address(sent)
-    for turn in range(world):
-        peer = (rank - turn) % world
-        until(lambda peer=peer: peer == rank or ctypes.c_int32(words[peer] - use).value >= 0)
-        yield peer
-
-
 def release_use(slots: Sequence[int], stream: int) -> None:
     rank, others, headers = peers(slots)
     for peer in others:
@@ -242,5 +214,5 @@ def _on_stream(step: Callable[..., None]) -> Callable[..., None]:
 
 STEPS = {each.__name__: staticmethod(each) for each in (new_event, mark, await_mark)} | {
     each.__name__: staticmethod(_on_stream(each))
-    for each in (begin_use, meet, tell, await_sent, forget_sent, release_use, push_part, copy_rows, agree)
+    for each in (begin_use, meet, release_use, push_part, copy_rows, agree)
 }

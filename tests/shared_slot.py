@@ -37,7 +37,7 @@ class SharedSlot:
             for file in files:
                 os.unlink(file)
 
-    def begin(self, use: int, on_lane: bool = True) -> None:
+    def begin(self, use: int) -> None:
         self._use = use
         self._await(self._released[self._rank], 0)
 
@@ -51,12 +51,6 @@ class SharedSlot:
 
     def keep(self, part: Tensor, place: Place) -> None:
         self.push(part, self._rank, place)
-
-    def tell(self, to: int) -> None:
-        """All are told at once."""
-
-    def meet_told(self) -> None:
-        self.meet()
 
     def meet(self) -> None:
         self._uses += 1

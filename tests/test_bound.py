@@ -7,7 +7,7 @@ import re
 from tests import bound
 
 # of memory that ranks map, and of the host: it stays where it is
-OF_SLOTS = {"Waiting", "SlotBases", "ArrivingRows", "SentRows"}
+OF_SLOTS = {"Waiting", "SlotBases"}
 
 
 def pointers(body: str) -> frozenset[int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlp.kernels import gemm_sm90, gemms
-from dlp.kernels.table import GemmLaunchOptions
+from dlp.kernels import gemm_sm90
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import support
 
@@ -46,28 +45,3 @@ def test_it_multiplies_blocks_by_tiles_alone():
     kernels = {pair: support(*(BlockScaling(tile=dim == 2).format for dim in pair), "sm_90").kernel for pair in pairs}
     assert kernels.pop((1, 2)) == "cublaslt fp8 blocks, large: gemm_sm90"
     assert set(kernels.values()) == {"cublaslt fp8 blocks"}
-
-
-@pytest.mark.parametrize(("rows", "goes"), [(256, True), (512, True), (0, False), (128, False), (300, False)])
-def test_rows_go_to_other_ranks_in_whole_pairs_of_tiles(rows, goes):
-    a, b = torch.zeros(2 * rows, 256, dtype=torch.uint8).view(E4M3), torch.zeros(64, 256, dtype=torch.uint8).view(E4M3)
-    scales = gemms.Scales(torch.ones(2, 2 * rows).t(), torch.ones(1, 4), gemms.BLOCK_1D, gemms.BLOCK_2D)
-    assert (gemm_sm90.sending(a, b, rows, BF16, scales, bias=torch.zeros(64, dtype=BF16)) is not None) == goes
-    wide = torch.zeros(2 * rows, 128)
-    assert (gemm_sm90.sending(a, b, rows, FP32, scales, accumulate=wide[:, :64].contiguous()) is not None) == goes
-    assert gemm_sm90.sending(a, b, rows, FP32, scales, accumulate=wide[:, :64]) is None or not rows
-    assert gemm_sm90.sending(a, b, rows, FP32, scales, bias=torch.zeros(64)) is None
-    placed = GemmLaunchOptions(out=torch.zeros(2 * rows, 64, dtype=BF16))
-    assert gemm_sm90.sending(a, b, rows, BF16, scales, options=placed) is None
-
-
-@pytest.mark.parametrize(("rows", "waits"), [(256, True), (512, True), (0, False), (128, False), (300, False)])
-def test_rows_of_other_ranks_are_awaited_in_whole_pairs_of_tiles(rows, waits):
-    """Of none there would be a grid without blocks, which no device launches."""
-    a, b = (torch.zeros(lines, 512, dtype=torch.uint8).view(E4M3) for lines in (2 * rows, 64))
-    scales = torch.ones(2 * rows, 4), torch.ones(1, 4)
-    assert (gemm_sm90.while_arriving(a, b, rows, BF16, scales) is not None) == waits
-    laid = torch.ones(4, 2 * rows).t()  # as a GEMM reads them whose rows are all here
-    assert gemm_sm90.while_arriving(a, b, rows, BF16, (laid, scales[1])) is None
-    of_256 = torch.ones(2 * rows, 2)  # lines of 8 bytes, which TMA does not read
-    assert gemm_sm90.while_arriving(a[:, :256], b[:, :256], rows, BF16, (of_256, scales[1])) is None

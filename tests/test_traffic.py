@@ -282,26 +282,6 @@ def test_a_plan_says_where_chunks_go_by_nccl(settings):
         plan_text(load("llama3_8b", [*WIDE, "--mesh.transport=mapped"]), 32, "sm_90")
 
 
-def test_a_plan_says_which_gemms_wait_for_rows_inside_or_send_them():
-    asked = ["--mesh.tp=2", "--mesh.sequence_parallel=true", "--mesh.transport=mapped"]
-    asked += ["--groups.default.overlap=fused"]
-    said = plan_text(load("llama3_8b", [*asked, "--groups.default.recipe=fp8_block"]), 32, "sm_90")
-    assert (
-        "fused: fprop waits for rows inside gemm_sm90, where that runs (large), which has not run between GPUs yet"
-        in said
-    )
-    stores = "stores rows in the memory of their rank where gemm_sm90 runs (large) and sums are carried in bf16"
-    assert all(f"fused: {gemm} {stores}" in said for gemm in ("fprop", "dgrad"))
-    of_fp8 = [*asked, '--groups.default.recipe={name = "fp8_block", wire = {dgrad = "fp8"}}']
-    carried = plan_text(load("llama3_8b", of_fp8), 32, "sm_90")
-    assert "fused: dgrad sums over ranks as chunked does: contributions are carried in fp8" in carried
-    assert f"fused: dgrad {stores}" not in carried and f"fused: fprop {stores}" in carried
-    said = plan_text(load("llama3_8b", [*asked, "--groups.default.recipe=fp8_current"]), 32, "sm_90")
-    assert "fused: fprop runs as chunked does: cublaslt fp8 tn multiplies rows that are here" in said
-    assert "fused: dgrad sums over ranks as chunked does: cublaslt fp8 tn stores all rows on this rank" in said
-    assert "fused: wgrad" not in said and "inside gemm_sm90" not in said
-
-
 def test_amounts_have_three_digits_and_a_unit():
     assert [links.said_bytes(n) for n in (7, 999, 999_600, 31_164_887_040, 2.5e12)] == [
         "7 B", "999 B", "1.00 MB", "31.2 GB", "2.50 TB",

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from dlp.comm import amax, collectives, exchange
 from dlp.comm.mapped import Transport
-from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, SENT, USES
+from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, USES
 from tests import bound, emulated
 from tests.played_transport import STEPS, bases, header, new_event
 
@@ -32,14 +32,13 @@ SLOT, RANK = 40, 56  # bits of an address: above them the slot it lies in and wh
 
 
 class Launch(NamedTuple):
-    """`of`: the event or the slot of what waits or tells; `peer`: whom it tells alone."""
+    """`of`: the event or the slot of a launch that waits or signals."""
 
     name: str
     stream: int
     of: int = 0
     reads: Spans = NONE
     writes: Spans = NONE
-    peer: int = -1
 
 
 class Taken(list[Launch]):
@@ -64,12 +63,10 @@ class Taken(list[Launch]):
             self += self._agreed(stream, *words)
         elif name in STEPS:
             of = words[0] if "mark" in name else words[0][self._rank]
-            peer = words[1] if name == "tell" else -1
-            self += (Launch(each, stream, of, peer=peer) for each in ((name, "met") if name == "meet" else (name,)))
+            self += (Launch(each, stream, of) for each in ((name, "met") if name == "meet" else (name,)))
         else:
             both = [[each for each in self._asked if bool(each._version) is written] for written in (False, True)]
-            of = words[1][0] - 4 * SENT if name == "gemm_fp8_arriving" else 0
-            self.append(Launch(name, stream, of, *(joined(map(spans, each)) for each in both)))
+            self.append(Launch(name, stream, 0, *(joined(map(spans, each)) for each in both)))
 
     def call(self, start: Callable[..., list[Any]], group: ProcessGroup, *given: Any) -> list[Any]:
         """A collective, on a stream of its own: it follows the current one, which awaits its works."""
@@ -109,7 +106,7 @@ class Taken(list[Launch]):
                 by[(of[:, 0] >= base) & (of[:, 0] < base + size)] = moved
             return of + by
 
-        return [Launch(*each[:2], number.get(each.of, each.of), *map(alike, each[3:5]), each.peer) for each in self]
+        return [Launch(*each[:2], number.get(each.of, each.of), *map(alike, each[3:])) for each in self]
 
 
 class Awaited(NamedTuple):

@@ -70,15 +70,15 @@ class Transport:
             slot.release()
         self._used, self._direction = [], NO_LAYER
 
-    def begin(self, nbytes: int, piece: int = 0, of: int = 0, on_lane: bool = True) -> Slot:
+    def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
         """The slot for the next transfer of the current direction, or for piece `piece` > 0 of transfer `of`; peers may write
         to it from here on. Pieces do not count as transfers: the transfers behind them get the same slots as in a layer that
-        sends its parts whole. `on_lane`: what writes to the peers is launched on the lane, else on the current stream."""
+        sends its parts whole."""
         self.transfers += not piece
         transfer = of or self.transfers
         slot = self._slot(slot_bytes(nbytes), self._style, transfer, piece)
         self._used.append(slot)
-        slot.begin(self._number(transfer, piece), on_lane)
+        slot.begin(self._number(transfer, piece))
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
@@ -127,11 +127,10 @@ class Transport:
         gathering.mine = tuple(part.contiguous() for part in parts)
         return gathering
 
-    def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, on_lane: bool = True) -> Exchange:
-        """An `Exchange` of parts [R, ...] of these shapes, whose chunk r comes from rank r: sent by its lane, or, where that is
-        not `on_lane`, stored by a kernel of its current stream."""
+    def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Exchange:
+        """An `Exchange` of parts [R, ...] of these shapes, whose chunk r comes from rank r."""
         starts, size = fields(shapes, dtypes)
-        slot = self.begin(size, on_lane=on_lane)
+        slot = self.begin(size)
         return Exchange(self, slot, views(slot.payload, starts, shapes, dtypes), starts)
 
     def all_gather(self, part: Tensor) -> Tensor:

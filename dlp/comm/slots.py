@@ -3,9 +3,7 @@
     begin       waits until all peers have released their slots; from here on this rank may push to them
     push        copies a part of this rank into the slot of a peer
     meet        tells all peers that this rank has pushed its parts, and waits until all have pushed theirs
-    tell        tells one peer, so that a kernel that runs there can begin to read this rank's part
-    meet_told   behind the last `tell`: waits until all peers have told
-    wait        lets the current stream wait for `meet` or `meet_told`, which run on the lane
+    wait        lets the current stream wait for `meet`, which runs on the lane
     release     tells all peers that this rank has read its slot
 
 All ranks use a slot in the same order. They signal by words in the header of the slot (`dlp/kernels/csrc/transport.cu`), whose
@@ -15,7 +13,6 @@ allocate and to exchange addresses; nothing needs multicast.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import NamedTuple, Protocol
@@ -26,7 +23,6 @@ from torch.distributed import ProcessGroup
 
 from dlp.kernels.cuda_codes import copied_rows
 from dlp.kernels.launches import Lane, await_mark, launch, new_event
-from dlp.kernels.table import Arriving, Sending
 
 PATIENCE = 600.0  # seconds that a rank waits for another, which may be compiling or saving
 RANKS = 32  # the most ranks of a group that share a slot
@@ -36,9 +32,6 @@ MAXIMA, AGREED = 1 << 16, 8  # the most numbers and the most tensors in one agre
 # What a rank has not done yet that another waits for; `Wait.what` is an index into these.
 WAITS_FOR = ("has not read what was sent before", "has not sent its part", AGREES := "has not agreed")
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS  # words of a header (`dlp/kernels/csrc/transport.cu`)
-# Torch's variable that lets ranks share a GPU. Copies within one GPU may be kernels and not engines: a GEMM that waits for them
-# leaves them SPARE multiprocessors.
-SHARED, SPARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", 4
 Named = Callable[[int], str]  # the number of a use of a slot -> its name, for messages
 
 
@@ -70,30 +63,21 @@ class Slot(Protocol):
 
     payload            uint8, this rank's memory of the slot, without the header
     begin, follow,     run on the lane. use: the number of this use of the slot, 1 to 2**30 - 1, which ranks write to headers.
-    push, meet, tell,  `follow` orders the lane after the current stream
-    meet_told
+    push, meet         `follow` orders the lane after the current stream
     keep, wait,        run on the current stream. `keep` copies a part of this rank into its own slot, `copied` a contiguous
     copied, release,   part out of it; `agree` finds the maxima of `observed` over the ranks
     agree
-    arriving           how a kernel waits itself for `rows` rows of each rank
-    sending            how a kernel of the current stream stores `rows` rows for each rank into that rank's slot, from byte
-                       `offset` of its payload on. The slot then begins on that stream, in front of the kernel (`begin`, not
-                       `on_lane`), and `meet` tells behind it
     spans              this rank's memory that launches have addresses of
     complaint, waits   which ranks have waited too long, and which ones wait now
     """
 
     payload: Tensor
 
-    def begin(self, use: int, on_lane: bool = True) -> None: ...
+    def begin(self, use: int) -> None: ...
     def follow(self) -> None: ...
     def push(self, part: Tensor, to: int, place: Place) -> None: ...
     def keep(self, part: Tensor, place: Place) -> None: ...
     def meet(self) -> None: ...
-    def tell(self, to: int) -> None: ...
-    def meet_told(self) -> None: ...
-    def arriving(self, rows: int) -> Arriving: ...
-    def sending(self, rows: int, offset: int) -> Sending: ...
     def wait(self) -> None: ...
     def copied(self, part: Tensor) -> Tensor: ...
     def release(self) -> None: ...
@@ -124,15 +108,11 @@ class CudaSlot:
         self._set(lane, bases, (int(PATIENCE * 1e3), self._report.data_ptr(), self._reported.data_ptr(), rank, world))
 
     def _set(self, lane: Lane, bases: Sequence[int], waiting: tuple[int, ...]) -> None:
-        self._told = False
         self._lane, self._waiting, self._arrived, self._use = lane, waiting, new_event(), 0
         self._bases = (*bases, *[0] * (RANKS - len(bases)), *waiting[3:])
 
-    def begin(self, use: int, on_lane: bool = True) -> None:
+    def begin(self, use: int) -> None:
         self._use = use
-        if not on_lane:  # what the lane still waits for does not hold up the kernel
-            launch("begin_use", self.payload, self._bases, use)
-            return
         self._lane.follow(self.payload)
         self._lane.launch("begin_use", self._bases, use)
 
@@ -151,21 +131,6 @@ class CudaSlot:
         self._lane.launch("meet", self._bases, self._use)
         self._lane.mark(self._arrived)
 
-    def tell(self, to: int) -> None:
-        self._told = True
-        self._lane.launch("tell", self._bases, to, self._use)
-
-    def meet_told(self) -> None:
-        self._lane.launch("await_sent", self._bases)
-        self._lane.mark(self._arrived)
-
-    def arriving(self, rows: int) -> Arriving:
-        sent, spare = self._bases[self._waiting[3]] + 4 * SENT, SPARE if os.environ.get(SHARED) == "1" else 0
-        return Arriving((sent, rows, self._arrived, spare), (*self._waiting, self._use))
-
-    def sending(self, rows: int, offset: int) -> Sending:
-        return Sending(self._bases, (HEADER + offset, rows))
-
     def wait(self) -> None:
         await_mark(self._arrived, self.payload)
 
@@ -173,10 +138,6 @@ class CudaSlot:
         return copied_rows(part.view(1, -1)).view(part.shape)
 
     def release(self) -> None:
-        if self._told:
-            self.wait()  # until `meet_told` on the lane has read the words that are reset here
-            launch("forget_sent", self.payload, self._bases)
-            self._told = False
         launch("release_use", self.payload, self._bases)
 
     def agree(self, observed: Sequence[Tensor], largest: Sequence[Tensor], use: int) -> None:

@@ -1,7 +1,7 @@
 """The two transfers of `dlp.comm.mapped`: a `Gathering` of parts along a dimension, and an `Exchange` of chunks (all-to-all).
 
 A gathering sends whole shards, or cuts them into pieces that arrive one after the other. An exchange sends each chunk when it
-has been computed, or a kernel stores all chunks as it computes them.
+has been computed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 from dlp.comm import observer
 from dlp.comm.collectives import Parts, Pending, record
 from dlp.comm.slots import Place, Slot
-from dlp.kernels.table import Sending
 
 Cuts = Sequence[tuple[int, int]]  # rows [start, stop) of each piece of a shard; the last stop is the number of rows
 WHOLE: Cuts = ((0, 1),)
@@ -29,7 +28,7 @@ class SlotSource(Protocol):
     world: int
     transfers: int
 
-    def begin(self, nbytes: int, piece: int = 0, of: int = 0, on_lane: bool = True) -> Slot: ...
+    def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot: ...
     def count(self, part: Tensor, peer: int) -> None: ...
 
 
@@ -50,11 +49,10 @@ class Gathering:
         self.whole, self.starts, self.dims, self._transfer = whole, starts, dims, transport.transfers
         self._piece_slots, self._waited, self._kept = [slot], set[int](), False
 
-    def send(self, cuts: Cuts = WHOLE, in_turn: bool = False) -> Gathering:
+    def send(self, cuts: Cuts = WHOLE) -> Gathering:
         """Start sending `mine`. Rank r pushes to r + 1 first, then to r + 2, so that no two ranks push to one at a time.
 
-        cuts      the pieces in which the parts, all of dim 0, are sent; `others` waits for them one by one
-        in_turn   signal each rank's arrival by itself, for a kernel that waits for them (`coming`); with the whole only
+        cuts   the pieces in which the parts, all of dim 0, are sent; `others` waits for them one by one
         """
         transport, world = self.transport, self.transport.world
         self._piece_slots = [*(transport.begin(0, piece, self._transfer) for piece in range(1, len(cuts))), self.slot]
@@ -66,9 +64,7 @@ class Gathering:
                     piece, where = (part, place) if len(cuts) == 1 else _piece(part, place, *cut, cuts[-1][1])
                     transport.count(piece, to)
                     self.slot.push(piece, to, where)
-                if in_turn:
-                    self.slot.tell(to)
-            piece_slot.meet_told() if in_turn else piece_slot.meet()
+            piece_slot.meet()
         return self
 
     def gather(self) -> Pending[Parts]:
@@ -83,11 +79,6 @@ class Gathering:
         if not any(later >= piece for later in self._waited):
             self._piece_slots[piece].wait()
             self._waited.add(piece)
-        return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
-
-    def coming(self) -> Parts:
-        """The parts of all ranks, this rank's own among them, without a wait for the others."""
-        self._keep()
         return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
 
     def all_parts(self) -> Parts:
@@ -142,18 +133,6 @@ class Exchange:
             elif chunk.nbytes and chunk.data_ptr() != self._slot.payload.data_ptr() + place.offset:
                 self._slot.keep(chunk, place)
         self._sent += chunks
-
-    def sending(self) -> Sending:
-        """Where a kernel of the current stream stores the rows of the one part, this rank's chunk for each rank."""
-        ((start, arrived),) = zip(self._starts, self.arrived, strict=True)
-        return self._slot.sending(len(arrived[0]), start + self._transport.rank * arrived[0].nbytes)
-
-    def stored(self) -> Pending[Parts]:
-        """The kernel has been launched -> `arrived`, with this rank's chunk."""
-        for peer, chunk in enumerate(self.arrived[0]):
-            self._transport.count(chunk, peer)
-        self._slot.follow()
-        return self.sent()
 
     def sent(self) -> Pending[Parts]:
         """Called when all chunks have been sent; the result is `arrived`."""

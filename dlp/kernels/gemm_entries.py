@@ -39,8 +39,6 @@ from dlp.kernels.table import (
     GemmLaunch,
     GemmLaunchOptions,
     OperandLayout,
-    Sends,
-    WhileArriving,
     entries,
     register,
 )
@@ -378,26 +376,7 @@ def _is_large(a: Parts, b: Parts, *problem: Any) -> bool:
     return gemm_sm90.takes(a[0], b[0], *problem)
 
 
-def _while_arriving(
-    a_layout: OperandLayout, b_layout: OperandLayout, rows: int, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
-    accumulate: Any, options: GemmLaunchOptions,
-) -> WhileArriving | None:  # fmt: skip
-    scales = a[1], gemms.block_scales(b[1], tile=True)
-    return gemm_sm90.while_arriving(
-        a[0], b[0], rows, out_dtype, scales, bias=bias, accumulate=accumulate, options=options
-    )
-
-
-def _sending(
-    a_layout: OperandLayout, b_layout: OperandLayout, rows: int, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
-    accumulate: Any, options: GemmLaunchOptions,
-) -> Sends | None:  # fmt: skip
-    scales = _hopper_scales(a, b, a_layout, b_layout)
-    return gemm_sm90.sending(a[0], b[0], rows, out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
-
-
-@_gemm_of_layouts("gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large", arriving=_while_arriving,
-                  sending=_sending)  # fmt: skip
+@_gemm_of_layouts("gemm_sm90", ("sm_90",), BY_TILE, "native", takes=_is_large, when="large")
 def _fp8_block_by_tile(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,

@@ -157,28 +157,6 @@ class GemmLaunchOptions(NamedTuple):
 DEFAULT_OPTIONS = GemmLaunchOptions()
 
 
-class Arriving(NamedTuple):
-    """Rows of A that other ranks send while a GEMM runs, as many from each rank: `ArrivingRows` of csrc/kernels.h, and who is
-    awaited (`Waiting`)."""
-
-    rows: tuple[int, ...]
-    waiting: tuple[int, ...]
-
-
-WhileArriving = Callable[[Arriving], Tensor]  # runs a GEMM on them
-
-
-class Sending(NamedTuple):
-    """Where a GEMM stores its rows, as many for each rank into that rank's memory: `SlotBases` and `SentRows` of
-    csrc/kernels.h."""
-
-    slots: tuple[int, ...]
-    rows: tuple[int, ...]
-
-
-Sends = Callable[[Sending], None]  # runs a GEMM that stores there
-
-
 class GemmLaunch(Protocol):
     """D = A @ B.T, contraction last, of the parts `a` and `b` of two operands: D in `out_dtype`, plus bias [cols], which is
     added in fp32; or added to `accumulate` [rows, cols], which is returned."""
@@ -199,10 +177,6 @@ class GemmEntry(KernelEntry):
     status     "native": by the device's own unit for the formats; "emulated": on decoded values or by plain torch; "own": from
                outside of dlp
     when       what `takes` requires, in a word, printed with the name
-    arriving   makes a launch that runs while rows of A arrive, from the layouts, the rows of each rank and the arguments of a
-               launch, for the complete A; returns None for rows that it cannot wait for. None: it needs all rows before
-    sending    makes a launch that stores rows into the memory of other ranks, from the same; returns None for what it cannot
-               send. None: it stores all rows in one tensor
     cublaslt   what cuBLASLt multiplies in it, for `dlp.kernels.tune`: "values", "codes" with their scales, "sums" of codes
                without scales in fp32, or "tiles", codes and scales of a block-scaled unit; "" for nothing
     """
@@ -213,8 +187,6 @@ class GemmEntry(KernelEntry):
     layouts: Callable[[OperandLayout, OperandLayout], bool] | None = None
     status: str = "own"
     when: str = ""
-    arriving: Callable[..., WhileArriving | None] | None = None
-    sending: Callable[..., Sends | None] | None = None
     cublaslt: str = ""
 
     def supports(self, a: OperandLayout, b: OperandLayout) -> bool:

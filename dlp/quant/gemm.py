@@ -32,15 +32,13 @@ from dlp.kernels.table import (
     GemmKernels,
     GemmLaunch,
     GemmLaunchOptions,
-    Sends,
-    WhileArriving,
     device_kind,
 )
 from dlp.quant.tensor import Format, QuantizedTensor
 
 __all__ = [
-    "DECODES", "DEVICES", "Gemm", "GemmOptions", "awaited_inside", "check_kernel", "check_pair", "decoded_dtype",
-    "kernel_name", "own_gemm", "sending", "sent_inside", "support", "while_arriving",
+    "DECODES", "DEVICES", "Gemm", "GemmOptions", "check_kernel", "check_pair", "decoded_dtype", "kernel_name", "own_gemm",
+    "support",
 ]  # fmt: skip
 
 
@@ -114,44 +112,6 @@ def _problem(gemm: Gemm, a: QuantizedTensor) -> tuple[Any, ...]:
         options.fast_accumulation, options.tuned, options.allow_reference, gemm.sms, gemm.out, gemm.alpha, gemm.rounds
     )  # fmt: skip
     return a.parts, gemm.b.parts, gemm.out_dtype, gemm.bias, gemm.accumulate, how
-
-
-def while_arriving(gemm: Gemm, a: QuantizedTensor, rows: int) -> WhileArriving | None:
-    """A launch that runs the GEMM while rows of A arrive, `rows` of each rank, with the bits of `gemm(a)`; None where the
-    kernel of this GEMM needs all rows before. The result is where `gemm` says, or in a new tensor."""
-    entry, problem = _entry_of(gemm, a)
-    return entry.arriving(a.format, gemm.b.format, rows, *problem) if entry and entry.arriving else None
-
-
-def sending(gemm: Gemm, a: QuantizedTensor, rows: int) -> Sends | None:
-    """A launch that stores `gemm(a)`, rounded to bf16, `rows` for each rank, into the memory of these ranks; what it is added
-    to stays as it is. None where the kernel of this GEMM does not."""
-    entry, problem = _entry_of(gemm, a)
-    return entry.sending(a.format, gemm.b.format, rows, *problem) if entry and entry.sending else None
-
-
-def _entry_of(gemm: Gemm, a: QuantizedTensor) -> tuple[GemmEntry | None, tuple[Any, ...]]:
-    """The kernel of the table that runs a GEMM, None where a user's format does; and the arguments of its launch."""
-    problem = _problem(gemm, a)
-    if own_gemm(a.format, gemm.b.format) is not None:
-        return None, problem
-    every = table.gemm_kernels(a.format, gemm.b.format, DEVICE_AT[a.parts[0].get_device()]).entries
-    return next(entry for entry in every if entry.takes is None or entry.takes(*problem)), problem
-
-
-def awaited_inside(a: Format, device: str) -> GemmEntry | None:
-    """The kernel on this device, one of DEVICES, that may run while rows of an operand of this format arrive; None: there is
-    none."""
-    found = (each for each in table.entries(table.GEMM, device) if isinstance(each, GemmEntry) and each.arriving)
-    return next((each for each in found if a.gemm_kind in {left for left, _ in each.formats}), None)
-
-
-def sent_inside(a: Format, b: Format, device: str) -> GemmEntry | None:
-    """The kernel on this device, one of DEVICES, that may store rows of the product of operands of these formats into the
-    memory of other ranks; None: there is none."""
-    if own_gemm(a, b) is not None:
-        return None
-    return next((each for each in table.gemm_kernels(a, b, device).entries if each.sending), None)
 
 
 def _takes_options(own: Callable[..., Tensor]) -> bool:

@@ -187,7 +187,8 @@ def test_each_piece_is_awaited_by_itself_and_once():
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ("chunks", "unknown overlap strategy 'chunks': the strategies are chunked, fused, serial"),
+        ("chunks", "unknown overlap strategy 'chunks': the strategies are chunked, serial"),
+        ("fused", "unknown overlap strategy 'fused': the strategies are chunked, serial"),
         ("serial:2", "overlap strategy 'serial:2': serial does not work in chunks; set 'serial'"),
         ("chunked:0", "overlap strategy 'chunked:0': expected a number of chunks >= 1 behind chunked:, got '0'"),
     ],

@@ -155,7 +155,7 @@ def freed_unread(slot: PlayedSlot) -> None:
 
 
 CARELESS = {  # nobody waits for readers; a slot is freed before it is read
-    SharedSlot: patch.object(SharedSlot, "begin", lambda slot, use, on_lane: None),
+    SharedSlot: patch.object(SharedSlot, "begin", lambda slot, use: None),
     PlayedSlot: patch.multiple(PlayedSlot, wait=freed_unread, release=lambda slot: None),
 }
 

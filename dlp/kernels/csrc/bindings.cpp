@@ -199,15 +199,6 @@ void bind_small(pybind11::module_& m) {
     bind_step(m, "gemm_fp8_blocks", [](const Words<BlockGemmJob>& job, bool e5m2, bool wide, Stream stream) {
         gemm_fp8_blocks(make_job<BlockGemmJob>(job), code_of(e5m2), input_of(wide), stream);
     });
-    bind_step(m, "gemm_fp8_arriving", [](const Words<BlockGemmJob>& job, const Words<ArrivingRows>& from,
-                                         const Words<Waiting>& waiting, bool e5m2, bool wide, Stream stream) {
-        gemm_fp8_arriving(make_job<BlockGemmJob>(job), make_job<ArrivingRows>(from), make_job<Waiting>(waiting), code_of(e5m2),
-                          input_of(wide), stream);
-    });
-    bind_step(m, "gemm_fp8_sending", [](const Words<BlockGemmJob>& job, const Words<SlotBases>& slots, const Words<SentRows>& to,
-                                        bool e5m2, Stream stream) {
-        gemm_fp8_sending(make_job<BlockGemmJob>(job), make_job<SlotBases>(slots), make_job<SentRows>(to), code_of(e5m2), stream);
-    });
     bind_step(m, "nvfp4_alpha", [](const Words<AlphaJob>& words, Stream stream) {
         nvfp4_alpha(make_job<AlphaJob>(words), stream);
     });
@@ -277,11 +268,6 @@ void bind_transport(pybind11::module_& m) {
     bind_step(m, "meet", [](const Words<SlotBases>& slots, int64_t use, Stream stream) {
         meet(make_job<SlotBases>(slots), use, stream);
     });
-    bind_step(m, "tell", [](const Words<SlotBases>& slots, int64_t peer, int64_t use, Stream stream) {
-        tell(make_job<SlotBases>(slots), peer, use, stream);
-    });
-    bind_step(m, "await_sent", [](const Words<SlotBases>& slots, Stream stream) { await_sent(make_job<SlotBases>(slots), stream); });
-    bind_step(m, "forget_sent", [](const Words<SlotBases>& slots, Stream stream) { forget_sent(make_job<SlotBases>(slots), stream); });
     bind_step(m, "release_use", [](const Words<SlotBases>& slots, Stream stream) { release_use(make_job<SlotBases>(slots), stream); });
     bind_step(m, "agree", [table](int64_t slots, const Words<AgreeJob>& job, const Words<Waiting>& waiting, Stream stream) {
         agree(table(slots), make_job<AgreeJob>(job), make_job<Waiting>(waiting), stream);

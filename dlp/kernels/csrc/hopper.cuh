@@ -31,7 +31,6 @@ struct Barrier {
     __device__ void expect(uint32_t bytes) const {  // one arrival, which expects so many bytes of copies
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
     }
-    __device__ void arrive() const { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
     // Arrives at the barrier with the same address in block `rank` of this cluster: "this block has read the stage". Only
     // reads are ordered before it, so it has no `.release.cluster`, which costs a fence of all memory each time.
     __device__ void arrive_at(uint32_t rank) const {

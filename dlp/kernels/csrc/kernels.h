@@ -329,23 +329,9 @@ struct Waiting {              // who waits, how long, and what is said if it is 
     static constexpr uint32_t addresses = 0;
 };
 
-struct ArrivingRows {         // of A: equal parts, of which that of each other rank comes while the GEMM runs (gemm_sm90.cu)
-    const uint32_t* sent;     // [world]: that of a rank is here once its word has reached Waiting::use
-    int64_t rows;             // of a part; the scales of all lie as they were sent: [rows of all, contraction / 128]
-    int64_t all_here;         // an event, marked when all are
-    int64_t spare;            // multiprocessors that are left to others
-    static constexpr uint32_t addresses = 0;
-};
-
 struct SlotBases {            // where a slot lies on each rank of a group (transport.cu)
     int64_t base[kSlotRanks];
     int64_t rank, world;
-    static constexpr uint32_t addresses = 0;
-};
-
-struct SentRows {             // of D: equal parts, one for each rank, which a GEMM stores into their slots (gemm_sm90.cu)
-    int64_t offset;           // bytes from where a rank's slot begins to this rank's part for it, [rows, cols] without gaps
-    int64_t rows;             // of a part
     static constexpr uint32_t addresses = 0;
 };
 
@@ -402,9 +388,6 @@ void set_zero(uintptr_t at, int64_t bytes, Stream stream);
 // Sets `count` fp32 to 0 by a one-block kernel that lets the next one begin at once (launch<kernel, kEarly = true>).
 void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
-void gemm_fp8_arriving(const BlockGemmJob& job, const ArrivingRows& from, const Waiting& waiting, Code a_code, Input out,
-                       Stream stream);
-void gemm_fp8_sending(const BlockGemmJob& job, const SlotBases& slots, const SentRows& to, Code a_code, Stream stream);
 void swizzle_scales(const SwizzleJob& job, Stream stream);
 void delayed_update(const Work<DelayedJob>& work, Stream stream);
 void sum_in_order(const void* from, const void* own, int64_t index, void* to, int64_t contributions, int64_t count, Input input,
@@ -429,9 +412,6 @@ void sum_parts(const float* parts, int64_t count, int64_t cols, float* out, Stre
 
 void begin_use(const SlotBases& slots, int64_t use, Stream stream);
 void meet(const SlotBases& slots, int64_t use, Stream stream);
-void tell(const SlotBases& slots, int64_t peer, int64_t use, Stream stream);
-void await_sent(const SlotBases& slots, Stream stream);
-void forget_sent(const SlotBases& slots, Stream stream);
 void release_use(const SlotBases& slots, Stream stream);
 void agree(const uint64_t* slots, const AgreeJob& job, const Waiting& waiting, Stream stream);
 void copy_part(uintptr_t from, int64_t from_pitch, uintptr_t to, int64_t to_pitch, int64_t width, int64_t height, Stream stream);

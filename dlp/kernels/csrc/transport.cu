@@ -11,11 +11,6 @@
 //     meet       tells all that this rank has pushed (their `sent` = `use`); until all have told this one; then `sent` is 0
 //     release    tells all that this rank has read (their `unread` = 0)
 //
-// A kernel that runs meanwhile may look at `sent` itself. Then a meeting is in parts: `tell` one peer, behind what was pushed to it;
-// `await_sent`, until all have told; and `forget_sent`, `sent` is 0 again, behind the kernel and in front of `release`.
-//
-// A kernel may write to the slots of peers instead of copies, behind a `begin` on its stream and in front of `meet`.
-//
 // What these write and wait for is the same every time, so that a launch that was recorded, or captured in a CUDA graph, is so,
 // too. Streams write and wait by themselves, without a kernel: a GEMM that fills the GPU leaves no room even for a kernel of one
 // warp, which would begin when the GEMM ends, and hold up peers until then. A word is written behind the copies in front of it
@@ -30,15 +25,47 @@
 
 #include "jobs.cuh"
 #include "launch.cuh"
-#include "waiting.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kUnread = 0, kSent = kSlotRanks, kMet = 2 * kSlotRanks, kUses = 3 * kSlotRanks;  // words of a slot's header
 constexpr int kAgreeThreads = 512;
+constexpr uint32_t kHasNotAgreed = 2;  // index into WAITS_FOR (comm/slots.py)
 
 __host__ __device__ inline uint32_t* header(uint64_t slot) { return reinterpret_cast<uint32_t*>(slot); }
+
+__device__ inline uint32_t load_acquire(const uint32_t* at) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ inline uint64_t nanoseconds() {
+    uint64_t time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+    return time;
+}
+
+// Wait until *at has reached `wanted`, counted modulo 2^32. Afterwards plain loads of this thread, and of threads that this thread
+// meets at a barrier, see everything written before *at.
+//
+// After `patience` one of the waiting threads writes `report` ([7] words of host memory, see `Waiting`) and ends the program. The
+// other threads keep waiting: a second trap would end the program before the report is complete.
+__device__ inline void await(const uint32_t* at, uint32_t wanted, const Waiting& waiting, uint32_t peer) {
+    const uint64_t began = nanoseconds();
+    uint32_t seen;
+    while (int32_t((seen = load_acquire(at)) - wanted) < 0) {
+        if (nanoseconds() - began < uint64_t(waiting.patience) * 1000000 || atomicExch(waiting.said, 1u) != 0) continue;
+        const uint32_t words[] = {1, uint32_t(waiting.rank), peer, kHasNotAgreed, wanted, seen, uint32_t(waiting.use)};
+        volatile uint32_t* report = waiting.report;
+        for (int i = 1; i < 7; ++i) report[i] = words[i];
+        __threadfence_system();
+        report[0] = words[0];  // it is whole
+        __threadfence_system();
+        __trap();
+    }
+}
 
 __device__ inline void store_release(uint32_t* at, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
@@ -65,7 +92,7 @@ __global__ void __launch_bounds__(kAgreeThreads) agree_kernel(const uint64_t* sl
     const uint32_t peer = threadIdx.x;
     if (peer < world && peer != rank) {
         store_release(header(slots[peer]) + kMet + rank, use);
-        await(mine + kMet + peer, use, waiting, peer, kHasNotAgreed);
+        await(mine + kMet + peer, use, waiting, peer);
     }
     __syncthreads();
     first = 0;
@@ -121,20 +148,6 @@ void meet(const SlotBases& slots, int64_t use, Stream stream) {
         await_value(slots, slots.rank, kSent + peer, 1, CU_STREAM_WAIT_VALUE_GEQ, stream);
         write_value(slots, slots.rank, kSent + peer, 0, stream);
     }
-}
-
-void tell(const SlotBases& slots, int64_t peer, int64_t use, Stream stream) {
-    write_value(slots, int(peer), kSent + int(slots.rank), uint32_t(use), stream);
-}
-
-void await_sent(const SlotBases& slots, Stream stream) {
-    for (int peer = 0; peer < slots.world; ++peer)
-        if (peer != slots.rank) await_value(slots, slots.rank, kSent + peer, 1, CU_STREAM_WAIT_VALUE_GEQ, stream);
-}
-
-void forget_sent(const SlotBases& slots, Stream stream) {
-    for (int peer = 0; peer < slots.world; ++peer)
-        if (peer != slots.rank) write_value(slots, slots.rank, kSent + peer, 0, stream);
 }
 
 void release_use(const SlotBases& slots, Stream stream) {

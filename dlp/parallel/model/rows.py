@@ -21,7 +21,7 @@ from torch import nn
 
 from dlp.comm.mesh import NCCL
 from dlp.kernels.ops import ACTIVATION_CODES
-from dlp.kernels.table import GemmEntry, cast_kernel, device_kind, entries
+from dlp.kernels.table import cast_kernel, device_kind, entries
 from dlp.parallel import overlap as overlaps
 from dlp.parallel.auto import AUTO, NO_TABLE, NO_TOKENS, NOTHING, SERIAL, Asked, Choice, Problem, Times, choose
 from dlp.parallel.casts import BOTH, cast_plan
@@ -32,11 +32,10 @@ from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.parallel.transfer import ASKED, transfer_plan
 from dlp.quant import recipe as recipes
-from dlp.quant.gemm import GemmOptions, awaited_inside, check_kernel, kernel_name, sent_inside, support
+from dlp.quant.gemm import check_kernel, kernel_name, support
 from dlp.quant.quantizer import Quantizer, caps_of
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
 
-FUSED = "fused"  # the strategy whose GEMMs wait for rows inside, or store them in other ranks' memory
 BY_HAND = "made by hand: layer groups reach its recipe and overlap"
 
 
@@ -245,10 +244,7 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
             why = NO_TOKENS if place.times is not None else place.no_times
             found |= dict.fromkeys(names, choose(row.overlap, problem, place.times, why))
     chosen = [replace(row, overlap=found[row.name][0], choices=found[row.name][1]) for row in rows]
-    return [
-        replace(row, notes=(*row.notes, *_by_nccl(asked, place), *_fused(row, place)))
-        for row, asked in zip(chosen, rows, strict=True)
-    ]
+    return [replace(row, notes=(*row.notes, *_by_nccl(asked, place))) for row, asked in zip(chosen, rows, strict=True)]
 
 
 def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
@@ -260,38 +256,6 @@ def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
             f"{' and '.join(names)} sends by NCCL, whose kernels take multiprocessors from the GEMM beside them; within one "
             f"host transport = 'mapped' copies instead"
         )
-
-
-def _fused(row: LayerPlan, place: Place) -> Iterator[str]:
-    """Notes on GEMMs that are to wait for their rows inside, or to send those of their result: which do. Wgrad does not, since
-    it contracts all tokens."""
-    if place.transport == NCCL or place.tp == 1 or row.style == "local":
-        return
-    chosen = row.overlap if isinstance(row.overlap, dict) else dict.fromkeys(GEMMS, row.overlap)
-    for gemm in (each for each in GEMMS[:2] if chosen.get(each) == FUSED):
-        step, device = getattr(row.row, gemm), device_kind(place.device_type)
-        a, b = (quantizer.format for quantizer in row.recipe.operands(gemm))
-        entry = awaited_inside(a, device)
-        if step.reduce is not None:
-            yield f"fused: {gemm} {_sent(row, gemm, sent_inside(a, b, device), kernel_name(a, b, place.device_type))}"
-        elif step.gather is not None and entry is None:
-            yield f"fused: {gemm} runs as chunked does: {kernel_name(a, b, place.device_type)} multiplies rows that are here"
-        elif step.gather is not None and entry is not None:
-            where = f"{entry.name}, where that runs ({entry.when})"
-            yield f"fused: {gemm} waits for rows inside {where}, which has not run between GPUs yet; else it is serial"
-
-
-def _sent(row: LayerPlan, gemm: str, entry: GemmEntry | None, kernel: str) -> str:
-    """How a GEMM whose result is summed over ranks runs."""
-    options: GemmOptions = getattr(row.recipe, gemm)
-    if entry is None:
-        return f"sums over ranks as chunked does: {kernel} stores all rows on this rank"
-    if options.wire == "fp8":
-        return "sums over ranks as chunked does: contributions are carried in fp8, and the kernel stores bf16"
-    return (
-        f"stores rows in the memory of their rank where {entry.name} runs ({entry.when}) and sums are carried in bf16, which "
-        f"has not run between GPUs yet; else it is chunked"
-    )
 
 
 def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:

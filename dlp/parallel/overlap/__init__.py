@@ -1,7 +1,7 @@
 """Overlap strategies: who schedules a GEMM together with its collective.
 
 A strategy decides *when* transfers and GEMMs are issued. It gets a GEMM as a value (`Gemm`, run on rows of A), so it may
-run it once, chunk by chunk, or hand it to a kernel that waits for its data inside; it never knows a format or a layer.
+run it once or chunk by chunk; it never knows a format or a layer.
 Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports one by name. One that works in
 chunks takes their number behind its name, `load("chunked:2")`, by its function `in_chunks`.
 """
