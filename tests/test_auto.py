@@ -88,7 +88,12 @@ def test_a_table_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
     assert again.text() == MEASURED.text() and again.row(UP) is not None and again.about == MEASURED.about
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": [], "link": 3}'])
+UNKNOWN = MEASURED.text([]).replace('"chunked:4"', '"fused"')  # a strategy that does not exist
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": [], "link": 3}', pytest.param(UNKNOWN, id="unknown strategy")]
+)
 def test_a_file_that_is_no_table(text: str, tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     file.write_text(text)
@@ -113,16 +118,6 @@ def test_measured_layers_have_what_was_fastest_and_by_a_margin() -> None:
         ["down", "fprop", "serial", "2.000", "2.000"], ["down", "dgrad", "chunked", "2.500", "3.000"],
     ]  # fmt: skip
     assert all(float(line[5]) >= 1.0 for line in cells), "the model predicts something, too"
-
-
-def test_a_gemm_waits_inside_only_where_that_was_measured() -> None:
-    """The model says nothing of it."""
-    up, fast = row(UP, (2.0, 1.9, 1.8, 1.85), (3.0,) * 4), {"fused": 1.5e-3}
-    fprop, noise = {**up.directions["fprop"], **fast}, {**up.noise["fprop"], "fused": NOISE}
-    up = replace(up, directions={**up.directions, "fprop": fprop}, noise={**up.noise, "fprop": noise})
-    plan = planned(table(up))
-    assert overlaps_of(plan)[0] == named("fused", "serial") and "fused" not in str(overlaps_of(plan)[1])
-    assert [line for line in str(plan).splitlines() if line.split()[:4] == ["up", "fprop", "fused", "1.500"]]
 
 
 @pytest.mark.parametrize(("noise", "chosen"), [(0.0, "chunked:2"), (9e-5, "chunked:2"), (1.1e-4, "serial")])

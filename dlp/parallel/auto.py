@@ -227,6 +227,8 @@ def _row(
 ) -> Row:  # fmt: skip
     """The row of an entry of the file. KeyError, TypeError, AttributeError or ValueError for an entry of another form."""
     directions, noise = ({gemm: _seconds(of) for gemm, of in us[by].items()} for by in ("direction_us", "noise_us"))
+    for name in {name for of in directions.values() for name in of}:
+        overlaps.load(name)  # ValueError for a strategy that does not exist
     m, n, k = sizes
     return Row(
         (style, tokens, in_features, tuple(out_features), recipe), (m, n, k), directions, noise, _seconds(us["gemm_us"])
