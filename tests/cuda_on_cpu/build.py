@@ -24,10 +24,10 @@ PTX = {
     "max.NaN.xorsign.abs.bf16x2": "max_nan_xorsign_abs_bf16x2", "mbarrier.init.": "barrier_init",
     "mbarrier.arrive.expect_tx": "barrier_expect", "cp.async.bulk.shared": "barrier_copy",
     "mbarrier.try_wait": "barrier_wait", "ld.acquire.sys": "ld_acquire", "st.release.sys": "st_release",
-    "%globaltimer": "globaltimer", "mapa.": "barrier_arrive_at", "mbarrier.arrive.shared::cta": "barrier_arrive",
-    "elect.sync": "elect", "complete_tx::bytes [%0], [%1, {": "tile_copy",
+    "%globaltimer": "globaltimer", "mapa.": "barrier_arrive_at", "elect.sync": "elect",
+    "complete_tx::bytes [%0], [%1, {": "tile_copy",
     "multicast::cluster": "tile_copy_to_all", "cluster_ctarank": "cluster_rank", "barrier.cluster": "cluster_sync",
-    "fence.mbarrier_init": "fence_barriers", "fence.proxy.async.global": "proxy_fence", "setmaxnreg": "set_registers",
+    "fence.mbarrier_init": "fence_barriers", "setmaxnreg": "set_registers",
     "wgmma.fence": "begin_products", "wgmma.commit_group": "commit_products", "wgmma.wait_group": "wait_products",
     "f32.e4m3.e4m3": "product_e4m3", "f32.e5m2.e4m3": "product_e5m2",
 }  # fmt: skip

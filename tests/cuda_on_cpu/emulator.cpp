@@ -11,7 +11,6 @@
 #include <random>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include <cuda.h>
@@ -24,7 +23,6 @@ namespace {
 constexpr size_t kStack = 256 * 1024, kShared = 232448, kSharedByDefault = 48 * 1024;  // bytes
 constexpr int kLargestCluster = 8;
 constexpr uint8_t kPoison = 0xFF;                        // NaN
-constexpr uint64_t kLongest = 1000000000000;             // nanoseconds that a launch may wait
 
 std::map<const void*, int> shared_limits;  // by kernel, where an attribute has set one
 
@@ -49,11 +47,6 @@ struct Product {
     const float* a_values;
 };
 
-// What a thread, or who arrives at a barrier, knows of what others have written; and what its bulk copies do.
-struct Known {
-    size_t seen, fenced;
-};
-
 struct Fiber {
     std::unique_ptr<uint8_t[]> stack{new uint8_t[kStack]};
     jmp_buf place;
@@ -64,13 +57,6 @@ struct Fiber {
     std::vector<Product> products;                // of no group yet
     std::vector<std::vector<Product>> committed;  // oldest first
     uint64_t rests;                               // the round that it leaves to the others
-    Known known;
-};
-
-// What others write.
-struct Piece {
-    uint8_t* to;
-    std::vector<uint8_t> bytes;
 };
 
 std::mutex running;
@@ -80,13 +66,10 @@ std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<Group> warps, blocks;
 Group cluster;
 std::vector<Copy> bulk;                // under way
-std::unordered_map<const Barrier*, Known> told;  // at barriers of the cluster
-std::vector<Piece> coming, come;       // in their order
 std::string failed;
 Fiber* current = nullptr;
 uint64_t steps = 0;                    // that threads have made from one wait to another
-uint64_t rounds = 0, now = 0;
-bool looked = false;                   // at the time, since a thread could do anything else
+uint64_t rounds = 0;
 bool early = false;                    // bulk copies arrive at once
 const std::function<void()>* body = nullptr;
 
@@ -146,34 +129,18 @@ void run_warp(int first, const std::vector<int>& lanes, int end) {
     }
 }
 
-void receive() {
-    Piece& next = coming.front();
-    std::memcpy(next.to, next.bytes.data(), next.bytes.size());
-    come.push_back(std::move(next)), coming.erase(coming.begin());
-}
-
-// No thread can do anything: something comes from elsewhere, or time passes for those who look at it.
-void wait_for_others() {
-    if (!coming.empty()) {
-        receive();
-    } else if (!std::exchange(looked, false) || (now += kLongest / 1000) > kLongest) {
-        throw std::runtime_error("the threads of a block wait for one another for ever");
-    }
-    ++steps;
-}
-
 void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes) {
     const int each = (threads + kWarp - 1) / kWarp * kWarp;  // a block's fibers, whole warps
     while (int(fibers.size()) < each * int(size)) fibers.push_back(std::make_unique<Fiber>());
     cluster = Group{threads * int(size)}, cluster_group = &cluster;
     blocks.assign(size, Group{threads});
     warps.assign(each * size / kWarp, Group{});
-    bulk.clear(), told.clear(), now = 0;
+    bulk.clear();
     for (int i = 0; i < each * int(size); ++i) {
         Fiber& fiber = *fibers[i];
         fiber.rank = i / each, fiber.warp = i / kWarp;
         fiber.thread = {unsigned(i % each), 0, 0}, fiber.block = {first + fiber.rank, 0, 0};
-        fiber.started = false, fiber.done = i % each >= threads, fiber.rests = 0, fiber.known = {};
+        fiber.started = false, fiber.done = i % each >= threads, fiber.rests = 0;
         fiber.copies.clear(), fiber.products.clear(), fiber.committed.clear();
         if (!fiber.done) ++warps[fiber.warp].members;
         if (i % each == 0) std::memset(window(fiber.rank), kPoison, shared_bytes);
@@ -183,7 +150,7 @@ void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes
     for (uint64_t before = steps; cluster.members > 0; before = steps) {
         ++rounds;
         for (int warp : order) run_warp(warp * kWarp, lanes, (warp + 1) * kWarp);
-        if (steps == before) wait_for_others();
+        if (steps == before) throw std::runtime_error("the threads of a block wait for one another for ever");
     }
 }
 
@@ -192,8 +159,6 @@ Barrier& barrier(uint32_t at, int rank) { return *reinterpret_cast<Barrier*>(win
 void complete(Barrier& its) {
     if (its.pending == 0 && its.bytes == 0) its.pending = its.arrivals, its.phase ^= 1, ++steps;
 }
-
-void learn(Known& its, const Known& from) { its = {std::max(its.seen, from.seen), std::max(its.fenced, from.fenced)}; }
 
 void arrive(Barrier& its) {
     if (its.pending == 0) fail("more threads arrive at a barrier than it counts");
@@ -213,20 +178,11 @@ void start(Copy copy) {
     else bulk.push_back(std::move(copy));
 }
 
-// Memory that has come while the kernel ran is read by who knows that it has come, up to that piece.
-void check_read(const void* from, size_t bytes, size_t known) {
-    const uint8_t* at = static_cast<const uint8_t*>(from);
-    for (size_t i = known; i < come.size(); ++i)
-        if (at < come[i].to + come[i].bytes.size() && come[i].to < at + bytes)
-            fail("a thread reads what it does not know to have come, or a bulk copy without a fence");
-}
-
-// What a tensor map of the driver says of a matrix; all along a line in bytes.
+// Matrix of bytes that a tensor map of the driver describes.
 struct Map {
     const uint8_t* first;
     uint64_t sizes[2], pitch;
-    uint32_t box[2], element;
-    bool swizzle;
+    uint32_t box[2];
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
 
@@ -235,13 +191,11 @@ uint32_t swizzled(uint32_t at) { return at ^ (at >> 3 & 0x70); }
 CUresult encode_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* first, const cuuint64_t* sizes,
                     const cuuint64_t* pitches, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave,
                     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    const bool swizzles = swizzle == CU_TENSOR_MAP_SWIZZLE_128B, bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    const bool known = rank == 2 && (bytes ? swizzles : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 && swizzle == CU_TENSOR_MAP_SWIZZLE_NONE);
-    const uint32_t element = bytes ? 1 : sizeof(float), across = box[0] * element;
+    const bool known = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 && rank == 2 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
     const bool allowed = reinterpret_cast<uintptr_t>(first) % 16 == 0 && pitches[0] % 16 == 0 && sizes[0] > 0 && sizes[1] > 0 &&
-                         across % 16 == 0 && (!swizzles || across == 128) && box[1] <= 256 && steps[0] == 1 && steps[1] == 1;
+                         box[0] == 128 && box[1] <= 256 && steps[0] == 1 && steps[1] == 1;
     if (!known || !allowed) return CUDA_ERROR_INVALID_VALUE;
-    const Map made{static_cast<const uint8_t*>(first), {sizes[0] * element, sizes[1]}, pitches[0], {across, box[1]}, element, swizzles};
+    const Map made{static_cast<const uint8_t*>(first), {sizes[0], sizes[1]}, pitches[0], {box[0], box[1]}};
     std::memcpy(map, &made, sizeof(made));
     return CUDA_SUCCESS;
 }
@@ -297,14 +251,8 @@ void run(dim3 blocks, dim3 threads, unsigned cluster, size_t shared_bytes, const
     const std::lock_guard<std::mutex> alone(running);
     body = &kernel;
     position.threads = threads, position.blocks = blocks, position.cluster = cluster;
-    come.clear(), early = order_name() == "backward";
-    try {
-        for (unsigned block = 0; block < blocks.x; block += cluster) run_cluster(block, cluster, threads.x, shared_bytes);
-    } catch (...) {
-        coming.clear();  // for this launch
-        throw;
-    }
-    while (!coming.empty()) receive();
+    early = order_name() == "backward";
+    for (unsigned block = 0; block < blocks.x; block += cluster) run_cluster(block, cluster, threads.x, shared_bytes);
 }
 
 uint8_t* dynamic_shared() { return window(current->rank); }
@@ -356,7 +304,6 @@ const uint64_t* gather(uint64_t mine) {
 }
 
 void start_copy(void* to, const void* from, size_t bytes) {
-    check_read(from, bytes, current->known.seen);
     current->copies.push_back([=] { std::memcpy(to, from, bytes); });
 }
 
@@ -369,18 +316,11 @@ void barrier_init(uint32_t at, int arrivals) { barrier(at, current->rank) = {0, 
 
 void barrier_expect(uint32_t at, uint32_t bytes) {
     barrier(at, current->rank).bytes += bytes;
-    barrier_arrive(at);
-}
-
-void barrier_arrive(uint32_t at) {
-    Barrier& its = barrier(at, current->rank);
-    learn(told[&its], current->known);
-    arrive(its);
+    arrive(barrier(at, current->rank));
 }
 
 void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at) {
     if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a bulk copy that is not aligned");
-    check_read(from, bytes, current->known.fenced);
     uint8_t* const there = dynamic_shared() + to;
     start({[=] { std::memcpy(there, from, bytes); }, &barrier(at, current->rank), bytes});
 }
@@ -388,23 +328,18 @@ void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at) {
 void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at) {
     Map its;
     std::memcpy(&its, map, sizeof(its));
-    if (to % (its.swizzle ? 1024 : 128)) fail("a box that is not aligned, to its swizzle or to 128 bytes");
-    x *= int(its.element);
+    if (to % 1024) fail("a box that is not aligned to its swizzle");
     const auto bytes_of = [=](uint32_t line) -> uint32_t {  // within the matrix
         if (x < 0 || y < 0 || uint64_t(x) >= its.sizes[0] || y + line >= its.sizes[1]) return 0;
         return uint32_t(std::min<uint64_t>(its.box[0], its.sizes[0] - x));
     };
     const uint8_t* const first = its.first + y * its.pitch + x;
-    for (uint32_t line = 0; line < its.box[1]; ++line)
-        if (bytes_of(line) > 0) check_read(first + line * its.pitch, bytes_of(line), current->known.fenced);
     for (int rank = 0; rank < int(position.cluster); ++rank) {
         if (!(blocks >> rank & 1)) continue;
         const auto move = [=] {
             for (uint32_t line = 0; line < its.box[1]; ++line)
-                for (uint32_t i = 0; i < its.box[0]; ++i) {
-                    const uint32_t there = to + line * its.box[0] + i;
-                    window(rank)[its.swizzle ? swizzled(there) : there] = i < bytes_of(line) ? first[line * its.pitch + i] : 0;
-                }
+                for (uint32_t i = 0; i < its.box[0]; ++i)
+                    window(rank)[swizzled(to + line * 128 + i)] = i < bytes_of(line) ? first[line * its.pitch + i] : 0;
         };
         start({move, &barrier(at, rank), its.box[0] * its.box[1]});
     }
@@ -426,7 +361,6 @@ void barrier_wait(uint32_t at, uint32_t phase) {
         bulk = std::move(others);
         for (const Copy& copy : mine) count(copy);
     }
-    learn(current->known, told[&its]);
 }
 
 template <class A>
@@ -443,25 +377,6 @@ void wait_products(int pending) {
         for (const Product& each : current->committed.front()) multiply(each);
         current->committed.erase(current->committed.begin());
     }
-}
-
-void acquired(const void* at) {
-    for (size_t i = come.size(); i > current->known.seen; --i) {
-        const Piece& piece = come[i - 1];
-        if (piece.to <= at && at < piece.to + piece.bytes.size()) current->known.seen = i;
-    }
-}
-
-void meet_seen() {
-    const uint64_t* given = gather(current->known.seen);
-    current->known.seen = *std::max_element(given, given + kWarp);
-}
-
-void proxy_fence() { current->known.fenced = current->known.seen; }
-
-uint64_t nanoseconds() {
-    looked = true;
-    return now;
 }
 
 }  // namespace emulator
@@ -496,19 +411,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cu
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
     return *clusters = 3, cudaSuccess;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    return *status = cudaStreamCaptureStatusNone, cudaSuccess;
-}
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
     if (std::string(name) != "cuTensorMapEncodeTiled") return cudaErrorNotSupported;  // streams that write and wait
     *function = reinterpret_cast<void*>(&emulator::encode_map), *result = cudaDriverEntryPointSuccess;
     return cudaSuccess;
-}
-
-// What another GPU will write while the next kernel runs, as late as it may.
-__attribute__((visibility("default"))) void emulator_later(void* to, const void* from, size_t bytes) {
-    const uint8_t* const first = static_cast<const uint8_t*>(from);
-    emulator::coming.push_back({static_cast<uint8_t*>(to), {first, first + bytes}});
 }
 }

@@ -7,11 +7,8 @@
 // somebody waits for them; bulk copies of the order "backward" arrive at once. Threads that wait for one another for ever are an
 // error.
 //
-// What other GPUs write while a kernel runs (`later`) comes as late, too: one piece whenever no thread can do anything else.
-// Threads may read it once they have acquired a word that came behind it, met who has, or waited for a barrier at which who has
-// arrived, bulk copies behind a proxy fence.
-//
-// Not played: what clusters that run at once do to one another, registers, and caches.
+// Not played: memory that other GPUs write while a kernel runs, what clusters that run at once do to one another, registers, and
+// caches.
 #pragma once
 
 #include <algorithm>
@@ -88,10 +85,9 @@ void barrier_init(uint32_t at, int arrivals);
 void barrier_expect(uint32_t at, uint32_t bytes);
 void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at);
 void barrier_wait(uint32_t at, uint32_t phase);
-void barrier_arrive_at(uint32_t at, uint32_t rank);  // of a block of this cluster, which learns of no memory by that
-void barrier_arrive(uint32_t at);
+void barrier_arrive_at(uint32_t at, uint32_t rank);  // of a block of this cluster
 
-// A box of a tensor to the same place in each block of `blocks`.
+// A box of a tensor to the same place in each block of `blocks`, in the swizzle of 128 bytes.
 void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at);
 
 // Products of warpgroups. Each thread makes its own share of them, when it waits for their group.
@@ -99,12 +95,6 @@ template <class A>
 void product(float (&d)[48], uint64_t a, uint64_t b, bool add);
 void commit_products();
 void wait_products(int pending);
-
-// Memory that others write.
-void acquired(const void* at);  // the thread has read this word, and knows of what came in front of it
-void meet_seen();               // the lanes of a warp know what each has known
-void proxy_fence();             // so do its bulk copies
-uint64_t nanoseconds();
 
 }  // namespace emulator
 
