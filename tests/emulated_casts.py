@@ -77,16 +77,17 @@ def amax_rht(words: Any, tiles: int, wide: bool, stream: int) -> None:
 
 
 def cast_nvfp4_1d(
-    words: Any, many: int, count: int, items: int, wide: bool, rht: bool, draw: Any, draw_t: Any, source: Any, stream: int
+    words: Any, many: int, count: int, items: int, wide: bool, rht: bool, four: bool, draw: Any, draw_t: Any, source: Any,
+    stream: int,
 ) -> None:  # fmt: skip
-    _nvfp4(words, wide, source, (1, 16), rht, (draw, draw_t))
+    _nvfp4(words, wide, source, (1, 16), rht, (draw, draw_t), four)
 
 
-def cast_nvfp4_2d(words: Any, many: int, count: int, items: int, wide: bool, stream: int) -> None:
-    _nvfp4((*words[:11], words[7], *words[12:]), wide, None, (16, 16), False, ((0,), (0,)))
+def cast_nvfp4_2d(words: Any, many: int, count: int, items: int, wide: bool, four: bool, stream: int) -> None:
+    _nvfp4((*words[:11], words[7], *words[12:]), wide, None, (16, 16), False, ((0,), (0,)), four)
 
 
-def _nvfp4(words: Any, wide: bool, source: Any, block: tuple[int, int], rht: bool, draws: Any) -> None:
+def _nvfp4(words: Any, wide: bool, source: Any, block: tuple[int, int], rht: bool, draws: Any, four: bool) -> None:  # fmt: skip
     for x, (codes, scale, amax, amax_out) in both(words, wide, source, 4):
         turned = codes == words[9]
         counter, *drawn = draws[turned]
@@ -98,10 +99,10 @@ def _nvfp4(words: Any, wide: bool, source: Any, block: tuple[int, int], rht: boo
             random = reference.PhiloxState(*place, count, (seed, tensor)).bytes(*x.shape)
         largest = emulated.at(amax, (), torch.float32)
         values = reference.rht16(x) if rht and turned else x
-        found = reference.cast_nvfp4(values, largest, block, random=random)
+        found = reference.cast_nvfp4(values, largest, block, random=random, four_over_six=four)
         put(codes, found[0])
         put(scale, found[1])
-        put(amax_out, largest)
+        put(amax_out, reference.nvfp4_stored_amax(largest, four_over_six=four))
 
 
 def decode(words: Any, encoding: int, stream: int) -> None:

@@ -98,7 +98,7 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     def cast_nvfp4(
         job: Nvfp4Job, *, rht: bool = False, draws: tuple[Any, Any] = (None, None), tile: bool = False,
-        source: Any = cuda.MATRIX,
+        source: Any = cuda.MATRIX, four_over_six: bool = False,
     ) -> None:  # fmt: skip
         jobs.append(job)
         job = _made(job, source)
@@ -108,11 +108,12 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             if codes is not None:
                 random = None if draw is None else draw.bytes(*source.shape)
                 values = reference.rht16(source) if turned else source
-                made = reference.cast_nvfp4(values, amax, (16 if tile else 1, 16), random=random)
-                _fill((codes, scale, out), (*made, amax))
+                made = reference.cast_nvfp4(values, amax, (16 if tile else 1, 16), random=random, four_over_six=four_over_six)
+                stored = reference.nvfp4_stored_amax(amax, four_over_six=four_over_six)
+                _fill((codes, scale, out), (*made, stored))
 
-    def cast_nvfp4_tile(job: Nvfp4Job) -> None:
-        cast_nvfp4(job, tile=True)
+    def cast_nvfp4_tile(job: Nvfp4Job, *, four_over_six: bool = False) -> None:
+        cast_nvfp4(job, tile=True, four_over_six=four_over_six)
 
     def batched(kernel):
         return lambda made, *more, **options: lambda: [kernel(_readable(job), *more, **options) for job in made]

@@ -25,8 +25,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fp8_rowwise": [{"power_of_two": False, "fp8_format": "HYBRID"}],
     "fp8_block": [{"power_of_two": False}, {"x_block_dim": 2, "w_block_dim": 1}, {"fp8_format": "HYBRID"}],
     "mxfp8": [{"scale_rounding": "floor"}, {"enable_2d_quantization": True, "fp8_format": "HYBRID"}],
-    "nvfp4": [{"disable_rht": True}, {"disable_stochastic_rounding": True, "disable_2d_quantization": True}],
-}
+    "nvfp4": [
+        {"disable_rht": True}, {"disable_stochastic_rounding": True, "disable_2d_quantization": True},
+        {"disable_stochastic_rounding": True, "four_over_six": True},
+    ],
+}  # fmt: skip
 RECIPES = [load(name, **options) for name in NAMES for options in ({}, *OPTIONS.get(name, []))]
 SIDES = [(operand, side) for operand in ("x", "w", "dy") for side in ("rowwise", "columnwise")]
 QUANTIZERS = list({getattr(getattr(r, o), side): None for r in RECIPES for o, side in SIDES})  # each once
@@ -44,6 +47,23 @@ def matrix(seed: int, rows: int, columns: int, exponent: int = 0, dtype: torch.d
     x[int(torch.randint(rows, (), generator=generator)), int(torch.randint(columns, (), generator=generator))] *= 50
     x[int(torch.randint(rows, (), generator=generator))] = 0
     return x.to(dtype)
+
+
+def four_over_six_ties(rows: int, columns: int, height: int, seed: int = 0) -> Tensor:
+    """fp32 [rows, columns] of blocks [height, 16] whose two candidates of four over six have equal errors in exact arithmetic, while
+    sums in fp32 differ by their order; for a tensor amax of 6, S_enc 256, where scales are 256 and 384.
+
+    In units of 1 / S_enc the largest value is 1536 and the others are 512 + d and 192 + d, for d in (0, 64): 512 and 576, 256 and
+    192 are their neighbours on the two grids, so that the errors are d^2 and (64 - d)^2, and the same swapped.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    blocks, pairs = rows * columns // (16 * height), 8 * height - 1
+    d = torch.randint(1, 64 << 14, (blocks, pairs), generator=generator) / 2**14
+    ends = torch.tensor([1536.0, 0.0]).expand(blocks, 2)
+    values = torch.cat([512 + d, 192 + d, ends], 1)
+    order = torch.rand(values.shape, generator=generator).argsort(1)
+    shuffled = values.gather(1, order).view(rows // height, columns // 16, height, 16)
+    return shuffled.transpose(1, 2).reshape(rows, columns) / 256
 
 
 def origin(x: Tensor, row: int = 0, column: int = 0, counter: int = 0) -> Origin:

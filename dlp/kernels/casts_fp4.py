@@ -102,73 +102,77 @@ def _job(x: Tensor, flag: Tensor | None, row: Part | None, col: Part | None) -> 
     return Nvfp4Job(x, *given[0], *given[1])._replace(flag=flag)
 
 
-def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words) -> None:
+def _run(job: Nvfp4Job, block: Block, rht: bool, draws: Draws, words: Words, four_over_six: bool) -> None:
     if block == TILE:
-        cuda_fp4.cast_nvfp4_tile(job)
+        cuda_fp4.cast_nvfp4_tile(job, four_over_six=four_over_six)
     else:
-        cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws, source=words)
+        cuda_fp4.cast_nvfp4(job, rht=rht, draws=draws, source=words, four_over_six=four_over_six)
 
 
 def _by_reference(
-    x: Tensor, amax: Tensor, block: Block, signs: int | None, draw: PhiloxState | None, flag: Tensor | None
-) -> Parts:
+    x: Tensor, amax: Tensor, block: Block, signs: int | None, draw: PhiloxState | None, flag: Tensor | None, four_over_six: bool
+) -> Parts:  # fmt: skip
     """`signs`: of the transform; None: there is none."""
     random = None if draw is None else draw.bytes(x.shape[0], x.shape[1])
     values = watched(x if signs is None else reference.rht16(x, signs), flag)
-    return (*reference.cast_nvfp4(values, amax, block, random=random), amax)
+    made = reference.cast_nvfp4(values, amax, block, random=random, four_over_six=four_over_six)
+    return (*made, reference.nvfp4_stored_amax(amax, four_over_six=four_over_six))
 
 
-def _prepare(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block) -> Launches:
+def _prepare(
+    xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, *, four_over_six: bool = False
+) -> Launches:
     flat = torch.empty(len(xs), device=xs[0].device)
     amaxes = flat.unbind()
     given = [
         [None if parts is None else (parts, amax) for parts in out] for out, amax in zip(outs, amaxes, strict=True)
     ]
     jobs = [_job(x, flag, *each) for x, each, flag in zip(xs, given, flags, strict=True)]
-    cast = cuda_fp4.cast_nvfp4_batch(jobs, tile=block == TILE)
+    cast = cuda_fp4.cast_nvfp4_batch(jobs, tile=block == TILE, four_over_six=four_over_six)
     return Launches([cuda.amax_batch(xs, flat)], [(amax, amax) for amax in amaxes], [cast])
 
 
 @operation
 def cast_nvfp4(
     x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS,
-    draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None,
+    draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> Parts:  # fmt: skip
     """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the
-    amax. `rht`: of rht16(x, signs); `draw`: the random bits of stochastic rounding, None rounds to nearest."""
-    return into(out, _by_reference(stored(x), amax, block, signs if rht else None, draw, flag))
+    amax that decodes them. `rht`: of rht16(x, signs); `draw`: the random bits of stochastic rounding, None rounds to nearest;
+    `four_over_six`: two candidate scales for each block (`reference.nvfp4`), only to nearest."""
+    return into(out, _by_reference(stored(x), amax, block, signs if rht else None, draw, flag, four_over_six))
 
 
 @kernel("cast_nvfp4", reads=INPUTS, takes=_takes, prepare=_prepare)
 def _cast_nvfp4(
     x: Tensor | LazyMatrix, amax: Tensor, block: Block, *, rht: bool = False, signs: int = RHT_SIGNS,
-    draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None,
+    draw: PhiloxState | None = None, out: Parts | None = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> Parts:  # fmt: skip
     x, words = opened(x, torch.uint8, makes=not rht and block != TILE)
     matrix, flipped = (_columns_of(x), True) if rht else dispatch.adjacent(x)
     made = out if out is not None else _empty(x, block, x.shape)
     job = _job(matrix, flag, *((None, (made, amax)) if flipped else ((made, amax), None)))
-    _run(job, block, rht, (None, draw) if flipped else (draw, None), words)
+    _run(job, block, rht, (None, draw) if flipped else (draw, None), words, four_over_six)
     return made
 
 
 @operation
 def cast_nvfp4_both(
     x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
-    outs: Outs = None, flag: Tensor | None = None,
+    outs: Outs = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """`cast_nvfp4` of x, never transformed, and of x.t(), transformed where `rht` says so."""
     x = stored(x)
     row, col = outs if outs is not None else (None, None)
-    made = _by_reference(x, amaxes[0], block, None, draws[0], flag)
-    turned = _by_reference(x.t(), amaxes[1], block, RHT_SIGNS if rht else None, draws[1], flag)
+    made = _by_reference(x, amaxes[0], block, None, draws[0], flag, four_over_six)
+    turned = _by_reference(x.t(), amaxes[1], block, RHT_SIGNS if rht else None, draws[1], flag, four_over_six)
     return into(row, made), into(col, turned)
 
 
 @kernel("cast_nvfp4_both", reads=INPUTS, takes=_takes_both)
 def _cast_nvfp4_both(
     x: Tensor | LazyMatrix, amaxes: tuple[Tensor, Tensor], block: Block, *, rht: bool = False, draws: Draws = (None, None),
-    outs: Outs = None, flag: Tensor | None = None,
+    outs: Outs = None, flag: Tensor | None = None, four_over_six: bool = False,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     x, words = opened(x, torch.uint8, makes=block != TILE)
     matrix, flipped = (x if cuda.readable(x) else x.contiguous(), False) if rht else dispatch.adjacent(x)
@@ -176,10 +180,12 @@ def _cast_nvfp4_both(
     given = (row, amaxes[0]), (col, amaxes[1])
     if flipped:
         given, draws = given[::-1], draws[::-1]
-    _run(_job(matrix, flag, *given), block, rht, draws, words)
+    _run(_job(matrix, flag, *given), block, rht, draws, words, four_over_six)
     return row, col
 
 
-def cast_nvfp4_batch(xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block) -> Launches:
+def cast_nvfp4_batch(
+    xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, block: Block, *, four_over_six: bool = False
+) -> Launches:
     """Prepares launches of `cast_nvfp4_both` for many matrices, to nearest and not transformed."""
-    return preparing("cast_nvfp4", xs[0], None, block)(xs, outs, flags, block)
+    return preparing("cast_nvfp4", xs[0], None, block)(xs, outs, flags, block, four_over_six=four_over_six)

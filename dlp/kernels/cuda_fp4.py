@@ -19,7 +19,7 @@ WORD = 0xFFFFFFFF
 class Nvfp4Job(NamedTuple):
     """x [rows, cols] -> codes [rows, cols/2], scale [rows or rows/16, cols/16] by amax [], and / or those of x.t().
 
-    `amax_out`: takes a copy of `amax`.
+    `amax_out`: receives the amax that decodes the codes: `amax`, or 1.75 times `amax` with four over six.
     """
 
     x: Tensor
@@ -90,20 +90,25 @@ def cast_nvfp4(
     rht: bool = False,
     draws: tuple[PhiloxState | None, PhiloxState | None] = (None, None),
     source: Words = MATRIX,
+    four_over_six: bool = False,
 ) -> None:
     """NVFP4 in blocks of 16, both orientations in one read. `rht`: the columns are transformed first; `draws`: where the
-    random bits of each orientation come from, None rounds to nearest; `source`: of cuda_producers."""
+    random bits of each orientation come from, None rounds to nearest; `source`: of cuda_producers; `four_over_six`: two
+    candidate scales for each block, only to nearest."""
+    if four_over_six and draws != (None, None):
+        raise ValueError("four over six is defined for rounding to nearest; pass no draws, or four_over_six=False")
     module = loader.load()
     words, tiles = _words(job, False), _tiles(job.x, module.TILE)
     draw, draw_t = (_draw_words(draw, job.x) for draw in draws)
-    launch("cast_nvfp4_1d", job.x, words, 0, 1, tiles, job.x.dtype == torch.float32, rht, draw, draw_t, source)
+    wide = job.x.dtype == torch.float32
+    launch("cast_nvfp4_1d", job.x, words, 0, 1, tiles, wide, rht, four_over_six, draw, draw_t, source)
 
 
-def cast_nvfp4_tile(job: Nvfp4Job) -> None:
+def cast_nvfp4_tile(job: Nvfp4Job, *, four_over_six: bool = False) -> None:
     """NVFP4 in tiles of 16x16, both orientations in one read, by one amax for both."""
     module = loader.load()
     wide, words = job.x.dtype == torch.float32, _one_amax(_words(job, True))
-    launch("cast_nvfp4_2d", job.x, words, 0, 1, _tiles(job.x, module.TILE), wide)
+    launch("cast_nvfp4_2d", job.x, words, 0, 1, _tiles(job.x, module.TILE), wide, four_over_six)
 
 
 def _one_amax(words: Words) -> Words:
@@ -111,12 +116,14 @@ def _one_amax(words: Words) -> Words:
     return (*words[:7], words[7] or words[11], *words[8:])
 
 
-def cast_nvfp4_batch(jobs: Sequence[Nvfp4Job], *, tile: bool) -> Batch:
+def cast_nvfp4_batch(jobs: Sequence[Nvfp4Job], *, tile: bool, four_over_six: bool = False) -> Batch:
     """The same for many matrices, to nearest and not transformed."""
     module = loader.load()
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32
     words, tiles = [_words(job, tile) for job in jobs], [_tiles(job.x, module.TILE) for job in jobs]
     if tile:
-        return _batch(module.cast_nvfp4_2d, len(words[0]), [_one_amax(row) for row in words], tiles, jobs, wide)
+        rows = [_one_amax(row) for row in words]
+        return _batch(module.cast_nvfp4_2d, len(words[0]), rows, tiles, jobs, wide, four_over_six)
     nothing = _draw_words(None, jobs[0].x)
-    return _batch(module.cast_nvfp4_1d, len(words[0]), words, tiles, jobs, wide, False, nothing, nothing, MATRIX)
+    options = (wide, False, four_over_six, nothing, nothing, MATRIX)
+    return _batch(module.cast_nvfp4_1d, len(words[0]), words, tiles, jobs, *options)

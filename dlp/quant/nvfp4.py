@@ -95,14 +95,24 @@ class Nvfp4Scaling:
 
     tile: 16x16 blocks, for weights. rht: transform first, with these signs; the amax observed is that of the transformed
     values, and what is wider than bf16 is rounded to bf16 before. stochastic: round up or down by chance, needs `at`.
-    Raises ValueError at the cast of a matrix whose blocks would be partial, or without an origin to draw bits for.
+    four_over_six: each block takes one of two scales, for 6 or for 4 as its largest code, by the smaller squared error; ties take
+    6 (arXiv 2512.02010, `dlp.kernels.reference.nvfp4`). The format is the same: the stored amax contains the factor 448/256.
+    Raises ValueError for `four_over_six` with `stochastic`. Raises ValueError at the cast of a matrix whose blocks would be partial, or without an origin to draw bits for.
     """
 
     tile: bool = False
     rht: bool = False
     stochastic: bool = False
     signs: int = RHT_SIGNS
+    four_over_six: bool = False
     reduces: ClassVar[tuple[int, ...]] = (0, 1)
+
+    def __post_init__(self) -> None:
+        if self.four_over_six and self.stochastic:
+            raise ValueError(
+                "nvfp4: four over six compares the errors of two roundings to nearest; the smaller of two random errors would "
+                "bias the operand. Set four_over_six or stochastic, not both"
+            )
 
     @cached_property
     def caps(self) -> QuantizerCaps:
@@ -137,7 +147,8 @@ class Nvfp4Scaling:
         self.format.check((x.shape[0], x.shape[1]))
         assert amax is not None, "nvfp4 casts with an observed tensor amax"
         made = ops.cast_nvfp4(
-            x, amax, self.format.block, rht=self.rht, signs=self.signs, draw=self._draw(at), out=parts_of(out), flag=flag
+            x, amax, self.format.block, rht=self.rht, signs=self.signs, draw=self._draw(at), out=parts_of(out), flag=flag,
+            four_over_six=self.four_over_six,
         )  # fmt: skip
         return self.format.fill(out, *made)
 
@@ -159,13 +170,16 @@ class Nvfp4Scaling:
         row, col = ops.cast_nvfp4_both(
             x, (amax, amax_t), self.format.block, rht=columnwise.rht,
             draws=(self._draw(origins[0]), self._draw(origins[1])), outs=parts_of_both(outs), flag=flag,
+            four_over_six=self.four_over_six,
         )  # fmt: skip
         return self.format.wrap(row), columnwise.format.wrap(col)
 
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
     ) -> ops.Launches:
-        return ops.cast_nvfp4_batch(xs, wanted_parts(outs), flags, self.format.block)
+        return ops.cast_nvfp4_batch(
+            xs, wanted_parts(outs), flags, self.format.block, four_over_six=self.four_over_six
+        )
 
     def _check_both(self, x: Tensor, columnwise: Nvfp4Scaling) -> None:
         self.format.check((x.shape[0], x.shape[1]))

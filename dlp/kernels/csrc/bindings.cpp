@@ -112,13 +112,15 @@ void bind_nvfp4(pybind11::module_& m) {
         amax_rht(make_work<RhtAmaxJob>(one, 0, 1, items), input_of(wide), stream);
     });
     bind_step(m, "cast_nvfp4_1d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide, bool rht,
-                              const PhiloxWords& philox, const PhiloxWords& philox_t, const Words<Source>& source, Stream stream) {
+                              bool four_over_six, const PhiloxWords& philox, const PhiloxWords& philox_t,
+                              const Words<Source>& source, Stream stream) {
         const Work<Nvfp4Job> work = make_work<Nvfp4Job>(one, many, count, items);
-        cast_nvfp4_1d(work, input_of(wide), rht, make_philox(philox), make_philox(philox_t), make_source(source), stream);
+        const PhiloxState rows = make_philox(philox), columns = make_philox(philox_t);
+        cast_nvfp4_1d(work, input_of(wide), rht, four_over_six, rows, columns, make_source(source), stream);
     });
     bind_step(m, "cast_nvfp4_2d", [](const Words<Nvfp4Job>& one, uintptr_t many, int64_t count, int64_t items, bool wide,
-                              Stream stream) {
-        cast_nvfp4_2d(make_work<Nvfp4Job>(one, many, count, items), input_of(wide), stream);
+                              bool four_over_six, Stream stream) {
+        cast_nvfp4_2d(make_work<Nvfp4Job>(one, many, count, items), input_of(wide), four_over_six, stream);
     });
 }
 

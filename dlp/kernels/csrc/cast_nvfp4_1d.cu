@@ -5,7 +5,8 @@
 //
 // Rows are quantized as they are; columns after the random Hadamard transform of 16 rows if `rht`. Rounding is to nearest, or
 // stochastic with one call of Philox a block of 16. Equals reference.nvfp4.cast_nvfp4 with a block of (1, 16). rows and cols
-// are multiples of 16 (of an orientation that is written, its last dimension).
+// are multiples of 16 (of an orientation that is written, its last dimension). With four over six a block is encoded twice, under
+// the scales for 6 and for 4, and keeps the codes with the smaller error.
 //
 // Bound by instructions (31 an element), and by how many warps there are to issue them; bytes are 3.1 an element of bf16. So
 // a thread takes one or two whole blocks at a time from a strip in shared memory (strip.cuh), in 64 registers if nothing is
@@ -17,7 +18,7 @@
 //   strips             34,816 (67,584)     of the tile, eight warps
 //   Columns             8,192              transposed codes, 64 bytes a column
 //   Scales              2,048              eight scales of each row and column
-//   2 Scaling           1,056              multiplier by scale, for rows and for columns
+//   2 Scaling           1,072              multiplier by scale, for rows and for columns
 //   sums                4,096              only with Producer::kColumnSums
 #include "fp4.cuh"
 #include "scale_bytes.cuh"
@@ -27,15 +28,16 @@ namespace dlp {
 namespace {
 
 constexpr int kTilesPerBlock = 4;
+enum class Rounding { kNearest, kStochastic, kFourOverSix };  // the last: to nearest, under the better of two scales
 using Columns = PieceWriter<kTile / kFp4Block, 2>;
 using Scales = ScaleBytes<kTile / kFp4Block>;
 template <class T>
 using CastStrips = Strips<T, Nvfp4Job, kTilesPerBlock>;
 
-// Resident blocks that __launch_bounds__ asks for: shared memory limits fp32 to two; random bytes take registers, which leave
-// three.
-template <class T, bool kStochastic>
-constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : kStochastic ? 3 : 4;
+// Resident blocks that __launch_bounds__ asks for: shared memory limits fp32 to two; random bytes, and a
+// second set of codes, take registers, which leave three.
+template <class T, Rounding kRounding>
+constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : kRounding == Rounding::kNearest ? 4 : 3;
 
 // The factors of one orientation, in shared memory.
 struct Scaling {
@@ -45,8 +47,9 @@ struct Scaling {
     float multiplier[kScales];  // by E4M3 scale, whose sign bit is 0
 
     // Called by kScales threads, which fill one entry each.
+    template <Rounding kRounding>
     __device__ void fill(const float* amax, float* its_flag) {
-        const TensorScale given(amax ? *amax : 0.0f);
+        const TensorScale given(amax ? stored_amax<kRounding == Rounding::kFourOverSix>(*amax) : 0.0f);
         const int scale = threadIdx.x % kScales;
         if (scale == 0) tensor = given, flag = its_flag;
         multiplier[scale] = given.multiplier(uint8_t(scale));
@@ -83,7 +86,16 @@ struct Random {
 
 // A block of 16: its scale and codes. The maximum keeps NaN, so that one comparison finds values that are not finite; only
 // then is the flag set and the maximum taken again without NaN.
-template <bool kStochastic, class T>
+// To nearest under one scale, with the sum of squared errors of the elements in their order.
+template <class T>
+__device__ Block encode_under(const Octet<T>& low, const Octet<T>& high, const Scaling& scaling, uint8_t scale, float& error) {
+    const float multiplier = scaling.multiplier[scale], value = unpack<E4m3>(scale), encode = scaling.tensor.encode;
+    const uint2 codes = make_uint2(encode_nearest(low, multiplier), encode_nearest(high, multiplier));
+    error = add_errors(add_errors(0.0f, low, codes.x, value, encode), high, codes.y, value, encode);
+    return {codes, scale};
+}
+
+template <Rounding kRounding, class T>
 __device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scaling, uint4 random) {
     float amax = amax_keeping_nan(low, high);
     if (!(amax <= FLT_MAX)) {
@@ -96,15 +108,21 @@ __device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scal
         nan_to_infinity(high);
     }
     const uint8_t scale = scaling.tensor.scale(amax);
+    if constexpr (kRounding == Rounding::kFourOverSix) {
+        float error_six, error_four;
+        const Block six = encode_under(low, high, scaling, scale, error_six);
+        const Block four = encode_under(low, high, scaling, scaling.tensor.scale_of_four(amax), error_four);
+        return error_four < error_six ? four : six;
+    }
     const float multiplier = scaling.multiplier[scale];
-    if constexpr (kStochastic)
+    if constexpr (kRounding == Rounding::kStochastic)
         return {make_uint2(encode_stochastic(low, multiplier, random.x, random.y),
                            encode_stochastic(high, multiplier, random.z, random.w)), scale};
     else
         return {make_uint2(encode_nearest(low, multiplier), encode_nearest(high, multiplier)), scale};
 }
 
-template <bool kStochastic, class T>
+template <Rounding kRounding, class T>
 __device__ void cast_rows(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
                           const Random& random, Scales& scales) {
     const int64_t pitch = tile.cols() / 2;
@@ -118,8 +136,8 @@ __device__ void cast_rows(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& 
             strips.read_block(i, j, low, high);
             const int row = kFp4Block * strips.number() + strips.row(i), block = strips.block(j);
             uint4 bytes{};
-            if (kStochastic) bytes = random.bytes(tile.row() + row, tile.col() / kFp4Block + block);
-            const Block cast = encode_block<kStochastic>(low, high, scaling, bytes);
+            if (kRounding == Rounding::kStochastic) bytes = random.bytes(tile.row() + row, tile.col() / kFp4Block + block);
+            const Block cast = encode_block<kRounding>(low, high, scaling, bytes);
             scales.put_row(row, block, cast.scale);
             uint8_t* const to = codes + row * pitch + 8 * block;
             if (fast)
@@ -129,7 +147,7 @@ __device__ void cast_rows(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& 
         }
 }
 
-template <bool kRht, bool kStochastic, class T>
+template <bool kRht, Rounding kRounding, class T>
 __device__ void cast_columns(const CastStrips<T>& strips, const Tile<T, Nvfp4Job>& tile, const Scaling& scaling,
                              const Random& random, Columns& columns, Scales& scales) {
 #pragma unroll 1
@@ -149,8 +167,8 @@ __device__ void cast_columns(const CastStrips<T>& strips, const Tile<T, Nvfp4Job
             }
             const int column = strips.column(j) + i, block = strips.number();
             uint4 bytes{};
-            if (kStochastic) bytes = random.bytes(tile.col() + column, tile.row() / kFp4Block + block);
-            const Block cast = encode_block<kStochastic>(low, high, scaling, bytes);
+            if (kRounding == Rounding::kStochastic) bytes = random.bytes(tile.col() + column, tile.row() / kFp4Block + block);
+            const Block cast = encode_block<kRounding>(low, high, scaling, bytes);
             columns.put(column, block, cast.codes);
             scales.put_column(column, block, cast.scale);
         }
@@ -176,8 +194,8 @@ __device__ void sum_columns(const CastStrips<T>& strips, float (*sums)[kTile]) {
     }
 }
 
-template <class T, Producer kProducer, bool kRht, bool kStochastic>
-__global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<T, kStochastic>)
+template <class T, Producer kProducer, bool kRht, Rounding kRounding>
+__global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<T, kRounding>)
     cast_nvfp4_1d_kernel(const __grid_constant__ Work<Nvfp4Job> work, const __grid_constant__ Source source,
                          const __grid_constant__ Random random, const __grid_constant__ Random random_t) {
     constexpr bool kSummed = kProducer == Producer::kColumnSums;
@@ -195,18 +213,19 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<T, kStochastic>)
         if (scaled != &job) {
             scaled = &job;
             if (threadIdx.x < Scaling::kScales)
-                scaling[0].fill(job.amax, job.flag);
+                scaling[0].fill<kRounding>(job.amax, job.flag);
             else
-                scaling[1].fill(job.amax_t, job.flag);
+                scaling[1].fill<kRounding>(job.amax_t, job.flag);
             __syncthreads();
         }
         if (tile.tile_row == 0 && tile.tile_col == 0 && threadIdx.x == 0) {
-            if (job.amax_out) *job.amax_out = *job.amax;
-            if (job.amax_t_out) *job.amax_t_out = *job.amax_t;
+            constexpr bool kFour = kRounding == Rounding::kFourOverSix;
+            if (job.amax_out) *job.amax_out = stored_amax<kFour>(*job.amax);
+            if (job.amax_t_out) *job.amax_t_out = stored_amax<kFour>(*job.amax_t);
         }
         if (kSummed) sum_columns<T>(strips, sums);
-        if (job.codes_t) cast_columns<kRht, kStochastic, T>(strips, tile, scaling[1], random_t, columns, scales);
-        if (job.codes) cast_rows<kStochastic, T>(strips, tile, scaling[0], random, scales);
+        if (job.codes_t) cast_columns<kRht, kRounding, T>(strips, tile, scaling[1], random_t, columns, scales);
+        if (job.codes) cast_rows<kRounding, T>(strips, tile, scaling[0], random, scales);
         strips.fetch();
         __syncthreads();
         if (kSummed) write_sums(source.sums, sums, tile);
@@ -216,9 +235,9 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<T, kStochastic>)
     }
 }
 
-template <class T, Producer kProducer, bool kRht, bool kStochastic>
+template <class T, Producer kProducer, bool kRht, Rounding kRounding>
 void run(const Work<Nvfp4Job>& work, const Source& source, const PhiloxState& philox, const PhiloxState& philox_t, Stream stream) {
-    constexpr auto kernel = cast_nvfp4_1d_kernel<T, kProducer, kRht, kStochastic>;
+    constexpr auto kernel = cast_nvfp4_1d_kernel<T, kProducer, kRht, kRounding>;
     constexpr size_t shared = kShared<T, kProducer>;
     const Random random(philox), random_t(philox_t);
     launch_few<kernel>(work.items, kTilesPerBlock, kTileThreads, shared, stream, work, source, random, random_t);
@@ -226,17 +245,20 @@ void run(const Work<Nvfp4Job>& work, const Source& source, const PhiloxState& ph
 
 }  // namespace
 
-// Rounds stochastically if either state has a counter, else to nearest.
-void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const PhiloxState& philox, const PhiloxState& philox_t,
-                   const Source& source, Stream stream) {
+// Rounds stochastically if either state has a counter, else to nearest; `four_over_six` is for the latter.
+void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, bool four_over_six, const PhiloxState& philox,
+                   const PhiloxState& philox_t, const Source& source, Stream stream) {
     if (work.items == 0) return;
     with_source<Producer::kColumnSums>(input, source, [&](auto element, auto producer) {
         using T = decltype(element);
-        const bool stochastic = philox.counter || philox_t.counter;
-        if (rht && stochastic) return run<T, producer, true, true>(work, source, philox, philox_t, stream);
-        if (rht) return run<T, producer, true, false>(work, source, philox, philox_t, stream);
-        if (stochastic) return run<T, producer, false, true>(work, source, philox, philox_t, stream);
-        run<T, producer, false, false>(work, source, philox, philox_t, stream);
+        const auto go = [&](auto rounding) {
+            constexpr Rounding kRounding = decltype(rounding)::value;
+            if (rht) return run<T, producer, true, kRounding>(work, source, philox, philox_t, stream);
+            run<T, producer, false, kRounding>(work, source, philox, philox_t, stream);
+        };
+        if (four_over_six) return go(std::integral_constant<Rounding, Rounding::kFourOverSix>{});
+        if (philox.counter || philox_t.counter) return go(std::integral_constant<Rounding, Rounding::kStochastic>{});
+        go(std::integral_constant<Rounding, Rounding::kNearest>{});
     });
 }
 

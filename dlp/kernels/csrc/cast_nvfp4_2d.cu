@@ -1,6 +1,7 @@
 // NVFP4 (fp4.cuh) with an E4M3 scale every 16x16 tile, for weights, both orientations in one read: they hold the same codes,
 // and the scales of the second are the transpose of the first's. Equals reference.nvfp4.cast_nvfp4 with a block of (16, 16).
-// rows and cols are multiples of 16.
+// rows and cols are multiples of 16. With four over six a tile is encoded under two scales, and the errors of its four patches are
+// joined by two shuffles as well.
 //
 // Grid: two blocks of 256 threads a multiprocessor, four 128x128 tiles each (tile.cuh), the next one fetched ahead. A 16x16
 // tile is 2x2 patches, lanes t, t ^ 1, t ^ 16 and t ^ 17, joined by two shuffles. Codes of a row are exchanged by neighbours
@@ -42,7 +43,35 @@ __device__ void store_scale(const Tile<T, Nvfp4Job>& tile, uint8_t scale) {
     if (tile.job->scale_t) tile.job->scale_t[col * down + row] = scale;
 }
 
+// The sum of squared errors of a 16x16 block under one scale, in an order that the transposed block shares: of a patch the upper
+// triangle, row by row, of e[i][i] and fl(e[i][j] + e[j][i]); then fl(fl(this + diagonal patch) + fl(the other two)).
 template <class T>
+__device__ float block_error(const Octet<T> (&patch)[kPatch], const uint32_t (&codes)[kPatch], float scale, float encode) {
+    uint32_t pair[kPatch][4];
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i)
+        pair[i][0] = magnitudes<0>(codes[i]), pair[i][1] = magnitudes<1>(codes[i]),
+        pair[i][2] = magnitudes<2>(codes[i]), pair[i][3] = magnitudes<3>(codes[i]);
+    const auto error = [&](int i, int j) {
+        const uint32_t word = pair[i][j / 2];
+        return squared_error(patch[i][j], __uint_as_float(j & 1 ? word & 0xFFFF0000u : word << 16), scale, encode);
+    };
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i)
+#pragma unroll
+        for (int j = i; j < kPatch; ++j) sum = __fadd_rn(sum, i == j ? error(i, i) : __fadd_rn(error(i, j), error(j, i)));
+    sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, kBeside | kBelow));
+    return __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, kBeside));
+}
+
+template <class T>
+__device__ void encode_patch(const Octet<T> (&patch)[kPatch], float multiplier, uint32_t (&codes)[kPatch]) {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) codes[i] = encode_nearest_lean(patch[i], multiplier);
+}
+
+template <class T, bool kFourOverSix>
 __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm) cast_nvfp4_2d_kernel(const __grid_constant__ Work<Nvfp4Job> work) {
     Tiles<T, Nvfp4Job> tiles(work, shared_memory());
     NibbleWriter columns(shared_memory() + Tiles<T, Nvfp4Job>::kBytes);
@@ -57,19 +86,28 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm) cast_nvfp4_2d_kern
         flag_not_finite(patch, job);
         if (scaled != &job) {
             scaled = &job;
-            tensor = TensorScale(*job.amax);
+            tensor = TensorScale(stored_amax<kFourOverSix>(*job.amax));
         }
         if (tile.tile_row == 0 && tile.tile_col == 0 && threadIdx.x == 0) {
-            if (job.amax_out) *job.amax_out = *job.amax;
-            if (job.amax_t_out) *job.amax_t_out = *job.amax;
+            if (job.amax_out) *job.amax_out = stored_amax<kFourOverSix>(*job.amax);
+            if (job.amax_t_out) *job.amax_t_out = stored_amax<kFourOverSix>(*job.amax);
         }
-        const uint8_t scale = tensor.scale(quad_amax(largest_bits(patch)));
-        const float multiplier = tensor.multiplier(scale);
-        store_scale(tile, scale);
-
+        const float amax = quad_amax(largest_bits(patch));
+        uint8_t scale = tensor.scale(amax);
         uint32_t row[kPatch];
+        encode_patch(patch, tensor.multiplier(scale), row);
+        if constexpr (kFourOverSix) {
+            const uint8_t scale_four = tensor.scale_of_four(amax);
+            uint32_t four[kPatch];
+            encode_patch(patch, tensor.multiplier(scale_four), four);
+            const float error_six = block_error(patch, row, unpack<E4m3>(scale), tensor.encode);
+            if (block_error(patch, four, unpack<E4m3>(scale_four), tensor.encode) < error_six) {
+                scale = scale_four;
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i) row[i] = encode_nearest_lean(patch[i], multiplier);
+                for (int i = 0; i < kPatch; ++i) row[i] = four[i];
+            }
+        }
+        store_scale(tile, scale);
         if (job.codes) {
             const NibbleRowWriter writer(job.codes, tile);
 #pragma unroll
@@ -90,11 +128,14 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm) cast_nvfp4_2d_kern
 
 }  // namespace
 
-void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, Stream stream) {
+void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, bool four_over_six, Stream stream) {
     if (work.items == 0) return;
     with_input(input, [&](auto element) {
         using T = decltype(element);
-        launch_few<cast_nvfp4_2d_kernel<T>>(work.items, kTilesPerBlock, kTileThreads, kShared<T>, stream, work);
+        if (four_over_six)
+            launch_few<cast_nvfp4_2d_kernel<T, true>>(work.items, kTilesPerBlock, kTileThreads, kShared<T>, stream, work);
+        else
+            launch_few<cast_nvfp4_2d_kernel<T, false>>(work.items, kTilesPerBlock, kTileThreads, kShared<T>, stream, work);
     });
 }
 

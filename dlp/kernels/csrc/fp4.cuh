@@ -7,6 +7,9 @@
 //   e     = min(fl(1 / fl(s8 * fl(1 / S_enc))), FLT_MAX)                      the multiplier into E2M1
 //   q     = e2m1(fl(x * e))                                                   to nearest, or stochastically
 //
+// Four over six (arXiv 2512.02010): with 1.75 times the amax in place of the amax, a block takes the scale s8 above, or
+// e4m3(fl(1.5 * fl(amax_block * fl(S_enc * fl(1/6))))), which maps its amax to 4, if its squared error is less (`FourOverSix`).
+//
 // E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6: an index of 0 to 7 into this grid, and a sign in bit 3. sm_90a has no
 // instruction for it (cvt.e2m1x2 is of sm_100a), so codes are made in one of two ways:
 //
@@ -26,16 +29,21 @@ constexpr int kFp4Block = 16;  // elements that share a scale
 struct TensorScale {
     float block;   // fl(S_enc / 6)
     float decode;  // fl(1 / S_enc)
+    float encode;  // S_enc
 
     __device__ explicit TensorScale(float amax) {
         const bool usable = amax > 0.0f && amax <= FLT_MAX;  // not 0, Inf or NaN
-        const float encode = usable ? fminf(__fdiv_rn(448.0f * 6.0f, amax), FLT_MAX) : 1.0f;
+        encode = usable ? fminf(__fdiv_rn(448.0f * 6.0f, amax), FLT_MAX) : 1.0f;
         block = __fmul_rn(encode, 1.0f / 6.0f);
         decode = __frcp_rn(encode);
     }
     // The E4M3 scale of a block. The format's min(.., FLT_MAX) before it is left out: Inf saturates to 448 as well.
     __device__ uint8_t scale(float block_amax) const {
         return __nv_cvt_float_to_fp8(__fmul_rn(block_amax, block), __NV_SATFINITE, __NV_E4M3);
+    }
+    // The same for 4 as the largest code in place of 6.
+    __device__ uint8_t scale_of_four(float block_amax) const {
+        return __nv_cvt_float_to_fp8(__fmul_rn(__fmul_rn(block_amax, block), 1.5f), __NV_SATFINITE, __NV_E4M3);
     }
     // The multiplier into E2M1 of a block with this scale; FLT_MAX if the scale is 0.
     __device__ float multiplier(uint8_t scale) const {
@@ -159,6 +167,40 @@ __device__ uint32_t encode_from_halves(const Octet<T>& x, float multiplier, Roun
 template <class T>
 __device__ uint32_t encode_nearest_lean(const Octet<T>& x, float multiplier) {
     return encode_from_halves(x, multiplier, [](float low, float high, int) { return nearest_indices(low, high); });
+}
+
+// The amax stored by four over six: E4M3 scales of largest code 6 reach 256, and those of 4 reach 384. Inf and NaN are kept.
+template <bool kFourOverSix>
+__device__ float stored_amax(float amax) {
+    return kFourOverSix && amax <= FLT_MAX ? fminf(__fmul_rn(amax, 448.0f / 256.0f), FLT_MAX) : amax;
+}
+
+// Magnitudes of the codes 2 kPair and 2 kPair + 1 of eight: the two halves of a word, each a bf16.
+template <int kPair>
+__device__ uint32_t magnitudes(uint32_t codes) {
+    const uint32_t selector = codes >> 8 * kPair & 0x77u;
+    const uint32_t high = __byte_perm(0x3F3F3F00u, 0x40404040u, selector);  // of 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    const uint32_t low = __byte_perm(0xC0800000u, 0xC0804000u, selector);
+    return __byte_perm(low, high, 0x5140);
+}
+
+// fl(d * d), d = fl(|e2m1| * s8 - fl(|x| * S_enc)): the squared error of one element in units of 1 / S_enc, with the signs of both
+// left out since they agree. The product of a code and a scale is exact. `magnitude`: the code's value; `scale`: s8.
+__device__ inline float squared_error(float x, float magnitude, float scale, float encode) {
+    const float difference = __fmaf_rn(magnitude, scale, -__fmul_rn(fabsf(x), encode));
+    return __fmul_rn(difference, difference);
+}
+
+// Adds the squared errors of eight elements to `sum`, in their order.
+template <class T>
+__device__ float add_errors(float sum, const Octet<T>& x, uint32_t codes, float scale, float encode) {
+    const uint32_t pair[4] = {magnitudes<0>(codes), magnitudes<1>(codes), magnitudes<2>(codes), magnitudes<3>(codes)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float magnitude = __uint_as_float(i & 1 ? pair[i / 2] & 0xFFFF0000u : pair[i / 2] << 16);
+        sum = __fadd_rn(sum, squared_error(x[i], magnitude, scale, encode));
+    }
+    return sum;
 }
 
 // Stochastic rounding (reference.fp4.encode_e2m1_stochastic): byte i % 4 of `random` (i < 4) or `random_high` is for element i.

@@ -89,7 +89,7 @@ struct Nvfp4Job {             // E2M1 codes, two a byte; an E4M3 scale for every
     uint8_t* codes;           // [rows, cols / 2]
     uint8_t* scale;           // [rows, cols / 16], or [rows / 16, cols / 16]
     const float* amax;        // []
-    float* amax_out;          // []: becomes a copy of `amax`, stored with the codes
+    float* amax_out;          // []: becomes the amax stored with the codes, `amax` or 1.75 times `amax` (four over six)
     uint8_t* codes_t;         // [cols, rows / 2]
     uint8_t* scale_t;         // [cols, rows / 16], or [cols / 16, rows / 16]
     const float* amax_t;      // [], of x.T as it is quantized: with the transform, after it
@@ -375,9 +375,9 @@ void cast_mxfp8_1d(const Work<BlockJob>& work, Input input, Code code, bool floo
                    Stream stream);
 void cast_mxfp8_2d(const Work<BlockJob>& work, Input input, Code code, bool floor, Stream stream);
 void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream);
-void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, const PhiloxState& philox, const PhiloxState& philox_t,
-                   const Source& source, Stream stream);
-void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, Stream stream);
+void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, bool four_over_six, const PhiloxState& philox,
+                   const PhiloxState& philox_t, const Source& source, Stream stream);
+void cast_nvfp4_2d(const Work<Nvfp4Job>& work, Input input, bool four_over_six, Stream stream);
 void transpose_bytes(const Work<CodesJob>& work, Stream stream);
 void transpose_nibbles(const Work<CodesJob>& work, Stream stream);
 void decode(const DecodeJob& job, Encoding encoding, Stream stream);

@@ -74,6 +74,7 @@ from dlp.kernels.reference.nvfp4 import (
     nvfp4_alpha,
     nvfp4_block_scale,
     nvfp4_encode_scale,
+    nvfp4_stored_amax,
     nvfp4_tensor_scale,
     rht16,
 )
@@ -106,7 +107,8 @@ __all__ = [
     "gated_backward", "gemm_fp8_block", "gemm_fp8_rowwise", "gemm_int8_rowwise", "int8_sums",
     "gemm_fp8_tensor", "gemm_hp", "gemm_mxfp8", "gemm_nvfp4", "layer_norm",
     "layer_norm_backward", "log_sum_exp", "matmul_bf16_exact",
-    "mx_from_block_scales", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_tensor_scale",
+    "mx_from_block_scales", "mx_scale", "nvfp4_alpha", "nvfp4_block_scale", "nvfp4_encode_scale", "nvfp4_stored_amax",
+    "nvfp4_tensor_scale",
     "pack_e2m1", "pad_scales", "philox_4x32", "random_bytes", "rht16", "rms_norm", "rms_norm_backward",
     "scale_from_amax", "softmax_gradient", "sum_in_order", "sum_parts", "swiglu", "swiglu_backward", "swizzle_128x4",
     "tile_sums", "transpose_e2m1", "unpack_e2m1", "unswizzle_128x4", "watched",

@@ -8,13 +8,27 @@ The order of these products is part of the format: folding the 1/6 elsewhere cha
 What is stored is the amax; a decoded value is e2m1 * (s8 * amax / 2688), and a GEMM multiplies e2m1 * s8, which is
 exact in bf16, and applies the amaxes of both operands at the end. (arXiv 2509.25149.)
 
+Four over six (arXiv 2512.02010, github.com/mit-han-lab/fouroversix) gives each block a choice of two scales: the block's amax
+becomes 6, or it becomes 4 and the gap of E2M1 between 4 and 6 stays empty.
+
+    amax'  = min(fl(1.75 * amax), FLT_MAX)     stored, and used in place of the amax: S_enc becomes 1536 / amax (1536 = 256 * 6)
+    s6     = e4m3(amax_block * fl(S_enc * fl(1/6)))                 at most 256 (up to rounding), so that s4 fits E4M3
+    s4     = e4m3(fl(1.5 * (amax_block * fl(S_enc * fl(1/6)))))
+    q6, q4 = the codes of the block under each scale
+    error  = sum of fl(d * d), d = fl(e2m1 * s8 - fl(x * S_enc))    in fp32, in the order of `block_sums`
+
+The scale s4 is taken if its error is less than that of s6; a tie takes s6. The error is measured in units of 1 / S_enc, in which
+e2m1 * s8 is exact and no square overflows or underflows in fp32 where it matters. Decoding and GEMMs are unchanged, since the
+stored amax contains the factor. Defined for rounding to nearest: the smaller of two random errors would bias a gradient.
+
 The Hadamard transform rotates groups of 16 along the contraction, so that an outlier is shared by its group; done to
 both operands of a GEMM it cancels.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -25,6 +39,7 @@ from dlp.kernels.reference.scales import FLT_MAX, Block, amax_of_blocks, from_bl
 
 GROUP = 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
+FOUR_OVER_SIX_AMAX = 448.0 / 256.0  # leaves E4M3 scales room for a factor of 1.5
 RHT_SIGNS = 0xD7E8  # bit i set: element i changes sign before the transform
 
 
@@ -46,14 +61,71 @@ def nvfp4_encode_scale(scale: Tensor, tensor_decode: Tensor) -> Tensor:
     return (decode_fp8(scale) * tensor_decode).reciprocal().clamp(max=FLT_MAX)
 
 
-def cast_nvfp4(x: Tensor, amax: Tensor, block: Block, *, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def nvfp4_stored_amax(amax: Tensor, *, four_over_six: bool) -> Tensor:
+    """The amax that an operand stores: `amax`, or 1.75 times `amax` with four over six. Inf and NaN are kept."""
+    if not four_over_six:
+        return amax
+    return torch.where(torch.isfinite(amax), (amax * FOUR_OVER_SIX_AMAX).clamp(max=FLT_MAX), amax)
+
+
+def block_sums(errors: Tensor) -> Tensor:
+    """Sum blocks in fp32, in a fixed order that a transposed tile shares.
+
+    errors [row blocks, block rows, C blocks, 16] -> [row blocks, C blocks]. Blocks of one row: elements 0 to 15 in order. Tiles of
+    16x16: each 8x8 quarter in the order of its upper triangle, row by row, of e[i, i] and fl(e[i, j] + e[j, i]); then
+    fl(fl(q[0, 0] + q[1, 1]) + fl(q[0, 1] + q[1, 0])).
+    """
+    down, height, across, width = errors.shape
+    if height == 1:
+        return _sum_in_order(errors[:, 0, :, i] for i in range(width))
+    quarters = errors.view(down, 2, height // 2, across, 2, width // 2).permute(2, 5, 0, 3, 1, 4)
+    pairs = [(i, j) for i in range(height // 2) for j in range(i, width // 2)]
+    sums = _sum_in_order(quarters[i, j] if i == j else quarters[i, j] + quarters[j, i] for i, j in pairs)
+    return (sums[..., 0, 0] + sums[..., 1, 1]) + (sums[..., 0, 1] + sums[..., 1, 0])
+
+
+def _sum_in_order(terms: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, terms)
+
+
+def _cast_by(wide: Tensor, scale: Tensor, tensor_scale: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Blocks and their E4M3 scales -> their codes to nearest, one a byte, and the errors of the blocks."""
+    encode, decode = tensor_scale
+    codes = encode_e2m1(wide * spread(nvfp4_encode_scale(scale, decode)))
+    values = decode_e2m1(pack_e2m1(codes).flatten(0, -2)).view(wide.shape)
+    difference = values * spread(decode_fp8(scale)) - wide * encode
+    return codes, block_sums(difference * difference)
+
+
+def _cast_four_over_six(
+    wide: Tensor, block_scale: Tensor, tensor_scale: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Blocks and their scales before E4M3 -> codes, one a byte, and the chosen E4M3 scales."""
+    six = encode_fp8(block_scale, torch.float8_e4m3fn)
+    four = encode_fp8((block_scale * 1.5).clamp(max=FLT_MAX), torch.float8_e4m3fn)
+    (codes, error), (codes_four, error_four) = (_cast_by(wide, scale, tensor_scale) for scale in (six, four))
+    less = error_four < error
+    scale = torch.where(less, four.view(torch.uint8), six.view(torch.uint8)).view(torch.float8_e4m3fn)
+    return torch.where(spread(less), codes_four, codes), scale
+
+
+def cast_nvfp4(
+    x: Tensor, amax: Tensor, block: Block, *, random: Tensor | None = None, four_over_six: bool = False
+) -> tuple[Tensor, Tensor]:
     """x [rows, C] and the agreed tensor amax (fp32 []) -> packed codes [rows, C/2] and E4M3 scales [row blocks, C/16].
 
-    `random`: bytes [rows, C] for stochastic rounding, None rounds to nearest.
+    `random`: bytes [rows, C] for stochastic rounding, None rounds to nearest. `four_over_six`: two candidate scales a block;
+    only to nearest. The codes are decoded by `nvfp4_stored_amax(amax)`.
     """
+    amax = nvfp4_stored_amax(amax, four_over_six=four_over_six)
     wide = to_blocks(widen(x), block)
     tensor_encode, tensor_decode = nvfp4_tensor_scale(amax)
-    scale = encode_fp8(nvfp4_block_scale(amax_of_blocks(wide), tensor_encode), torch.float8_e4m3fn)
+    block_scale = nvfp4_block_scale(amax_of_blocks(wide), tensor_encode)
+    if four_over_six:
+        assert random is None, "four over six rounds to nearest"
+        codes, scale = _cast_four_over_six(wide, block_scale, (tensor_encode, tensor_decode))
+        return pack_e2m1(from_blocks(codes, (x.shape[0], x.shape[1]))), scale
+    scale = encode_fp8(block_scale, torch.float8_e4m3fn)
     scaled = from_blocks(wide * spread(nvfp4_encode_scale(scale, tensor_decode)), (x.shape[0], x.shape[1]))
     codes = encode_e2m1(scaled) if random is None else encode_e2m1_stochastic(scaled, random)
     return pack_e2m1(codes), scale
