@@ -172,6 +172,21 @@ def test_matrices_that_a_recipe_does_not_reach_are_warned_of():
     assert made.warnings == (warning,) and f"warning: {warning}" in str(made)
 
 
+def test_nvfp4_in_the_last_block_is_warned_of():
+    def made(*groups):
+        blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 16), "down": nn.Linear(16, 16)}) for _ in range(3))
+        return plan(nn.ModuleDict({"blocks": blocks, "head": nn.Linear(16, 16)}), {"match": "**", "recipe": "nvfp4"}, *groups)
+
+    said = (
+        "nvfp4 covers 2 of 2 linears of the last block, blocks.2: the published runs keep the last blocks in bf16; add a group "
+        'with match = ["blocks.-1.**"] and recipe = "bf16"'
+    )
+    assert made().warnings == (said,) and f"warning: {said}" in str(made())
+    assert made({"match": "blocks.-1.**", "recipe": "bf16"}).warnings == ()
+    assert made({"match": "blocks.-1.down", "recipe": "mxfp8"}).warnings == (said.replace("2 of 2", "1 of 2"),)
+    assert made({"match": "blocks.**", "recipe": "mxfp8"}).warnings == ()
+
+
 def test_a_group_may_name_a_linear_by_any_of_its_names():
     linear = nn.Linear(16, 16)
     model = nn.ModuleDict({"first": linear, "second": linear})

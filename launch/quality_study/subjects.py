@@ -83,17 +83,20 @@ def _planted(bits: int) -> Subject:
 # A second branch in bf16 differs from the first in the order of a sum: gradients of two microbatches are added.
 BASELINES = (Subject("bf16"), Subject("bf16-again", ("--train.micro_batch", "HALF")))
 RECIPES = ("fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "int8")
+FORWARD_TAIL = '{{ name = "nvfp4", high_precision = ["fprop"]{} }}'
 FP8_WIRE = '{ fprop = "fp8", dgrad = "fp8" }'
 SUBJECTS = (
     *BASELINES,
     *(Subject(name, ("--recipe", name)) for name in RECIPES),
     _four("nvfp4"),
-    _four("nvfp4-forward-tail", *_tail('{ name = "nvfp4", high_precision = ["fprop"] }')),
+    _four("nvfp4-forward-tail", *_tail(FORWARD_TAIL.format(""))),
     _four("nvfp4-bf16-tail", *_tail('"bf16"')),
     _four("nvfp4-first-last", edges=("layers.0.**", "layers.-1.**")),
     _four("nvfp4-all", edges=()),
     _four("nvfp4-attention", edges=("layers.*.self_attn.*", "layers.-1.**")),
     _four("nvfp4-no-signs", rht_signs='"none"'),
+    _four("nvfp4-four-over-six", four_over_six="true"),
+    _four("nvfp4-four-over-six-forward-tail", *_tail(FORWARD_TAIL.format(", four_over_six = true")), four_over_six="true"),
     _planted(3),
     _planted(2),
     *(Subject(name, ("--train.optimizer", name), needs="torchao") for name in ("adamw8bit", "adamw4bit", "adamwfp8")),

@@ -13,6 +13,7 @@ from dlp.kernels.cuda_fp4 import Nvfp4Job, scale_shape
 from dlp.kernels.reference import PhiloxState
 from tests.gpu.inputs import DATA, DTYPES, STRIDES, place, values
 from tests.metrics import assert_bit_equal
+from tests.quantizers import four_over_six_ties
 
 SHAPES = [(128, 128), (256, 384), (16, 16), (16, 304), (304, 16), (80, 272), (144, 400), (0, 128), (128, 0)]
 RHT = pytest.mark.parametrize("rht", [False, True], ids=["plain", "rht"])
@@ -38,16 +39,17 @@ def draws(device: str, counter: int = (1 << 33) + 5) -> tuple[PhiloxState, Philo
     )
 
 
-def check(out, x, amaxes, what, *, tile=False, rht=False, drawn=(None, None)) -> None:
+def check(out, x, amaxes, what, *, tile=False, rht=False, drawn=(None, None), four=False) -> None:
     for i, (suffix, source) in enumerate((("", x), ("_t", x.t()))):
         if f"codes{suffix}" not in out:
             continue
         random = None if drawn[i] is None else drawn[i].bytes(*source.shape)
         turned = reference.rht16(source) if rht and i else source
-        codes, scale = reference.cast_nvfp4(turned, amaxes[i], (16 if tile else 1, 16), random=random)
+        codes, scale = reference.cast_nvfp4(turned, amaxes[i], (16 if tile else 1, 16), random=random, four_over_six=four)
         assert_bit_equal(out[f"scale{suffix}"].cpu(), scale, f"scale{suffix} of {what}")
         assert_bit_equal(out[f"codes{suffix}"].cpu(), codes, f"codes{suffix} of {what}")
-        assert_bit_equal(out[f"amax{suffix}_out"].cpu(), amaxes[i], f"amax{suffix} of {what}")
+        stored = reference.nvfp4_stored_amax(amaxes[i], four_over_six=four)
+        assert_bit_equal(out[f"amax{suffix}_out"].cpu(), stored, f"amax{suffix} of {what}")
 
 
 def observed(x: Tensor, rht: bool) -> tuple[Tensor, Tensor]:
@@ -81,6 +83,28 @@ def test_cast_is_the_reference(device, poisoned, dtype, data, by_chance, rht):
         check(out, x, amaxes, f"{data} {dtype} {shape} {stride}", rht=rht, drawn=drawn)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("data", [*DATA, "ties"])
+@pytest.mark.parametrize("way", ["plain", "rht", "tile"])
+def test_four_over_six_is_the_reference(device, poisoned, dtype, data, way):
+    tile, rht = way == "tile", way == "rht"
+    for number, (shape, stride) in enumerate(product(SHAPES, STRIDES)):
+        if data == "ties":
+            x, amaxes = four_over_six_ties(*shape, 16 if tile else 1, number).to(dtype), (torch.tensor(6.0),) * 2
+        else:
+            x = values(data, *shape, dtype)
+            amaxes = observed(x, rht)
+        if number % 4 == 3:
+            amaxes = (amaxes[0] * 3,) * 2 if tile else (amaxes[0] / 3, amaxes[1] * 500)
+        out = outputs(poisoned, shape, amaxes, tile)
+        job = Nvfp4Job(place(x, stride, device), **out)
+        if tile:
+            cuda_fp4.cast_nvfp4_tile(job, four_over_six=True)
+        else:
+            cuda_fp4.cast_nvfp4(job, rht=rht, four_over_six=True)
+        check(out, x, amaxes, f"{data} {dtype} {shape} {stride}", tile=tile, rht=rht, four=True)
+
+
 @pytest.mark.parametrize("by_chance", [False, True], ids=["nearest", "chance"])
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["rowwise", "columnwise"])
 @RHT
@@ -99,11 +123,11 @@ def test_one_orientation(device, poisoned, by_chance, wanted, rht):
 @pytest.mark.parametrize("value", [0.0, 1e-45, 7.8e-36, 8e-36, 1e-38, 3.0, 2688.0, 3.4e38, float("inf"), float("nan")])
 def test_any_tensor_amax(device, poisoned, value):
     x, amaxes = values("specials", 64, 128, torch.float32), (torch.tensor(value),) * 2
-    for tile in (False, True):
+    for tile, four in product((False, True), (False, True)):
         out = outputs(poisoned, x.shape, amaxes, tile)
         job = Nvfp4Job(x.to(device), **out)
-        (cuda_fp4.cast_nvfp4_tile if tile else cuda_fp4.cast_nvfp4)(job)
-        check(out, x, amaxes, f"amax {value}", tile=tile)
+        (cuda_fp4.cast_nvfp4_tile if tile else cuda_fp4.cast_nvfp4)(job, four_over_six=four)
+        check(out, x, amaxes, f"amax {value}", tile=tile, four=four)
 
 
 @pytest.mark.parametrize("by_chance", [False, True], ids=["nearest", "chance"])
@@ -172,9 +196,10 @@ def test_batch_is_each_alone(device, poisoned, dtype, tile):
     matrices = [values("gauss", *shape, dtype, seed) for seed, shape in enumerate([*SHAPES, (320, 544), (32, 2048)])]
     outs = [outputs(poisoned, x.shape, observed(x, False), tile) for x in matrices]
     jobs = [Nvfp4Job(place(x, STRIDES[i % 3], device), **outs[i]) for i, x in enumerate(matrices)]
-    cuda_fp4.cast_nvfp4_batch(jobs, tile=tile)()
-    for i, x in enumerate(matrices):
-        check(outs[i], x, observed(x, False), f"job {i}", tile=tile)
+    for four in (False, True):
+        cuda_fp4.cast_nvfp4_batch(jobs, tile=tile, four_over_six=four)()
+        for i, x in enumerate(matrices):
+            check(outs[i], x, observed(x, False), f"job {i}", tile=tile, four=four)
 
 
 @pytest.mark.needs_gpu

@@ -58,7 +58,7 @@ class Plan:
     tp, device_type  what it was made for
     weights          every parameter, once
     left_out         by module: the modules with parameters that are left out with it
-    warnings         what groups set and layers will not have
+    warnings         what groups set and layers will not have, and recipes that are known to need another choice of layers
     times            by which "auto" was chosen; None: there were none
     """
 
@@ -143,7 +143,7 @@ def make_plan(
     styles, vocabulary = {row.module: row.row for row in layers}, {row.name for row in others if row.style == "vocab"}
     partial = {row.name for row in others if row.partial}
     parameters = plan_parameters(modules, styles, vocabulary, partial, tp)
-    warnings = unreached(typed, resolved, modules, styles.keys())
+    warnings = (*unreached(typed, resolved, modules, styles.keys()), *_fp4_in_last_block(model, layers))
     return Plan(tuple(layers), tuple(others), tp, device_type, parameters, left, warnings, times)
 
 
@@ -236,6 +236,25 @@ def blocks(model: nn.Module) -> list[str]:
             alike = len({type(child) for child in module}) == 1
             found += [f"{name}.{i}".lstrip(".") for i in range(len(module))] if alike else [name]
     return found
+
+
+def _fp4_in_last_block(model: nn.Module, layers: Sequence[LayerPlan]) -> list[str]:
+    """A warning for each outermost list of blocks whose last block has linears in nvfp4."""
+    lists = [
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1
+    ]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    warnings = []
+    for name in outer:
+        last = f"{name}.{len(model.get_submodule(name)) - 1}"  # type: ignore[arg-type]
+        inside = [row for row in layers if row.module == last or row.module.startswith(f"{last}.")]
+        four = [row for row in inside if any(q.format.gemm_kind == "nvfp4" for q in row.recipe.quantizers())]
+        if four:
+            warnings.append(
+                f"{four[0].recipe.name} covers {len(four)} of {len(inside)} linears of the last block, {last}: the published runs "
+                f'keep the last blocks in bf16; add a group with match = ["{name}.-1.**"] and recipe = "bf16"'
+            )
+    return warnings
 
 
 def check_flow(
