@@ -243,6 +243,13 @@ void run(const Work<Nvfp4Job>& work, const Source& source, const PhiloxState& ph
     launch_few<kernel>(work.items, kTilesPerBlock, kTileThreads, shared, stream, work, source, random, random_t);
 }
 
+template <class T, Producer kProducer, Rounding kRounding>
+void run_with(const Work<Nvfp4Job>& work, const Source& source, bool rht, const PhiloxState& philox, const PhiloxState& philox_t,
+              Stream stream) {
+    if (rht) return run<T, kProducer, true, kRounding>(work, source, philox, philox_t, stream);
+    run<T, kProducer, false, kRounding>(work, source, philox, philox_t, stream);
+}
+
 }  // namespace
 
 // Rounds stochastically if either state has a counter, else to nearest; `four_over_six` is for the latter.
@@ -251,14 +258,10 @@ void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, bool four_
     if (work.items == 0) return;
     with_source<Producer::kColumnSums>(input, source, [&](auto element, auto producer) {
         using T = decltype(element);
-        const auto go = [&](auto rounding) {
-            constexpr Rounding kRounding = decltype(rounding)::value;
-            if (rht) return run<T, producer, true, kRounding>(work, source, philox, philox_t, stream);
-            run<T, producer, false, kRounding>(work, source, philox, philox_t, stream);
-        };
-        if (four_over_six) return go(std::integral_constant<Rounding, Rounding::kFourOverSix>{});
-        if (philox.counter || philox_t.counter) return go(std::integral_constant<Rounding, Rounding::kStochastic>{});
-        go(std::integral_constant<Rounding, Rounding::kNearest>{});
+        if (four_over_six) return run_with<T, producer, Rounding::kFourOverSix>(work, source, rht, philox, philox_t, stream);
+        if (philox.counter || philox_t.counter)
+            return run_with<T, producer, Rounding::kStochastic>(work, source, rht, philox, philox_t, stream);
+        run_with<T, producer, Rounding::kNearest>(work, source, rht, philox, philox_t, stream);
     });
 }
 
