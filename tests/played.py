@@ -108,7 +108,9 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             if codes is not None:
                 random = None if draw is None else draw.bytes(*source.shape)
                 values = reference.rht16(source) if turned else source
-                made = reference.cast_nvfp4(values, amax, (16 if tile else 1, 16), random=random, four_over_six=four_over_six)
+                made = reference.cast_nvfp4(
+                    values, amax, (16 if tile else 1, 16), random=random, four_over_six=four_over_six
+                )
                 stored = reference.nvfp4_stored_amax(amax, four_over_six=four_over_six)
                 _fill((codes, scale, out), (*made, stored))
 

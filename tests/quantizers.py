@@ -50,11 +50,11 @@ def matrix(seed: int, rows: int, columns: int, exponent: int = 0, dtype: torch.d
 
 
 def four_over_six_ties(rows: int, columns: int, height: int, seed: int = 0) -> Tensor:
-    """fp32 [rows, columns] of blocks [height, 16] whose two candidates of four over six have equal errors in exact arithmetic, while
-    sums in fp32 differ by their order; for a tensor amax of 6, S_enc 256, where scales are 256 and 384.
+    """fp32 [rows, columns] of blocks [height, 16] whose two candidates of four over six have equal errors in exact arithmetic,
+    while sums in fp32 differ by their order; for a tensor amax of 6, S_enc 256, where scales are 256 and 384.
 
-    In units of 1 / S_enc the largest value is 1536 and the others are 512 + d and 192 + d, for d in (0, 64): 512 and 576, 256 and
-    192 are their neighbours on the two grids, so that the errors are d^2 and (64 - d)^2, and the same swapped.
+    In units of 1 / S_enc the largest value is 1536 and the others are 512 + d and 192 + d, for d in (0, 64): 512 and 576, 256
+    and 192 are their neighbours on the two grids, so that the errors are d^2 and (64 - d)^2, and the same swapped.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks, pairs = rows * columns // (16 * height), 8 * height - 1

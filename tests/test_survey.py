@@ -175,7 +175,9 @@ def test_matrices_that_a_recipe_does_not_reach_are_warned_of():
 def test_nvfp4_in_the_last_block_is_warned_of():
     def made(*groups):
         blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 16), "down": nn.Linear(16, 16)}) for _ in range(3))
-        return plan(nn.ModuleDict({"blocks": blocks, "head": nn.Linear(16, 16)}), {"match": "**", "recipe": "nvfp4"}, *groups)
+        return plan(
+            nn.ModuleDict({"blocks": blocks, "head": nn.Linear(16, 16)}), {"match": "**", "recipe": "nvfp4"}, *groups
+        )
 
     said = (
         "nvfp4 covers 2 of 2 linears of the last block, blocks.2: the published runs keep the last blocks in bf16; add a group "

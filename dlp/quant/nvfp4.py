@@ -95,9 +95,10 @@ class Nvfp4Scaling:
 
     tile: 16x16 blocks, for weights. rht: transform first, with these signs; the amax observed is that of the transformed
     values, and what is wider than bf16 is rounded to bf16 before. stochastic: round up or down by chance, needs `at`.
-    four_over_six: each block takes one of two scales, for 6 or for 4 as its largest code, by the smaller squared error; ties take
-    6 (arXiv 2512.02010, `dlp.kernels.reference.nvfp4`). The format is the same: the stored amax contains the factor 448/256.
-    Raises ValueError for `four_over_six` with `stochastic`. Raises ValueError at the cast of a matrix whose blocks would be partial, or without an origin to draw bits for.
+    four_over_six: each block takes one of two scales, for 6 or for 4 as its largest code, by the smaller squared error; ties
+    take 6 (arXiv 2512.02010, `dlp.kernels.reference.nvfp4`). The format is the same: the stored amax contains the factor
+    448/256. Raises ValueError for `four_over_six` with `stochastic`, and at the cast of a matrix whose blocks would be partial,
+    or without an origin to draw bits for.
     """
 
     tile: bool = False
@@ -177,9 +178,7 @@ class Nvfp4Scaling:
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[Any], flags: ops.Flags
     ) -> ops.Launches:
-        return ops.cast_nvfp4_batch(
-            xs, wanted_parts(outs), flags, self.format.block, four_over_six=self.four_over_six
-        )
+        return ops.cast_nvfp4_batch(xs, wanted_parts(outs), flags, self.format.block, four_over_six=self.four_over_six)
 
     def _check_both(self, x: Tensor, columnwise: Nvfp4Scaling) -> None:
         self.format.check((x.shape[0], x.shape[1]))

@@ -45,7 +45,9 @@ def check(out, x, amaxes, what, *, tile=False, rht=False, drawn=(None, None), fo
             continue
         random = None if drawn[i] is None else drawn[i].bytes(*source.shape)
         turned = reference.rht16(source) if rht and i else source
-        codes, scale = reference.cast_nvfp4(turned, amaxes[i], (16 if tile else 1, 16), random=random, four_over_six=four)
+        codes, scale = reference.cast_nvfp4(
+            turned, amaxes[i], (16 if tile else 1, 16), random=random, four_over_six=four
+        )
         assert_bit_equal(out[f"scale{suffix}"].cpu(), scale, f"scale{suffix} of {what}")
         assert_bit_equal(out[f"codes{suffix}"].cpu(), codes, f"codes{suffix} of {what}")
         stored = reference.nvfp4_stored_amax(amaxes[i], four_over_six=four)

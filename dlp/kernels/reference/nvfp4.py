@@ -8,8 +8,8 @@ The order of these products is part of the format: folding the 1/6 elsewhere cha
 What is stored is the amax; a decoded value is e2m1 * (s8 * amax / 2688), and a GEMM multiplies e2m1 * s8, which is
 exact in bf16, and applies the amaxes of both operands at the end. (arXiv 2509.25149.)
 
-Four over six (arXiv 2512.02010, github.com/mit-han-lab/fouroversix) gives each block a choice of two scales: the block's amax
-becomes 6, or it becomes 4 and the gap of E2M1 between 4 and 6 stays empty.
+Four over six (arXiv 2512.02010, github.com/mit-han-lab/fouroversix) gives each block a choice of two scales: the block's
+amax becomes 6, or it becomes 4 and the gap of E2M1 between 4 and 6 stays empty.
 
     amax'  = min(fl(1.75 * amax), FLT_MAX)     stored, and used in place of the amax: S_enc becomes 1536 / amax (1536 = 256 * 6)
     s6     = e4m3(amax_block * fl(S_enc * fl(1/6)))                 at most 256 (up to rounding), so that s4 fits E4M3
@@ -71,8 +71,8 @@ def nvfp4_stored_amax(amax: Tensor, *, four_over_six: bool) -> Tensor:
 def block_sums(errors: Tensor) -> Tensor:
     """Sum blocks in fp32, in a fixed order that a transposed tile shares.
 
-    errors [row blocks, block rows, C blocks, 16] -> [row blocks, C blocks]. Blocks of one row: elements 0 to 15 in order. Tiles of
-    16x16: each 8x8 quarter in the order of its upper triangle, row by row, of e[i, i] and fl(e[i, j] + e[j, i]); then
+    errors [row blocks, block rows, C blocks, 16] -> [row blocks, C blocks]. Blocks of one row: elements 0 to 15 in order.
+    Tiles of 16x16: each 8x8 quarter in the order of its upper triangle, row by row, of e[i, i] and fl(e[i, j] + e[j, i]); then
     fl(fl(q[0, 0] + q[1, 1]) + fl(q[0, 1] + q[1, 0])).
     """
     down, height, across, width = errors.shape

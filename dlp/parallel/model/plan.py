@@ -240,9 +240,7 @@ def blocks(model: nn.Module) -> list[str]:
 
 def _fp4_in_last_block(model: nn.Module, layers: Sequence[LayerPlan]) -> list[str]:
     """A warning for each outermost list of blocks whose last block has linears in nvfp4."""
-    lists = [
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1
-    ]
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     warnings = []
     for name in outer:
@@ -251,8 +249,8 @@ def _fp4_in_last_block(model: nn.Module, layers: Sequence[LayerPlan]) -> list[st
         four = [row for row in inside if any(q.format.gemm_kind == "nvfp4" for q in row.recipe.quantizers())]
         if four:
             warnings.append(
-                f"{four[0].recipe.name} covers {len(four)} of {len(inside)} linears of the last block, {last}: the published runs "
-                f'keep the last blocks in bf16; add a group with match = ["{name}.-1.**"] and recipe = "bf16"'
+                f"{four[0].recipe.name} covers {len(four)} of {len(inside)} linears of the last block, {last}: the published "
+                f'runs keep the last blocks in bf16; add a group with match = ["{name}.-1.**"] and recipe = "bf16"'
             )
     return warnings
 

@@ -37,9 +37,7 @@ def recipe(
         "nvfp4",
         x=Operand(scaling["x"](), scaling["x"](rht=rht, signs=signs)),
         w=both(scaling["w"](tile=not disable_2d_quantization)),
-        dy=Operand(
-            scaling["dy"](stochastic=stochastic), scaling["dy"](rht=rht, stochastic=stochastic, signs=signs)
-        ),
+        dy=Operand(scaling["dy"](stochastic=stochastic), scaling["dy"](rht=rht, stochastic=stochastic, signs=signs)),
     )
 
 
