@@ -17,7 +17,7 @@ amax becomes 6, or it becomes 4 and the gap of E2M1 between 4 and 6 stays empty.
     q6, q4 = the codes of the block under each scale
     error  = sum of fl(d * d), d = fl(e2m1 * s8 - fl(x * S_enc))    in fp32, in the order of `block_sums`
 
-The scale s4 is taken if its error is less than that of s6; a tie takes s6. The error is measured in units of 1 / S_enc, in which
+    amax'  = min(fl(1.75 * amax), FLT_MAX)     stored, and used in place of the amax: S_enc becomes 1536 / amax (256 * 6)
 e2m1 * s8 is exact and no square overflows or underflows in fp32 where it matters. Decoding and GEMMs are unchanged, since the
 stored amax contains the factor. Defined for rounding to nearest: the smaller of two random errors would bias a gradient.
 
