@@ -11,13 +11,13 @@ exact in bf16, and applies the amaxes of both operands at the end. (arXiv 2509.2
 Four over six (arXiv 2512.02010, github.com/mit-han-lab/fouroversix) gives each block a choice of two scales: the block's
 amax becomes 6, or it becomes 4 and the gap of E2M1 between 4 and 6 stays empty.
 
-    amax'  = min(fl(1.75 * amax), FLT_MAX)     stored, and used in place of the amax: S_enc becomes 1536 / amax (1536 = 256 * 6)
+    amax'  = min(fl(1.75 * amax), FLT_MAX)     stored, and used in place of the amax: S_enc becomes 1536 / amax (256 * 6)
     s6     = e4m3(amax_block * fl(S_enc * fl(1/6)))                 at most 256 (up to rounding), so that s4 fits E4M3
     s4     = e4m3(fl(1.5 * (amax_block * fl(S_enc * fl(1/6)))))
     q6, q4 = the codes of the block under each scale
     error  = sum of fl(d * d), d = fl(e2m1 * s8 - fl(x * S_enc))    in fp32, in the order of `block_sums`
 
-    amax'  = min(fl(1.75 * amax), FLT_MAX)     stored, and used in place of the amax: S_enc becomes 1536 / amax (256 * 6)
+The scale s4 is taken if its error is less than that of s6; a tie takes s6. The error is in units of 1 / S_enc, in which
 e2m1 * s8 is exact and no square overflows or underflows in fp32 where it matters. Decoding and GEMMs are unchanged, since the
 stored amax contains the factor. Defined for rounding to nearest: the smaller of two random errors would bias a gradient.
 
