@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from launch import convert_hf, hf_config, hf_folder, manifest, weights
 from launch.build import plan_for
 from launch.config import load
+from launch.models import tables
 from launch.models.tables import their_names
 from launch.sections import Model
 from tests import training
@@ -142,6 +144,76 @@ DAMAGES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] 
     "text": (None, {"hidden_size": "64", "head_dim": None}, "config.json: [model] hidden: expected an integer >= 1, got '64'"),
     "number": (None, {"vocab_size": 0}, "config.json: [model] vocab: expected an integer >= 1, got 0"),
 }  # fmt: skip
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+CONFLICTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "theta twice": ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
+                    "rope_theta has different values: rope_parameters.rope_theta = 10000.0, rope_theta = 500000.0; leave the"),
+    "null theta": ("llama", {"rope_theta": None}, "rope_theta is null, which transformers does not accept either; give a value"),
+    "null theta in a table": ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta is null, which transformers"),
+    "type twice": ("llama", {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}},
+                   "rope_type has different values: rope_scaling.rope_type = 'linear', rope_scaling.type = 'dynamic'; leave"),
+    "tables differ": ("qwen2", {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}},
+                      "factor has different values: rope_scaling.factor = 4.0, rope_parameters.factor = 2.0; leave the wrong"),
+    "no type": ("llama", {"rope_scaling": {"factor": 2.0}}, "rope_type is None, which scales no positions, but its table has factor"),
+    "no scaling": ("llama", {"rope_scaling": {"type": "default", "factor": 2.0}}, "rope_type is 'default', which scales no"),
+    "context twice": ("qwen2", {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+                      "original_max_position_embeddings has different values: rope_scaling.original_max_position_embeddings = 32"),
+    "turned twice": ("llama", {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+                     "partial_rotary_factor has different values: rope_parameters.partial_rotary_factor = 0.5, partial_rotary"),
+    "unrounded": ("qwen2", {"rope_scaling": {**YARN, "truncate": False}}, "[model] rope_scaling: expected a table"),
+    "another class": ("llama", {"architectures": ["MistralForCausalLM"]},
+                      "model_type llama is read as LlamaForCausalLM, but architectures is ['MistralForCausalLM']; correct the"),
+    "a window that is off": ("mistral", {"use_sliding_window": False, "sliding_window": 16},
+                             "use_sliding_window is False, but transformers reads sliding_window alone for this model_type"),
+    "a window in some layers": ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]},
+                                "layer_types is ['full_attention', 'sliding_attention'], but models here have 'full_attention'"),
+    "kinds of layers": ("mistral", {"sliding_window": 512, "layer_types": ["full_attention"] * 2},
+                        "but models here have 'sliding_attention' in every layer"),
+    "too few kinds": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types is ['full_attention'], but models here have"),
+    "dropout": ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1, but models here have 0.0"),
+    "null eps": ("llama", {"rms_norm_eps": None}, "rms_norm_eps is null, which transformers does not accept either; give a"),
+    "null tie": ("qwen3", {"tie_word_embeddings": None}, "tie_word_embeddings is null, which transformers does not accept"),
+    "null head": ("qwen3", {"head_dim": None}, "head_dim is null, which transformers does not accept either; give a value"),
+    "layers of their own": ("llama", {"per_layer_config": {"0": {}}}, "per_layer_config is {'0': {}}, but models here have None"),
+}  # fmt: skip
+
+
+def config_of(folder: Path, family: str, **config: Any) -> Model:
+    """The `[model]` read from a config.json; a setting `...` is left out of the file."""
+    settings = {**hf_config.config_json(replace(SHAPE, family=family), "float32", 512), **config}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}))
+    return hf_config.read_config(folder)[0]
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_two_values_for_one_setting_are_refused(tmp_path: Path, case: str) -> None:
+    family, config, sentence = CONFLICTS[case]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        config_of(tmp_path, family, **config)
+
+
+def test_a_setting_that_is_left_out_has_the_value_of_transformers(tmp_path: Path) -> None:
+    """Each optional key alone and all of them together, in every family."""
+    for family, kv_heads, head_dim, window in (
+        ("llama", 4, 16, None), ("mistral", 8, 16, 4096), ("qwen2", 32, 16, None), ("qwen3", 32, 128, None)
+    ):  # fmt: skip
+        written = config_of(tmp_path, family)
+        defaults = {"rms_norm_eps": ("norm_eps", 1e-6), "tie_word_embeddings": ("tie_embeddings", False),
+                    "num_key_value_heads": ("kv_heads", kv_heads), "head_dim": ("head_dim", head_dim),
+                    "sliding_window": ("sliding_window", window), "rope_theta": ("rope_theta", 10000.0)}  # fmt: skip
+        for key, (ours, value) in defaults.items():
+            assert config_of(tmp_path, family, **{key: ...}) == replace(written, **{ours: value}), (family, key)
+        absent = dict.fromkeys([*defaults, *dict(tables.FAMILIES[family].fixed), "architectures", "rope_scaling"], ...)
+        assert config_of(tmp_path, family, **absent) == replace(written, **dict(defaults.values()))
+    yarn = {key: value for key, value in YARN.items() if key != "original_max_position_embeddings"}
+    for longest, found in ((64, 64), (..., 32768)):
+        read = config_of(tmp_path, "qwen2", rope_scaling=yarn, max_position_embeddings=longest).rope_scaling
+        assert read is not None and read["original_max_position_embeddings"] == found
+    nulls = config_of(tmp_path, "mistral", num_key_value_heads=None, head_dim=None, sliding_window=None)
+    assert (nulls.kv_heads, nulls.head_dim, nulls.sliding_window) == (4, 16, None)
 
 
 @pytest.mark.parametrize("what", DAMAGES)

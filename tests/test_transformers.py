@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from launch import convert_hf, weights
+from launch.models import tables
 from launch.models.modules import Llama
 
 pytest.importorskip("safetensors")
@@ -41,6 +45,23 @@ def random_model(kind: str, settings: dict[str, Any]) -> Any:
     return model.eval()
 
 
+@pytest.mark.parametrize("family", tables.FAMILIES)
+def test_every_key_that_transformers_reads_is_known(family: str) -> None:
+    """The keys that the library's model reads, its defaults, and which keys may be null."""
+    transformers = pytest.importorskip("transformers")
+    known, name = tables.FAMILIES[family], tables.FAMILIES[family].architecture
+    model = getattr(transformers, name)
+    read = set(re.findall(r"config\.([a-z]\w*)", inspect.getsource(inspect.getmodule(model))))
+    ours = {*tables.KEYS.values(), *dict(known.optional), *dict(known.fixed)}
+    beside = {"rope_parameters", "layer_types", "pad_token_id"}  # read or checked elsewhere, or without effect
+    assert read - ours - beside == set()
+    fields = {each.name: each for each in dataclasses.fields(model.config_class)}
+    for key, default in (*known.optional, *known.fixed):
+        assert key not in fields or fields[key].default == default, key
+        if key in dict(known.optional) and key in fields and "None" in str(fields[key].type):
+            assert key in known.nullable
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_equal_there_and_back(case: str, tmp_path: Path) -> None:
@@ -58,3 +79,4 @@ def test_logits_are_equal_there_and_back(case: str, tmp_path: Path) -> None:
     convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", None, limit=20_000)
     back = type(theirs).from_pretrained(tmp_path / "back", dtype=torch.float32)
     assert torch.equal(back(tokens).logits, expected)
+    assert back.config.eos_token_id is None  # and not token 2, at which the library would end a text

@@ -9,26 +9,44 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Family:
     """How a family differs from the others. architecture: the class of `transformers` that reads it. qkv_bias: q, k and v have
-    biases; qk_norm: RMSNorm over each head of q and k; window: it may have a sliding window. Of settings of config.json,
-    fixed: what must be so, if it is there; defaults: what is meant where it is not."""
+    biases; qk_norm: RMSNorm over each head of q and k; window: it may have a sliding window.
+
+    Settings of config.json: `optional` are keys that a file may leave out, with the values that `transformers` then uses;
+    `nullable` are keys that may be null; `fixed` are keys that this package computes with one value only.
+    """
 
     architecture: str
+    optional: tuple[tuple[str, object], ...]
+    nullable: tuple[str, ...]
+    fixed: tuple[tuple[str, object], ...]
     qkv_bias: bool = False
     qk_norm: bool = False
     window: bool = False
-    fixed: tuple[tuple[str, object], ...] = ()
-    defaults: tuple[tuple[str, object], ...] = ()
 
 
-FIXED = (("hidden_act", "silu"), ("quantization_config", None))  # of all families
-_NO_BIAS = (("attention_bias", False), ("mlp_bias", False))
-_WHOLE = (("use_sliding_window", False), ("attention_bias", False))
+_ALL = (("rms_norm_eps", 1e-6), ("tie_word_embeddings", False))
+_KV, _HEAD, _LONGEST = "num_key_value_heads", "head_dim", "max_position_embeddings"
+_FIXED = (("hidden_act", "silu"), ("attention_dropout", 0.0))
+_NO_BIAS, _NO_WINDOW = (("attention_bias", False), ("mlp_bias", False)), ("use_sliding_window", False)
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", fixed=_NO_BIAS),
-    "mistral": Family("MistralForCausalLM", window=True, defaults=(("sliding_window", 4096),)),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed=(("use_sliding_window", False),)),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, fixed=_WHOLE, defaults=(("head_dim", 128),)),
-}
+    "llama": Family(
+        "LlamaForCausalLM", (*_ALL, (_KV, None), (_HEAD, None), (_LONGEST, 2048)), nullable=(_KV, _HEAD),
+        fixed=(*_FIXED, *_NO_BIAS),
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", (*_ALL, (_KV, 8), (_HEAD, None), ("sliding_window", 4096), (_LONGEST, 131072)),
+        nullable=(_KV, _HEAD, "sliding_window"), fixed=_FIXED, window=True,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", (*_ALL, (_KV, 32), (_HEAD, None), (_LONGEST, 32768)), nullable=(_KV,),
+        fixed=(*_FIXED, _NO_WINDOW), qkv_bias=True,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", (*_ALL, (_KV, 32), (_HEAD, 128), (_LONGEST, 32768)), nullable=(_KV,),
+        fixed=(*_FIXED, _NO_WINDOW, ("attention_bias", False)), qk_norm=True,
+    ),
+}  # fmt: skip
+UNSUPPORTED = ("quantization_config", "per_layer_config")  # tables that must be absent or null
 
 # [model] key: config.json key. What stands in tables of its own there, or follows, is in `launch/hf_config.py`.
 KEYS = {
