@@ -15,7 +15,6 @@ from typing import Any
 
 from launch.models.rope import ORIGINAL, SCALINGS
 from launch.models.tables import FAMILIES, KEYS, UNSUPPORTED, Family
-from launch.schema import ConfigError
 from launch.sections import Model
 
 CONFIG = "config.json"
@@ -66,8 +65,8 @@ def _refuse(given: Mapping[str, Any], family: Family) -> None:
     classes = given.get("architectures")
     if classes and family.architecture not in classes:
         raise ValueError(
-            f"model_type {given['model_type']} is read as {family.architecture}, but architectures is {classes}; correct the "
-            f"wrong one, or give the folder of a language model"
+            f"model_type {given['model_type']} is read as {family.architecture}, but architectures is {classes}; set the "
+            f"wrong one right, or give the folder of a language model"
         )
     if family.window and given.get("use_sliding_window") is False and given.get("sliding_window", 0) is not None:
         raise ValueError(
@@ -85,7 +84,10 @@ def _refuse_layer_types(given: Mapping[str, Any], family: Family) -> None:
     windowed = family.window and given.get("sliding_window", 0) is not None
     expected = "sliding_attention" if windowed else "full_attention"
     if not isinstance(types, list) or types != [expected] * given.get("num_hidden_layers", len(types)):
-        raise ValueError(f"layer_types is {str(types)[:80]}, but models here have {expected!r} in every layer")
+        raise ValueError(
+            f"layer_types is {str(types)[:80]}, but models here have {expected!r} in every layer; choose a model without "
+            f"layer_types, or set the list right"
+        )
 
 
 def _settings(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
     if kind in (None, "default"):
         if numbers:
             raise ValueError(
-                f"rope_type is {kind!r}, which scales no positions, but its table has {', '.join(numbers)}; correct rope_type, or "
+                f"rope_type is {kind!r}, which scales no positions, but its table has {', '.join(numbers)}; set rope_type, or "
                 f"remove them"
             )
         return theta, None
