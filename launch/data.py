@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.documents import has_rows, is_text, list_files, walk
+from launch.documents import has_rows, is_text, list_files, looks_like_rows, walk
 from launch.index import check_against, read_index
 from launch.prepare import SPLITS, at_work, check_share, prepare, unfinished
 from launch.shard import REMEDY, VERSION, Shard, open_shard, verify
@@ -148,7 +148,7 @@ def _prepare_command(options: argparse.Namespace) -> None:
         print(f"{left} is of a preparation that did not end; remove it")
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     files = list_files(options.files)
-    read = {name: path for name, path in files.items() if has_rows(path) or is_text(path)}
+    read = {name: path for name, path in files.items() if has_rows(path, options.column) or is_text(path)}
     try:
         made = prepare(
             read, options.out, validation=options.validation, tokenizer=tokenizer, column=options.column, progress=True
@@ -162,6 +162,9 @@ def _prepare_command(options: argparse.Namespace) -> None:
         )
     for name in files.keys() - read.keys():
         print(f"left out, not text: {name}")
+    for name, path in read.items():
+        if looks_like_rows(path) and not has_rows(path, options.column):
+            print(f"read as one text, since it is neither JSON lines nor an array of objects or strings: {name}")
     for path in sorted(options.out.glob("*.shard")):
         print(describe(open_shard(path)))
 
@@ -184,7 +187,10 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.data", description="Makes and inspects token shards.")
     commands = parser.add_subparsers(required=True)
     making = commands.add_parser("prepare", help="turn text files and rows into shards, a document each")
-    kinds = "text files, JSON lines (.jsonl, .jsonl.gz), .parquet, .arrow, folders of them, saved Hugging Face datasets"
+    kinds = (
+        "text files, JSON lines and arrays (.jsonl, .ndjson, .json, also .gz), .parquet, .arrow, folders of them, saved "
+        "Hugging Face datasets"
+    )
     making.add_argument("files", nargs="+", type=Path, help=kinds)
     making.add_argument("--out", required=True, type=Path, help="the folder to make")
     add_options(making)

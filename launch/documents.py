@@ -1,4 +1,4 @@
-"""Documents of files: a text file is one, and each row of JSON lines, Parquet or Arrow is one.
+"""Documents of files: a text file is one document, and each row of JSON lines, a JSON array, Parquet or Arrow is one.
 
 A Hugging Face dataset that was saved to disk is a folder of Arrow files, which its state.json lists; it is read by pyarrow
 alone. Rows are read as a stream, however large a file is.
@@ -6,17 +6,25 @@ alone. Rows are read as a stream, however large a file is.
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from launch.tokenizer import MissingPackage, need
 
 Row = tuple[Any, int]  # what stands in the column, and about how many bytes of the file that was
+HEAD = 4096  # bytes in which a .json file is recognized
+MOST_LINE = 1 << 26  # bytes of the first line of a .json file that are read to tell JSON lines from other JSON
+CHUNK = 1 << 20  # characters of a JSON array that are read at once
+MOST_ELEMENT = 1 << 28  # characters of one element of a JSON array
+BLANK = re.compile(r"\s*")
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # of a Hugging Face dataset, and of several
 
 
@@ -92,19 +100,50 @@ def is_text(path: Path) -> bool:
         return b"\0" not in file.read(8192)
 
 
-def has_rows(path: Path) -> bool:
-    return _kind(path).endswith(tuple(READERS))
+def has_rows(path: Path, column: str = "text") -> bool:
+    """Whether each row of a file is a document. The name of the file tells, except for .json, whose content tells."""
+    return _reader(path, column) is not None
+
+
+def looks_like_rows(path: Path) -> bool:
+    """Whether the name promises data of rows, so that reading the file as one text deserves a remark."""
+    return _kind(path).endswith(DATA)
 
 
 def _kind(path: Path) -> str:
-    """A name of which the end says what the file is, in capitals, too."""
+    """The lower-case name, whose end says what the file is."""
     return path.name.lower()
+
+
+def _reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
+    """Reader of the rows of a file; None for a file that is one text."""
+    if _kind(path).endswith((".json", ".json.gz")):
+        return _json_reader(path, column)
+    return next((read for suffix, read in READERS.items() if _kind(path).endswith(suffix)), None)
+
+
+def _json_reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
+    """Reader of a .json file: JSON lines where the first line is an object and either has the column or is followed by more; an
+    array of objects or strings; None for any other JSON, as the settings of a program."""
+    try:
+        with _opened(path) as file:
+            head = file.read(HEAD).removeprefix(codecs.BOM_UTF8).lstrip()
+            if head[:1] == b"[":
+                return json_array if head[1:].lstrip()[:1] in (b"{", b'"') else None
+            line, _, after = head.partition(b"\n")
+            line += b"" if b"\n" in head else file.readline(MOST_LINE)
+            row = json.loads(line)
+            more = column in row or (after + file.read(HEAD)).strip()
+            return json_lines if isinstance(row, dict) and more else None
+    except (ValueError, TypeError, OSError, EOFError, zlib.error):
+        return None
 
 
 def rows(path: Path, column: str) -> Iterator[tuple[int, bytes, int]]:
     """(number, text, bytes of the file) of each row from 1; the text is empty where there is none. ValueError for a file or a
     row that cannot be read."""
-    reader = next(read for suffix, read in READERS.items() if _kind(path).endswith(suffix))
+    reader = _reader(path, column)
+    assert reader is not None, f"{path} has no rows"
     number = 0
     try:
         for number, (value, nbytes) in enumerate(reader(path, column), start=1):
@@ -127,14 +166,57 @@ def _encoded(text: str, path: Path, number: int) -> bytes:
         ) from None
 
 
+def _opened(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
+
+
 def json_lines(path: Path, column: str) -> Iterator[Row]:
-    opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    with opened(path, "rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             row = json.loads(line) if line.strip() else {column: ""}
             if not isinstance(row, dict) or column not in row:
                 _no_column(f"{path}, row {number}", column, row if isinstance(row, dict) else ())
             yield row[column], len(line)
+
+
+def json_array(path: Path, column: str) -> Iterator[Row]:
+    """Rows of one array: strings, or objects whose `column` is text. The array is parsed element by element."""
+    with _opened(path) as file:
+        number = 0
+        for row, nbytes in _elements(io.TextIOWrapper(file, encoding="utf-8-sig")):
+            number += 1
+            if isinstance(row, dict) and column not in row:
+                _no_column(f"{path}, row {number}", column, row)
+            yield row[column] if isinstance(row, dict) else row, nbytes
+
+
+def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
+    """Elements of the array that a file holds, and the characters of each. ValueError where the file is no array."""
+    decoder, text, size = json.JSONDecoder(), file.read(CHUNK), CHUNK
+    at, before = BLANK.match(text).end() + 1, ""  # behind the [, and what must stand before the next element
+    while True:
+        at = BLANK.match(text, at).end()
+        start = BLANK.match(text, at + len(before)).end()
+        if text.startswith("]", at):
+            break
+        if at < len(text) and not text.startswith(before, at):
+            raise ValueError(f"expected , or ], found {text[at : at + 20]!r}")
+        problem = "the array does not end"
+        try:
+            row, end = decoder.raw_decode(text, start)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            if end < len(text):  # at the end of the text, a number may go on
+                yield row, end - at
+                at, before, size = end, ",", CHUNK
+                continue
+        more = file.read(size) if len(text) - at < MOST_ELEMENT else ""
+        if not more:
+            raise ValueError(problem)
+        text, at, size = text[at:] + more, 0, 2 * size  # twice as much each time: an element is not parsed often
+    if (text[at + 1 :] + file.read(CHUNK)).strip():
+        raise ValueError("expected the end of the file behind the array")
 
 
 def parquet(path: Path, column: str) -> Iterator[Row]:
@@ -161,5 +243,7 @@ def _no_column(where: str, column: str, there: Iterable[str]) -> None:
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
-    ".jsonl": json_lines, ".jsonl.gz": json_lines, ".parquet": parquet, ".arrow": arrow,
+    ".jsonl": json_lines, ".jsonl.gz": json_lines, ".ndjson": json_lines, ".ndjson.gz": json_lines,
+    ".parquet": parquet, ".arrow": arrow,
 }  # fmt: skip
+DATA = (".json", ".json.gz", ".csv", ".tsv", *READERS)  # names of data, whose rows may be documents

@@ -3,13 +3,16 @@
     python -m launch.harness CHECKPOINT --tasks hellaswag,arc_easy [--tokenizer tokenizer.json] [--limit 100]
 
 By torchrun the ranks are tensor-parallel. The package fetches the data of its tasks, or reads what it has fetched before.
+
+The model reads at most `[train] sequence` tokens at once, the length that it was trained with. Longer requests are handled as
+lm_eval handles them: a whole document is scored in windows (`rolling_windows`), a context is cut on the left.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,26 @@ from launch import weights
 from launch.config import count
 from launch.evaluate import as_asked
 from launch.generate import on_tp, text_after, whole, write
+from launch.schema import ConfigError
 from launch.tokenizer import Tokenizer, add_options, need, open_tokenizer
-from launch.trained import Trained, check_length, command_line, open_trained
+from launch.trained import Trained, command_line, open_trained
 
 
 @torch.no_grad()
 def score(trained: Trained, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
     """The log of the chance that `continuation` follows `context`, which is not empty, in nats, and whether each of its tokens
     is the most likely one."""
-    check_length(trained.config, len(context) + len(continuation) - 1)
+    context, continuation = list(context), list(continuation)
+    most = longest(trained)
+    if len(continuation) > most:
+        raise ConfigError(
+            f"a continuation of {len(continuation)} tokens is longer than [train] sequence = {most}, which the model was "
+            f"trained with; choose another task, or set --train.sequence, with which the model reads longer texts"
+        )
+    over = len(context) + len(continuation) - 1 - most
+    if over > 0:
+        _remark_cut(trained)
+        context = context[over:]
     tokens = torch.tensor([*context, *continuation], device=trained.device)
     logits = whole(trained, trained.model(tokens[None, :-1]))[-len(continuation) :].float()
     follows = tokens[-len(continuation) :]
@@ -37,9 +51,42 @@ def score(trained: Trained, context: Sequence[int], continuation: Sequence[int])
     return chances.sum().item(), bool((logits.argmax(-1) == follows).all())
 
 
+def longest(trained: Trained) -> int:
+    """Tokens that the model reads at once: those of a sequence of its training."""
+    return trained.config.train.sequence
+
+
+def rolling_windows(text: Sequence[int], prefix: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(context, continuation) of each window of a document, as lm_eval makes them with a context of one token: every token is
+    scored once, in windows of at most `most` tokens, the first behind `prefix`, and the last with a context as long as the
+    window has room for."""
+    for start in range(0, len(text), most):
+        end = min(start + most, len(text))
+        context = text[end - most - 1 : start] if start else [prefix]
+        yield list(context), list(text[start:end])
+
+
+def _remark_cut(trained: Trained) -> None:
+    """Say once that contexts are cut."""
+    sentence = f"contexts are cut on the left to [train] sequence = {longest(trained)} tokens, as lm_eval cuts them"
+    if sentence not in trained.remarks:
+        trained.remarks.append(sentence)
+        if dist.get_rank() == 0:
+            print(sentence, flush=True)
+
+
 def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked: dict[str, Any]) -> str:
     """Text after a context, up to the first of the strings in `until`, most likely tokens unless a temperature is asked for."""
     count, until = int(asked.get("max_gen_toks", 256)), asked.get("until") or []
+    most = longest(trained)
+    if count >= most:
+        raise ConfigError(
+            f"a task that asks for {count} tokens leaves no room for its context in [train] sequence = {most}; choose another "
+            f"task, or set --train.sequence, with which the model reads longer texts"
+        )
+    if len(context) > most - count:
+        _remark_cut(trained)
+        context = context[count - most :]
     prompt, warm = torch.tensor([list(context)]), float(asked.get("temperature") or 0.0) * bool(asked.get("do_sample"))
     written = write(trained, prompt, count, temperature=warm, stop=tokenizer.separator)
     text = tokenizer.decode(text_after(written, len(context), tokenizer.separator))
@@ -64,7 +111,13 @@ def adapted(trained: Trained, tokenizer: Tokenizer) -> Any:
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             texts = [self.tok_encode(*request.args) for request in requests]
-            return [score(trained, [tokenizer.separator], text)[0] for text in texts]
+            return [
+                sum(
+                    score(trained, *window)[0]
+                    for window in rolling_windows(text, tokenizer.separator, longest(trained))
+                )
+                for text in texts
+            ]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             return [

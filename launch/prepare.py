@@ -87,7 +87,7 @@ def row_split(name: str, share: float) -> str:
 
 def documents(files: Mapping[str, Path], share: float, column: str) -> Iterator[Document]:
     """All documents of the files, in their order, empty rows left out."""
-    sizes = {name: path.stat().st_size for name, path in files.items() if not has_rows(path)}
+    sizes = {name: path.stat().st_size for name, path in files.items() if not has_rows(path, column)}
     validating = held_out(sizes, share)
     cut = None if validating or len(sizes) < len(files) else tail(sizes, share)
     for name, path in files.items():

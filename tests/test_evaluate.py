@@ -308,6 +308,60 @@ def test_continuations_are_scored(ranks, checkpoint):
     assert not told or (told[0][0] < 0 and told[1] < 0)
 
 
+def test_a_document_is_scored_in_windows() -> None:
+    """As lm_eval.utils.get_rolling_token_windows and make_disjoint_window make them with a context of one token."""
+    assert list(harness.rolling_windows(range(10), -1, 4)) == [
+        ([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])
+    ]  # fmt: skip
+    assert list(harness.rolling_windows(range(8), -1, 4)) == [([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7])]
+    assert list(harness.rolling_windows(range(3), -1, 4)) == [([-1], [0, 1, 2])] and not [
+        *harness.rolling_windows([], 0, 4)
+    ]
+
+
+def long_requests(path: str) -> tuple[list[int], list[Any], list[Any], list[str]]:
+    """Inside a worker, for a model trained with 8 tokens: the tokens that each forward read, what lm_eval is told of requests
+    that are longer, the same with windows made by hand, and what is said."""
+    found = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"), ("train.sequence", "8"))
+    with patch.object(harness, "need", return_value=types.SimpleNamespace(TemplateLM=object)):
+        model = harness.adapted(found, BYTES)
+    text, read = "def main(path): # 19", list[int]()
+    tokens = model.tok_encode(text)
+    hook = found.model.model.register_forward_pre_hook(lambda _, given: read.append(given[0].shape[1]))
+    told = [
+        model.loglikelihood_rolling([types.SimpleNamespace(args=(text,))])[0],
+        model._loglikelihood_tokens([(None, tokens[:15], tokens[15:])])[0],
+        model.generate_until([types.SimpleNamespace(args=(text, {"max_gen_toks": 3}))])[0],
+    ]
+    lengths = list(read)
+    rolled = [([256], tokens[:8]), (tokens[7:8], tokens[8:16]), (tokens[11:16], tokens[16:])]
+    by_hand = [
+        sum(harness.score(found, *window)[0] for window in rolled),
+        harness.score(found, tokens[11:15], tokens[15:]),
+        harness.go_on(found, BYTES, tokens[-5:], {"max_gen_toks": 3}),
+    ]
+    hook.remove()
+    refused = []
+    for ask in (lambda: harness.score(found, [1], tokens[:9]), lambda: harness.go_on(found, BYTES, [1], {})):
+        with pytest.raises(ConfigError) as error:
+            ask()
+        refused.append(str(error.value))
+    return lengths, told, by_hand, [*refused, *found.remarks]
+
+
+@pytest.mark.ranks(1)
+def test_no_request_of_a_task_is_longer_than_the_trained_sequence(ranks, checkpoint):
+    lengths, told, by_hand, said = ranks(1).run(long_requests, checkpoint[0])[0]
+    assert told == by_hand and max(lengths) == 8
+    assert said[0].startswith(
+        "a continuation of 9 tokens is longer than [train] sequence = 8, which the model was trained"
+    )
+    assert said[1].startswith(
+        "a task that asks for 256 tokens leaves no room for its context in [train] sequence = 8; choose"
+    )
+    assert said.count("contexts are cut on the left to [train] sequence = 8 tokens, as lm_eval cuts them") == 1
+
+
 def traced(path: str, trace: Path) -> str:
     """Inside a worker: in the recipe that it was trained in."""
     return generate.write(opened(path, 1), PROMPT, 4, trace=trace).speed(PROMPT.shape[1])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import data, generate, harness
+from launch import data, documents, generate, harness
 from launch import prepare as preparing
 from launch import shard as shards
 from launch.data import main, open_data
@@ -63,11 +63,29 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-SOURCES = {"a.JSONL": json_lines, "a.jsonl.gz": json_lines, "a.parquet": parquet, "set": saved}
+def json_array(path: Path) -> Path:
+    """An array of objects and of strings, over several chunks; the file begins with a byte order mark."""
+    mixed = [{"text": row, "id": 1} if number % 3 else row for number, row in enumerate(ROWS)]
+    text = "\ufeff" + json.dumps(mixed, indent=1) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+SOURCES = {
+    "a.ndjson": json_lines,
+    "a.json": json_lines,
+    "b.json": json_array,
+    "b.json.gz": json_array,
+    "a.JSONL": json_lines,
+    "a.jsonl.gz": json_lines,
+    "a.parquet": parquet,
+    "set": saved,
+}
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_rows_are_documents(tmp_path: Path, name: str) -> None:
+def test_rows_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(documents, "CHUNK", 50)  # less than two rows
     source = SOURCES[name](tmp_path / name)
     prepare(list_files([source]), tmp_path / "out", validation=0.2)
     assert texts(tmp_path / "out") == sorted(ROWS)
@@ -187,6 +205,40 @@ def test_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
                                                  "was reached); get the file again")  # fmt: skip
     path.write_text('{"text": "x"}\n')
     assert refused(tmp_path, str(path)).startswith("no document fell to ")
+
+
+def test_arrays_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "CHUNK", 8)
+    path = tmp_path / "a.json"
+    for text, told in (
+        ('[{"text": "a"}, {"text": "b"', "row 2: cannot be read (Expecting ',' delimiter: "),
+        ('["a" "b"]', "row 2: cannot be read (expected , or ], found '\"b\"'); get the file again"),
+        ('["a", ]', "row 2: cannot be read (Expecting value: "),
+        ('["a"', "row 1: cannot be read (the array does not end); get the file again"),
+        ('["a"]\n["b"]', "row 2: cannot be read (expected the end of the file behind the array); get the file again"),
+        ('["a", 5]', "row 2: text is no text but 5; name another --column"),
+        ('[{"body": "a"}]', "row 1: no column text, it has body; name one with --column"),
+        ('{"body": "a"}\n{"body": "b"}', "row 1: no column text, it has body; name one with --column"),
+        ('["' + 40 * "a" + '"]', "row 1: cannot be read (Unterminated string starting at: "),
+    ):
+        if 40 * "a" in text:
+            monkeypatch.setattr(documents, "MOST_ELEMENT", 16)
+        path.write_text(text)
+        assert refused(tmp_path, str(path)).startswith(f"{path}, {told}"), text
+
+
+def test_data_that_is_read_as_one_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, text in (("a.json", '{\n "name": "x"\n}'), ("b.json", "[1, 2]"), ("c.json", "{"), ("d.csv", "text\nx"),
+                       ("e.json", ""), ("f.txt", "[]"), ("g.json", '{"text": "one row"}')):  # fmt: skip
+        (folder / name).write_text(text)
+    main(["prepare", "--out", str(tmp_path / "out"), str(folder), "--validation", "0.3"])
+    said = [
+        line.rpartition(": ") for line in capsys.readouterr().out.split("\n") if line.startswith("read as one text")
+    ]
+    assert [name for _, _, name in said] == ["a.json", "b.json", "c.json", "d.csv", "e.json"]
+    assert "one row" in texts(tmp_path / "out")
 
 
 def test_parquet_and_datasets_that_cannot_be_read_are_named(tmp_path: Path) -> None:
