@@ -21,6 +21,7 @@ NEEDS   = @$(PYTHON) tools/check_env.py
 .DEFAULT_GOAL := help
 ORDER  ?= forward
 
+# exec: a signal to the shell of a verb reaches the program, which would else run on without it.
 .PHONY: help pretrain plan ledger fidelity test test-fast multigpu lint kernels-compile gpu-test emulate sanitize bench bench-quantize bench-gemm bench-linear bench-comm
 
 help: ## this list
@@ -29,7 +30,7 @@ help: ## this list
 
 pretrain: $(READY) ## train CONFIG=tiny on every GPU, or on 2 CPU ranks: ARGS="--train.steps 10", RANKS=4
 	$(NEEDS)
-	@OMP_NUM_THREADS=1 $(PYTHON) -m launch.local $(if $(RANKS),--ranks $(RANKS)) $(CONFIG) $(ARGS)
+	@exec env OMP_NUM_THREADS=1 $(PYTHON) -m launch.local $(if $(RANKS),--ranks $(RANKS)) $(CONFIG) $(ARGS)
 
 plan: $(READY) ## print mesh and layer plan of CONFIG=tiny for WORLD=8 ranks, without starting them
 	$(NEEDS)
@@ -37,7 +38,7 @@ plan: $(READY) ## print mesh and layer plan of CONFIG=tiny for WORLD=8 ranks, wi
 
 ledger: $(READY) ## planned and counted bytes on the wire: every recipe on 2 and 4 CPU ranks; exit 1 where they differ
 	$(NEEDS)
-	@OMP_NUM_THREADS=1 $(PYTHON) -m launch.ledger $(ARGS)
+	@exec env OMP_NUM_THREADS=1 $(PYTHON) -m launch.ledger $(ARGS)
 
 fidelity: $(READY) ## gradients of every recipe beside bf16's and an independent fake quantization, on one rank; exit 1 where they part
 	$(NEEDS)
@@ -77,7 +78,7 @@ gpu-test: $(READY) ## test the CUDA kernels against the reference, bit for bit, 
 
 emulate: $(READY) ## the same on this machine's CPU, but for cuBLASLt's GEMMs: ORDER=backward or a number, in which the threads of a block run
 	$(NEEDS) pytest ninja pybind11
-	@EMULATOR_ORDER=$(ORDER) $(PYTHON) -m pytest tests/gpu --emulated $(ARGS)
+	@exec env EMULATOR_ORDER=$(ORDER) $(PYTHON) -m pytest tests/gpu --emulated $(ARGS)
 
 sanitize: $(READY) ## small GPU cases under compute-sanitizer: ARGS="memcheck --cases 8"; exit 3 where a tool does not work
 	$(NEEDS) pytest ninja pybind11
@@ -101,7 +102,7 @@ bench-linear: $(READY) ## one linear per recipe beside bf16 nn.Linear: ARGS="--s
 
 bench-comm: $(READY) ## time of gathers, sums and overlap beside bf16, on every GPU or RANKS=2 CPU ranks: ARGS="--only gather"
 	$(NEEDS)
-	@OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone \
+	@exec env OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone \
 		--nproc-per-node $(or $(RANKS),$(if $(filter cuda,$(DEVICE)),gpu,2)) -m bench.collectives $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt

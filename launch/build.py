@@ -118,12 +118,18 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
         block.compile()
 
 
+def check_device(config: Config, device_type: str) -> bool:
+    """Whether steps run as a CUDA graph on this device. ConfigError for settings that need another device, or a package that is
+    not installed. `device_type`: "cpu", "cuda", or a kind of GPU."""
+    if config.train.profiler == "nvtx" and device_type == "cpu":
+        raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch")
+    check_installed(config)
+    return replays_steps(config, device_type)
+
+
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     """Everything a training loop needs. Raises ValueError where config, model and mesh do not fit."""
-    graph = replays_steps(config, device.type)
-    if config.train.profiler == "nvtx" and device.type != "cuda":
-        raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a {device.type.upper()}")
-    check_installed(config)
+    graph = check_device(config, device.type)
     model, plan, batch = parallel_model(config, mesh)
     model.to_empty(device=device)
     if config.train.init_from is None:  # else they are loaded

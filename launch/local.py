@@ -14,15 +14,20 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from launch import sinks
+from launch.build import check_device
 from launch.config import Config, command_line, count, make_parser, to_toml, validate_world
+from launch.data import open_sources
 from launch.loopback import BACKEND, HOST, meet_on_loopback
-from launch.stop import leave
+from launch.manifest import other_weights, read_manifest, resolve
+from launch.stop import is_refusal, leave
 
 CPU_RANKS = 2
 
@@ -50,6 +55,26 @@ def _misfit(config: Config, ranks: int, tp: int) -> ValueError | None:
     return None
 
 
+def sizes_of_tp(config: Config, arguments: Sequence[str]) -> list[int]:
+    """The sizes of tp to try: the one of the command line alone, or that of the config and its divisors, largest first."""
+    tp = config.mesh.tp
+    asked = any(each.partition("=")[0] == "--mesh.tp" for each in arguments)
+    return [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0]
+
+
+def on_one_rank(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str]]:
+    """The config of a process that no launcher started, which is the only rank: tp as that rank allows, and what to print.
+    Raises ConfigError for a tp of the command line, or another setting, that does not fit one rank."""
+    _, tp = choose(config, [1], sizes_of_tp(config, arguments))
+    if tp == config.mesh.tp:
+        return config, []
+    remark = (
+        f"using tp = {tp} instead of {config.mesh.tp}: a process without torchrun is the only rank; make pretrain, or torchrun "
+        f"--nproc-per-node {config.mesh.tp}, starts more"
+    )
+    return replace(config, mesh=replace(config.mesh, tp=tp)), [remark]
+
+
 def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) -> Iterator[str]:
     """What is not as the machine or the config would have it."""
     ranks, tp = chosen
@@ -58,6 +83,18 @@ def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) ->
         yield f"using {ranks} of {devices} {kind}s: no mesh of more fits tp and global_batch {batch}"
     if tp != config.mesh.tp:
         yield f"using tp = {tp} instead of {config.mesh.tp} on {ranks} {kind}{'s' * (ranks > 1)}"
+
+
+def check_here(config: Config) -> None:
+    """ValueError for what the ranks of this machine would refuse: a setting for another device, a package or data that is
+    missing, a checkpoint that is none."""
+    check_device(config, "cuda" if torch.cuda.is_available() else "cpu")
+    sinks.check(config.run.metrics)
+    open_sources(config.data.path, config.model.vocab, config.data.validation)
+    if (path := resolve(config.checkpoint.resume, Path(config.run.dir, "checkpoints"))) is not None:
+        read_manifest(path)
+    elif config.train.init_from is not None:
+        read_manifest(Path(config.train.init_from), other_weights)
 
 
 def train(ranks: int, arguments: Sequence[str]) -> int:
@@ -72,7 +109,8 @@ def train(ranks: int, arguments: Sequence[str]) -> int:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
         _, failure = failed.get_first_failure()
-        if failure.exitcode != 1 or failure.error_file != "<N/A>":  # of a refusal all has been said
+        ended = failure.exitcode == 1 and failure.error_file == "<N/A>"
+        if not ended and not is_refusal(failure.error_file_data):  # else the rank has said everything
             print(failed.format_msg(), file=sys.stderr)
         return 1
     return 0
@@ -87,9 +125,9 @@ def main(arguments: Sequence[str]) -> int:
         options, config = command_line(parser, rest)
         devices, kind = devices_here()
         ranks = [known.ranks] if known.ranks is not None else list(range(devices, 0, -1))
-        tp = config.mesh.tp
-        asked = any(each.partition("=")[0] == "--mesh.tp" for each in rest)
-        chosen = choose(config, ranks, [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0])
+        chosen = choose(config, ranks, sizes_of_tp(config, rest))
+        if not options.print_config:
+            check_here(config)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

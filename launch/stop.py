@@ -11,18 +11,22 @@ a dead peer     torchrun sends the survivors a SIGTERM, too; they can no longer 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PATIENCE = 20.0  # seconds; torchrun kills after 30
 RANK_0_FIRST = 5.0  # seconds
+REFUSED = "refused"  # the key that marks a file of `tell_torchrun`
 CAUSE_FIRST = 2.0  # seconds; torchrun tells first from second by whole ones
 
 
@@ -76,14 +80,29 @@ class StopFlag:
 
 def refuse(sentence: str, code: int = 1) -> NoReturn:
     """End a run that cannot go on, with this exit code. Rank 0 says why, and torchrun then ends the others; only if that
-    has not come after a few seconds, because rank 0 knows nothing of it, do they say it themselves."""
+    has not come after a few seconds, because rank 0 knows nothing of it, do they say it themselves. torchrun prints a report
+    after the sentence, which ends with the sentence, too (`tell_torchrun`)."""
     rank = int(os.environ.get("RANK", 0))
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(RANK_0_FIRST)
         sentence = f"rank {rank}: {sentence}"
     print(sentence, file=sys.stderr)
+    tell_torchrun(sentence)
     leave(code)
+
+
+def tell_torchrun(sentence: str) -> None:
+    """Write the file from which torchrun takes the cause of a failure, where torchrun started this rank."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": sentence, "timestamp": int(time.time()), REFUSED: True}))
+
+
+def is_refusal(report: Mapping[str, Any]) -> bool:
+    """Whether a file of a failure is one of `tell_torchrun`, of which rank 0 has said everything."""
+    return bool(report.get(REFUSED))
 
 
 def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:

@@ -2,8 +2,8 @@
 
     settings ─► mesh ─► run directory ─► model ─► data, checkpoint ─► the loop (trainer.py)
 
-What cannot work is refused on the way, before the first step, in one sentence. Without torchrun there is one rank;
-`--plan` and `--print-config` start none.
+What cannot work is refused on the way, before the first step, in one sentence. Without torchrun there is one rank, and tp
+is made to fit that rank; `--plan` and `--print-config` start none.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from dlp.parallel.traffic.ledger import LedgerError
 from dlp.parallel.traffic.predict import Unpredictable
 from launch import deterministic, together, wire
 from launch.boards import NAMES, kind_of
-from launch.build import attention_of, build, meta_model
+from launch.build import attention_of, build, check_device, meta_model
 from launch.checkpoint import SaveError
 from launch.config import Config, ConfigError, command_line, count, make_parser, to_toml, validate_world
 from launch.fits import check_fits, planned
 from launch.graph import describe_graph
 from launch.hang import HangWatch, Place
 from launch.links import describe_transports
+from launch.local import on_one_rank
 from launch.metrics import peak_memory
 from launch.models.parallel import describe_fused
 from launch.oom import sentence, watch_memory
@@ -48,6 +49,7 @@ from launch.trainer import NotFinite, Trainer
 def plan_text(config: Config, world: int, device: str) -> str:
     """Mesh, layer plan, memory and wire for any world size, without ranks; `device` is one of `launch.boards.NAMES`. Raises
     ValueError, of a board that is too small as well."""
+    check_device(config, kind_of(device))
     found = planned(config, world, device)
     check_fits(config, world, device, found)
     swaps = planned_swaps(config.groups, meta_model(config), found.plan)
@@ -195,11 +197,15 @@ def main() -> None:
             )
         here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
         plan = plan_text(config, options.world or 8, options.device or here) if options.plan else ""
+        remarks: list[str] = []
+        if not (options.plan or options.print_config or "RANK" in os.environ):
+            config, remarks = on_one_rank(config, sys.argv[1:])
     except ValueError as error:
         refuse(str(error))
     if options.print_config or options.plan:
         print(plan or to_toml(config).rstrip())
     else:
+        print(*remarks, sep="\n", end="\n" * bool(remarks), flush=True)
         train(config)
         leave(0)  # the interpreter's own end takes seconds, for which torchrun waits
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import socket
+import sys
 
-from launch import local
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from dlp.comm import mesh
+from launch import local, optimizers, stop, train
 from launch.config import ConfigError, load
 from launch.local import choose, remarks
+from tests.command import command
 
 
 def tps(tp: int) -> list[int]:
@@ -84,12 +90,88 @@ def test_arguments_go_on_to_training(machine, capsys):
             ["--ranks=3"],
             "tiny.toml: [mesh] world size 3 is not a multiple of dp_replicate 1 x tp 2 = 2, so dp_shard = ",
         ),
+        (["--train.cuda_graph=true"], "tiny.toml: [train] cuda_graph = true: expected a GPU, got a CPU; set it to auto or false"),
+        (["--train.profiler=nvtx"], "tiny.toml: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch"),
+        (
+            ["--train.optimizer=adamw4bit"],
+            "tiny.toml: [train] optimizer: 'adamw4bit' keeps its averages as torchao does, ",
+        ),
+        (['--run.metrics=["wandb"]'], "[run] metrics: wandb needs the package wandb, which is not installed"),
+        (["--data.path=nowhere"], "nowhere: no train-*.shard in it; make them with"),
+        (["--checkpoint.resume=nowhere"], "--checkpoint.resume nowhere: no such checkpoint; expected auto, none or"),
+        (["--train.init_from=nowhere"], "nowhere is not there; name another checkpoint, or make it again"),
     ],
 )
-def test_mistakes_are_one_sentence_before_any_rank_starts(machine, capsys, arguments, sentence):
+def test_mistakes_are_one_sentence_before_any_rank_starts(machine, capsys, tmp_path, arguments, sentence):
+    machine.setattr(local.torch.cuda, "is_available", lambda: False)
+    machine.setattr(optimizers.importlib.util, "find_spec", lambda name: None)
+    machine.setitem(sys.modules, "wandb", None)
+    arguments = [f"--run.dir={tmp_path}", *arguments]
     assert local.main(arguments) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(sentence) and err.count("\n") == 1
+
+
+def test_a_process_without_torchrun_is_one_rank_and_takes_the_tp_that_fits(monkeypatch, capsys):
+    """The first command of docs/data.md: it was refused, since tiny.toml has tp = 2."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(stop, "leave", sys.exit)
+    trained = []
+    monkeypatch.setattr(train, "train", trained.append)
+    monkeypatch.setattr(train, "leave", lambda code: None)
+    monkeypatch.setattr(sys, "argv", ["launch.train", "tiny", "--data.path", "data/mine"])
+    train.main()
+    assert trained[0].mesh.tp == 1 and trained[0].data.path == "data/mine"
+    assert capsys.readouterr().out == (
+        "using tp = 1 instead of 2: a process without torchrun is the only rank; make pretrain, or torchrun "
+        "--nproc-per-node 2, starts more\n"
+    )
+    sys.argv += ["--mesh.tp", "2"]
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "world size 1 is not a multiple of dp_replicate 1 x tp 2 = 2, so" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")  # torchrun's ranks take what the config says
+    train.main()
+    assert trained[1].mesh.tp == 2 and capsys.readouterr().out == ""
+
+
+def test_a_plan_is_refused_on_the_device_that_a_run_is_refused_on(capsys, monkeypatch):
+    monkeypatch.setattr(stop, "leave", sys.exit)
+    asked = ["launch.train", "tiny", "--plan", "--train.cuda_graph", "true", "--device"]
+    code, out, err = command(*asked, "cpu")
+    sentence = "[train] cuda_graph = true: expected a GPU, got a CPU; set it to auto or false"
+    assert (code, out, err) == (1, "", f"tiny.toml: {sentence}\n")
+    assert command(*asked, "h200").out.startswith("mesh: 8 sm_90 ranks")
+
+
+def test_torchruns_report_ends_with_the_sentence_of_a_refusal(tmp_path, monkeypatch, capsys):
+    """torchrun prints 40 lines behind the sentence; the last of them, the root cause, is the sentence again."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(stop, "leave", sys.exit)
+    with pytest.raises(SystemExit):
+        stop.refuse("a setting does not fit")
+    failure = ProcessFailure(0, 1, 1, str(file))
+    report = ChildFailedError("launch.train", {0: failure}).format_msg()
+    assert report.splitlines()[-2] == "  traceback : a setting does not fit"
+    assert stop.is_refusal(failure.error_file_data)
+    assert capsys.readouterr().err == "a setting does not fit\n"
+    file.write_text('{"message": {"message": "KeyError", "extraInfo": {"timestamp": 1}}}')
+    assert not stop.is_refusal(ProcessFailure(0, 1, 1, str(file)).error_file_data)
+
+
+def test_a_taken_port_is_one_sentence(monkeypatch):
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(mesh.dist, "is_initialized", lambda: False)
+        with pytest.raises(
+            ValueError, match=f"^the ranks cannot meet at 127.0.0.1:{port}: The server socket has failed to"
+        ):
+            mesh.init_process_group("cpu")
 
 
 @pytest.mark.parametrize("ranks", ["0", "-2", "two", "²"])

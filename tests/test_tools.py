@@ -233,3 +233,14 @@ def test_some_cases_are_chosen_of_each_test():
     many = fake_cases("f.py::many", x=[0, 1, 2]) + fake_cases("f.py::few", x=["a[0]", "b[0]"], y=[0])
     assert some_cases([one, *many], 1) == [one, *many]
     assert some_cases(fake_cases("f.py::same", x=[0, 0]), 1) == fake_cases("f.py::same", x=[0])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+@pytest.mark.parametrize("verb", ["pretrain", "ledger", "bench-comm", "emulate", "plan"])
+def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
+    """A shell that a SIGTERM ends would leave the program, and the run that it trains, as an orphan."""
+    fake, parent = tmp_path / "python", tmp_path / "parent"
+    fake.write_text(f'#!/bin/sh\ncase "$1" in tools/*) exit 0;; esac\necho $PPID >{parent}\n')
+    fake.chmod(0o755)
+    made = subprocess.Popen(["make", verb, f"PYTHON={fake}", "DEVICE=cpu"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    assert made.wait(60) == 0 and int(parent.read_text()) == made.pid

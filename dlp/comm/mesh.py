@@ -171,7 +171,7 @@ def ranks_of_host() -> int:
 def init_process_group(device_type: str) -> None:
     """Join the group torchrun describes (RANK, WORLD_SIZE, ...), once; a lone process makes a group of one.
 
-    CUDA ranks take the device of their LOCAL_RANK; ValueError when there is none.
+    CUDA ranks take the device of their LOCAL_RANK; ValueError when there is none, and where the ranks cannot meet.
     """
     if device_type == "cuda":
         local_rank, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -182,13 +182,25 @@ def init_process_group(device_type: str) -> None:
         torch.cuda.set_device(local_rank)
     if dist.is_initialized():
         return
+    try:
+        _join(BACKENDS[device_type])
+    except dist.DistNetworkError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(
+            f"the ranks cannot meet at {place}: {str(error).splitlines()[0]}; choose an address that all ranks reach and a "
+            f"port that is free, by torchrun --rdzv-endpoint or --master-port"
+        ) from None
+
+
+def _join(backend: str) -> None:
+    """Make the process group that the environment describes."""
     if "RANK" not in os.environ:
-        dist.init_process_group(BACKENDS[device_type], store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     elif (store := rejoin.store_of_attempt()) is None:
-        dist.init_process_group(BACKENDS[device_type])
+        dist.init_process_group(backend)
     else:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(BACKENDS[device_type], store=store, rank=rank, world_size=world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def build_mesh(
