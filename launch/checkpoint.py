@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 import dlp
 from dlp.parallel.model.boundary import recipes_of
 from launch import converted, stored, together
+from launch.finite import not_finite
 from launch.manifest import CheckpointError, WayOut, complete, damage, read_manifest, way_out, write_manifest
 from launch.optimizers import make_state
 from launch.sections import Model
@@ -163,6 +164,7 @@ def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None =
     began, rank = time.perf_counter(), dist.get_rank()
     final, temporary = folder / f"step-{taken.step}", folder / f".step-{taken.step}.tmp"
     try:
+        _check_finite(taken.tensors, group)
         _at_rank_0(lambda: _make_room(folder, temporary), group)
         try:
             dcp.save(taken.tensors, storage_writer=(writer := stored.Writer(temporary)), process_group=group)
@@ -176,6 +178,16 @@ def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None =
         raise SaveError(f"{final} could not be written: {error}; what was saved before stands") from None
     size = sum(entry["bytes"] for entry in files.values())
     return Saved(taken.step, final, size, time.perf_counter() - began, left)
+
+
+def _check_finite(tensors: dict[str, Any], group: ProcessGroup | None) -> None:
+    """SaveError on all ranks where weights or the optimizer's states of one hold a NaN or Inf."""
+    found = not_finite({name: tensors[name] for name in ("model", "optimizer")})
+    for finder, reason in enumerate(together.from_all(found, group)):
+        if reason is not None:
+            raise SaveError(
+                f"rank {finder}: {reason}, which no loss has shown; start again from a checkpoint without them"
+            )
 
 
 def _at_rank_0(do: Callable[[], T], group: ProcessGroup | None) -> T:

@@ -45,11 +45,20 @@ def step_of(path: Path) -> int:
 
 
 def resolve(resume: str, folder: Path) -> Path | None:
-    """What `[checkpoint] resume` names: "none": nothing, "auto": the newest finished one, else that path."""
+    """What `[checkpoint] resume` names: "none": nothing, "auto": the newest finished one, else that path. CheckpointError for a
+    file that is named like the newest one."""
     if resume == "none":
         return None
     if resume == "auto":
-        return next(reversed(complete(folder)), None)
+        newest = next(reversed(complete(folder)), None)
+        least = -1 if newest is None else step_of(newest)
+        for stray in sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and not path.is_dir()):
+            if step_of(stray) > least:
+                go_on = f", or use --checkpoint.resume {newest}" if newest else ""
+                raise CheckpointError(
+                    f"{stray} is foreign: it is no folder, and named like the newest checkpoint; rename or remove it{go_on}"
+                )
+        return newest
     if not Path(resume).is_dir():
         raise CheckpointError(f"--checkpoint.resume {resume}: no such checkpoint; expected auto, none or its folder")
     path = Path(resume).resolve()

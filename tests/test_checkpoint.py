@@ -47,13 +47,28 @@ def test_auto_is_the_finished_one_with_the_highest_step(tmp_path):
         make(tmp_path, step)
     for leftover in (".step-2000.tmp", "step-1000.1", "step-", "step-best", "step-²", "step-0100"):
         (tmp_path / leftover).mkdir()
-    (tmp_path / "step-3000").write_text("no folder")
+    (tmp_path / "step-30").write_text("no folder")
     assert [path.name for path in complete(tmp_path)] == ["step-20", "step-100", "step-1000"]
     assert resolve("auto", tmp_path) == tmp_path / "step-1000"
     assert resolve("none", tmp_path) is None
     assert resolve(str(tmp_path / "step-20"), Path("elsewhere")) == tmp_path / "step-20"
     with pytest.raises(CheckpointError, match=r"^--checkpoint.resume lost: no such checkpoint; expected auto, none or"):
         resolve("lost", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_stray_entry_that_is_named_like_the_newest_checkpoint_is_refused(tmp_path, kind):
+    stray = tmp_path / "step-8"
+    stray.write_text("") if kind == "file" else stray.symlink_to(tmp_path / "gone")
+    sentence = f"^{stray} is foreign: it is no folder, and named like the newest checkpoint; rename or remove it"
+    with pytest.raises(CheckpointError, match=f"{sentence}$"):
+        resolve("auto", tmp_path)
+    six = make(tmp_path, 6)
+    with pytest.raises(CheckpointError, match=f"{sentence}, or use --checkpoint.resume {six}$"):
+        resolve("auto", tmp_path)
+    assert resolve(str(six), tmp_path) == six
+    make(tmp_path, 10)
+    assert resolve("auto", tmp_path) == tmp_path / "step-10"
 
 
 def test_a_whole_checkpoint_is_read(tmp_path):

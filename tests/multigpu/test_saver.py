@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from dlp.parallel.weight.local import local_values
 from launch import checkpoint
 from launch.checkpoint import SaveError
 from launch.config import Config
@@ -128,3 +131,37 @@ def test_a_save_that_fails_is_said_and_the_second_ends_the_run(ranks, tmp_path, 
     warned = [line for line in training.said(config) if line.startswith("WARNING: step-")]
     assert len(warned) == (len(failing) > 0 and failing != [4])
     assert all("the run goes on, and ends if the next save fails, too" in line for line in warned)
+
+
+def run_with_a_nan(config: Config, where: str) -> str:
+    """A row that no token reads, or a state of the optimizer, holds a NaN on one rank behind step 2; what ends the run."""
+    trainer, done = training.trainer(config)
+    step = trainer.train_step
+
+    def spoiling(number: int) -> Any:
+        current = step(number)
+        if number == 1 and dist.get_rank() == 1:
+            weight = trainer.built.model.model.embed_tokens.weight
+            spoiled = weight if where == "weight" else trainer.built.optimizer.state[weight]["exp_avg"]
+            local_values(spoiled)[-1, 3] = torch.nan  # a symbol beyond the vocabulary of bytes
+        return current
+
+    trainer.train_step = spoiling
+    try:
+        trainer.train(done)
+    except SaveError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("where", "settings"), [("weight", [ASYNC]), ("state", [])], ids=["weight", "state"])
+def test_a_nan_that_no_token_reads_is_not_saved(ranks, tmp_path, data, where, settings):
+    config = training.config(tmp_path, data, "--train.steps=3", "--checkpoint.every=1", *settings)
+    name = "model.model.embed_tokens.weight" if where == "weight" else "optimizer.model.embed_tokens.weight.exp_avg"
+    ended = ranks(2).run(run_with_a_nan, config, where)
+    reason = r"could not be written: rank 1: [0-9]+ elements of {} are NaN or Inf, which no loss has shown; start again"
+    assert ended[0] == ended[1] and re.search("step-3 " + reason.format("model.model.embed_tokens.weight"), ended[0])
+    warned = [line for line in training.said(config) if re.search("WARNING: .*step-2 " + reason.format(name), line)]
+    assert len(warned) == (not settings)  # else the end of the run came before it
+    assert [path.name for path in complete(folder(config))] == ["step-1"]

@@ -1,0 +1,38 @@
+"""A checkpoint holds no NaN or Inf: a weight that no token reads, as a row of the embedding, shows in no loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def not_finite(tensors: Mapping[str, Any]) -> str | None:
+    """Name the first tensor of a tree that holds a NaN or Inf on this rank, with their number; None if all are finite.
+
+    Each tensor is read once, and the device is waited for once. Codes of optimizer states are not looked at.
+    """
+    names, extremes = [], []
+    for name, tensor in _leaves(tensors):
+        names.append((name, tensor))
+        extremes.append(torch.stack(torch.aminmax(tensor)).float().isfinite().all())  # a NaN is both extremes
+    if not extremes:
+        return None
+    finite = torch.stack(extremes).tolist()
+    bad = next(((name, tensor) for (name, tensor), good in zip(names, finite, strict=True) if not good), None)
+    return None if bad is None else f"{int((~bad[1].isfinite()).sum())} elements of {bad[0]} are NaN or Inf"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors of this rank, by name."""
+    for name, value in tree.items():
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if isinstance(local, Mapping):
+            yield from _leaves(local, f"{prefix}{name}.")
+        elif isinstance(local, Tensor) and local.dtype in CHECKED and local.numel():
+            yield f"{prefix}{name}", local.detach()
