@@ -253,7 +253,7 @@ A run is described by one TOML file. `CONFIG` on a command line is the name of a
 Settings are changed from the command line by `--section.key value`, in a group of layers by `--groups.NAME.key value`;
 `--recipe X` is short for `--groups.default.recipe X`. A value is written as in TOML, and a string needs no quotes:
 
-```
+```bash
 python -m launch.config tiny --train.lr 1e-3 --mesh.sequence_parallel false --recipe bf16
 ```
 
