@@ -10,6 +10,7 @@ equal `Config`.
 """
 
 import argparse
+import contextlib
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ import dlp
 from dlp.comm.mesh import ParallelDims
 from dlp.quant.recipe import as_recipe, source
 from launch import overrides
-from launch.schema import ConfigError, markdown_table, read, toml_lines
+from launch.schema import ConfigError, brief, markdown_table, read, toml_lines
 from launch.sections import SCHEMA, Checkpoint, Data, Group, Mesh, Model, Run, Train
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -188,11 +189,12 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 def _find(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
-    for candidate in (CONFIGS / f"{name_or_path}.toml", path):
-        if candidate.is_file():
-            return candidate
+    with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+        for candidate in (CONFIGS / f"{name_or_path}.toml", path):
+            if candidate.is_file():
+                return candidate
     names = ", ".join(sorted(each.stem for each in CONFIGS.glob("*.toml")))
-    raise ConfigError(f"{name_or_path}: no such config, expected a path to a TOML file or one of {names}")
+    raise ConfigError(f"{brief(str(name_or_path))}: no such config, expected a path to a TOML file or one of {names}")
 
 
 def _load(name_or_path: str | Path, changes: Sequence[tuple[str, str]]) -> Config:
@@ -224,9 +226,9 @@ def _check_shape(tables: dict[str, Any], source: str) -> None:
     """Known sections, each a table; at least one group."""
     for name, table in tables.items():
         if name not in SCHEMA:
-            raise ConfigError(f"{source}: [{name}]: unknown section, expected one of {', '.join(SCHEMA)}")
+            raise ConfigError(f"{source}: [{brief(name)}]: unknown section, expected one of {', '.join(SCHEMA)}")
         if name != "groups" and not isinstance(table, dict):
-            raise ConfigError(f"{source}: {name}: expected a table, [{name}], got {table!r}")
+            raise ConfigError(f"{source}: {name}: expected a table, [{name}], got {brief(repr(table))}")
     groups = tables.get("groups")
     if not (isinstance(groups, list) and groups and all(isinstance(group, dict) for group in groups)):
         raise ConfigError(f"{source}: [[groups]]: expected one or more such tables, each a group of layers")

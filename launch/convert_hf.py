@@ -3,8 +3,9 @@
     python -m launch.convert_hf import FOLDER CHECKPOINT              safetensors and config.json -> checkpoint, config.toml
     python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     back, for `transformers`
 
-Names map by the tables of `launch/models/tables.py`. A checkpoint is for any mesh, and keeps the dtype that was read; what
-is exported has one dtype. What is missing, of another shape, or left over is refused by name, before anything is written.
+Names map by the tables of `launch/models/tables.py`. A checkpoint is for any mesh, and keeps the dtype that was read; an
+exported folder has one dtype, by default that of the checkpoint. What is missing, of another shape, or left over is refused
+by name, before anything is written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from launch.beside import new_folder
 from launch.config import count, from_text
 from launch.hf_config import CONFIG, config_json, read_config
 from launch.links import said_bytes
-from launch.models.modules import DTYPES, Llama
+from launch.models.modules import Llama
 from launch.models.rope import ORIGINAL
 from launch.models.tables import EMBEDDING, HEAD, UNREAD, their_names
 from launch.schema import toml_lines
@@ -35,7 +36,7 @@ from launch.sections import Model
 
 TOKENIZER = "tokenizer.json"
 FILE_BYTES = 4 << 30
-NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 START = """\
 # Made from {folder}: set data, steps and learning rate, then
@@ -157,12 +158,25 @@ def sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def export(checkpoint: Path, folder: Path, dtype: str, positions: int | None, limit: int = FILE_BYTES) -> str:
-    """Returns what was done, in a sentence. `limit`: bytes of a file, which are what is in memory at once."""
+def export(checkpoint: Path, folder: Path, dtype: str | None, positions: int | None, limit: int = FILE_BYTES) -> str:
+    """Write a folder for `transformers`.
+
+    Args:
+        checkpoint: A checkpoint of a run, or an imported one.
+        folder: The folder to make.
+        dtype: One of `NAMES`; None for the dtype of the checkpoint, or fp32 where its tensors have several.
+        positions: The longest context that config.json states; None for the length of the training.
+        limit: Bytes of a file, and so of the tensors that are in memory at once.
+
+    Returns:
+        What was done, in a sentence.
+    """
     reader = weights.Reader(checkpoint)
     model, theirs = reader.model(), dict(their_names(reader.model().layers))
-    ours = {theirs[name]: name for name in parameters_of(model)}
-    tensors = {theirs[name]: each.to(DTYPES[dtype]) for name, each in parameters_of(model).items()}
+    parameters = parameters_of(model)
+    dtype = dtype or _one_dtype(reader.dtypes(parameters))
+    ours = {theirs[name]: name for name in parameters}
+    tensors = {theirs[name]: each.to(getattr(torch, NAMES[dtype])) for name, each in parameters.items()}
     if positions is None:
         positions = longest(model, reader.opened.manifest["config"])
     with new_folder(folder) as work, progress("export", tensors) as bar:
@@ -176,6 +190,12 @@ def export(checkpoint: Path, folder: Path, dtype: str, positions: int | None, li
         (work / CONFIG).write_text(json.dumps(config_json(model, NAMES[dtype], positions), indent=2) + "\n")
     size = sum(tensor.nbytes for tensor in tensors.values())
     return f"{len(tensors)} tensors, {said_bytes(size)} of {dtype}, of a {model.family} in {folder}"
+
+
+def _one_dtype(found: set[torch.dtype]) -> str:
+    """The name of the only dtype of tensors; of several, the one that holds the values of all."""
+    names = {str(each).removeprefix("torch."): each for each in found}
+    return next((short for short, name in NAMES.items() if names.keys() == {name}), "fp32")
 
 
 def longest(model: Model, config: str) -> int:
@@ -197,7 +217,7 @@ def main(arguments: Sequence[str]) -> None:
     writing = commands.add_parser("export", help="a checkpoint into a folder of safetensors")
     writing.add_argument("source", type=Path, metavar="CHECKPOINT", help="of a run (checkpoints/step-N), or imported")
     writing.add_argument("out", type=Path, metavar="FOLDER", help="the folder to make")
-    writing.add_argument("--dtype", choices=DTYPES, default="bf16", help="of all tensors [bf16]")
+    writing.add_argument("--dtype", choices=NAMES, help="of all tensors [that of the checkpoint: fp32 for a run's]")
     writing.add_argument("--positions", type=count, help="the longest context that config.json claims [as trained]")
     options = parser.parse_args(arguments)
     if options.out.exists():

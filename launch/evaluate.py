@@ -25,7 +25,7 @@ from dlp.parallel.model.embedding import IGNORED
 from launch import weights
 from launch.attention import Documents
 from launch.config import count
-from launch.data import Data, open_sources
+from launch.data import Data, described, open_sources
 from launch.schema import ConfigError
 from launch.stream import TokenStream
 from launch.trained import Trained, command_line, open_trained, quantized
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     trained = as_asked(trained, options)
     found = perplexity(trained, read_data(trained, options.checkpoint), options.split, options.batches)
     if dist.get_rank() == 0:
-        print(*trained.remarks, f"{options.split} of {trained.config.data.path}: {found}", sep="\n")
+        print(*trained.remarks, f"{options.split} of {described(trained.config.data.path)}: {found}", sep="\n")
     shutdown()
 
 

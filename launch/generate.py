@@ -1,6 +1,7 @@
 """Text that a checkpoint writes.
 
-    python -m launch.generate CHECKPOINT --prompt "def main" [--tokens 100] [--temperature 0.8] [--tokenizer tokenizer.json]
+    python -m launch.generate CHECKPOINT --prompt "def main" [--tokens 100] [--temperature 0.8 [--top-k 50] [--top-p 0.9]]
+                              [--tokenizer tokenizer.json]
     python -m launch.generate CHECKPOINT --prompts FILE
 
 Of several prompts each is written on from as if it were alone, one after the other, so no text depends on the others. By
@@ -50,23 +51,72 @@ class Written:
         return f"read {batch * prompt} tokens in {self.reading:.3f} s{written}"
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from logits.
+
+    Args:
+        temperature: 0 takes the most likely token; otherwise a token is drawn from softmax(logits / temperature).
+        top_k: Draw one of the k most likely tokens; 0: one of all.
+        top_p: Draw one of the fewest tokens whose probabilities sum to at least p.
+        seed: The seed of what is drawn.
+
+    Raises:
+        ConfigError: A value is out of its range, or chooses among draws where nothing is drawn.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature: expected a number >= 0, got {self.temperature:g}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p: expected a number > 0 and <= 1, got {self.top_p:g}")
+        if self.top_k < 0:
+            raise ConfigError(f"--top-k: expected an integer >= 0, got {self.top_k}")
+        if self.temperature == 0 and (self.top_k or self.top_p < 1):
+            raise ConfigError(
+                "--top-k, --top-p: they choose what is drawn, and at temperature 0 nothing is; set --temperature"
+            )
+
+    def chances(self, logits: Tensor) -> Tensor:
+        """Logits [B, V] -> the probabilities with which each token is drawn; fp32 [B, V]."""
+        scaled = logits.float() / self.temperature
+        if 0 < self.top_k < scaled.shape[-1]:
+            least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < least, -math.inf)
+        chances = scaled.softmax(-1)
+        if self.top_p < 1:
+            ranked, order = chances.sort(dim=-1, descending=True, stable=True)
+            before = ranked.cumsum(-1) - ranked  # of all tokens that are more likely
+            dropped = torch.zeros_like(chances, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
+            chances = chances.masked_fill(dropped, 0.0)
+        return chances / chances.sum(-1, keepdim=True)
+
+
+GREEDY = Sampling()
+
+
 class Writer:
     """Writes on from a prompt. Ranks draw alike: from the same numbers, with the same logits."""
 
-    def __init__(self, trained: Trained, room: int, temperature: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, trained: Trained, room: int, sampling: Sampling = GREEDY) -> None:
         check_length(trained.config, room)
-        self.trained, self.temperature = trained, temperature
+        self.trained, self.sampling = trained, sampling
         self.past = [KeyValues(room) for _ in trained.model.model.layers]
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(sampling.seed)
 
     @torch.no_grad()
     def next(self, tokens: Tensor) -> Tensor:
         """Reads tokens [B, S] on -> those that follow, int64 [B, 1]."""
         hidden = self.trained.model.model(tokens, None, self.past)
         logits = whole(self.trained, self.trained.model.lm_head(hidden[:, -1])).float()
-        if self.temperature == 0:
+        if self.sampling.temperature == 0:
             return logits.argmax(-1, keepdim=True)
-        chances = (logits.cpu() / self.temperature).softmax(-1)
+        chances = self.sampling.chances(logits.cpu())
         return torch.multinomial(chances, 1, generator=self.generator).to(tokens.device)
 
 
@@ -87,13 +137,13 @@ def on_tp() -> Changes:
 
 
 def write(
-    trained: Trained, prompt: Tensor, count: int, *, temperature: float = 0.0, seed: int = 0, trace: Path | None = None,
+    trained: Trained, prompt: Tensor, count: int, sampling: Sampling = GREEDY, *, trace: Path | None = None,
     stop: int | None = None,
 ) -> Written:  # fmt: skip
     """Write `count` tokens after prompt [B, S], equal on all ranks, or fewer once each text has had the token `stop`.
-    temperature 0: always the most likely one. trace: where a profile of the first tokens goes. ValueError where attention of
+    trace: where a profile of the first tokens goes. ValueError where attention of
     the model may not see so many."""
-    writer = Writer(trained, prompt.shape[1] + count, temperature, seed)
+    writer = Writer(trained, prompt.shape[1] + count, sampling)
     began = time.perf_counter()
     tokens = [prompt.to(trained.device)]
     tokens.append(writer.next(tokens[0]))
@@ -168,29 +218,38 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--tokens", type=count, default=100, help="to write at most [100]; the separator ends a text")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token [0]")
+    parser.add_argument("--top-k", type=int, default=0, help="draw one of the K most likely tokens; 0: of all [0]")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw one of the fewest tokens whose probabilities sum to P; 1: of all [1]",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn, anew for each prompt [0]")
     add_options(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="trace the first tokens, for chrome://tracing")
     options, changes = command_line(parser, arguments)
     if options.prompt is None and options.prompts is None:
         parser.error("expected a --prompt TEXT, or --prompts FILE")
-    if not 0 <= options.temperature < math.inf:
-        raise ConfigError(f"--temperature: expected a number >= 0, got {options.temperature:g}")
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     texts = prompts_of(options)
     prompts = [prompt_of(tokenizer, text) for text in texts]
     trained = open_trained(options.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, options)
     weights.check_tokenizer(options.checkpoint, trained.opened.manifest, options.tokenizer, tokenizer.digest)
-    check_length(trained.config, max(prompt.shape[1] for prompt in prompts) + options.tokens)
+    longest = max(prompt.shape[1] for prompt in prompts) + options.tokens
+    check_length(trained.config, longest)
+    if longest > trained.config.train.sequence:
+        trained.remarks.append(
+            f"WARNING: a text of {longest} tokens is longer than [train] sequence = {trained.config.train.sequence}, the "
+            f"length that the model was trained with; what follows that length may be without sense"
+        )
     if dist.get_rank() == 0:
         print(*trained.remarks, sep="\n")
     for number, prompt in enumerate(prompts):
         trace = options.profile if number == 0 else None
-        found = write(
-            trained, prompt, options.tokens, temperature=options.temperature, seed=options.seed, trace=trace,
-            stop=tokenizer.separator,
-        )  # fmt: skip
+        found = write(trained, prompt, options.tokens, sampling, trace=trace, stop=tokenizer.separator)
         if dist.get_rank() == 0:
             if len(prompts) > 1:
                 print(f"\n{number + 1} of {len(prompts)} ({texts[number][0]}):")

@@ -23,7 +23,7 @@ from dlp.comm.mesh import shutdown
 from launch import weights
 from launch.config import count
 from launch.evaluate import as_asked
-from launch.generate import on_tp, text_after, whole, write
+from launch.generate import GREEDY, Sampling, on_tp, text_after, whole, write
 from launch.schema import ConfigError
 from launch.tokenizer import Tokenizer, add_options, need, open_tokenizer
 from launch.trained import Trained, command_line, open_trained
@@ -87,12 +87,19 @@ def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked:
     if len(context) > most - count:
         _remark_cut(trained)
         context = context[count - most :]
-    prompt, warm = torch.tensor([list(context)]), float(asked.get("temperature") or 0.0) * bool(asked.get("do_sample"))
-    written = write(trained, prompt, count, temperature=warm, stop=tokenizer.separator)
+    written = write(trained, torch.tensor([list(context)]), count, _sampling(asked), stop=tokenizer.separator)
     text = tokenizer.decode(text_after(written, len(context), tokenizer.separator))
     for end in [until] if isinstance(until, str) else until:
         text = text.split(end)[0]
     return text
+
+
+def _sampling(asked: dict[str, Any]) -> Sampling:
+    """What a request of lm_eval asks for; without do_sample the most likely tokens."""
+    temperature = float(asked.get("temperature") or 0.0)
+    if not (asked.get("do_sample") and temperature):
+        return GREEDY
+    return Sampling(temperature, int(asked.get("top_k") or 0), float(asked.get("top_p") or 1.0))
 
 
 def adapted(trained: Trained, tokenizer: Tokenizer) -> Any:

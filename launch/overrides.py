@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from launch.schema import ConfigError, Section, check, help_lines, nearest, rule_of
+from launch.schema import ConfigError, Section, brief, check, help_lines, nearest, rule_of
 
 Schema = Mapping[str, type[Section]]  # section name -> its dataclass; "groups" is the one that is a list
 ALIASES = {"recipe": "groups.default.recipe"}
@@ -57,7 +57,7 @@ def apply(tables: dict[str, Any], overrides: Sequence[tuple[str, str]], schema: 
 
 
 def _unknown(name: str, known: Iterable[str]) -> ConfigError:
-    return ConfigError(f"--{name}: unknown option, the nearest are --{', --'.join(nearest(name, known))}")
+    return ConfigError(f"--{brief(name)}: unknown option, the nearest are --{', --'.join(nearest(name[:100], known))}")
 
 
 def _value(setting: Field, text: str, option: str) -> Any:
@@ -102,5 +102,5 @@ def parse(
     for argument in unknown:
         if argument.startswith("-"):
             raise _unknown(argument.lstrip("-").partition("=")[0], [*ALIASES, *settings])
-        raise ConfigError(f"{argument}: only one config can be given, and {known.config!r} is it")
+        raise ConfigError(f"{brief(argument)}: only one config can be given, and {known.config!r} is it")
     return known, overrides

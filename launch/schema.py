@@ -21,8 +21,21 @@ S = TypeVar("S", bound="Section")
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
+LONG = 100  # characters of a value that a message shows
+WORD = re.compile(rf"\S{{{2 * LONG},}}")
+
+
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message is one sentence for the user."""
+    """A setting that cannot be used. The message is one sentence for the user, on one line; long words are cut."""
+
+    def __init__(self, sentence: str) -> None:
+        line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in sentence)
+        super().__init__(WORD.sub(lambda found: brief(found[0]), line))
+
+
+def brief(text: str) -> str:
+    """A text, or of a long one both ends."""
+    return text if len(text) <= LONG else f"{text[: LONG // 2]}[... {len(text) - LONG} more ...]{text[-LONG // 2 :]}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,7 @@ def check(setting: Field, value: object, where: str) -> Any:
     """The value to keep for this field; raises ConfigError, starting with `where`, if its rule refuses it."""
     rule = rule_of(setting)
     if not rule.accepts(value):
-        raise ConfigError(f"{where}: expected {rule.words}, got {value!r}")
+        raise ConfigError(f"{where}: expected {rule.words}, got {brief(repr(value))}")
     return rule.store(value)
 
 
@@ -136,7 +149,9 @@ def read(section: type[S], table: dict[str, Any], title: str) -> S:
     known = {each.name: each for each in fields(section)}
     for key in table:
         if key not in known:
-            raise ConfigError(f"{title} {key}: unknown key, the nearest are {', '.join(nearest(key, known))}")
+            raise ConfigError(
+                f"{title} {brief(key)}: unknown key, the nearest are {', '.join(nearest(key[:LONG], known))}"
+            )
     for key, each in known.items():
         if key not in table and each.default is MISSING:
             raise ConfigError(f"{title} {key}: missing, expected {rule_of(each).words}")

@@ -96,6 +96,11 @@ class Reader:
                 f"{self.path} cannot be read: its model is none that is known here ({error})"
             ) from None
 
+    def dtypes(self, names: Collection[str]) -> set[torch.dtype]:
+        """The dtypes in which tensors are stored, as far as the checkpoint has them."""
+        there = (self.opened.index.state_dict_metadata.get(PREFIX + name) for name in names)
+        return {entry.properties.dtype for entry in there if isinstance(entry, TensorStorageMetadata)}
+
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of these names, shapes and dtypes."""
         found = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}

@@ -164,6 +164,33 @@ llama3_1b
 --train.cuda_graph yes
     --train.cuda_graph: expected "auto", true or false, got 'yes'
 """
+LONG_NAME = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--train.a\nb", "1"], "--train.a\\nb: unknown option, the nearest are --train."),
+        (["--train.schedule", "a\nb"], "got 'a\\nb'"),
+        ([f"--train.{LONG_NAME}", "1"], "x[... 4906 more ...]x"),
+        (["--train.lr", LONG_NAME], "--train.lr: expected a number > 0, got 'x"),
+        (["--recipe", LONG_NAME], "tiny.toml: [[groups]] 'default': unknown recipe 'xxx"),
+        (["--groups.default.match", f'["{LONG_NAME}..a"]'], "tiny.toml: [[groups]] 'default': "),
+        (["--run.dir", "[1, " + "2, " * 3000 + "3]"], "--run.dir: expected a string that is not empty, got [1, 2"),
+        (["--train.lr", "1 " * 3000], "--train.lr: expected a number > 0, got '1 1"),
+    ],
+    ids=["newline", "in a value", "option", "number", "recipe", "pattern", "list", "words"],
+)
+def test_a_refusal_is_one_short_line_whatever_was_typed(arguments: list[str], said: str) -> None:
+    message = refused(arguments)
+    assert said in message and "\n" not in message and len(message) < 700
+
+
+def test_a_config_of_an_endless_name_is_one_short_line() -> None:
+    with pytest.raises(ConfigError, match=r"^x+\[\.\.\. 4900 more \.\.\.\]x+: no such config, expected a path"):
+        load(LONG_NAME)
+
+
 PAIRS = re.findall(r"^(\S.*)\n {4}(.*)$", REFUSED, re.MULTILINE)
 
 

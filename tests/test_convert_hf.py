@@ -37,7 +37,7 @@ INDEX = hf_folder.INDEX
 def published(folder: Path, shape: Model = SHAPE, dtype: str = "fp32", **config: Any) -> dict[str, Tensor]:
     """A folder as they are published, of several files; its tensors."""
     generator, theirs = torch.Generator().manual_seed(3), dict(their_names(shape.layers))
-    kind = convert_hf.DTYPES[dtype]
+    kind = getattr(torch, convert_hf.NAMES[dtype])
     tensors = {
         theirs[name]: (0.1 * torch.randn(each.shape, generator=generator)).to(kind)
         for name, each in convert_hf.parameters_of(shape).items()
@@ -63,6 +63,22 @@ def test_what_comes_back_is_what_was_published(tmp_path: Path, dtype: str, famil
     for name, entry in after.items():
         assert torch.equal(hf_folder.read(entry, name), before[name])
     assert hf_config.read_config(tmp_path / "back")[0] == shape
+
+
+def test_the_dtype_of_a_checkpoint_is_exported_unless_another_is_asked_for(tmp_path: Path) -> None:
+    """A run's weights are fp32, and were rounded to bf16 without a word."""
+    for dtype in ("fp32", "bf16", "fp16"):
+        before = published(tmp_path / dtype, dtype=dtype)
+        convert_hf.import_folder(tmp_path / dtype, tmp_path / f"{dtype}-ours")
+        out = tmp_path / f"{dtype}-back"
+        printed = command("launch.convert_hf", "export", str(tmp_path / f"{dtype}-ours"), str(out)).out
+        assert f" of {dtype}, of a llama in {out}" in printed
+        assert json.loads((out / "config.json").read_text())["dtype"] == convert_hf.NAMES[dtype]
+        for name, entry in hf_folder.entries(out).items():
+            assert torch.equal(hf_folder.read(entry, name), before[name]) and entry.dtype == before[name].dtype
+    changed(tmp_path / "bf16", "model.norm.weight", lambda tensor: tensor.float() + 2**-20)
+    convert_hf.import_folder(tmp_path / "bf16", tmp_path / "mixed")
+    assert " of fp32, " in convert_hf.export(tmp_path / "mixed", tmp_path / "mixed-back", None, None)
 
 
 def test_weights_are_never_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from launch import convert_hf, evaluate, generate, harness, trained
 from launch.config import ConfigError, from_text
+from launch.data import described
 from launch.manifest import CheckpointError, read_manifest
 from launch.tokenizer import BYTES
 from tests import pool as worker
@@ -129,6 +130,12 @@ def test_a_quantized_model_writes_and_is_profiled(ranks, checkpoint, tmp_path):
     assert "model.layers.0.mlp.down_proj.cast_x" in names and "aten::argmax" in names
 
 
+def test_several_sources_are_named_as_a_sentence() -> None:
+    both = ({"path": "data/web", "weight": 0.7}, {"path": "data/code", "weight": 0.3})
+    assert described(both) == "data/web (weight 0.7) and data/code (weight 0.3)"
+    assert described("builtin:stdlib") == "builtin:stdlib"
+
+
 def too_many(path: str) -> str:
     """Inside a worker."""
     found = opened(path, 1)
@@ -149,7 +156,7 @@ def other_tokenizer(path: str) -> str:
 def written(path: str, tp: int, temperature: float, seed: int) -> list[int]:
     """Inside a worker: in fp32, so that cuts and the cache change no token."""
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
-    return generate.write(found, PROMPT, 12, temperature=temperature, seed=seed).tokens[0].tolist()
+    return generate.write(found, PROMPT, 12, generate.Sampling(temperature, seed=seed)).tokens[0].tolist()
 
 
 def read_again(path: str) -> tuple[list[int], str]:
@@ -181,10 +188,11 @@ def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
 def ends(path: str, tp: int) -> tuple[list[int], list[int], list[int], int]:
     """Inside a worker: text, the same up to a token in it, what came before that token, and two texts that end apart."""
     found, prompt = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT.shape[1]
-    whole = generate.write(found, PROMPT, 12, temperature=3.0).tokens[0].tolist()
+    hot = generate.Sampling(3.0)
+    whole = generate.write(found, PROMPT, 12, hot).tokens[0].tolist()
     stop = whole[prompt + 4]
-    short = generate.write(found, PROMPT, 12, temperature=3.0, stop=stop)
-    two = generate.write(found, torch.cat([PROMPT, PROMPT]), 40, temperature=3.0, stop=stop).tokens[:, prompt:]
+    short = generate.write(found, PROMPT, 12, hot, stop=stop)
+    two = generate.write(found, torch.cat([PROMPT, PROMPT]), 40, hot, stop=stop).tokens[:, prompt:]
     assert two.shape[1] == 40 or (two == stop).any(1).all()
     return whole, short.tokens[0].tolist(), generate.text_after(short, prompt, stop), stop
 
@@ -217,6 +225,43 @@ def test_a_recipe_whose_scales_a_checkpoint_has_not_is_refused(ranks, checkpoint
 def test_a_temperature_is_a_number(temperature: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^--temperature: expected a number >= 0, got {temperature}$"):
         generate.main([str(tmp_path), "--prompt=x", f"--temperature={temperature}"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--top-k=5"],
+            "--top-k, --top-p: they choose what is drawn, and at temperature 0 nothing is; set --temperature",
+        ),
+        (
+            ["--top-p=0.5"],
+            "--top-k, --top-p: they choose what is drawn, and at temperature 0 nothing is; set --temperature",
+        ),
+        (["--temperature=1", "--top-p=0"], "--top-p: expected a number > 0 and <= 1, got 0"),
+        (["--temperature=1", "--top-p=nan"], "--top-p: expected a number > 0 and <= 1, got nan"),
+        (["--temperature=1", "--top-k=-1"], "--top-k: expected an integer >= 0, got -1"),
+    ],
+)
+def test_top_k_and_top_p_are_numbers_of_something_that_is_drawn(options, said, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        generate.main([str(tmp_path), "--prompt=x", *options])
+
+
+def test_top_k_and_top_p_keep_the_most_likely_tokens() -> None:
+    """As Hugging Face's TopKLogitsWarper and TopPLogitsWarper: after the temperature, k first."""
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    for sampling, kept in (
+        (generate.Sampling(1.0), [0.1, 0.4, 0.2, 0.3]),
+        (generate.Sampling(0.5), [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        (generate.Sampling(1.0, top_k=2), [0, 4 / 7, 0, 3 / 7]),
+        (generate.Sampling(1.0, top_k=9), [0.1, 0.4, 0.2, 0.3]),
+        (generate.Sampling(1.0, top_p=0.65), [0, 4 / 7, 0, 3 / 7]),
+        (generate.Sampling(1.0, top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9]),
+        (generate.Sampling(1.0, top_p=0.01), [0, 1, 0, 0]),
+        (generate.Sampling(1.0, top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
+    ):
+        torch.testing.assert_close(sampling.chances(logits), torch.tensor([kept], dtype=torch.float32))
 
 
 def prompts(*arguments: str, file: Path | None = None) -> list[tuple[str, bytes]]:
@@ -260,6 +305,13 @@ def test_each_of_several_prompts_is_written_on_as_if_it_were_alone(ranks, checkp
     alone, (together,) = (
         [ranks(1).run(by_main, "generate", *asked, *prompt)[0] for prompt in given]
         for given in ([["--prompt=d"], ["--prompt=import"], ["--prompt=from a"]], [["--prompt=d", f"--prompts={file}"]])
+    )
+
+    assert "WARNING" not in together
+    (longer,) = ranks(1).run(by_main, "generate", checkpoint[0], "--tokens=70", "--prompt=d")
+    assert (
+        "WARNING: a text of 71 tokens is longer than [train] sequence = 64, the length that the model was trained"
+        in longer
     )
 
     def texts(printed: str) -> list[str]:

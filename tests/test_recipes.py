@@ -118,6 +118,8 @@ def test_shared_options_apply_to_every_recipe():
     "name, options, message",
     [
         ("fp8_curent", {}, "unknown recipe 'fp8_curent': .* did you mean 'fp8_current'"),
+        ("fp8", {}, "did you mean 'fp8_block' or 'fp8_current' or 'fp8_delayed' or 'fp8_rowwise'\\?$"),
+        ("x" * 5000, {}, "^unknown recipe 'x{59}: the recipes are bf16, [a-z0-9_, ]*$"),
         ("mxfp8", {"margin": 1}, "recipe mxfp8 has no option 'margin'; its options are fp8_format, .*amax_scope"),
         ("mxfp8", {"scale_rounding": "up"}, "recipe mxfp8: scale_rounding must be one of ceil, floor; got 'up'"),
         ("fp8_current", {"power_of_two": 1}, "power_of_two must be true or false; got 1"),

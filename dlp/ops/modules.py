@@ -30,7 +30,7 @@ OPTIONS = ("tp_group", "sequence_parallel", "recipe", "overlap", "device", "para
 def _chosen(what: str, table: dict[str, Any], name: str) -> Any:
     """The class of this name. ValueError for a name that is not in the table."""
     if name not in table:
-        raise ValueError(f"unknown {what} {name!r}: it is one of {', '.join(table)}")
+        raise ValueError(f"unknown {what} {name!r:.60}: it is one of {', '.join(table)}")
     return table[name]
 
 

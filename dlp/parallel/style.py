@@ -83,7 +83,7 @@ STYLES = {
 def style(name: str, sequence_parallel: bool) -> ParallelStyle:
     """The row for "local", "column" or "row". ValueError for another name."""
     if (name, sequence_parallel) not in STYLES:
-        raise ValueError(f"unknown parallel style {name!r}: it is one of local, column, row")
+        raise ValueError(f"unknown parallel style {name!r:.60}: it is one of local, column, row")
     return STYLES[name, sequence_parallel]
 
 

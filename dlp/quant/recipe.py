@@ -249,9 +249,9 @@ def factory(name: str, recipes_path: str | Path | None = None) -> Callable[..., 
     """The function that builds recipe `name`; its signature lists the options. ValueError for an unknown name."""
     known = names(recipes_path)
     if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown recipe {name!r}: the recipes are {', '.join(known)}{hint}")
+        close = [each for each in known if each.startswith(f"{name}_")] or get_close_matches(name, known, n=1)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"unknown recipe {name!r:.60}: the recipes are {', '.join(known)}{hint}")
     if name in names():
         return importlib.import_module(f"{recipes.__name__}.{name}").recipe
     return _import_file(_file(name, recipes_path)).recipe

@@ -216,7 +216,7 @@ def load(asked: str | Mapping[str, Any] | Prologue | None) -> Prologue | None:
     options = {"name": asked} if isinstance(asked, str) else dict(asked)
     name = options.pop("name", None)
     if name not in PROLOGUES:
-        raise ValueError(f"unknown prologue {name!r}: it is one of {', '.join(PROLOGUES)}")
+        raise ValueError(f"unknown prologue {name!r:.60}: it is one of {', '.join(PROLOGUES)}")
     known = {field.name for field in fields(PROLOGUES[name])}
     if unknown := options.keys() - known:
         raise ValueError(

@@ -135,7 +135,7 @@ def load(chosen: str) -> Overlap:
             f"overlap = 'auto' becomes a strategy in dlp.convert, which knows tokens and times; name one: {', '.join(names())}"
         )
     if name not in names():
-        raise ValueError(f"unknown overlap strategy {name!r}: the strategies are {', '.join(names())}")
+        raise ValueError(f"unknown overlap strategy {name!r:.60}: the strategies are {', '.join(names())}")
     module = importlib.import_module(f"{__name__}.{name}")
     strategy: Overlap = module.STRATEGY
     if not colon:

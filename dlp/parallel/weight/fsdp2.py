@@ -412,7 +412,7 @@ def set_grad_wire(model: nn.Module, wire: str, computed: torch.dtype | None = No
     if computed is not None and wire != "hp":
         raise ValueError(f"gradients that travel as computed take the wire 'hp'; got {wire!r}: leave computed out")
     if wire not in WIRES:
-        raise ValueError(f"unknown gradient wire {wire!r}: the wires are {', '.join(WIRES)}")
+        raise ValueError(f"unknown gradient wire {wire!r:.60}: the wires are {', '.join(WIRES)}")
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_custom_reduce_scatter(CodecReduceScatter(WIRES[wire], computed))
