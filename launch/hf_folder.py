@@ -98,7 +98,10 @@ def write(
     places = {}
     for number, names in enumerate(parts, start=1):
         file = ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode  # as the user's umask has it: safetensors gives its files 0600
         torch_part.save_file(load(names), folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(mode)
         places.update(dict.fromkeys(names, file))
     if len(parts) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ NEEDS = ("gpus", "hosts", "network", "minutes")
 PROGRAMS = ("python", "make", "torchrun", "git", "pip", "nsys", "srun")
 FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
 MODEL = "def make():\n    from torch import nn\n    return nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16))\n"
-SMALL = ["--train.global_batch", "2", "--train.eval_batches", "1", "--train.sequence", "64"]
+SMALL = ["--train.global_batch", "2", "--train.eval_batches", "1", "--train.sequence", "64", "--train.log_every", "1"]
+TINY = ["--model.layers", "1", "--model.hidden", "64", "--model.ffn", "128", "--model.head_dim", "16"]
 SHORT = {"launch.evaluate": ["--batches", "2"], "launch.generate": ["--tokens", "8"]}  # for programs that take minutes
 
 
@@ -80,6 +82,7 @@ def program(output: Path, folder: Path, module: str, arguments: list[str], envir
     sys.path[0:0] = [str(folder)]
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)  # as it is here
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -98,6 +101,7 @@ def started(folder: Path, module: str, arguments: Sequence[str], ranks: int = 0)
     for rank in range(max(ranks, 1)):
         environment = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
         output = folder / f"output-{rank}.txt"
+        output.unlink(missing_ok=True)
         given = (output, folder, module, list(arguments), environment)
         runs.append((forking().Process(target=program, args=given), output))
     for process, _ in runs:
@@ -124,11 +128,12 @@ def setting(arguments: Sequence[str], name: str, default: str) -> str:
 
 def shortened(folder: Path, arguments: Sequence[str]) -> list[str]:
     """The arguments of a training run, of small batches and two steps behind the checkpoint that it continues."""
-    before = complete(folder / setting(arguments, "run.dir", "runs/tiny") / "checkpoints")
+    before = complete(folder / setting(arguments, "run.dir", run_of(arguments)) / "checkpoints")
     done = step_of(before[-1]) if before and setting(arguments, "checkpoint.resume", "auto") == "auto" else 0
     profile = ["--train.profile", "0"] if setting(arguments, "train.profile", "0") != "0" else []
-    model = [] if any(each.endswith(".toml") for each in arguments) else ["--model.layers", "1"]
-    return [*arguments, *SMALL, *model, *profile, "--train.steps", str(done + 2), "--train.eval_every", "1000"]
+    model = [] if any(each.endswith(".toml") for each in arguments) else TINY
+    data = [] if setting(arguments, "data.path", "") else ["--data.path", "data/other"]  # instead of builtin:stdlib
+    return [*arguments, *SMALL, *model, *data, *profile, "--train.steps", str(done + 2), "--train.eval_every", "1000"]
 
 
 def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) -> str:
@@ -137,9 +142,23 @@ def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) 
         arguments = arguments[2:] if arguments[:1] == ["--ranks"] else arguments
         return run_module(folder, "launch.train", arguments)
     if module == "launch.train" and "--plan" not in arguments:
-        arguments = shortened(folder, arguments)
-    arguments = [*arguments, *SHORT.get(module, [])]
-    return started(folder, module, arguments, ranks)
+        said = started(folder, module, shortened(folder, arguments), ranks)
+        made = folder / setting(arguments, "run.dir", run_of(arguments)) / "checkpoints"
+        if setting(arguments, "train.steps", "200") not in [path.name.removeprefix("step-") for path in complete(made)]:
+            renumber(complete(made)[-1], int(setting(arguments, "train.steps", "200")))
+        return said
+    return started(folder, module, [*arguments, *SHORT.get(module, [])], ranks)
+
+
+def run_of(arguments: Sequence[str]) -> str:
+    """The folder of a run whose command names none."""
+    return f"runs/{next((Path(each).parent.name for each in arguments if each.endswith('.toml')), 'tiny')}"
+
+
+def renumber(made: Path, step: int) -> None:
+    """Name the last checkpoint of a shortened run as that of the whole run."""
+    whole = made.rename(made.with_name(f"step-{step}"))
+    write_manifest(whole, {**read_manifest(whole), "step": step})
 
 
 def by_make(folder: Path, arguments: list[str]) -> None:
@@ -212,20 +231,12 @@ def presupposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(folder / "models" / "mine" / file, folder / name / file)
     convert_hf.import_folder(folder / "Llama-3.1-8B", folder / "weights" / "llama3_8b")
-    started(folder, "launch.train", shortened(folder, ["tiny"]))
-    for name in ("tiny", "llama3_1b"):
-        made = folder / "runs" / name / "checkpoints" / ("step-200" if name == "tiny" else "step-2000")
-        shutil.copytree(folder / "runs" / "tiny" / "checkpoints" / "step-2", made)
-        write_manifest(made, {**read_manifest(made), "step": step_of(made)})
-    shutil.rmtree(folder / "runs" / "tiny" / "checkpoints" / "step-2")
+    run_module(folder, "launch.train", ["tiny"])
     return folder
 
 
-def pages() -> Iterator[Any]:
-    for page in PAGES:
-        found = list(blocks(page.read_text()))
-        if found:
-            yield pytest.param(page, id=page.name)
+def pages() -> list[Any]:
+    return [pytest.param(page, id=page.name) for page in PAGES if list(blocks(page.read_text()))]
 
 
 @pytest.mark.slow
