@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import re
+import stat
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from launch import convert_hf, hf_config, hf_folder, manifest, weights
+from launch import beside, convert_hf, hf_config, hf_folder, manifest, weights
 from launch.build import plan_for
 from launch.config import load
 from launch.models import tables
@@ -266,6 +268,50 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     code, out, error = command("launch.convert_hf", action[0], *(str(tmp_path / name) for name in action[1:]))
     assert (code, out) == (1, "") and "No space left on device" in error and error.count("\n") == 1, error
     assert {path.name for path in tmp_path.iterdir()} == there
+
+
+def test_what_is_exported_can_be_read_by_others(tmp_path: Path) -> None:
+    """safetensors writes files of mode 0600, whatever the umask is."""
+    published(tmp_path / "published")
+    convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
+    convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", None, limit=100_000)
+    (tmp_path / "any").write_text("")
+    expected = stat.S_IMODE((tmp_path / "any").stat().st_mode)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "back").iterdir()}
+    assert set(modes.values()) == {expected} and len(modes) > 3, modes
+
+
+def test_two_imports_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins while the first reads, and completes; the first says so, and neither spoils the other's files."""
+    published(tmp_path / "published")
+    read, begun = hf_folder.read, list[bool]()
+
+    def second_begins(entry: hf_folder.Entry, name: str) -> Tensor:
+        if not begun:
+            begun.append(True)
+            convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
+        return read(entry, name)
+
+    monkeypatch.setattr(hf_folder, "read", second_begins)
+    with pytest.raises(
+        ValueError, match="ours: another process has made it meanwhile, and that stands; choose another fol"
+    ):
+        convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "published"]
+    weights.Reader(tmp_path / "ours")  # whole
+
+
+def test_what_a_killed_conversion_left_is_removed_unless_it_is_at_work(tmp_path: Path) -> None:
+    left, young = (tmp_path / f".ours-{digit * 32}.tmp" for digit in "ab")
+    for folder in (left, young, tmp_path / ".ours-mine.tmp"):
+        folder.mkdir()
+    os.utime(left, (0, 0))
+    with beside.new_folder(tmp_path / "ours") as work:
+        os.utime(work, (0, 0))
+        with pytest.raises(KeyError), beside.new_folder(tmp_path / "ours") as other:
+            assert work.is_dir() and other != work and young.exists() and not left.exists()
+            raise KeyError
+    assert sorted(path.name for path in tmp_path.iterdir()) == [young.name, ".ours-mine.tmp", "ours"]
 
 
 def test_a_bar_says_how_far_a_conversion_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
 
 import pytest
@@ -273,6 +274,11 @@ def test_configs_of_torchao_are_handed_on(monkeypatch):
         dlp.quantize_(net(), ao.FqnToConfig({"0": config}), mode="dynamic")
     with pytest.raises(ValueError, match=r"0 is a layer of dlp\.convert, which dlp\.freeze quantizes"):
         dlp.quantize_(converted(), config)
+    if importlib.util.find_spec("mslk") is None:  # which the extra 'ao' does not bring
+        with pytest.raises(
+            ValueError, match="torchao's Int4WeightOnlyConfig needs a package that the extra 'ao' does not"
+        ):
+            dlp.quantize_(nn.Sequential(nn.Linear(256, 256)).bfloat16(), ao.Int4WeightOnlyConfig(group_size=32))
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ValueError, match=r"torchao, which is not installed: pip install 'dlp\[ao\]'"):
         dlp.quantize_(net(), config)

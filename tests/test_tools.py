@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path
@@ -244,3 +245,12 @@ def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
     fake.chmod(0o755)
     made = subprocess.Popen(["make", verb, f"PYTHON={fake}", "DEVICE=cpu"], cwd=ROOT, stdout=subprocess.DEVNULL)
     assert made.wait(60) == 0 and int(parent.read_text()) == made.pid
+
+
+def test_a_plain_install_brings_what_compiles_the_kernels():
+    """Without them a machine with a GPU runs plain-torch casts, which only a warning says."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"ninja", "pybind11"} <= set(project["dependencies"])
+    listed = (ROOT / "docs" / "dependencies.md").read_text().partition("## Optional")[0]
+    for needed in project["dependencies"]:
+        assert f"`{needed.split('>')[0].split('<')[0]}`" in listed, needed

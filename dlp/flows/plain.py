@@ -74,7 +74,13 @@ def _by_torchao(model: nn.Module, config: Any, filter_fn: Filter | None, mode: s
             f"quantize_: a {type(config).__name__} is for torchao, which is not installed: pip install 'dlp[ao]', or, to leave "
             f"torch as it is, pip install --no-deps 'torchao>=0.18,<0.19'"
         ) from error
-    torchao_quantize(model, config, filter_fn)
+    try:
+        torchao_quantize(model, config, filter_fn)
+    except ImportError as error:
+        raise ValueError(
+            f"quantize_: torchao's {type(config).__name__} needs a package that the extra 'ao' does not bring ({error}); "
+            f"install that package, or choose another config"
+        ) from error
     return model
 
 
