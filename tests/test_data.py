@@ -346,8 +346,9 @@ def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
 
 
 def test_positions_begin_anew_with_each_document(tmp_path: Path) -> None:
-    """Token t of document d is 100 d + t, so each token says what its position is, from where its window begins to see it."""
-    lengths = (3, 1, 25, 10, 10, 7, 40, 2, 2)
+    """Token t of document d is 100 d + t, so each token says what its position is, from where its window begins to see it. One
+    document begins at the second token of a window, and one window holds six documents."""
+    lengths = (3, 1, 25, 2, 18, 1, 1, 1, 1, 1, 1, 41, 2, 2)
     write_shard(tmp_path / "a.shard", [100 * d + np.arange(length) for d, length in enumerate(lengths)], 1 << 20)
     shard = open_shard(tmp_path / "a.shard")
     stream = TokenStream([shard], split="train", sequence=10, global_batch=9, micro_batch=9, seed=0)
@@ -360,6 +361,8 @@ def test_positions_begin_anew_with_each_document(tmp_path: Path) -> None:
             expected.append(token - first)
             starts += [len(expected) - 1] if place == 0 or token % 100 == 0 else []
     assert documents.positions.flatten().tolist() == expected
+    begins = [[place for place in starts if place // 10 == row] for row in range(9)]
+    assert any(10 * row + 1 in each for row, each in enumerate(begins)) and max(map(len, begins)) == 6
     assert documents.starts.tolist() == [*starts, tokens.numel()]
 
 
