@@ -14,6 +14,7 @@ import contextlib
 import re
 import textwrap
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,8 @@ def blocks(text: str) -> list[Block]:
 def run_blocks(page: str, chosen: Sequence[Block], directory: str) -> None:
     """Runs `chosen` in one namespace, with `directory` as the working directory."""
     namespace: dict[str, object] = {"__name__": "__main__"}
-    with contextlib.chdir(directory), table_kept(), fusions_kept():
+    with contextlib.chdir(directory), table_kept(), fusions_kept(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "FSDP2-wrapped module")  # of a model that ends in a view
         for block in chosen:
             code = "\n" * (block.line - 1) + block.code
             exec(compile(code, page, "exec"), namespace)
