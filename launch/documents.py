@@ -193,10 +193,10 @@ def json_array(path: Path, column: str) -> Iterator[Row]:
 def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
     """Elements of the array that a file holds, and the characters of each. ValueError where the file is no array."""
     decoder, text, size = json.JSONDecoder(), file.read(CHUNK), CHUNK
-    at, before = BLANK.match(text).end() + 1, ""  # behind the [, and what must stand before the next element
+    at, before = _behind_blanks(text, 0) + 1, ""  # behind the [, and what must stand before the next element
     while True:
-        at = BLANK.match(text, at).end()
-        start = BLANK.match(text, at + len(before)).end()
+        at = _behind_blanks(text, at)
+        start = _behind_blanks(text, at + len(before))
         if text.startswith("]", at):
             break
         if at < len(text) and not text.startswith(before, at):
@@ -217,6 +217,12 @@ def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
         text, at, size = text[at:] + more, 0, 2 * size  # twice as much each time: an element is not parsed often
     if (text[at + 1 :] + file.read(CHUNK)).strip():
         raise ValueError("expected the end of the file behind the array")
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    found = BLANK.match(text, at)
+    assert found is not None  # no blank is a match, too
+    return found.end()
 
 
 def parquet(path: Path, column: str) -> Iterator[Row]:

@@ -16,7 +16,11 @@ from launch.models.modules import Llama
 from launch.sections import Model, Train
 
 SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)
-LENGTHS = ((7, 1, 4), (12,), (1, 1, 2, 3, 5))  # of the documents of three rows: one begins at a second token, five in a row
+LENGTHS = (
+    (7, 1, 4),
+    (12,),
+    (1, 1, 2, 3, 5),
+)  # of the documents of three rows: one begins at a second token, five in a row
 
 
 def documents(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Documents:

@@ -229,7 +229,9 @@ def stopped(config: Config, folder: Path, before: int) -> int:
     run.wait_for(lambda: training.metrics(config).keys() > set(range(1, before + 2)))
     run.process.terminate()
     code, output = run.end()
-    assert not list(Path(config.run.dir, "checkpoints").glob(".step-*")), "what the run before left is removed by a save"
+    assert not list(Path(config.run.dir, "checkpoints").glob(".step-*")), (
+        "what the run before left is removed by a save"
+    )
     stop = re.search(r"stopped by SIGTERM at step (\d+), checkpoint (\S+)\n", output)
     assert stop is not None and code == 128 + signal.SIGTERM
     assert Path(stop[2]) == Path(config.run.dir, "checkpoints", f"step-{stop[1]}")
