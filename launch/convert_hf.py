@@ -174,6 +174,12 @@ def export(checkpoint: Path, folder: Path, dtype: str | None, positions: int | N
     reader = weights.Reader(checkpoint)
     model, theirs = reader.model(), dict(their_names(reader.model().layers))
     parameters = parameters_of(model)
+    if over := sorted(reader.names() - parameters.keys()):
+        tied = ", whose manifest ties the head to the embedding" if model.tie_embeddings else ""
+        raise ValueError(
+            f"{checkpoint}: it has a tensor {over[0]}, which its model{tied} lacks, and which would be lost; take the checkpoint "
+            f"and the manifest of one run"
+        )
     dtype = dtype or _one_dtype(reader.dtypes(parameters))
     ours = {theirs[name]: name for name in parameters}
     tensors = {theirs[name]: each.to(getattr(torch, NAMES[dtype])) for name, each in parameters.items()}

@@ -101,6 +101,10 @@ class Reader:
         there = (self.opened.index.state_dict_metadata.get(PREFIX + name) for name in names)
         return {entry.properties.dtype for entry in there if isinstance(entry, TensorStorageMetadata)}
 
+    def names(self) -> set[str]:
+        """The names of its weights."""
+        return {key.removeprefix(PREFIX) for key in self.opened.index.state_dict_metadata if key.startswith(PREFIX)}
+
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of these names, shapes and dtypes."""
         found = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}

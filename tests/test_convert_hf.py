@@ -83,6 +83,18 @@ def test_the_dtype_of_a_checkpoint_is_exported_unless_another_is_asked_for(tmp_p
     assert " of fp32, " in convert_hf.export(tmp_path / "mixed", tmp_path / "mixed-back", None, None)
 
 
+def test_a_head_of_its_own_is_not_lost_in_a_tied_configuration(tmp_path: Path) -> None:
+    tensors = convert_hf.parameters_of(SHAPE)
+    assert "lm_head.weight" in tensors
+    tied = replace(SHAPE, tie_embeddings=True)
+    weights.write(
+        tmp_path / "ours", tied, tensors, lambda name: torch.ones(tensors[name].shape), config="", tokenizer=None
+    )
+    with pytest.raises(ValueError, match="it has a tensor lm_head.weight, which its model, whose manifest ties the head to"):
+        convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", 512)
+    assert not (tmp_path / "back").exists()
+
+
 def test_weights_are_never_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(tmp_path / "published")
     alive: list[Any] = []

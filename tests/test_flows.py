@@ -215,6 +215,29 @@ def quantized_alike(other: nn.Module, model: nn.Module, plain: bool, recipe: str
     return other
 
 
+@torch.no_grad()
+def test_codes_of_another_width_are_refused():
+    """Codes of 3 and of 4 bits lie two to a byte, so that names, shapes and dtypes are equal."""
+    state = dlp.quantized_state_dict(dlp.quantize_(net(), {"name": "qat", "weight": "int4 group 32"}))
+    model = dlp.quantize_(net(), {"name": "qat", "weight": "int3 group 32"})
+    with pytest.raises(ValueError, match=r"0.weight was saved as codes of int4\[32\], and the model has codes of int3\[32"):
+        dlp.load_quantized_state_dict(model, state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", FROZEN)
+def test_a_model_on_the_meta_device_gets_memory_before_codes(recipe):
+    expected = dlp.quantize_(net(), recipe)
+    with torch.device("meta"):
+        model = dlp.quantize_(net(), recipe)
+    with pytest.raises(ValueError, match=r"x lies on cpu and the codes of the weight .* on meta: move one of them"):
+        model(batch())
+    with pytest.raises(ValueError, match=r"lies on the meta device, .*: call model.to_empty\(device=...\) first"):
+        dlp.load_quantized_state_dict(model, dlp.quantized_state_dict(expected))
+    dlp.load_quantized_state_dict(model.to_empty(device="cpu"), dlp.quantized_state_dict(expected))
+    assert_bit_equal(model(batch()), expected(batch()))
+
+
 def test_what_cannot_be_done_is_refused():
     model = converted()
     with pytest.raises(ValueError, match="static mode has no scale of x"):

@@ -157,6 +157,23 @@ def test_what_was_trained_is_what_torchao_converts():
         assert_bit_equal(dlp.quantize_(plain, config)(x), y)
 
 
+def test_values_that_differ_are_not_exported_into_one_parameter():
+    def ends(model: nn.Module) -> nn.Module:
+        model.append(nn.Linear(K, N))
+        model[-1].weight = model[0].weight
+        return model
+
+    _, w, b, _ = tensors()
+    model = nn.Sequential(layer("bf16", w, b), layer("bf16", 2 * w, b))
+    into = ends(nn.Sequential(nn.Linear(K, N)))
+    before = into[0].weight.clone()
+    with pytest.raises(ValueError, match=r"export: 0\.weight and 1\.weight are one parameter in `into`, and differ in the"):
+        dlp.export(model, into)
+    assert_bit_equal(into[0].weight, before, "nothing is written")
+    model.load_state_dict(into.state_dict())
+    assert_bit_equal(dlp.export(model, into)[1].weight, before)
+
+
 SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # of y, where codes are summed before they are scaled
 
 

@@ -1,6 +1,7 @@
 """Codes as plain tensors: what a quantized model is saved as, and loaded from, on any mesh.
 
     NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, whole
+    NAME.weight.format                              uint8 [bytes]: the name of their format, "int4[32]" say
     NAME.x_scale                                    what x is multiplied by, where that is static
     NAME                                            every other parameter and buffer, whole
 
@@ -22,6 +23,9 @@ from dlp.parallel.weight.held import HeldWeight
 from dlp.parallel.weight.local import local_values, shards_of
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.tensor import Part, QuantizedTensor
+
+
+FORMAT = "format"
 
 
 class Held(NamedTuple):
@@ -98,12 +102,18 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, held in weights.items():
         for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
             found[f"{name}.{part.name}"] = _whole(held, part, tensor)
+        found[f"{name}.{FORMAT}"] = _bytes_of(held)
     found |= {name: scale.clone() for name, scale, _ in _scales(model)}
     others = [*model.named_parameters(), *_buffers(model)]
     for name, tensor in others:
         if name not in weights:
             found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
     return found
+
+
+def _bytes_of(held: Held) -> Tensor:
+    """uint8 [bytes]: the name of a weight's format."""
+    return torch.tensor(list(held.q.format.name.encode()), dtype=torch.uint8, device=held.parameter.device)
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -135,8 +145,8 @@ def _whole(held: Held, part: Part, tensor: Tensor) -> Tensor:
 def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load what `quantized_state_dict` returned into a model that is quantized in the same way, on this or another mesh.
 
-    Raises ValueError, before anything is changed, for missing entries, for entries that the model lacks, and for other shapes
-    or dtypes.
+    Raises ValueError, before anything is changed, for missing entries, for entries that the model lacks, for other formats,
+    shapes or dtypes, and for a model without memory (meta device).
     """
     into: dict[str, tuple[Tensor, Tensor | None, list[Placement]]] = {}
     weights = {held.name: held for held in _held(model)}
@@ -149,12 +159,23 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         if name not in weights:
             spread = tensor if isinstance(tensor, DTensor) else None
             into[name] = local_values(tensor), spread, list(tensor.placements) if isinstance(tensor, DTensor) else []
-    if missing := sorted(into.keys() - state.keys()):
+    formats = {f"{name}.{FORMAT}": held.q.format.name for name, held in weights.items()}
+    if missing := sorted((into.keys() | formats.keys()) - state.keys()):
         raise ValueError(
             f"the saved codes lack {missing[0]!r} ({len(missing)} in all): quantize the model as it was saved"
         )
-    if unknown := sorted(state.keys() - into.keys()):
+    if unknown := sorted(state.keys() - into.keys() - formats.keys()):
         raise ValueError(f"the saved codes have {unknown[0]!r}, which the model lacks ({len(unknown)} in all)")
+    for name, wanted in formats.items():
+        if (saved := bytes(state[name].tolist()).decode(errors="replace")) != wanted:
+            raise ValueError(
+                f"{name.removesuffix(f'.{FORMAT}')} was saved as codes of {saved}, and the model has codes of {wanted}: quantize "
+                f"the model as it was saved"
+            )
+    if without := next((name for name, (tensor, _, _) in into.items() if tensor.is_meta), None):
+        raise ValueError(
+            f"{without} lies on the meta device, which has no memory to load into: call model.to_empty(device=...) first"
+        )
     found = {name: _cut(state[name], spread, placements) for name, (_, spread, placements) in into.items()}
     for name, (tensor, _, _) in into.items():
         if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):

@@ -8,6 +8,7 @@ From any mesh: whatever lies on several ranks is gathered.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -30,7 +31,8 @@ def export(model: nn.Module, into: Plain) -> Plain:
     into    a new model, made by the code that made `model` before conversion: with its names, shapes and dtypes
 
     Raises ValueError, before anything is written, for layers of dlp and for codes in `into`, for names, shapes or dtypes that
-    differ, and for layers of `model` that hold codes, whose values are gone (`dlp.quantized_state_dict` has their codes).
+    differ, for parameters that `into` ties and that differ in `model`, and for layers of `model` that hold codes, whose values
+    are gone (`dlp.quantized_state_dict` has their codes).
     """
     for name, module in into.named_modules():
         if getattr(module, "dlp_made", None) is not None:
@@ -57,5 +59,18 @@ def export(model: nn.Module, into: Plain) -> Plain:
                 f"export: {name} is {ours.dtype} {tuple(ours.shape)}, and in `into` {tensor.dtype} {tuple(tensor.shape)} on "
                 f"{tensor.device}: make that alike, with memory"
             )
+    _check_ties(into, whole)
     into.load_state_dict(whole)
     return into
+
+
+def _check_ties(into: nn.Module, whole: Mapping[str, Tensor]) -> None:
+    """ValueError for names of one parameter of `into` that have different values in `whole`: one would overwrite the other."""
+    first: dict[int, str] = {}
+    for name, parameter in into.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if not torch.equal(whole[name], whole[other]):
+            raise ValueError(
+                f"export: {other} and {name} are one parameter in `into`, and differ in the model: make `into` without the tie "
+                f"(as tie_word_embeddings = False in its configuration)"
+            )

@@ -60,6 +60,12 @@ def quantized_linear(
 
 @quantized_linear.register_fake
 def _(x: Tensor, parts: list[Tensor], x_scale: Any, bias: Any, use: int) -> Tensor:
+    """ValueError where x and codes lie on different devices; torch calls this function for codes on the meta device too."""
+    if x.device != parts[0].device:
+        raise ValueError(
+            f"x lies on {x.device} and the codes of the weight {tuple(parts[0].shape)} on {parts[0].device}: move one of "
+            f"them; give a model on the meta device memory by to_empty(device=...) and load its codes"
+        )
     return x.new_empty(*x.shape[:-1], parts[0].shape[0])
 
 

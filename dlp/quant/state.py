@@ -90,15 +90,20 @@ class SlotTable:
         return ops.DelayedSlots(kind.history, scale, staging, kind.target, staging, kind.options.amax_compute_algo)
 
     def state_dict(self) -> SlotState:
-        """name -> scale [] and history [L] (oldest second, newest last; the first is the empty staging row), copies."""
+        """name -> copies of scale [], of history [L] (oldest second, newest last; the first is the empty staging row) and of
+        target [], the value onto which the scale maps the amax: fp8_max * 2^-margin."""
         return {
-            name: {"scale": self.scale[kind.span][i].clone(), "history": kind.history[:, i].clone()}
+            name: {
+                "scale": self.scale[kind.span][i].clone(),
+                "history": kind.history[:, i].clone(),
+                "target": kind.target[i].clone(),
+            }
             for kind in self._kinds
             for i, name in enumerate(self.names[kind.span])
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load a state by slot name. ValueError where names or history lengths differ."""
+        """Load a state by slot name. ValueError where names, history lengths or targets differ."""
         self.load_merged([state])
 
     def load_merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> None:
@@ -139,12 +144,18 @@ class SlotTable:
                 f"saved scaling state has a slot {unknown[0]!r} that the model lacks ({len(unknown)} in all)"
             )
         for kind in self._kinds:
-            for name in self.names[kind.span]:
+            for name, target in zip(self.names[kind.span], kind.target.tolist(), strict=True):
                 saved, wanted = len(state[name]["history"]), len(kind.history)
                 if saved != wanted:
                     raise ValueError(
                         f"slot {name!r} was saved with amax_history_len {saved}, the recipe has {wanted}; "
                         f"set amax_history_len = {saved}"
+                    )
+                stated = float(state[name].get("target", target))
+                if stated != target:
+                    raise ValueError(
+                        f"slot {name!r} was saved with scales that map the amax onto {stated:g}, and the recipe maps it onto "
+                        f"{target:g} (the largest value of its format, times 2^-margin); set fp8_format and margin as saved"
                     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -111,6 +112,23 @@ def test_what_is_left_of_a_changed_configuration_is_told():
     saved = dlp.state_dict(attached({"name": "bf16"}))
     told = dlp.load_state_dict(attached(SHORT), saved)
     assert told == ["9 delayed scales (0.dy, ...) start anew: the checkpoint has none for them"]
+
+
+@pytest.mark.parametrize("changed", [{"fp8_format": "E4M3"}, {"margin": -6}])
+def test_slots_of_another_format_or_margin_start_anew(changed):
+    trained = attached(SHORT)
+    step(trained, 0)
+    saved, model = dlp.state_dict(trained), attached({**SHORT, **changed})
+    remarks = dlp.load_state_dict(model, saved)
+    loaded = dlp.state_dict(model)
+    others = [key for key in saved if key.endswith(".target") and saved[key] != loaded[key]]
+    assert others and all(loaded[key.replace("target", "scale")] == 1 for key in others)
+    said = f"{len(others)} delayed scales .* start anew: the checkpoint has them for another .*, fp8_format or margin"
+    assert len(remarks) == 1 and re.fullmatch(said, remarks[0]), remarks
+    assert dlp.load_state_dict(attached(SHORT), saved) == []
+    unstated = {key: value for key, value in saved.items() if not key.endswith(".target")}
+    (remark,) = dlp.load_state_dict(attached(SHORT), unstated)
+    assert remark.startswith("9 delayed scales (0.dy, ...) are taken as scales of this recipe's fp8_format and margin")
 
 
 def siblings_apart() -> str:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -330,5 +331,22 @@ def _save_pretrained(
     if not args:
         options.setdefault("is_main_process", dist.get_rank() == 0)
     whole = whole_state_dict(model) if state_dict is None else state_dict
+    _check_tied_head(model, whole)
     kind: Any = type(model)
     return kind.save_pretrained(model, folder, *args, state_dict=whole, **options)
+
+
+def _check_tied_head(model: Any, whole: Mapping[str, Tensor]) -> None:
+    """ValueError for a model whose configuration ties the head to the embedding, which have different values: whoever loads the
+    folder would overwrite the head by the embedding."""
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return
+    ends = [get() for get in (model.get_input_embeddings, model.get_output_embeddings)]
+    names = {id(module): name for name, module in model.named_modules()}
+    weights = [f"{names[id(module)]}.weight" for module in ends if module is not None and id(module) in names]
+    there = [whole[name] for name in weights if name in whole]
+    if len(there) == 2 and not torch.equal(*there):
+        raise ValueError(
+            f"save_pretrained: {weights[0]} and {weights[1]} differ, but the model's configuration says tie_word_embeddings, so "
+            f"that the head would be lost when the folder is loaded; set model.config.tie_word_embeddings = False"
+        )

@@ -4,6 +4,7 @@
     swaps                  uint8 [bytes]  JSON: the recipe swaps made so far
     slots.NAME.scale       fp32 []        delayed scaling of one tensor, NAME as in "layers.0.mlp.up_proj.x"
     slots.NAME.history     fp32 [L]
+    slots.NAME.target      fp32 []        the value onto which the scale maps the amax: fp8_max * 2^-margin
     masters.NAME           fp32 [N, K]   of a weight that is held quantized, where an optimizer steps on masters; a DTensor
                                          where that is one
 
@@ -38,7 +39,7 @@ from dlp.quant.recipe import source
 from dlp.quant.state import SlotState, SlotTable
 from dlp.quant.tensor import SHARED
 
-PREFIX, MASTERS = "slots.", "masters."
+PREFIX, MASTERS, TARGET = "slots.", "masters.", "target"
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -110,16 +111,23 @@ def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
 def _load_slots(session: Session, table: SlotTable, saved: SlotState) -> list[str]:
     """Load the slots that the model and the checkpoint both have; returns a sentence on those that the checkpoint lacks."""
     fresh = table.state_dict()
-    known = {name for name in fresh if name in saved and _fits(saved[name], fresh[name])}
+    there = {name for name in fresh if name in saved}
+    known = {name for name in there if _fits(saved[name], fresh[name])}
     ranks = max((slot["scale"].dim() and len(slot["scale"]) for slot in saved.values()), default=0)
     states = [saved] if not ranks else [_of_rank(saved, rank) for rank in range(ranks)]
     if ranks == _world() and _differs_by_rank(session):
         states = [states[dist.get_rank()]]
     table.load_merged([{name: state[name] if name in known else fresh[name] for name in fresh} for state in states])
-    missing = sorted(fresh.keys() - known)
-    if not missing:
-        return []
-    return [f"{len(missing)} delayed scales ({missing[0]}, ...) start anew: the checkpoint has none for them"]
+    return [
+        f"{len(names)} delayed scales ({min(names)}, ...) {said}"
+        for names, said in (
+            (fresh.keys() - there, "start anew: the checkpoint has none for them"),
+            (there - known, "start anew: the checkpoint has them for another amax_history_len, fp8_format or margin"),
+            ({name for name in known if TARGET not in saved[name]}, "are taken as scales of this recipe's fp8_format and "
+             "margin: the checkpoint, of an earlier version, does not state its own"),
+        )
+        if names
+    ]  # fmt: skip
 
 
 def _of_rank(slots: SlotState, rank: int) -> SlotState:
@@ -127,7 +135,9 @@ def _of_rank(slots: SlotState, rank: int) -> SlotState:
 
 
 def _fits(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    return saved["history"].shape[-1] == wanted["history"].shape[-1]
+    """Whether a saved slot, of one rank or of several, has the history length and the target of the model's."""
+    targets = saved.get(TARGET, wanted[TARGET])
+    return saved["history"].shape[-1] == wanted["history"].shape[-1] and bool((targets == wanted[TARGET]).all())
 
 
 def _world() -> int:
