@@ -177,8 +177,8 @@ def export(checkpoint: Path, folder: Path, dtype: str | None, positions: int | N
     if over := sorted(reader.names() - parameters.keys()):
         tied = ", whose manifest ties the head to the embedding" if model.tie_embeddings else ""
         raise ValueError(
-            f"{checkpoint}: it has a tensor {over[0]}, which its model{tied} lacks, and which would be lost; take the checkpoint "
-            f"and the manifest of one run"
+            f"{checkpoint}: it has a tensor {over[0]}, which its model{tied} lacks, and which would be lost; take the "
+            f"checkpoint and the manifest of one run"
         )
     dtype = dtype or _one_dtype(reader.dtypes(parameters))
     ours = {theirs[name]: name for name in parameters}

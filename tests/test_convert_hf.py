@@ -90,7 +90,9 @@ def test_a_head_of_its_own_is_not_lost_in_a_tied_configuration(tmp_path: Path) -
     weights.write(
         tmp_path / "ours", tied, tensors, lambda name: torch.ones(tensors[name].shape), config="", tokenizer=None
     )
-    with pytest.raises(ValueError, match="it has a tensor lm_head.weight, which its model, whose manifest ties the head to"):
+    with pytest.raises(
+        ValueError, match="it has a tensor lm_head.weight, which its model, whose manifest ties the head to"
+    ):
         convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", 512)
     assert not (tmp_path / "back").exists()
 

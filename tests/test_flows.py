@@ -220,7 +220,9 @@ def test_codes_of_another_width_are_refused():
     """Codes of 3 and of 4 bits lie two to a byte, so that names, shapes and dtypes are equal."""
     state = dlp.quantized_state_dict(dlp.quantize_(net(), {"name": "qat", "weight": "int4 group 32"}))
     model = dlp.quantize_(net(), {"name": "qat", "weight": "int3 group 32"})
-    with pytest.raises(ValueError, match=r"0.weight was saved as codes of int4\[32\], and the model has codes of int3\[32"):
+    with pytest.raises(
+        ValueError, match=r"0.weight was saved as codes of int4\[32\], and the model has codes of int3\[32"
+    ):
         dlp.load_quantized_state_dict(model, state)
 
 

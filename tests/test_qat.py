@@ -167,7 +167,9 @@ def test_values_that_differ_are_not_exported_into_one_parameter():
     model = nn.Sequential(layer("bf16", w, b), layer("bf16", 2 * w, b))
     into = ends(nn.Sequential(nn.Linear(K, N)))
     before = into[0].weight.clone()
-    with pytest.raises(ValueError, match=r"export: 0\.weight and 1\.weight are one parameter in `into`, and differ in the"):
+    with pytest.raises(
+        ValueError, match=r"export: 0\.weight and 1\.weight are one parameter in `into`, and differ in the"
+    ):
         dlp.export(model, into)
     assert_bit_equal(into[0].weight, before, "nothing is written")
     model.load_state_dict(into.state_dict())

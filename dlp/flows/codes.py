@@ -24,7 +24,6 @@ from dlp.parallel.weight.local import local_values, shards_of
 from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.tensor import Part, QuantizedTensor
 
-
 FORMAT = "format"
 
 
@@ -169,8 +168,8 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
     for name, wanted in formats.items():
         if (saved := bytes(state[name].tolist()).decode(errors="replace")) != wanted:
             raise ValueError(
-                f"{name.removesuffix(f'.{FORMAT}')} was saved as codes of {saved}, and the model has codes of {wanted}: quantize "
-                f"the model as it was saved"
+                f"{name.removesuffix(f'.{FORMAT}')} was saved as codes of {saved}, and the model has codes of {wanted}: "
+                f"quantize the model as it was saved"
             )
     if without := next((name for name, (tensor, _, _) in into.items() if tensor.is_meta), None):
         raise ValueError(

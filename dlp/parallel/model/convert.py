@@ -347,6 +347,6 @@ def _check_tied_head(model: Any, whole: Mapping[str, Tensor]) -> None:
     there = [whole[name] for name in weights if name in whole]
     if len(there) == 2 and not torch.equal(*there):
         raise ValueError(
-            f"save_pretrained: {weights[0]} and {weights[1]} differ, but the model's configuration says tie_word_embeddings, so "
-            f"that the head would be lost when the folder is loaded; set model.config.tie_word_embeddings = False"
+            f"save_pretrained: {weights[0]} and {weights[1]} differ, but the model's configuration says tie_word_embeddings, "
+            f"so that the head would be lost when the folder is loaded; set model.config.tie_word_embeddings = False"
         )
